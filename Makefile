@@ -1,0 +1,39 @@
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install demo test ui lint bench clean
+.DELETE_ON_ERROR:
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "Expected Python 3.10 or newer, got: $$($(PYTHON) --version 2>&1)." \
+	       "Name another one: make PYTHON=/path/to/python3.12 $(or $(MAKECMDGOALS),install)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/vt-dagster demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+ui: export DAGSTER_HOME := $(abspath data/dagster_home)
+ui: $(STAMP)
+	@mkdir -p "$$DAGSTER_HOME"
+	$(BIN)/dagster dev
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/python bench/run.py
+
+clean:
+	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis spark-warehouse metastore_db derby.log *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

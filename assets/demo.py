@@ -1,0 +1,143 @@
+"""``make demo``: a year of flights lands quarter by quarter, and each quarter is one run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from typing import Any
+
+import dagster as dg
+from pyspark.sql import Row
+from pyspark.sql import functions as F
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from assets.landing import write_landing
+from resources import DATA, LANDING, spark, warehouse
+from vt_dagster.columns import IS_LATE, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.errors import VtDagsterError
+from vt_dagster.storage.store import AssetStore
+
+QUARTERS = ((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12, 13))
+"""Months that land before each run; 13 is January 2014, when the last flights of 2013 are known."""
+
+console = Console(highlight=False)
+
+
+def run() -> None:
+    """Starts from nothing, runs the main job four times, and shows what came out."""
+    started = time.monotonic()
+    home = DATA / "dagster_home"
+    for old in (LANDING, DATA / "warehouse", home):
+        shutil.rmtree(old, ignore_errors=True)
+    home.mkdir(parents=True)
+    os.environ["DAGSTER_HOME"] = str(home)
+    from assets.definitions import defs
+
+    job = defs.resolve_job_def("main")
+    quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
+    with dg.DagsterInstance.get() as instance:
+        for number, months in enumerate(QUARTERS, 1):
+            _say(started, f"run {number} of {len(QUARTERS)}: months {months[0]} to {months[-1]} land")
+            landed = write_landing(LANDING, months)
+            rows = ", ".join(f"{sum(m.values()):,} {name}" for name, m in landed.items() if m)
+            _say(started, f"  landed {rows}; materializing")
+            result = job.execute_in_process(instance=instance, run_config=quiet, raise_on_error=False)
+            if not result.success:
+                raise VtDagsterError("the run failed; its log above says why")
+            for name in ("weather", "planes", "flights", "flights_with_weather"):
+                _say(started, f"  {name}: {_counts(result, name)}")
+    _summary()
+    _explain_late_record()
+    _say(started, "done")
+    console.print(f"\nTables: {warehouse.path}/<asset>/log and /view (Delta Lake)")
+    console.print("Look into one:   .venv/bin/vt-dagster history weather --key JFK --limit 5")
+    console.print("Open the UI:     make ui   (then http://localhost:3000)")
+
+
+def _say(started: float, text: str) -> None:
+    console.print(f"[{time.monotonic() - started:6.1f} s] {text}", markup=False)
+
+
+def _counts(result: dg.ExecuteInProcessResult, name: str) -> str:
+    metadata: dict[str, Any] = {}
+    for event in result.get_asset_materialization_events():
+        if event.asset_key == dg.AssetKey(name):
+            metadata = dict(event.materialization.metadata)
+    numbers = {k: v.value for k, v in metadata.items() if k.startswith("records_")}
+    return ", ".join(f"{n:,} {k.removeprefix('records_')}" for k, n in numbers.items())
+
+
+def _summary() -> None:
+    table = TextTable(title="Flights joined with the weather as of their departure")
+    table.add_column("count")
+    table.add_column("records", justify="right")
+    session = spark.spark_session
+    joined = AssetStore(warehouse.path, _topology().flights_with_weather, session)
+    weather = AssetStore(warehouse.path, _topology().weather, session)
+    head, seen = joined.head(), weather.head()
+    assert head is not None
+    assert seen is not None
+    totals, of_weather = head.commit.totals, seen.commit.totals
+    flights = AssetStore(warehouse.path, _topology().flights, session).head()
+    assert flights is not None
+    quarantined = flights.commit.totals["quarantined"] + of_weather["quarantined"]
+    kept = weather.read("versions").count()
+    for what, number in (
+        ("flights in", totals["in"]),
+        ("joined", totals["out"]),
+        ("  of them without weather", totals["unmatched"]),
+        ("  of them late (joined at once)", totals["late"]),
+        ("waiting in the grace buffer", totals["waiting"]),
+        ("lost", totals["in"] - totals["out"] - totals["waiting"]),
+        ("weather observations in", of_weather["in"]),
+        ("  of them late (refused)", of_weather["late"]),
+        ("versions in the view", kept),
+        ("versions expired", of_weather["applied"] - kept),
+        ("quarantined", quarantined),
+    ):
+        table.add_row(what, f"{number:,}")
+    console.print(table)
+
+
+def _topology() -> Any:
+    from assets import topology
+
+    return topology
+
+
+def _explain_late_record() -> None:
+    """One flight whose data came long after its time, and what joining it by arrival would give."""
+    session = spark.spark_session
+    joined = AssetStore(warehouse.path, _topology().flights_with_weather, session).read("log")
+    versions = AssetStore(warehouse.path, _topology().weather, session).read("versions")
+    start = versions.agg(F.min(VALID_FROM)).collect()[0][0]
+    late = joined.where(F.col(IS_LATE) & (F.col(TIMESTAMP) > F.lit(start)))
+    flight = late.orderBy(F.unix_seconds(TIMESTAMP) - F.unix_seconds("known_at")).first()
+    if flight is None:
+        return
+
+    def as_of(moment: Any) -> Row | None:
+        when = F.lit(moment)
+        here = versions.where(F.col("origin") == flight.origin)
+        return here.where(
+            (F.col(VALID_FROM) <= when) & (F.col(VALID_TO).isNull() | (when < F.col(VALID_TO)))
+        ).first()
+
+    then, later = as_of(flight.timestamp), as_of(flight.known_at)
+    assert then is not None
+    assert later is not None
+    console.print(
+        f"\nA late record, explained\n"
+        f"  {flight.carrier} {flight.flight} from {flight.origin} to {flight.dest} was to leave at "
+        f"{flight.timestamp:%Y-%m-%d %H:%M} UTC,\n"
+        f"  but its data came at {flight.known_at:%Y-%m-%d %H:%M}, more than the grace period of "
+        f"{_topology().flights_with_weather.operator.grace_period} later:\n"
+        f"  it was late, so it was joined at once, still as of its own time:\n"
+        f"    as of departure  {then.valid_from:%m-%d %H:%M} to {then.valid_to:%m-%d %H:%M}: "
+        f"{then.temp} °F, wind {then.wind_speed:.1f} mph   <- joined\n"
+        f"    when it arrived  {later.valid_from:%m-%d %H:%M} to "
+        f"{later.valid_to.strftime('%m-%d %H:%M') if later.valid_to else 'now'}: "
+        f"{later.temp} °F, wind {later.wind_speed:.1f} mph   <- what a join by arrival would take"
+    )

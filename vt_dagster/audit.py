@@ -1,0 +1,254 @@
+"""What must hold of committed tables, as queries that find the rows where it does not. No Dagster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    IS_LATE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import step
+from vt_dagster.core.arrival import by_partition, duration, has_key
+from vt_dagster.core.records import Reason
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.storage import delta
+from vt_dagster.storage.store import AssetStore, Head
+
+SAMPLE = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check: how many rows offend, a few of them, and other numbers."""
+
+    name: str
+    offending: int
+    sample: list[dict[str, Any]]
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def passed(self) -> bool:
+        """Whether no row offends."""
+        return self.offending == 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named check: what it promises, and for which kinds of assets."""
+
+    name: str
+    promise: str
+
+
+OVERLAP = Check("versions_do_not_overlap", "no version ends after the next one begins")
+CONTIGUOUS = Check("versions_are_contiguous", "every version ends where the next one begins")
+DUPLICATE = Check("one_version_per_key_and_timestamp", "no key has two versions at one time")
+INTERVAL = Check("valid_from_before_valid_to", "every version begins before it ends")
+CURRENT = Check("one_current_version_per_key", "no key has two versions that are open")
+RETENTION = Check("nothing_older_than_retention", "no version ended before the retention began")
+ONE_ROW = Check("one_row_per_key", "no key has two current rows")
+ACCOUNTED = Check(
+    "every_record_is_accounted_for",
+    "input = applied + late + quarantined + duplicate, and offsets have no gap",
+)
+ORDER = Check(
+    "timestamps_do_not_decrease",
+    "per key, no result is older than one before it, unless it was late",
+)
+
+
+def checks_of(node: Stream) -> list[Check]:
+    """The checks that an asset has."""
+    if isinstance(node, VersionedTable):
+        return [OVERLAP, CONTIGUOUS, DUPLICATE, INTERVAL, CURRENT, RETENTION, ACCOUNTED]
+    if isinstance(node, Table):
+        return [ONE_ROW, ACCOUNTED]
+    if node.operator is not None and step.has_grace(node.operator):
+        return [ORDER, ACCOUNTED]
+    return [ACCOUNTED]
+
+
+def audit(store: AssetStore) -> list[Finding]:
+    """Runs all checks of an asset on its committed tables.
+
+    Plan: one pass over the view for all checks on it, one over the log's offsets; samples are only
+    fetched for a check that fails.
+    """
+    head = store.catch_up()
+    if head is None:
+        return [Finding(check.name, 0, []) for check in checks_of(store.node)]
+    node = store.node
+    found: list[Finding] = []
+    if isinstance(node, VersionedTable):
+        found += _versions(store, node)
+    elif isinstance(node, Table):
+        found += _rows(store, node)
+    elif node.operator is not None and step.has_grace(node.operator):
+        found.append(_order(store, node, head))
+    return [*found, _accounted(store, head)]
+
+
+def _in_one_pass(
+    rows: DataFrame, offending: dict[str, Column], show: Callable[[DataFrame], DataFrame]
+) -> list[Finding]:
+    """Counts the rows of each condition in one job, and fetches samples of those that have any."""
+    counts = rows.agg(
+        *[
+            F.coalesce(F.sum(F.coalesce(c, F.lit(False)).cast("long")), F.lit(0)).alias(n)
+            for n, c in offending.items()
+        ]
+    ).collect()[0]
+    return [
+        Finding(name, counts[name], _sample(show(rows.where(condition))) if counts[name] else [])
+        for name, condition in offending.items()
+    ]
+
+
+def _sample(rows: DataFrame) -> list[dict[str, Any]]:
+    texts = rows.select(*[F.col(c).cast("string").alias(c) for c in rows.columns])
+    return [row.asDict() for row in texts.limit(SAMPLE).collect()]
+
+
+def _stored_view(store: AssetStore) -> tuple[DataFrame, dict[int, int]]:
+    """The view as it lies there, whoever wrote to it last."""
+    found = store.view()
+    assert found is not None
+    return delta.read(store.spark, store.view_path), found[1].stream_time
+
+
+def _versions(store: AssetStore, node: VersionedTable) -> list[Finding]:
+    rows, times = _stored_view(store)
+    in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
+    following = F.col("_next")
+    horizon = by_partition(times) - duration(node.history_retention)
+    chained = rows.withColumn("_next", F.lead(VALID_FROM).over(in_order))
+    is_open = F.col(VALID_TO).isNull()
+    offending = {
+        OVERLAP.name: (following > F.col(VALID_FROM)) & ~is_open & (F.col(VALID_TO) > following),
+        CONTIGUOUS.name: F.when(following.isNull(), ~is_open).otherwise(F.col(VALID_TO) < following),
+        DUPLICATE.name: following == F.col(VALID_FROM),
+        INTERVAL.name: F.col(VALID_TO) <= F.col(VALID_FROM),
+        CURRENT.name: is_open & following.isNotNull(),
+        RETENTION.name: F.col(VALID_TO) <= horizon,
+    }
+    shown = [*node.key, VALID_FROM, VALID_TO, PARTITION, OFFSET]
+    return _in_one_pass(
+        chained, offending, lambda bad: bad.select(*shown, F.col("_next").alias("next_valid_from"))
+    )
+
+
+def _rows(store: AssetStore, node: Table) -> list[Finding]:
+    rows, _ = _stored_view(store)
+    counted = rows.withColumn("_count", F.count(F.lit(1)).over(W.partitionBy(*node.key)))
+    shown = [*node.key, TIMESTAMP, PARTITION, OFFSET]
+    return _in_one_pass(counted, {ONE_ROW.name: F.col("_count") > 1}, lambda bad: bad.select(*shown))
+
+
+def _stored_log(store: AssetStore) -> DataFrame:
+    return delta.read(store.spark, store.log_path)
+
+
+def _order(store: AssetStore, node: Stream, head: Head) -> Finding:
+    before = W.partitionBy(PARTITION, *node.key).orderBy(OFFSET).rowsBetween(W.unboundedPreceding, -1)
+    on_time = _stored_log(store).where(~F.col(IS_LATE) & has_key(node.key))
+    rows = on_time.withColumn("newest_before", F.max(TIMESTAMP).over(before))
+    shown = [*node.key, TIMESTAMP, "newest_before", PARTITION, OFFSET]
+    return _in_one_pass(
+        rows,
+        {ORDER.name: F.col(TIMESTAMP) < F.col("newest_before")},
+        lambda bad: bad.select(*shown),
+    )[0]
+
+
+def _accounted(store: AssetStore, head: Head) -> Finding:
+    """Counts what is there and compares it with what the commits say that came in."""
+    node, totals = store.node, head.commit.totals
+    log = _stored_log(store)
+    spots = log.groupBy(PARTITION).agg(
+        F.count(F.lit(1)).alias("rows"),
+        F.count_distinct(OFFSET).alias("offsets"),
+        (F.max(OFFSET) + 1).alias("end"),
+    )
+    there = {r[PARTITION]: r for r in spots.collect()}
+    problems: list[dict[str, Any]] = []
+    lost = doubled = 0
+    for partition, end in sorted(head.commit.next_offset.items()):
+        row = there.get(partition)
+        rows, offsets = (row["rows"], row["offsets"]) if row else (0, 0)
+        lost += max(0, end - offsets)
+        doubled += rows - offsets
+        if rows != end or offsets != end:
+            problems += _gaps(log.where(F.col(PARTITION) == partition), partition, end)
+    numbers = {f"records_{k}": n for k, n in totals.items()}
+    numbers.update(rows_in_log=sum(r["rows"] for r in there.values()), rows_lost=lost)
+    if node.operator is None:
+        rejected = _rejected_counts(store)
+        numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})
+        late = rejected.get(Reason.LATE, 0)
+        others = sum(rejected.values()) - late
+        short = [
+            ("late records in quarantine", totals.get("late", 0), late),
+            ("bad records in quarantine", totals.get("quarantined", 0), others),
+            (
+                "records in = applied + late + quarantined",
+                totals.get("in", 0),
+                sum(totals.get(k, 0) for k in ("applied", "late", "quarantined")),
+            ),
+        ]
+        if isinstance(node, VersionedTable):
+            keys = log.agg(F.count_distinct(F.struct(*node.key, TIMESTAMP))).collect()[0][0]
+            numbers["records_duplicate"] = numbers["rows_in_log"] - keys
+    else:
+        done = sum(totals.get(k, 0) for k in ("applied", "late", "dropped", "waiting"))
+        inner = totals.get("unmatched", 0) if node.operator.kind == "inner" else 0
+        joined = totals.get("applied", 0) + totals.get("late", 0) - inner
+        short = [
+            ("records in = joined + dropped + waiting", totals.get("in", 0), done),
+            ("records out = rows in the log", totals.get("out", 0), numbers["rows_in_log"]),
+            ("records joined = records out", joined, totals.get("out", 0)),
+        ]
+    wrong = [{"what": w, "expected": str(a), "found": str(b)} for w, a, b in short if a != b]
+    offending = lost + doubled + sum(abs(a - b) for _, a, b in short)
+    return Finding(ACCOUNTED.name, offending, (problems + wrong)[:SAMPLE], numbers)
+
+
+def _gaps(log: DataFrame, partition: int, end: int) -> list[dict[str, Any]]:
+    """Where offsets are missing or stand twice."""
+    following = F.lead(OFFSET, 1, end).over(W.partitionBy(PARTITION).orderBy(OFFSET))
+    first = log.agg(F.min(OFFSET)).collect()[0][0]
+    spots = (
+        log.select(OFFSET, following.alias("next"), PARTITION)
+        .where(F.col("next") != F.col(OFFSET) + 1)
+        .orderBy(OFFSET)
+        .limit(SAMPLE)
+        .collect()
+    )
+    gaps = [(r[OFFSET] + 1, r["next"] - 1) for r in spots]
+    if first is None or first > 0:
+        gaps.insert(0, (0, (end if first is None else first) - 1))
+    return [
+        {
+            "what": f"offsets of partition {partition}",
+            "expected": f"{a}..{b}" if a <= b else f"{b} once",
+            "found": "missing" if a <= b else "more than once",
+        }
+        for a, b in gaps
+    ]
+
+
+def _rejected_counts(store: AssetStore) -> dict[str, int]:
+    if delta.last_commit(store.quarantine_path) is None:
+        return {}
+    rows = delta.read(store.spark, store.quarantine_path)
+    return {r["reason"]: r["count"] for r in rows.groupBy("reason").count().collect()}

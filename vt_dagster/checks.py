@@ -1,0 +1,52 @@
+"""Asset checks: one ``multi_asset_check`` per table, blocking, with a sample of offending rows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import dagster as dg
+
+from vt_dagster.audit import Finding, audit, checks_of
+from vt_dagster.model import Stream
+from vt_dagster.resource import SparkResource, WarehouseResource
+from vt_dagster.storage.store import AssetStore
+
+
+def build_checks(node: Stream) -> dg.AssetChecksDefinition:
+    """The checks of an asset's committed tables.
+
+    They are blocking: where one fails, what is downstream in the same run is held. A failing check
+    does not undo the commit; the checks before it (op types and contract) prevent one.
+    """
+    key = dg.AssetKey(node.name)
+    specs = [
+        dg.AssetCheckSpec(check.name, asset=key, blocking=True, description=check.promise)
+        for check in checks_of(node)
+    ]
+
+    @dg.multi_asset_check(specs=specs, name=f"check_{node.name}")
+    def check(spark: SparkResource, warehouse: WarehouseResource) -> Iterator[dg.AssetCheckResult]:
+        for finding in audit(AssetStore(warehouse.path, node, spark.spark_session)):
+            yield _result(finding, key)
+
+    return check
+
+
+def _result(finding: Finding, key: dg.AssetKey) -> dg.AssetCheckResult:
+    metadata: dict[str, Any] = {"offending_rows": finding.offending, **finding.numbers}
+    if finding.sample:
+        metadata["sample"] = dg.MetadataValue.table(
+            [dg.TableRecord({k: str(v) for k, v in row.items()}) for row in _aligned(finding.sample)]
+        )
+    return dg.AssetCheckResult(
+        asset_key=key,
+        check_name=finding.name,
+        passed=finding.passed,
+        severity=dg.AssetCheckSeverity.ERROR,
+        metadata=metadata,
+    )
+
+
+def _aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every row with every column, as Dagster's tables want it."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [{name: row.get(name, "") for name in names} for row in rows]

@@ -1,0 +1,192 @@
+"""Scenario files, what became of each scenario, and how lists are compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+from vt_dagster.errors import SourceError
+
+Granularity = Literal["record", "run"]
+Entry = dict[str, Any]
+
+OPERATORS = (
+    "versioned_store",
+    "stream_table_join",
+    "table_table_join",
+    "foreign_key_join",
+    "table_filter",
+    "table_map_values",
+    "table_aggregate",
+    "windowed_aggregate",
+    "table_suppress",
+    "global_table",
+    "chain",
+)
+"""The operators that FORMAT.md knows; those in ``_RUNNERS`` can be run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """One scenario; where it has ``by_design``, that is already in place of what it replaces."""
+
+    name: str
+    path: Path
+    operator: str
+    config: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+    expected: Sequence[Any]
+    error: Mapping[str, Any] | None
+    final_store: Sequence[Entry] | None
+    dropped: int | None
+
+    @property
+    def optional(self) -> bool:
+        """Whether it lies in a directory named ``optional``: reported apart, fails nothing."""
+        return "optional" in self.path.parts
+
+
+@dataclass
+class Outcome:
+    """What became of one scenario."""
+
+    scenario: Scenario
+    result: Literal["identical", "different", "not supported"]
+    differences: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of every scenario."""
+
+    outcomes: Sequence[Outcome]
+
+    def _count(self, result: str, optional: bool = False) -> int:
+        return sum(o.result == result and o.scenario.optional is optional for o in self.outcomes)
+
+    @property
+    def identical(self) -> int:
+        """Scenarios, optional ones apart, that gave exactly what they expect."""
+        return self._count("identical")
+
+    @property
+    def different(self) -> int:
+        """Scenarios, optional ones apart, that gave something else."""
+        return self._count("different")
+
+    @property
+    def not_supported(self) -> int:
+        """Scenarios, optional ones apart, of operators that cannot be run yet."""
+        return self._count("not supported")
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs and everything is supported."""
+        return self.different == 0 and self.not_supported == 0
+
+    def lines(self) -> Iterator[str]:
+        """Every difference, the optional scenarios if there are any, and last the counts."""
+        for outcome in self.outcomes:
+            if outcome.result == "different":
+                yield f"{outcome.scenario.name} ({outcome.scenario.path}):"
+                yield from outcome.differences
+        if any(o.scenario.optional for o in self.outcomes):
+            yield f"optional, not counted: {self._summary(True)}"
+        yield self._summary(False)
+
+    def _summary(self, optional: bool) -> str:
+        counts = (self._count(r, optional) for r in ("identical", "different", "not supported"))
+        return "{} identical, {} different, {} not supported".format(*counts)
+
+    def as_json(self) -> Entry:
+        """The report as plain values: counts, and each scenario with its differences."""
+        return {
+            "identical": self.identical,
+            "different": self.different,
+            "not_supported": self.not_supported,
+            "ok": self.ok,
+            "scenarios": [
+                {
+                    "name": o.scenario.name,
+                    "path": str(o.scenario.path),
+                    "operator": o.scenario.operator,
+                    "optional": o.scenario.optional,
+                    "result": o.result,
+                    "differences": o.differences,
+                }
+                for o in self.outcomes
+            ],
+        }
+
+
+def read_scenarios(paths: Iterable[Path | str]) -> Iterator[Scenario]:
+    for path in map(Path, paths):
+        if not path.exists():
+            raise SourceError(f"expected a scenario file or directory, got {path}, which is not there")
+        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+                for each in content if isinstance(content, list) else [content]:
+                    yield _scenario(file, each)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise SourceError(
+                    f"expected scenarios as FORMAT.md describes them in {file}, got: {error!r}"
+                ) from error
+
+
+def _scenario(path: Path, raw: Mapping[str, Any]) -> Scenario:
+    wanted = {**raw, **raw.get("by_design", {})}
+    metrics = wanted.get("metrics") or {}
+    return Scenario(
+        name=raw["name"],
+        path=path,
+        operator=raw["operator"],
+        config=raw["config"],
+        records=raw["records"],
+        expected=wanted["expected"],
+        error=wanted.get("expected_error"),
+        final_store=wanted.get("final_store"),
+        dropped=metrics.get("dropped_records"),
+    )
+
+
+def compare(what: str, expected: Sequence[Any], got: Sequence[Any]) -> list[str]:
+    """One message for each position at which two lists differ."""
+    missing = object()
+
+    def text(value: Any) -> str:
+        return "nothing" if value is missing else json.dumps(value, ensure_ascii=False)
+
+    return [
+        f"  {what} {i}: expected {text(e)} / got {text(g)}"
+        for i, (e, g) in enumerate(zip_longest(expected, got, fillvalue=missing))
+        if e != g
+    ]
+
+
+def settle(outcome: Outcome, differences: list[str]) -> None:
+    outcome.result = "different" if differences else "identical"
+    outcome.differences = differences
+
+
+def compare_state(
+    scenario: Scenario, store: Sequence[Entry], dropped: int, failed_at: int | None
+) -> list[str]:
+    """Differences in what is left at the end: an error, the store, the metric."""
+    must_fail_at = scenario.error["trigger"] if scenario.error else None
+    if failed_at != must_fail_at:
+
+        def text(at: int | None) -> str:
+            return "none" if at is None else f"one at record {at}"
+
+        return [f"  error: expected {text(must_fail_at)} / got {text(failed_at)}"]
+    found: list[str] = []
+    if scenario.final_store is not None:
+        found += compare("final store", scenario.final_store, store)
+    if scenario.dropped is not None and dropped != scenario.dropped:
+        found.append(f"  dropped records: expected {scenario.dropped} / got {dropped}")
+    return found

@@ -1,0 +1,175 @@
+"""Scenarios of the versioned store: puts, deletes and gets, and the answer to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from vt_dagster.conformance.scenario import (
+    Entry,
+    Granularity,
+    Outcome,
+    Scenario,
+    compare,
+    compare_state,
+    settle,
+)
+from vt_dagster.conformance.topology import by_scenario, final_store, millis, ms, record_of, source
+from vt_dagster.core.arrival import Fate
+from vt_dagster.errors import ContractError
+from vt_dagster.model import VersionedTable
+from vt_dagster.testing import REFUSED, TopologyTestDriver, VersionedStore
+
+NOT_PUT = -9223372036854775808
+"""What a scenario expects of a refused put."""
+
+
+def versioned_stores(
+    scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, Outcome]
+) -> list[Callable[[SparkSession], None]]:
+    """All store scenarios as partitions of one table.
+
+    ``record``: every put and delete is a run; every answer is compared. ``run``: the puts and
+    deletes of a whole scenario are one run; compared are which puts were refused, which became the
+    latest, the answers of the gets after the last put or delete, the final store and the metric.
+    """
+    if not scenarios:
+        return []
+
+    def job(spark: SparkSession) -> None:
+        retention = {i: ms(s.config["history_retention"]) for i, s in enumerate(scenarios)}
+        table = source(VersionedTable, "table", history_retention=retention)
+        driver = TopologyTestDriver(table, spark=spark)
+        runs = [_StoreRun(i, s) for i, s in enumerate(scenarios)]
+        if granularity == "record":
+            while any(r.left for r in runs):
+                _store_step(driver.store("table"), runs)
+        else:
+            _store_run(driver, runs)
+        stores = by_scenario(driver.versions("table"))
+        for r in runs:
+            dropped = driver.metrics("table", r.number).get(Fate.LATE, 0)
+            expected = r.scenario.expected
+            if granularity == "run":
+                expected = [_told(e, a) for e, a in zip(expected, r.answers, strict=False)]
+            differences = compare("answer", expected, r.answers)
+            differences += compare_state(
+                r.scenario, final_store(stores[r.number]), dropped, r.failed_at
+            )
+            settle(results[r.scenario], differences)
+
+    return [job]
+
+
+class _StoreRun:
+    """A store scenario on its way through the calls."""
+
+    def __init__(self, number: int, scenario: Scenario) -> None:
+        self.number, self.scenario = number, scenario
+        self.answers: list[Any] = []
+        self.failed_at: int | None = None
+
+    @property
+    def left(self) -> Sequence[Mapping[str, Any]]:
+        """The calls that have not been made."""
+        done = self.failed_at is not None
+        return () if done else self.scenario.records[len(self.answers) :]
+
+    def gets(self) -> list[Mapping[str, Any]]:
+        """The gets that come next; they change nothing, so they can be answered together."""
+        found: list[Mapping[str, Any]] = []
+        for record in self.left:
+            if record["call"] != "get" or record["key"] is None:
+                break
+            found.append(record)
+        return found
+
+    def fail(self, store: VersionedStore) -> None:
+        """Makes the next call if its key is null, which must be refused."""
+        if not self.left or self.left[0]["key"] is not None:
+            return
+        call, key = self.left[0], (self.number, None)
+        try:
+            if call["call"] == "put":
+                store.put(key, call["value"], call["timestamp"])
+            elif call["call"] == "delete":
+                store.delete(key, call["timestamp"])
+            else:
+                store.get(key, call.get("as_of"))
+        except ContractError:
+            self.failed_at = len(self.answers)
+        else:
+            self.answers.append("no error")
+
+
+def _row_answer(row: Entry | None) -> Entry | None:
+    if row is None:
+        return None
+    return {"value": row["value"], "timestamp": millis(row["valid_from"]), "valid_to": None}
+
+
+def _answer_gets(store: VersionedStore, runs: Sequence[_StoreRun]) -> None:
+    asked = [(r, call) for r in runs for call in r.gets()]
+    if asked:
+        keys = [((r.number, call["key"]), call.get("as_of")) for r, call in asked]
+        for (r, _), row in zip(asked, store.get_each(*keys), strict=True):
+            r.answers.append(_row_answer(row))
+
+
+def _store_step(store: VersionedStore, runs: Sequence[_StoreRun]) -> None:
+    """The next gets of every scenario, then its next put or delete."""
+    _answer_gets(store, runs)
+    for r in runs:
+        r.fail(store)
+    writing = [(r, r.left[0]) for r in runs if r.left and r.left[0]["call"] != "get"]
+    if not writing:
+        return
+    records = [record_of(r.number, len(r.answers), call) for r, call in writing]
+    deletes = [i for i, (_, call) in enumerate(writing) if call["call"] == "delete"]
+    found = store.find_each(*(records[i] for i in deletes)) if deletes else []
+    removed = dict(zip(deletes, found, strict=True))
+    for i, answer in enumerate(store.put_each(*records)):
+        if i in removed:
+            writing[i][0].answers.append(_row_answer(removed[i]))
+        else:
+            valid_to = -1 if answer is None else NOT_PUT if answer is REFUSED else millis(answer)
+            writing[i][0].answers.append({"valid_to": valid_to})
+
+
+_OLDER = "not the latest"
+
+
+def _store_run(driver: TopologyTestDriver, runs: Sequence[_StoreRun]) -> None:
+    """Every scenario's puts and deletes in one run, then the gets after them."""
+    store = driver.store("table")
+    records: list[Entry] = []
+    ends: dict[int, int] = {}
+    for r in runs:
+        calls = r.scenario.records
+        stop = next((i for i, c in enumerate(calls) if c["key"] is None), len(calls))
+        writes = [i for i in range(stop) if calls[i]["call"] != "get"]
+        ends[r.number] = writes[-1] + 1 if writes else 0
+        records += [record_of(r.number, i, calls[i]) for i in writes]
+    if records:
+        driver.pipe("table", *records)
+    latest = {(row["scenario"], row["index"]): row["is_latest"] for row in driver.read("table")}
+    for r in runs:
+        for i, call in enumerate(r.scenario.records[: ends[r.number]]):
+            taken = latest.get((r.number, i))
+            told = NOT_PUT if taken is None else -1 if taken else _OLDER
+            r.answers.append({"valid_to": told} if call["call"] == "put" else None)
+    while any(r.left for r in runs):
+        _answer_gets(store, runs)
+        for r in runs:
+            r.fail(store)
+
+
+def _told(expected: Any, answer: Any) -> Any:
+    """As much of an expected answer as a run of many calls can tell."""
+    if answer is None:
+        return None
+    if "value" not in (expected or {}) and expected and expected["valid_to"] not in (-1, NOT_PUT):
+        return {"valid_to": _OLDER}
+    return expected

@@ -1,0 +1,148 @@
+"""Order of arrival and stream time: what every operator needs to know about a run's records.
+
+Stream time is the largest timestamp seen so far in a partition. A run takes its records in order of
+arrival, so stream time *as of a record* is a running maximum. To spare a long partition a single
+task, arrivals are cut into chunks: each chunk's own maximum is found first, a chunk then starts with
+the maximum of those before it. Numbering rows works the same way with counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.model import Duration
+
+CHUNK = 100_000
+"""Arrivals handled by one task at a time."""
+
+STREAM_TIME = "_stream_time"
+_CHUNK = "_chunk"
+_BEFORE = "_before"
+
+
+class Fate:
+    """What became of a record in a run; every record has exactly one fate."""
+
+    APPLIED = "applied"  # in the log; for a join: joined on arrival or out of the buffer
+    LATE = "late"  # a table refused it; a join with grace joined it at once
+    WAITING = "waiting"  # in the grace buffer
+    DROPPED = "dropped"  # a join had no use for it: no value, or no key where one is needed
+    QUARANTINED = "quarantined"  # not a record: unreadable, no key, no timestamp, far future
+
+
+def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> Column:
+    """A small mapping ``partition -> number`` as a column of the row's own partition.
+
+    Args:
+        values: for ``kind='timestamp'`` epoch microseconds, for ``kind='long'`` plain numbers.
+            A partition without an entry gives null.
+    """
+    number = F.lit(None).cast("long")
+    if values:
+        # As text: a call of a Column function for each entry would take longer than the query.
+        entries = (
+            f"{p}, {'CAST(NULL AS BIGINT)' if v is None else f'{v}L'}"
+            for p, v in sorted(values.items())
+        )
+        number = F.expr(f"try_element_at(map({', '.join(entries)}), `{PARTITION}`)")
+    return F.timestamp_micros(number) if kind == "timestamp" else number
+
+
+def duration(value: Duration) -> Column:
+    """A duration as an interval column, also where each partition has its own."""
+    if isinstance(value, timedelta):
+        return F.lit(value)
+    micros = by_partition({p: v // timedelta(microseconds=1) for p, v in value.items()}, "long")
+    return micros * F.expr("INTERVAL '0.000001' SECOND")
+
+
+def arrival_chunk() -> Column:
+    """The chunk of a record by its order of arrival."""
+    return F.floor(F.col(ARRIVAL) / F.lit(CHUNK))
+
+
+def has_key(key: Sequence[str]) -> Column:
+    """Whether a record has a key: no column of it is null."""
+    present = F.lit(True)
+    for k in key:
+        present = present & F.col(k).isNotNull()
+    return present
+
+
+def stream_time_of(records: DataFrame, counts: Column) -> DataFrame:
+    """The largest timestamp of each partition's records: ``partition, stream_time`` (TIMESTAMP).
+
+    Args:
+        counts: whether a record moves stream time.
+    """
+    return records.where(counts).groupBy(PARTITION).agg(F.max(TIMESTAMP).alias("stream_time"))
+
+
+def with_stream_time(records: DataFrame, before: Column, counts: Column | None = None) -> DataFrame:
+    """Adds stream time as of each record, the record itself included.
+
+    Plan: one aggregate over the records (a row a chunk, broadcast), one shuffle and sort by
+    partition and chunk.
+
+    Args:
+        records: ``partition, _arrival, timestamp, …``.
+        before: stream time of the record's partition before the run; null = no record yet.
+        counts: whether a record moves stream time; None = every one does.
+
+    Returns:
+        the records with ``_stream_time`` (TIMESTAMP; null while no record has counted).
+    """
+    moves = F.col(TIMESTAMP) if counts is None else F.when(counts, F.col(TIMESTAMP))
+    chunked = records.withColumn(_CHUNK, arrival_chunk())
+    earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
+    heads = (
+        chunked.groupBy(PARTITION, _CHUNK)
+        .agg(F.max(moves).alias(_BEFORE))
+        .withColumn(_BEFORE, F.max(_BEFORE).over(earlier))
+    )
+    so_far = (
+        W.partitionBy(PARTITION, _CHUNK)
+        .orderBy(ARRIVAL)
+        .rowsBetween(W.unboundedPreceding, W.currentRow)
+    )
+    return (
+        chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
+        .withColumn(STREAM_TIME, F.greatest(F.max(moves).over(so_far), F.col(_BEFORE), before))
+        .drop(_CHUNK, _BEFORE)
+    )
+
+
+def number(
+    rows: DataFrame, first: Column, order: Sequence[Column], chunk: Column | None = None
+) -> DataFrame:
+    """Gives rows the gap-free offsets of their partition, in the given order.
+
+    Plan: one aggregate over the rows (a row a chunk, broadcast), one shuffle and sort by partition
+    and chunk.
+
+    Args:
+        rows: ``partition, …``.
+        first: the first free offset of the row's partition; null counts as 0.
+        order: the order of the rows within a partition; must be total.
+        chunk: ascends with the order; rows of one chunk are numbered by one task.
+    """
+    chunked = rows.withColumn(_CHUNK, F.lit(0) if chunk is None else chunk)
+    earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
+    heads = (
+        chunked.groupBy(PARTITION, _CHUNK)
+        .agg(F.count(F.lit(1)).alias(_BEFORE))
+        .withColumn(_BEFORE, F.coalesce(F.sum(_BEFORE).over(earlier), F.lit(0)))
+    )
+    within = W.partitionBy(PARTITION, _CHUNK).orderBy(*order)
+    position = F.row_number().over(within) - 1 + F.col(_BEFORE) + F.coalesce(first, F.lit(0))
+    return (
+        chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
+        .withColumn(OFFSET, position.cast("long"))
+        .drop(_CHUNK, _BEFORE)
+    )

@@ -1,0 +1,166 @@
+"""One run of a stream or table, as DataFrames: consider what arrived, then produce log rows.
+
+The Dagster ops and the test driver both run assets through these two functions; they differ only in
+where the inputs come from and where the results go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    BooleanType,
+    DataType,
+    IntegerType,
+    LongType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    LOG_COLUMNS,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import grace, stream_table_join, table, versioned
+from vt_dagster.core.arrival import Fate, arrival_chunk, duration, number
+from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable
+
+
+def consider_records(
+    node: Stream, records: DataFrame, view: DataFrame | None, stream_time: Column
+) -> DataFrame:
+    """A source's prepared records with ``_fate``, for tables also ``is_latest``.
+
+    Args:
+        view: the table's view before the run; None where there is none yet.
+        stream_time: of the record's partition before the run.
+    """
+    if isinstance(node, VersionedTable):
+        return versioned.put(
+            records,
+            view,
+            key=node.key,
+            stream_time=stream_time,
+            history_retention=node.history_retention,
+        )
+    applied = records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
+    return applied.withColumn(IS_LATEST, F.lit(True)) if isinstance(node, Table) else applied
+
+
+def produce_records(node: Stream, considered: DataFrame, first: Column) -> DataFrame:
+    """The log rows of a source's run, numbered in order of arrival from ``first``."""
+    rows = considered.where(F.col(FATE) == Fate.APPLIED)
+    numbered = number(rows, first, [F.col(ARRIVAL)], arrival_chunk())
+    return numbered.select(*log_columns(node))
+
+
+def has_grace(join: StreamTableJoin) -> bool:
+    """Whether anything can wait: a grace period of zero is none."""
+    return join.grace_period is not None and join.grace_period != type(join.grace_period)()
+
+
+def consider_join(
+    join: StreamTableJoin,
+    arrived: DataFrame,
+    waiting: DataFrame | None,
+    before: Column,
+    after: Column,
+) -> DataFrame:
+    """The stream's records that a join run has to do with, with ``_fate``; see ``grace.hold``."""
+    return grace.hold(
+        arrived,
+        waiting,
+        key=join.left.key,
+        kind=join.kind,
+        grace=join.grace_period if has_grace(join) else None,
+        before=before,
+        after=after,
+    )
+
+
+def join_records(
+    join: StreamTableJoin, considered: DataFrame, view: DataFrame, table_time: Column
+) -> DataFrame:
+    """The results of a join run, in no order yet."""
+    right = join.right
+    horizon = None
+    if isinstance(right, VersionedTable):
+        horizon = table_time - duration(right.history_retention)
+    return stream_table_join.join(
+        considered.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)),
+        view,
+        kind=join.kind,
+        stream_key=join.left.key,
+        table_key=right.key,
+        columns=join.columns(),
+        horizon=horizon,
+    )
+
+
+def produce_join(node: Stream, join: StreamTableJoin, results: DataFrame, first: Column) -> DataFrame:
+    """The log rows of a join run: in order of arrival, or as they leave the grace buffer: by
+    timestamp, key, arrival (kip923-probe-tie-order)."""
+    if has_grace(join):
+        order: Sequence[Column] = [F.col(c) for c in (TIMESTAMP, *node.key, ARRIVAL)]
+        numbered = number(results, first, order, F.date_trunc("hour", TIMESTAMP))
+    else:
+        numbered = number(results, first, [F.col(ARRIVAL)], arrival_chunk())
+    return numbered.select(*log_columns(node))
+
+
+def log_columns(node: Stream) -> list[str]:
+    """The columns of a node's log, in order."""
+    own = [c for c in node.schema.names if c.lower() != TIMESTAMP]
+    more = [IS_LATEST] if isinstance(node, Table) else []
+    if node.operator is not None and has_grace(node.operator):
+        more = [IS_LATE]
+    return [*own, *LOG_COLUMNS, *more]
+
+
+_TYPES: dict[str, DataType] = {
+    TIMESTAMP: TimestampType(),
+    PARTITION: IntegerType(),
+    OFFSET: LongType(),
+    IS_TOMBSTONE: BooleanType(),
+    IS_LATEST: BooleanType(),
+    IS_LATE: BooleanType(),
+    VALID_FROM: TimestampType(),
+    VALID_TO: TimestampType(),
+}
+
+
+def _schema(node: Stream, names: Sequence[str]) -> StructType:
+    own = {f.name: f.dataType for f in node.schema.fields}
+    return StructType([StructField(n, _TYPES.get(n) or own[n]) for n in names])
+
+
+def log_schema(node: Stream) -> StructType:
+    """The columns of a node's log with their types."""
+    return _schema(node, log_columns(node))
+
+
+def view_schema(node: Table) -> StructType:
+    """The columns of a table's view with their types."""
+    names = [n for n in log_columns(node) if n != IS_LATEST]
+    ends = [VALID_FROM, VALID_TO] if isinstance(node, VersionedTable) else []
+    return _schema(node, [*names, *ends])
+
+
+def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Column) -> DataFrame:
+    """The view of a table after more of its log; ``stream_time`` is that after it."""
+    if isinstance(node, VersionedTable):
+        horizon = stream_time - duration(node.history_retention)
+        return versioned.fold(view, log, key=node.key, horizon=horizon)
+    return table.fold(view, log, key=node.key)

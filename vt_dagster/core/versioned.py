@@ -1,0 +1,233 @@
+"""The versioned table: put, and what can be read from it (KIP-889).
+
+A *version* is a row ``key, values, valid_from (inclusive), valid_to (exclusive, null = current),
+is_tombstone, partition, offset``. Versions come from timestamps, never from arrival: a record that
+arrives out of order splits the interval that it falls into.
+
+Throughout, ``horizon`` is ``stream time - history retention`` of a row's partition, as a column over
+``partition``: the table answers for times at or after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, with_stream_time
+from vt_dagster.model import Duration
+
+_NEXT = "_next"
+_NEWEST = "_newest"
+
+
+def put(
+    records: DataFrame,
+    current: DataFrame | None,
+    *,
+    key: Sequence[str],
+    stream_time: Column,
+    history_retention: Duration,
+) -> DataFrame:
+    """Decides for each record whether the table accepts it, and whether it is its key's latest.
+
+    A record with ``timestamp < stream time - history_retention`` is refused, one exactly that old is
+    accepted; refused records do not move stream time. Tombstones are records like any other. A
+    record at its key's newest timestamp replaces that version and is the latest.
+
+    Plan: ``with_stream_time`` (one aggregate, one shuffle and sort), then one shuffle and sort by
+    key together with one row per key of ``current``.
+
+    Args:
+        records: ``key columns, timestamp, partition, _arrival, is_tombstone, _fate, …`` of one run;
+            those with a fate already (quarantined) are passed through and count for nothing.
+        current: the versions before the run, of which those with ``valid_to`` null count;
+            None = none.
+        stream_time: stream time of the record's partition before the run.
+
+    Returns:
+        the records with ``_fate`` (``applied`` or ``late``) and ``is_latest``.
+
+    Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
+    """
+    seen = with_stream_time(records, stream_time, F.col(FATE).isNull())
+    late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(history_retention)
+    fate = F.when(late, Fate.LATE).otherwise(Fate.APPLIED)
+    judged = seen.withColumn(FATE, F.coalesce(FATE, fate))
+    if current is None:
+        known = judged.withColumn(_NEWEST, F.lit(None).cast("timestamp"))
+    else:
+        newest = current.where(F.col(VALID_TO).isNull())
+        newest = newest.select(*key, F.col(VALID_FROM).alias(_NEWEST))
+        known = judged.join(newest, list(key), "left")
+    before = W.partitionBy(*key).orderBy(PARTITION, ARRIVAL).rowsBetween(W.unboundedPreceding, -1)
+    accepted = F.when(F.col(FATE) == Fate.APPLIED, F.col(TIMESTAMP))
+    so_far = F.greatest(F.max(accepted).over(before), F.col(_NEWEST))
+    latest = (F.col(FATE) == Fate.APPLIED) & (so_far.isNull() | (F.col(TIMESTAMP) >= so_far))
+    return known.withColumn(IS_LATEST, latest).drop(_NEWEST, STREAM_TIME)
+
+
+def fold(
+    versions: DataFrame | None, log: DataFrame, *, key: Sequence[str], horizon: Column
+) -> DataFrame:
+    """The versions after more of the log: what the view of a versioned table is.
+
+    There is one version per key and timestamp, the last offset wins; ``valid_to`` is the next
+    version's ``valid_from``; tombstones are versions. A version with ``valid_to <= horizon`` has
+    expired, and so has a tombstone that nothing accepted from now on can come before.
+
+    Plan: one shuffle and sort by key.
+
+    Args:
+        versions: the versions before; None = none.
+        log: log rows, ``key columns, value columns, timestamp, partition, offset, is_tombstone``,
+            after those that made ``versions``; rows that are in there already change nothing.
+        horizon: after these log rows.
+    """
+    fresh = log.drop(IS_LATEST).withColumn(VALID_FROM, F.col(TIMESTAMP))
+    everything = fresh if versions is None else versions.drop(VALID_TO).unionByName(fresh)
+    in_order = W.partitionBy(*key).orderBy(VALID_FROM, OFFSET, PARTITION)
+    expired = (F.col(VALID_TO) <= horizon) | (
+        F.col(VALID_TO).isNull() & F.col(IS_TOMBSTONE) & (F.col(VALID_FROM) < horizon)
+    )
+    return (
+        everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
+        .where(F.col(VALID_TO).isNull() | (F.col(VALID_TO) > F.col(VALID_FROM)))
+        .where(~F.coalesce(expired, F.lit(False)))
+    )
+
+
+def valid_at(as_of: Column, horizon: Column) -> Column:
+    """Whether a version answers for a time (inclusive of ``valid_from``, exclusive of ``valid_to``).
+
+    Times before the horizon are answered by a key's current version alone, even where the older
+    version is still stored (kip889-expired-get). Tombstones answer nothing.
+    """
+    in_time = (F.col(VALID_FROM) <= as_of) & (F.col(VALID_TO).isNull() | (as_of < F.col(VALID_TO)))
+    remembered = F.col(VALID_TO).isNull() | horizon.isNull() | (as_of >= horizon)
+    return in_time & remembered & ~F.col(IS_TOMBSTONE)
+
+
+def get(versions: DataFrame) -> DataFrame:
+    """The current row of every key; deleted keys are not among them."""
+    return versions.where(F.col(VALID_TO).isNull() & ~F.col(IS_TOMBSTONE))
+
+
+def get_as_of(versions: DataFrame, as_of: Column, horizon: Column) -> DataFrame:
+    """The row of every key as of a time (inclusive)."""
+    return versions.where(valid_at(as_of, horizon))
+
+
+def history(versions: DataFrame, *, key: Sequence[str]) -> DataFrame:
+    """All versions, tombstones included, by key and time."""
+    return versions.orderBy(*key, VALID_FROM)
+
+
+def key_range(
+    versions: DataFrame, *, key: Sequence[str], lower: Sequence[object], upper: Sequence[object]
+) -> DataFrame:
+    """The versions of the keys from ``lower`` to ``upper``, both inclusive, compared as tuples."""
+
+    def tuple_of(values: Sequence[Column]) -> Column:
+        return F.struct(*[v.alias(f"k{i}") for i, v in enumerate(values)])
+
+    columns = tuple_of([F.col(k) for k in key])
+    low, high = (
+        tuple_of([F.lit(v).cast(versions.schema[k].dataType) for k, v in zip(key, side, strict=True)])
+        for side in (lower, upper)
+    )
+    return versions.where((columns >= low) & (columns <= high))
+
+
+def delete(
+    requests: DataFrame,
+    versions: DataFrame,
+    *,
+    key: Sequence[str],
+    stream_time: Column,
+    history_retention: Duration,
+) -> DataFrame:
+    """What deleting finds: the row as of each request, null where there is none or it is refused.
+
+    A deletion is a tombstone record; :func:`put` stores it. Give at most one request per key and
+    run: each sees the table as it was before the run.
+
+    Args:
+        requests: ``key columns, timestamp, partition, …``.
+        stream_time: stream time of the request's partition before the run.
+
+    Returns:
+        the requests with ``removed``, the struct of the found version's columns.
+
+    Source: KIP-889 ``delete``; kip889-delete-is-get-and-put-null.
+    """
+    horizon = stream_time - duration(history_retention)
+    found = as_of_join(requests, versions, left_key=key, right_key=key, horizon=horizon, name="removed")
+    refused = F.coalesce(F.col(TIMESTAMP) < horizon, F.lit(False))
+    return found.withColumn("removed", F.when(~refused, F.col("removed")))
+
+
+def as_of_join(
+    left: DataFrame,
+    versions: DataFrame,
+    *,
+    left_key: Sequence[str],
+    right_key: Sequence[str],
+    horizon: Column,
+    name: str,
+) -> DataFrame:
+    """For each row of ``left`` the version as of its ``timestamp`` (inclusive), as one struct.
+
+    The whole version travels as one value, so that columns of different versions never mix. A key
+    with a null in it finds nothing.
+
+    Plan: one shuffle and sort by key of both sides together, whatever the distribution of keys; no
+    row is compared with more than one version.
+
+    Returns:
+        every row of ``left`` once, with ``name``: the struct of the version's columns, null where
+        the table has no value then or has forgotten it.
+    """
+    keys = [f"_key{i}" for i in range(len(right_key))]
+    at, side, row, candidate = "_at", "_side", "_row", "_version"
+    stream = left.select(
+        *[F.col(k).alias(n) for k, n in zip(left_key, keys, strict=True)],
+        F.col(TIMESTAMP).alias(at),
+        F.lit(1).alias(side),
+        F.struct(*[F.col(f"`{c}`") for c in left.columns]).alias(row),
+    )
+    table = versions.select(
+        *[F.col(k).alias(n) for k, n in zip(right_key, keys, strict=True)],
+        F.col(VALID_FROM).alias(at),
+        F.lit(0).alias(side),
+        F.struct(
+            *[F.col(f"`{c}`") for c in versions.columns],
+            horizon.alias("_horizon"),
+        ).alias(candidate),
+    )
+    so_far = W.partitionBy(*keys).orderBy(at, side).rowsBetween(W.unboundedPreceding, W.currentRow)
+    found = (
+        stream.unionByName(table, allowMissingColumns=True)
+        .withColumn(candidate, F.last(candidate, ignorenulls=True).over(so_far))
+        .where(F.col(side) == 1)
+    )
+    version = F.col(candidate)
+    valid = (
+        (version[VALID_TO].isNull() | version["_horizon"].isNull() | (F.col(at) >= version["_horizon"]))
+        & ~version[IS_TOMBSTONE]
+        & F.col(keys[0]).isNotNull()
+    )
+    return found.select(f"{row}.*", F.when(valid, version.dropFields("_horizon")).alias(name))

@@ -1,0 +1,111 @@
+"""From streams and tables to Dagster definitions: one factory per kind of asset."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import dagster as dg
+
+from vt_dagster import ops
+from vt_dagster.checks import build_checks
+from vt_dagster.errors import TopologyError
+from vt_dagster.io_manager import OpMemoryIOManager, TablesIOManager
+from vt_dagster.metadata import definition_metadata, describe
+from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable, topological
+from vt_dagster.resource import SparkResource, WarehouseResource
+from vt_dagster.sensors import build_sensor
+
+
+def build_asset(node: Stream) -> dg.AssetsDefinition:
+    """The asset of a stream or table: a graph of typed ops that ends in one commit.
+
+    Raises:
+        TopologyError: the node has neither a source nor an operator.
+    """
+    if node.operator is not None:
+        return _join_asset(node, node.operator)
+    return _source_asset(node)
+
+
+def _shown(node: Stream) -> dict[str, Any]:
+    kinds = {
+        "spark",
+        "deltalake",
+        "versioned"
+        if isinstance(node, VersionedTable)
+        else "table"
+        if isinstance(node, Table)
+        else "stream",
+    }
+    return {
+        "name": node.name,
+        "description": describe(node),
+        "group_name": node.group,
+        "owners": list(node.owners) or None,
+        "kinds": kinds,
+        "metadata": definition_metadata(node),
+    }
+
+
+def _source_asset(node: Stream) -> dg.AssetsDefinition:
+    read, put, write = ops.read_files_op(node), ops.put_op(node), ops.write_op(node)
+
+    @dg.graph_asset(**_shown(node))
+    def source_asset() -> Any:
+        records, arrival = read()
+        return write(put(records, arrival), arrival)
+
+    return cast(dg.AssetsDefinition, source_asset)
+
+
+def _join_asset(node: Stream, operator: StreamTableJoin) -> dg.AssetsDefinition:
+    read, join = ops.read_stream_op(node, operator), ops.join_op(node, operator)
+
+    @dg.graph_asset(
+        ins={up.name: dg.AssetIn(dg.AssetKey(up.name), dagster_type=dg.Nothing) for up in node.inputs},
+        **_shown(node),
+    )
+    def join_asset(**inputs: Any) -> Any:
+        considered, arrival = read(**inputs)
+        return join(considered, arrival)
+
+    return cast(dg.AssetsDefinition, join_asset)
+
+
+def build_resources(
+    warehouse: WarehouseResource | str = "data/warehouse", spark: SparkResource | None = None
+) -> dict[str, Any]:
+    """The resources that the ops, checks and sensors need, under the keys that they need them."""
+    where = WarehouseResource(path=warehouse) if isinstance(warehouse, str) else warehouse
+    session = spark or SparkResource()
+    return {
+        "warehouse": where,
+        "spark": session,
+        ops.OP_MEMORY: OpMemoryIOManager(),
+        ops.TABLES: TablesIOManager(warehouse=where, spark=session),
+    }
+
+
+def build_definitions(
+    *nodes: Stream,
+    warehouse: WarehouseResource | str = "data/warehouse",
+    spark: SparkResource | None = None,
+) -> dg.Definitions:
+    """Everything that Dagster needs for some streams and tables, and all that they are made of.
+
+    Assets, blocking checks, a sensor (off) for each source, resources, and the in-process executor.
+    Merge it with definitions of your own by ``dg.Definitions.merge``.
+
+    Raises:
+        TopologyError: the topology has no meaning; nothing has been started.
+    """
+    if not nodes:
+        raise TopologyError("build_definitions needs at least one stream or table, got none")
+    every = topological(nodes)
+    return dg.Definitions(
+        assets=[build_asset(node) for node in every],
+        asset_checks=[build_checks(node) for node in every],
+        sensors=[build_sensor(node) for node in every if node.source is not None],
+        resources=build_resources(warehouse, spark),
+        executor=dg.in_process_executor,
+    )

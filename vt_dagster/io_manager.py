@@ -1,0 +1,73 @@
+"""How DataFrames come to ops and to a user's own assets."""
+
+from typing import Any
+
+import dagster as dg
+from pyspark.sql import DataFrame
+
+from vt_dagster.errors import ContractError, ExecutorError
+from vt_dagster.resource import SparkResource, WarehouseResource
+from vt_dagster.storage.store import AssetStore
+
+READ = "vt_dagster/read"
+AS_OF = "vt_dagster/as_of"
+
+
+class OpMemoryIOManager(dg.IOManager):
+    """Hands DataFrames from op to op within one process; they are lazy plans, not data."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, str, str], Any] = {}
+
+    def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
+        self._values[context.run_id, context.step_key, context.name] = obj
+
+    def load_input(self, context: dg.InputContext) -> Any:
+        upstream = context.upstream_output
+        assert upstream is not None
+        try:
+            return self._values[upstream.run_id, upstream.step_key, upstream.name]
+        except KeyError:
+            raise ExecutorError(
+                f"the output {upstream.name!r} of step {upstream.step_key!r} is not in this process: "
+                "vt_dagster's ops pass Spark DataFrames to each other, which needs one process for "
+                "the whole run. Set executor=dagster.in_process_executor on the Definitions or the "
+                "job; and re-run an asset as a whole, not from its failed step"
+            ) from None
+
+
+class TablesIOManager(dg.ConfigurableIOManager):
+    """Gives an asset's table to a user's own asset as a Spark DataFrame.
+
+    What is read is said on the input, ``dg.AssetIn(metadata={"vt_dagster/read": …})``:
+
+    - ``current`` (default of tables): the current row of every key; deleted keys are not there;
+    - ``versions``: every version of a versioned table, tombstones included;
+    - ``log`` (default of streams): the append-only records;
+    - with ``"vt_dagster/as_of": "2013-07-01T00:00:00Z"``: a versioned table as of that time
+      (inclusive; without an offset it is UTC).
+
+    What is read is as of the log's last commit. Nothing is written by this manager: the tables are
+    written by their own assets.
+    """
+
+    warehouse: dg.ResourceDependency[WarehouseResource]
+    spark: dg.ResourceDependency[SparkResource]
+
+    def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
+        """The write op has committed already; anything else cannot be stored here."""
+        if obj is not None:
+            raise ContractError(
+                f"{context.asset_key.to_user_string()}: this IO manager only reads tables of "
+                f"vt_dagster, but the asset returned a {type(obj).__name__}; give the asset another "
+                "io_manager_key, or return nothing"
+            )
+
+    def load_input(self, context: dg.InputContext) -> DataFrame:
+        upstream = context.upstream_output
+        assert upstream is not None
+        name = upstream.asset_key.path[-1]
+        wanted = context.definition_metadata or {}
+        spark = self.spark.spark_session
+        store = AssetStore.open(self.warehouse.path, name, spark)
+        return store.read(wanted.get(READ), wanted.get(AS_OF))

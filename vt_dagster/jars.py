@@ -1,0 +1,191 @@
+"""The jars that Spark needs and PySpark does not ship, downloaded once into the user's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vt_dagster.errors import SparkUnavailableError
+
+# These belong together, and with session.JAVA_VERSIONS: change one, check all.
+PYSPARK_SERIES = "4.0"
+DELTA = "io.delta:delta-spark_4.0_2.13:4.4.0"
+KAFKA = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0"
+MAVEN_COORDINATES = (DELTA, KAFKA)
+
+JARS_ENV = "VT_DAGSTER_JARS"
+
+_HTTP_SECONDS = 20  # per request
+_LOCK_SECONDS = 900.0  # another process may be downloading the same jars over a slow line
+_MANIFEST = "jars.json"
+
+
+def resolve_jars() -> list[Path]:
+    """Jars that Spark needs besides those that PySpark ships: Delta Lake and the Kafka source.
+
+    The first call on a machine downloads them (some 25 MB) with their dependencies from Maven
+    Central, or from the repositories in jgo's own configuration file, into the user's cache
+    directory. Later calls read a list of file names. Any number of processes may call at once.
+
+    Where ``VT_DAGSTER_JARS`` names a directory, its ``*.jar`` are taken and nothing is downloaded.
+
+    Raises:
+        SparkUnavailableError: PySpark is not 4.0.x, or the jars cannot be had.
+    """
+    given = os.environ.get(JARS_ENV)
+    if given:
+        return _jars_in(Path(given).expanduser())
+    cache = _cache_dir() / "jars" / _cache_key()
+    return _cached(cache) or _fill(cache)
+
+
+def _pyspark_version() -> str:
+    try:
+        found = version("pyspark")
+    except PackageNotFoundError:
+        found = "none"
+    if not found.startswith(f"{PYSPARK_SERIES}."):
+        raise SparkUnavailableError(
+            f"Expected PySpark {PYSPARK_SERIES}.x, found {found}; "
+            f'run: pip install "pyspark~={PYSPARK_SERIES}.5".'
+        )
+    return found
+
+
+def _shipped() -> set[str]:
+    """Artifact names of the jars in PySpark's own folder."""
+    spec = find_spec("pyspark")
+    roots = spec.submodule_search_locations if spec else None
+    return {_artifact(jar.name) for root in roots or () for jar in Path(root, "jars").glob("*.jar")}
+
+
+def _artifact(file_name: str) -> str:
+    """``log4j-1.2-api-2.24.3.jar`` -> ``log4j-1.2-api``: the last ``-digit`` begins the version."""
+    named = re.match(r"(.+)-\d", file_name)
+    return named[1] if named else file_name.removesuffix(".jar")
+
+
+def _jars_in(directory: Path) -> list[Path]:
+    """The jars of a directory that the user keeps, less those that PySpark ships."""
+    _pyspark_version()
+    shipped = _shipped()
+    jars = [j.resolve() for j in sorted(directory.glob("*.jar")) if _artifact(j.name) not in shipped]
+    found = {_artifact(jar.name) for jar in jars}
+    missing = [c for c in MAVEN_COORDINATES if c.split(":")[1] not in found]
+    if missing:
+        raise SparkUnavailableError(
+            f"Expected {' and '.join(missing)} in {JARS_ENV}={directory}, found "
+            f"{len(jars)} other jar(s) there; copy the missing ones and their dependencies "
+            f"into it, or unset {JARS_ENV} to have them downloaded."
+        )
+    return jars
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vt_dagster"
+
+
+def _cache_key() -> str:
+    """A new PySpark or a new coordinate gets a directory of its own."""
+    pins = [":".join(c.split(":")[1:]).replace(":", "-") for c in MAVEN_COORDINATES]
+    return "_".join([f"pyspark-{_pyspark_version()}", *pins])
+
+
+def _cached(cache: Path) -> list[Path] | None:
+    """The jars of a complete cache; None where a file is missing or has another size."""
+    try:
+        sizes: dict[str, int] = json.loads((cache / _MANIFEST).read_text())
+        jars = [cache / name for name in sizes]
+        complete = bool(jars) and all(jar.stat().st_size == sizes[jar.name] for jar in jars)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return jars if complete else None
+
+
+def _fill(cache: Path) -> list[Path]:
+    """Download into a directory beside ``cache``, then rename it: no half-written cache is seen."""
+    from filelock import FileLock, Timeout
+
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{cache}.lock", timeout=_LOCK_SECONDS):
+            jars = _cached(cache)  # by another process, while this one waited
+            if jars:
+                return jars
+            prefix = f".{cache.name}-"
+            for left in cache.parent.glob(f"{prefix}*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=cache.parent, prefix=prefix) as temp:
+                fresh = Path(temp, "jars")
+                fresh.mkdir()
+                sizes = {jar.name: jar.stat().st_size for jar in _download(Path(temp), fresh)}
+                (fresh / _MANIFEST).write_text(json.dumps(sizes, indent=1))
+                shutil.rmtree(cache, ignore_errors=True)
+                fresh.rename(cache)
+    except Timeout:
+        raise SparkUnavailableError(
+            f"Expected the jars in {cache}, but another process has held {cache}.lock for "
+            f"{_LOCK_SECONDS / 60:.0f} minutes; end that process and try again."
+        ) from None
+    except OSError as error:
+        raise SparkUnavailableError(
+            f"Expected to write jars to {cache}, got: {one_line(error)}. Make it writable, "
+            f"set XDG_CACHE_HOME, or set {JARS_ENV} to a directory that has the jars."
+        ) from None
+    return [cache / name for name in sizes]
+
+
+def _download(work: Path, target: Path) -> list[Path]:
+    """Resolve the coordinates with all they depend on; put what PySpark lacks into ``target``."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from jgo.config import GlobalSettings
+    from jgo.constants import MAVEN_CENTRAL_URL
+    from jgo.maven import MavenContext
+
+    shipped = _shipped()
+    try:
+        # An empty repository of its own: what another program left half-written does no harm.
+        maven = MavenContext(
+            repo_cache=work / "repository",
+            remote_repos={"central": MAVEN_CENTRAL_URL, **GlobalSettings.load().repositories},
+            timeout=_HTTP_SECONDS,
+        )
+        direct, transitive = maven.resolver.resolve(
+            [maven.create_dependency(c) for c in MAVEN_COORDINATES]
+        )
+        needed = [d.artifact for d in direct]
+        needed += [d.artifact for d in transitive if d.scope in ("compile", "runtime")]
+        needed = [a for a in needed if a.artifactId not in shipped]
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            jars = list(pool.map(lambda artifact: artifact.resolve(), needed))
+    # jgo raises plain RuntimeErrors, requests' errors and XML errors alike.
+    except Exception as error:
+        raise SparkUnavailableError(
+            f"Expected to download {' and '.join(MAVEN_COORDINATES)}, got: {one_line(error)}. "
+            "Check the network, name your mirror in jgo's configuration file, or set "
+            f"{JARS_ENV} to a directory that has the jars."
+        ) from None
+    damaged = [jar.name for jar in jars if not zipfile.is_zipfile(jar)]
+    if damaged:
+        raise SparkUnavailableError(
+            f"Expected jar files, but {', '.join(damaged)} arrived damaged; try again."
+        )
+    return [jar.rename(target / jar.name) for jar in jars]
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says in one line, without a stack trace: its root cause, where it has one."""
+    java: Any = getattr(error, "java_exception", None)
+    text = str(java.toString() if java is not None else error).strip()
+    text = text.rpartition("\nCaused by: ")[2]
+    line = text.splitlines()[0] if text else type(error).__name__
+    return line if len(line) <= 300 else f"{line[:300]}..."

@@ -1,0 +1,156 @@
+"""What a materialization says about its run; numbers under stable names, so that Dagster plots them."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import dagster as dg
+from pyspark.sql.types import NullType
+
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core.step import log_columns
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.storage.runs import Receipt
+from vt_dagster.storage.store import AssetStore
+
+_OURS = {
+    TIMESTAMP: ("timestamp", "when the record was true, UTC"),
+    PARTITION: ("int", "partition that the record came in"),
+    OFFSET: ("bigint", "gap-free position in the partition of the log"),
+    IS_TOMBSTONE: ("boolean", "the record's value is null: a deletion"),
+    IS_LATEST: ("boolean", "false: out of order for its key on arrival"),
+    IS_LATE: ("boolean", "joined at once, since it came after its grace period"),
+    VALID_FROM: ("timestamp", "start of the version, inclusive, UTC"),
+    VALID_TO: ("timestamp", "end of the version, exclusive, UTC; null = current"),
+}
+
+
+def column_schema(node: Stream) -> dg.TableSchema:
+    """The columns of what people query: a table's view, a stream's log."""
+    contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
+    own = [
+        dg.TableColumn(
+            f.name,
+            "decided by Spark" if isinstance(f.dataType, NullType) else f.dataType.simpleString(),
+            description=getattr(contract.get(f.name), "description", None),
+        )
+        for f in node.schema.fields
+        if f.name != TIMESTAMP
+    ]
+    added = [c for c in log_columns(node) if c in _OURS and c != IS_LATEST]
+    if isinstance(node, VersionedTable):
+        added += [VALID_FROM, VALID_TO]
+    return dg.TableSchema(
+        columns=own + [dg.TableColumn(c, _OURS[c][0], description=_OURS[c][1]) for c in added]
+    )
+
+
+def definition_metadata(node: Stream) -> dict[str, Any]:
+    """What is known before any run: columns, lineage, semantics."""
+    metadata: dict[str, Any] = {
+        "dagster/column_schema": column_schema(node),
+        "dagster/storage_kind": "delta",
+        "vt_dagster/kind": type(node).__name__,
+        "vt_dagster/key": ", ".join(node.key),
+    }
+    if isinstance(node, VersionedTable):
+        metadata["vt_dagster/history_retention"] = str(node.history_retention)
+    if node.operator is not None:
+        metadata["vt_dagster/grace_period"] = str(node.operator.grace_period or timedelta(0))
+        metadata["dagster/column_lineage"] = dg.TableColumnLineage(
+            {
+                name: [dg.TableColumnDep(dg.AssetKey(asset), column) for asset, column in deps]
+                for name, deps in node.operator.lineage().items()
+            }
+        )
+    if node.source is not None:
+        metadata["vt_dagster/source"] = node.source.describe()
+    return metadata
+
+
+def describe(node: Stream) -> str:
+    """One sentence on a node's semantics."""
+    key = ", ".join(f"`{k}`" for k in node.key)
+    if isinstance(node, VersionedTable):
+        said = (
+            f"Versioned table keyed by {key}: remembers what was true when, "
+            f"for {node.history_retention} of stream time."
+        )
+    elif isinstance(node, Table):
+        said = f"Table keyed by {key}: the latest record per key, by arrival."
+    elif node.operator is not None:
+        join = node.operator
+        as_of = (
+            "as of the record's own time"
+            if isinstance(join.right, VersionedTable)
+            else "as it is when the run starts"
+        )
+        wait = f", after a grace period of {join.grace_period}" if join.grace_period else ""
+        said = (
+            f"Stream keyed by {key}: {join.kind} join of `{join.left.name}` with "
+            f"`{join.right.name}` {as_of}{wait}."
+        )
+    else:
+        said = f"Stream of records keyed by {key}."
+    return f"{node.description}\n\n{said}" if node.description else said
+
+
+def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: float) -> dict[str, Any]:
+    """What a run did. A run with nothing new says so and repeats the state."""
+    head = store.head()
+    commit = receipt.commit
+    metadata: dict[str, Any] = {
+        "dagster/uri": store.view_path if isinstance(node, Table) else store.log_path,
+        "dagster/table_name": node.name,
+        "status": "committed" if commit else "nothing new: no commit",
+        "seconds": round(seconds, 3),
+    }
+    if head is None:
+        return metadata
+    state = head.commit
+    metadata["dagster/row_count"] = sum(state.next_offset.values())
+    metadata["batch"] = state.batch
+    metadata["log_version"] = head.version
+    if receipt.view_version is not None:
+        metadata["view_version"] = receipt.view_version
+    counts = state.counts if commit else dict.fromkeys(state.counts, 0)
+    for name in _counts_of(node):
+        metadata[f"records_{name}"] = counts.get(name, 0)
+    if node.operator is not None:
+        metadata["records_waiting"] = state.counts.get("waiting", 0)
+    metadata["positions"] = {
+        name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
+    }
+    if commit:
+        metadata["taken"] = {
+            n: {str(p): list(r) for p, r in ranges.items()} for n, ranges in commit.taken.items()
+        }
+        metadata["read_versions"] = dict(commit.reads)
+    if state.stream_time:
+        newest = max(state.stream_time.values())
+        metadata["stream_time"] = dg.MetadataValue.timestamp(_moment(newest))
+        retention = getattr(node, "history_retention", None)
+        if isinstance(retention, timedelta):
+            oldest = min(state.stream_time.values())
+            metadata["retention_horizon"] = dg.MetadataValue.timestamp(_moment(oldest) - retention)
+    return metadata
+
+
+def _counts_of(node: Stream) -> list[str]:
+    if node.operator is not None:
+        return ["in", "out", "late", "dropped", "unmatched"]
+    return ["in", "applied", "late", "quarantined"]
+
+
+def _moment(micros: int) -> datetime:
+    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=micros)

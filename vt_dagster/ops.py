@@ -1,0 +1,202 @@
+"""The ops that assets are made of: read -> operator -> write.
+
+They are public: build your own ``@dg.graph_asset`` from them, with ops of yours in between. DataFrames
+pass between ops in one process, so the job needs ``in_process_executor``. Every op needs the resources
+``spark`` (:class:`SparkResource`) and ``warehouse`` (:class:`WarehouseResource`).
+"""
+
+import time
+from typing import Any
+
+import dagster as dg
+from pyspark.sql import DataFrame
+
+from vt_dagster.errors import TopologyError
+from vt_dagster.metadata import run_metadata
+from vt_dagster.model import Stream, StreamTableJoin
+from vt_dagster.resource import SparkResource, WarehouseResource
+from vt_dagster.storage import runs
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.runs import Arrival, Receipt
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.types import ArrivalType, considered_type, records_type
+
+OP_MEMORY = "vt_dagster_op_memory"
+"""Resource key of the IO manager between ops."""
+TABLES = "vt_dagster_tables"
+"""Resource key of the IO manager that gives tables to a user's own assets."""
+
+
+class FilesConfig(dg.Config):
+    """Which files a run takes."""
+
+    files: list[str] | None = None
+    """Names in the source's directory; those consumed already are left out. None = all new ones."""
+
+
+def files_source(node: Stream) -> FilesSource:
+    """The files source of a node.
+
+    Raises:
+        TopologyError: it has none.
+    """
+    if not isinstance(node.source, FilesSource):
+        raise TopologyError(
+            f"{node.name}: expected a source to read from, got {node.source!r}; give it one, for "
+            "example source=FilesSource('data/landing/weather', format='csv')"
+        )
+    return node.source
+
+
+def _log_arrival(context: dg.OpExecutionContext, arrival: Arrival) -> None:
+    if arrival.empty:
+        context.log.info(f"{arrival.node.name}: nothing new since batch {arrival.before.batch}")
+    elif arrival.files:
+        names = ", ".join(f.name for f in arrival.files[:5])
+        more = f" and {len(arrival.files) - 5} more" if len(arrival.files) > 5 else ""
+        context.log.info(f"{arrival.node.name}: takes {len(arrival.files)} file(s): {names}{more}")
+    else:
+        taken = {n: sum(e - s for s, e in r.values()) for n, r in arrival.taken.items()}
+        context.log.info(f"{arrival.node.name}: takes records {taken}")
+
+
+def read_files_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+    """Op ``() -> (records, arrival)``: the new files of a source, as prepared records.
+
+    ``records`` is lazy and empty where there is nothing new. Rows that are no records (unreadable,
+    no key, no timestamp, too far in the future) are among them, with their reason.
+    """
+    source = files_source(node)
+
+    @dg.op(
+        name=name or f"read_{node.name}",
+        out={
+            "records": dg.Out(records_type(node), io_manager_key=OP_MEMORY),
+            "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
+        },
+        description=f"Reads new {source.describe()}.",
+    )
+    def read_files(
+        context: dg.OpExecutionContext,
+        config: FilesConfig,
+        spark: SparkResource,
+        warehouse: WarehouseResource,
+    ) -> tuple[DataFrame, Arrival]:
+        store = AssetStore(warehouse.path, node, spark.spark_session)
+        arrival = runs.pin_files(store, source, config.files)
+        _log_arrival(context, arrival)
+        return runs.read_files(store, source, arrival), arrival
+
+    return read_files
+
+
+def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+    """Op ``(records, arrival) -> considered``: which records are applied, which are late.
+
+    A versioned table refuses a record with ``timestamp < stream time - history retention``; streams
+    and plain tables apply every record.
+    """
+
+    @dg.op(
+        name=name or f"put_{node.name}",
+        ins={"records": dg.In(records_type(node)), "arrival": dg.In(ArrivalType)},
+        out=dg.Out(considered_type(node), io_manager_key=OP_MEMORY),
+        description="Decides which records are applied and which come too late.",
+    )
+    def put(
+        records: Any, arrival: Any, spark: SparkResource, warehouse: WarehouseResource
+    ) -> DataFrame:
+        store = AssetStore(warehouse.path, node, spark.spark_session)
+        return runs.consider(store, arrival, records)
+
+    return put
+
+
+def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+    """Op ``(considered, arrival) -> asset``: gate, commit to the log, then view and quarantine.
+
+    The asset's value is nothing: what it stores is the *whole* table, of which this run added what
+    its metadata counts.
+    """
+    source = files_source(node)
+
+    @dg.op(
+        name=name or f"write_{node.name}",
+        ins={"considered": dg.In(considered_type(node)), "arrival": dg.In(ArrivalType)},
+        out=dg.Out(dg.Nothing, io_manager_key=TABLES),
+        description="Checks the records against their contract and commits them to the log.",
+    )
+    def write(
+        context: dg.OpExecutionContext,
+        considered: Any,
+        arrival: Any,
+        spark: SparkResource,
+        warehouse: WarehouseResource,
+    ) -> dg.Output[None]:
+        store = AssetStore(warehouse.path, node, spark.spark_session)
+        receipt = runs.commit_records(store, source, arrival, considered, context.run_id)
+        return _materialized(context, store, arrival, receipt)
+
+    return write
+
+
+def read_stream_op(node: Stream, join: StreamTableJoin, name: str | None = None) -> dg.OpDefinition:
+    """Op ``(after upstream) -> (considered, arrival)``: a join's stream records with their fate."""
+
+    @dg.op(
+        name=name or f"read_{node.name}",
+        ins={up.name: dg.In(dg.Nothing) for up in node.inputs},
+        out={
+            "considered": dg.Out(considered_type(join.left), io_manager_key=OP_MEMORY),
+            "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
+        },
+        description=f"Takes what is new in the log of {join.left.name}, and what waited.",
+    )
+    def read_stream(
+        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
+    ) -> tuple[DataFrame, Arrival]:
+        session = spark.spark_session
+        stream = AssetStore(warehouse.path, join.left, session)
+        arrival = runs.pin_join(AssetStore(warehouse.path, node, session), join, stream)
+        _log_arrival(context, arrival)
+        return runs.read_stream(stream, join, arrival), arrival
+
+    return read_stream
+
+
+def join_op(node: Stream, join: StreamTableJoin, name: str | None = None) -> dg.OpDefinition:
+    """Op ``(considered, arrival) -> asset``: joins what is due with the table, and commits."""
+
+    @dg.op(
+        name=name or f"join_{node.name}",
+        ins={"considered": dg.In(considered_type(join.left)), "arrival": dg.In(ArrivalType)},
+        out=dg.Out(dg.Nothing, io_manager_key=TABLES),
+        description=f"Joins {join.left.name} with {join.right.name} and commits to the log.",
+    )
+    def join_and_write(
+        context: dg.OpExecutionContext,
+        considered: Any,
+        arrival: Any,
+        spark: SparkResource,
+        warehouse: WarehouseResource,
+    ) -> dg.Output[None]:
+        session = spark.spark_session
+        store = AssetStore(warehouse.path, node, session)
+        table = AssetStore(warehouse.path, join.right, session)
+        receipt = runs.commit_join(store, join, arrival, considered, table, context.run_id)
+        return _materialized(context, store, arrival, receipt)
+
+    return join_and_write
+
+
+def _materialized(
+    context: dg.OpExecutionContext, store: AssetStore, arrival: Arrival, receipt: Receipt
+) -> dg.Output[None]:
+    seconds = time.monotonic() - arrival.started
+    metadata = run_metadata(store.node, store, receipt, seconds)
+    if receipt.commit is None:
+        context.log.info(f"{store.node.name}: nothing new, so there is no commit")
+    else:
+        counts = ", ".join(f"{n} {k}" for k, n in receipt.commit.counts.items())
+        context.log.info(f"{store.node.name}: committed batch {receipt.commit.batch}: {counts}")
+    return dg.Output(None, metadata=metadata)

@@ -1,0 +1,41 @@
+"""Dagster resources: the Spark session, and the warehouse that the tables are in."""
+
+from typing import Any
+
+import dagster as dg
+from dagster_pyspark import LazyPySparkResource
+from pydantic import Field
+
+from vt_dagster.session import build_session
+
+
+class SparkResource(LazyPySparkResource):
+    """A Spark session with Delta Lake and Kafka on board, started when a step first asks for it.
+
+    ``spark_config`` takes any Spark setting and wins over the defaults for small runs.
+    """
+
+    spark_config: dict[str, Any] = Field(
+        default_factory=dict, description="Spark settings by name; they win over the defaults."
+    )
+    master: str = Field(default="local[*]", description="Spark master: local[*], spark://host:port, …")
+    remote: str | None = Field(
+        default=None, description="Spark Connect address, sc://host:port; master is then not used."
+    )
+    app_name: str = Field(default="vt_dagster", description="The name that Spark shows.")
+
+    def _init_session(self) -> None:
+        if self._spark_session is None:
+            conf = {name: str(value) for name, value in self.spark_config.items()}
+            self._spark_session = build_session(
+                self.app_name, master=self.master, remote=self.remote, conf=conf
+            )
+
+
+class WarehouseResource(dg.ConfigurableResource[None]):
+    """The directory under which every asset has its tables."""
+
+    path: str = Field(
+        default="data/warehouse",
+        description="A directory, or a URL that both Spark and fsspec can read and write.",
+    )

@@ -1,0 +1,139 @@
+"""Delta Lake tables: one writer of our own kind, and commits that carry a JSON document.
+
+Commit metadata is read from the transaction log's own files, without Spark, so that a sensor can look
+at a position in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from typing import Any, Literal
+
+import fsspec
+from pyspark.sql import DataFrame, SparkSession
+
+from vt_dagster.errors import ConcurrentRunError, StorageError
+
+MARK = "vt_dagster"
+"""The key under which a commit's ``userMetadata`` carries our document."""
+
+_COMMIT_FILE = re.compile(r"(\d{20})\.json")
+_CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
+
+
+def filesystem(path: str) -> tuple[Any, str]:
+    """The file system of a path and the path on it. Hadoop's ``s3a://`` is ``s3://`` here."""
+    return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
+
+
+def last_commit(path: str) -> tuple[int, dict[str, Any]] | None:
+    """The newest commit of ours: the table's version and the document it carries.
+
+    Returns:
+        None where there is no table yet.
+
+    Raises:
+        StorageError: there is a table, but none of its commits that are still there is ours.
+    """
+    fs, root = filesystem(path)
+    log = posixpath.join(root, "_delta_log")
+    try:
+        names = [posixpath.basename(f) for f in fs.ls(log, detail=False, refresh=True)]
+    except FileNotFoundError:
+        return None
+    versions = sorted((n for n in names if _COMMIT_FILE.fullmatch(n)), reverse=True)
+    for name in versions:
+        with fs.open(posixpath.join(log, name), "rt", encoding="utf-8") as lines:
+            document = _document(lines)
+        if document is not None:
+            return int(name[:20]), document
+    if not versions:
+        return None
+    raise StorageError(
+        f"{path} is a Delta table, but none of its {len(versions)} commits was written by "
+        "vt_dagster: expected a table that only vt_dagster appends to; give the asset another "
+        "warehouse directory or move that table away"
+    )
+
+
+def latest_version(path: str) -> int | None:
+    """The newest version of a table, whoever wrote it; None where there is no table."""
+    fs, root = filesystem(path)
+    try:
+        names = [posixpath.basename(f) for f in fs.ls(posixpath.join(root, "_delta_log"), False)]
+    except FileNotFoundError:
+        return None
+    versions = [int(n[:20]) for n in names if _COMMIT_FILE.fullmatch(n)]
+    return max(versions, default=None)
+
+
+def _document(lines: Any) -> dict[str, Any] | None:
+    for line in lines:
+        info = json.loads(line).get("commitInfo") if '"commitInfo"' in line else None
+        if info is not None:
+            try:
+                found = json.loads(info.get("userMetadata") or "{}").get(MARK)
+            except (ValueError, AttributeError):
+                return None
+            return found if isinstance(found, dict) else None
+    return None
+
+
+def read(spark: SparkSession, path: str, version: int | None = None) -> DataFrame:
+    """A table, as of one of its versions where given."""
+    reader = spark.read.format("delta")
+    if version is not None:
+        reader = reader.option("versionAsOf", version)
+    return reader.load(path)
+
+
+def write(
+    rows: DataFrame,
+    path: str,
+    *,
+    mode: Literal["append", "overwrite"],
+    document: dict[str, Any],
+    batch: int,
+    asset: str,
+    stats: tuple[str, ...] = (),
+) -> None:
+    """One commit with a document. A batch is written once: another run's is a conflict.
+
+    Args:
+        document: goes into the commit's ``userMetadata``; must hold ``attempt``.
+        batch: Delta refuses (append) a batch number that the table has already.
+        stats: the columns that files are pruned by; Delta's default where empty.
+
+    Raises:
+        ConcurrentRunError: another run committed this batch, or wrote at the same time.
+    """
+    writer = (
+        rows.write.format("delta")
+        .mode(mode)
+        .option("userMetadata", json.dumps({MARK: document}))
+        .option("txnAppId", f"{MARK}:{asset}")
+        .option("txnVersion", batch)
+        .option("delta.checkpointInterval", "20")
+    )
+    if stats:
+        writer = writer.option("delta.dataSkippingStatsColumns", ",".join(stats))
+    schema = "mergeSchema" if mode == "append" else "overwriteSchema"
+    try:
+        writer.option(schema, "true").save(path)
+    except Exception as error:
+        if _CONFLICT.search(str(error)):
+            raise _conflict(asset, batch) from None
+        raise
+    newest = last_commit(path)
+    if newest is None or newest[1].get("attempt") != document["attempt"]:
+        raise _conflict(asset, batch)
+
+
+def _conflict(asset: str, batch: int) -> ConcurrentRunError:
+    return ConcurrentRunError(
+        f"{asset}: expected to be the only run that writes batch {batch}, but another run committed "
+        "at the same time and won; nothing of this run was written. Run again to take what is new "
+        "since then; to keep runs from overlapping, limit the concurrency of this asset's job to 1"
+    )

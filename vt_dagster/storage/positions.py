@@ -1,0 +1,63 @@
+"""What a commit says: which batch, how far in each input, stream time, and what it read."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+Offsets = dict[int, int]
+"""Partition -> offset."""
+
+
+class Shape(BaseModel):
+    """What a log is a log of, so that its tables can be read without the definitions."""
+
+    kind: Literal["stream", "table", "versioned"]
+    key: list[str]
+    history_retention: int | None = None
+    """Microseconds; of a versioned table."""
+
+
+class Commit(BaseModel):
+    """The document in each commit of a log: the truth about how far an asset has come.
+
+    Every offset is the *next* one: the end of what has been taken, exclusive. Times are epoch
+    microseconds.
+    """
+
+    asset: str
+    batch: int
+    """1 for the first run that committed, then one more each time."""
+    attempt: str
+    """The run that won this batch; names the directory with what it prepared."""
+    shape: Shape
+    run_id: str | None = None
+    taken: dict[str, dict[int, tuple[int, int]]] = Field(default_factory=dict)
+    """What this run took from each input: ``{input: {partition: [start, end)}}``."""
+    inputs: dict[str, Offsets] = Field(default_factory=dict)
+    """How far all runs together have come in each input."""
+    next_offset: Offsets = Field(default_factory=dict)
+    """The first free offset of each partition of this log."""
+    stream_time: dict[int, int] = Field(default_factory=dict)
+    """Largest timestamp of each partition; of a join with grace, the buffer's own."""
+    reads: dict[str, int] = Field(default_factory=dict)
+    """Delta version of every table that was read: ``{'weather/view': 7}``."""
+    counts: dict[str, int] = Field(default_factory=dict)
+    """Of this run: rows in, applied, late, quarantined, …"""
+    totals: dict[str, int] = Field(default_factory=dict)
+    """The same over all runs."""
+    files: bool = False
+    """Whether the attempt's directory holds the list of files consumed so far."""
+    rejected: bool = False
+    """Whether the attempt's directory holds records to be put into quarantine."""
+
+
+class Applied(BaseModel):
+    """The document in each commit of a view or quarantine: the log's batch that it stands at."""
+
+    asset: str
+    batch: int
+    attempt: str
+    next_offset: Offsets = Field(default_factory=dict)
+    stream_time: dict[int, int] = Field(default_factory=dict)

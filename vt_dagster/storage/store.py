@@ -1,0 +1,348 @@
+"""An asset's tables, and the protocol that keeps them true to each other.
+
+**The log's commit decides.** What belongs to a run but not into the log (rejected records, the list of
+consumed files) is prepared before it under an attempt's name, and counts only once a commit names that
+attempt. What follows from the log (the view, the quarantine table) is written after it, and brought up
+to date by whoever comes next if that run died. So a run can be killed anywhere and started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import posixpath
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
+from uuid import uuid4
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from vt_dagster.columns import IS_LATE, IS_LATEST, LOG_COLUMNS, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.core import step, versioned
+from vt_dagster.core.arrival import by_partition, duration
+from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Applied, Commit, Offsets, Shape
+
+
+@dataclass(frozen=True)
+class Head:
+    """A log's last commit and the Delta version that it made."""
+
+    version: int
+    commit: Commit
+
+
+def asset_names(warehouse: str) -> list[str]:
+    """The names of the assets that have a log in a warehouse. Does not use Spark."""
+    fs, root = delta.filesystem(str(warehouse))
+    try:
+        names = [posixpath.basename(p.rstrip("/")) for p in fs.ls(root, detail=False)]
+    except FileNotFoundError:
+        return []
+    return sorted(n for n in names if fs.exists(posixpath.join(root, n, "log", "_delta_log")))
+
+
+def shape_of(node: Stream) -> Shape:
+    """How a commit describes a node."""
+    if not isinstance(node, Table):
+        return Shape(kind="stream", key=list(node.key))
+    if not isinstance(node, VersionedTable):
+        return Shape(kind="table", key=list(node.key))
+    retention = node.history_retention
+    if not isinstance(retention, timedelta):
+        raise StorageError(f"{node.name}: an asset has one history_retention for all partitions")
+    return Shape(
+        kind="versioned",
+        key=list(node.key),
+        history_retention=retention // timedelta(microseconds=1),
+    )
+
+
+class AssetStore:
+    """The tables of one stream or table under ``warehouse/name``.
+
+    Args:
+        warehouse: directory or URL that Spark and fsspec both can read and write.
+        spark: needed for everything but :meth:`head` and :meth:`consumed_files`.
+    """
+
+    def __init__(self, warehouse: str, node: Stream, spark: SparkSession | None = None) -> None:
+        self.node = node
+        self.root = posixpath.join(str(warehouse), node.name)
+        self.log_path = posixpath.join(self.root, "log")
+        self.view_path = posixpath.join(self.root, "view")
+        self.quarantine_path = posixpath.join(self.root, "quarantine")
+        self._spark = spark
+
+    @classmethod
+    def open(cls, warehouse: str, name: str, spark: SparkSession) -> AssetStore:
+        """The tables of an asset by its name alone, as its last commit describes them.
+
+        Raises:
+            StorageError: there is no such asset in the warehouse.
+        """
+        path = posixpath.join(str(warehouse), name, "log")
+        found = delta.last_commit(path)
+        if found is None:
+            raise StorageError(
+                f"expected an asset {name!r} in the warehouse {warehouse}, found no log there; "
+                f"materialize it first, or choose one of {asset_names(warehouse)}"
+            )
+        shape = Commit.model_validate(found[1]).shape
+        fields = delta.read(spark, path).schema.fields
+        own = [f for f in fields if f.name not in {*LOG_COLUMNS, IS_LATEST, IS_LATE} - {TIMESTAMP}]
+        about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
+        if shape.kind == "versioned":
+            retention = timedelta(microseconds=shape.history_retention or 0)
+            return cls(warehouse, VersionedTable(name, history_retention=retention, **about), spark)
+        kind = Table if shape.kind == "table" else Stream
+        return cls(warehouse, kind(name, **about), spark)
+
+    @property
+    def spark(self) -> SparkSession:
+        if self._spark is None:
+            raise StorageError(f"{self.node.name}: this needs a Spark session, none was given")
+        return self._spark
+
+    # -- the log ---------------------------------------------------------------------------------
+
+    def head(self) -> Head | None:
+        """The last commit of the log; None before the first. Does not use Spark."""
+        found = delta.last_commit(self.log_path)
+        return None if found is None else Head(found[0], Commit.model_validate(found[1]))
+
+    def log(self, start: Offsets, head: Head, at_least: int | None = None) -> DataFrame:
+        """The log rows from ``start`` (inclusive) to a commit (inclusive).
+
+        Args:
+            at_least: also those before ``start`` whose timestamp is larger than this (epoch
+                microseconds): what a grace buffer may still hold.
+        """
+        rows = delta.read(self.spark, self.log_path, head.version)
+        wanted = F.lit(False)
+        known = F.lit(False)
+        for partition, first in sorted(start.items()):
+            here = F.col(PARTITION) == partition
+            wanted = wanted | (here & (F.col(OFFSET) >= first))
+            known = known | here
+        wanted = wanted | ~known
+        if at_least is not None:
+            wanted = wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(at_least)))
+        return rows.where(wanted) if start else rows
+
+    def commit(self, rows: DataFrame, commit: Commit) -> None:
+        """Appends a run's rows: the one atomic step that makes the run count.
+
+        Raises:
+            ConcurrentRunError: another run has committed this batch.
+            StorageError: the rows do not fit the log's columns.
+        """
+        self._check_columns(rows)
+        delta.write(
+            rows,
+            self.log_path,
+            mode="append",
+            document=commit.model_dump(),
+            batch=commit.batch,
+            asset=self.node.name,
+            stats=(PARTITION, OFFSET, TIMESTAMP, *self._prunable(rows)),
+        )
+
+    def _prunable(self, rows: DataFrame) -> list[str]:
+        nested = ("array", "map", "struct", "binary", "boolean")
+        types = dict(rows.dtypes)
+        return [k for k in self.node.key if not types[k].startswith(nested)]
+
+    def _check_columns(self, rows: DataFrame) -> None:
+        if self.head() is None:
+            return
+        old = {f.name.lower(): f for f in delta.read(self.spark, self.log_path).schema.fields}
+        changed = [
+            f"{f.name}: {old[f.name.lower()].dataType.simpleString()} -> {f.dataType.simpleString()}"
+            for f in rows.schema.fields
+            if f.name.lower() in old and old[f.name.lower()].dataType != f.dataType
+        ]
+        if changed:
+            raise StorageError(
+                f"{self.node.name}: the log has columns of other types than the records now have "
+                f"({'; '.join(changed)}); keep the old types, or give the changed column a new name"
+            )
+
+    # -- what a run prepares beside its rows -----------------------------------------------------
+
+    def _attempt_path(self, attempt: str, *parts: str) -> str:
+        return posixpath.join(self.root, "attempts", attempt, *parts)
+
+    def new_attempt(self) -> str:
+        """A name for what one run prepares."""
+        return uuid4().hex
+
+    def stage_rejected(self, attempt: str, rows: DataFrame) -> None:
+        """Keeps the records that the run rejects until its commit counts."""
+        rows.write.mode("overwrite").parquet(self._attempt_path(attempt, "rejected"))
+
+    def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
+        """Keeps the list of files that have been consumed once the run's commit counts."""
+        path = self._attempt_path(attempt, "files.json.gz")
+        fs, local = delta.filesystem(path)
+        fs.makedirs(posixpath.dirname(local), exist_ok=True)
+        fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
+
+    def consumed_files(self, head: Head | None) -> dict[str, Any]:
+        """The files consumed so far, by name. Does not use Spark."""
+        if head is None or not head.commit.files:
+            return {}
+        fs, local = delta.filesystem(self._attempt_path(head.commit.attempt, "files.json.gz"))
+        return json.loads(gzip.decompress(fs.cat_file(local)))
+
+    def forget(self, previous: Head | None) -> None:
+        """Removes what an earlier run prepared, once a later commit has taken its place."""
+        if previous is not None:
+            fs, local = delta.filesystem(self._attempt_path(previous.commit.attempt))
+            with contextlib.suppress(OSError):
+                fs.rm(local, recursive=True)
+
+    # -- what follows from the log ---------------------------------------------------------------
+
+    def catch_up(self, head: Head | None = None) -> Head | None:
+        """Brings quarantine and view up to the log. Safe to call at any time, by anyone."""
+        head = head or self.head()
+        if head is not None:
+            self._publish_rejected(head)
+            if isinstance(self.node, Table):
+                self._update_view(self.node, head)
+        return head
+
+    def _applied(self, path: str) -> tuple[int, Applied] | None:
+        found = delta.last_commit(path)
+        return None if found is None else (found[0], Applied.model_validate(found[1]))
+
+    def _publish_rejected(self, head: Head) -> None:
+        commit = head.commit
+        if not commit.rejected:
+            return
+        done = self._applied(self.quarantine_path)
+        if done is not None and done[1].batch >= commit.batch:
+            return
+        rows = self.spark.read.parquet(self._attempt_path(commit.attempt, "rejected"))
+        delta.write(
+            rows.withColumn("batch", F.lit(commit.batch)),
+            self.quarantine_path,
+            mode="append",
+            document=Applied(
+                asset=commit.asset, batch=commit.batch, attempt=commit.attempt
+            ).model_dump(),
+            batch=commit.batch,
+            asset=commit.asset,
+        )
+
+    def _update_view(self, node: Table, head: Head, rebuild: bool = False) -> None:
+        done = None if rebuild else self._applied(self.view_path)
+        commit = head.commit
+        if done is not None and done[1].next_offset == commit.next_offset:
+            return
+        before = None if done is None else delta.read(self.spark, self.view_path, done[0])
+        start = {} if done is None else done[1].next_offset
+        rows = step.fold(node, before, self.log(start, head), by_partition(commit.stream_time))
+        document = Applied(
+            asset=commit.asset,
+            batch=commit.batch,
+            attempt=self.new_attempt(),
+            next_offset=commit.next_offset,
+            stream_time=commit.stream_time,
+        )
+        try:
+            delta.write(
+                rows,
+                self.view_path,
+                mode="overwrite",
+                document=document.model_dump(),
+                batch=commit.batch,
+                asset=f"{commit.asset}:{document.attempt if rebuild else 'view'}",
+            )
+        except ConcurrentRunError:
+            others = self._applied(self.view_path)
+            if others is None or others[1].batch < commit.batch:
+                raise
+
+    def rebuild_view(self) -> None:
+        """Makes the view anew from the whole log."""
+        head = self.head()
+        if head is not None and isinstance(self.node, Table):
+            self._update_view(self.node, head, rebuild=True)
+
+    def view(self) -> tuple[int, Applied, DataFrame] | None:
+        """The view as of the log's last commit, with the Delta version to pin; None before it."""
+        if self.catch_up() is None:
+            return None
+        found = self._applied(self.view_path)
+        if found is None:
+            return None
+        return found[0], found[1], delta.read(self.spark, self.view_path, found[0])
+
+    def quarantine(self) -> DataFrame | None:
+        """What was rejected, and why; None where nothing ever was."""
+        self.catch_up()
+        if delta.last_commit(self.quarantine_path) is None:
+            return None
+        return delta.read(self.spark, self.quarantine_path)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def read(self, what: str | None = None, as_of: str | None = None) -> DataFrame:
+        """The asset as of its last commit.
+
+        Args:
+            what: ``current``, ``versions`` or ``log``; None = current of a table, log of a stream.
+            as_of: an ISO 8601 time; the row of every key as of it (inclusive).
+
+        Raises:
+            StorageError: the asset has no such thing.
+        """
+        node = self.node
+        choices = ["log"]
+        if isinstance(node, Table):
+            choices.append("current")
+        if isinstance(node, VersionedTable):
+            choices.append("versions")
+        what = what or ("current" if isinstance(node, Table) else "log")
+        if what not in choices or (as_of is not None and not isinstance(node, VersionedTable)):
+            asked = what if as_of is None else f"{what} as of {as_of}"
+            raise StorageError(
+                f"{node.name} is a {type(node).__name__}: expected one of {choices} to read"
+                f"{', and as_of only of a VersionedTable' if as_of else ''}, got {asked!r}"
+            )
+        head = self.head()
+        if head is None:
+            raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")
+        if what == "log":
+            return self.log({}, head)
+        found = self.view()
+        assert found is not None
+        _, applied, rows = found
+        if not isinstance(node, VersionedTable) or what == "versions":
+            return rows
+        if as_of is None:
+            return versioned.get(rows)
+        horizon = by_partition(applied.stream_time) - duration(node.history_retention)
+        return versioned.get_as_of(rows, F.timestamp_micros(F.lit(parse_time(as_of))), horizon)
+
+
+def parse_time(text: str) -> int:
+    """Epoch microseconds of an ISO 8601 time; UTC where it has no offset.
+
+    Raises:
+        ContractError: it is not one.
+    """
+    try:
+        moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+    except ValueError:
+        raise ContractError(f"expected a time like 2013-07-01T12:00:00Z, got {text!r}") from None
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return (aware - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1)

@@ -1,0 +1,366 @@
+"""Test a topology: pipe records in, read records out, look into the tables.
+
+The driver runs assets through the same operators as Dagster does, on Spark, but keeps logs and
+views in memory. Nothing depends on the wall clock: time advances by the records' timestamps alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import (
+    BooleanType,
+    IntegerType,
+    LongType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import grace, step, versioned
+from vt_dagster.core.arrival import Fate, by_partition, stream_time_of
+from vt_dagster.core.records import REASON, prepare
+from vt_dagster.errors import ContractError
+from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable, topological
+from vt_dagster.testing_store import REFUSED, Row, VersionedStore, to_micros, to_value
+
+_DELETED, _HOME = "_deleted", "_home"
+"""What a record says beside its columns: that it is a tombstone, and its partition."""
+
+_SETTINGS = {
+    # A run has a handful of rows: compiling, shuffling and re-planning cost more than computing.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.shuffle.partitions": "1",
+    "spark.sql.leafNodeDefaultParallelism": "1",
+    # A broadcast is a Spark job of its own.
+    "spark.sql.autoBroadcastJoinThreshold": "-1",
+    "spark.sql.optimizer.disableHints": "true",
+}
+
+
+@dataclass
+class _State:
+    """What a node keeps between runs."""
+
+    log: pa.Table | None = None
+    view: pa.Table | None = None
+    considered: pa.Table | None = None
+    next_offset: dict[int, int] = field(default_factory=dict[int, int])
+    stream_time: dict[int, int] = field(default_factory=dict[int, int])
+    consumed: int = 0
+    read: int = 0
+    waiting: Counter[int] = field(default_factory=Counter[int])
+    counts: Counter[tuple[int, str]] = field(default_factory=Counter[tuple[int, str]])
+
+
+class TopologyTestDriver:
+    """Runs a topology on records that a test gives it.
+
+    Args:
+        nodes: streams and tables; their inputs come along.
+        spark: the session to use; None starts a small local one. The driver works in a session of
+            its own beside it (with Spark Connect: in it), tuned for a few rows a run.
+
+    Example:
+        >>> driver = TopologyTestDriver(flights_with_weather)
+        >>> driver.pipe("weather", {"origin": "JFK", "temp": 39.0, "timestamp": 0})
+        >>> driver.pipe("flights", {"origin": "JFK", "flight": 1, "timestamp": 5})
+        >>> driver.read("flights_with_weather")
+    """
+
+    def __init__(self, *nodes: Stream, spark: SparkSession | None = None) -> None:
+        if not nodes:
+            raise ContractError("expected streams or tables to run, got none; pass at least one")
+        if spark is None:
+            from vt_dagster.session import build_session
+
+            spark = build_session("vt_dagster test driver", master="local[2]")
+        self.nodes = {n.name: n for n in topological(nodes)}
+        self.spark = spark
+        self._own = _own_session(spark)
+        self._states = {name: _State() for name in self.nodes}
+
+    # -- records in ------------------------------------------------------------------------------
+
+    def pipe(self, name: str, *records: Mapping[str, Any]) -> None:
+        """One run with these records of one source, in order of arrival.
+
+        Args:
+            records: the source's columns by name; a column left out is null. A timestamp is a
+                datetime (naive = UTC) or an integer, epoch milliseconds. ``partition`` may be
+                given; else it is the key's hash. ``is_tombstone=True`` makes a record a tombstone
+                whatever the source's tombstone condition says.
+        """
+        self.run({name: records})
+
+    def run(self, inputs: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+        """One run with records of several sources. Tables take theirs before streams are joined."""
+        sources = sorted(n for n, node in self.nodes.items() if not node.inputs)
+        unknown = sorted(set(inputs) - set(sources))
+        if unknown:
+            raise ContractError(
+                f"expected records for the sources {sources}, got some for {unknown}; pipe into a "
+                "source and read results of operators with read()"
+            )
+        with self._session():
+            for node in self.nodes.values():
+                if node.operator is not None:
+                    self._run_join(node, node.operator)
+                elif records := list(inputs.get(node.name, ())):
+                    self._run_source(node, records)
+
+    def _run_source(self, node: Stream, records: Sequence[Mapping[str, Any]]) -> None:
+        state = self._states[node.name]
+        considered = step.consider_records(
+            node, self._prepared(node, records), self._view(node), by_partition(state.stream_time)
+        )
+        rows = state.considered = considered.toArrow()
+        _count(state, rows)
+        if Fate.APPLIED not in rows[FATE].to_pylist():
+            return
+        first = by_partition(state.next_offset, "long")
+        new = self._append(node, step.produce_records(node, self._frame(rows), first))
+        moments = zip(new[PARTITION].to_pylist(), new[TIMESTAMP].to_pylist(), strict=True)
+        for partition, moment in moments:
+            _advance(state.stream_time, partition, to_micros(moment))
+        if isinstance(node, Table):
+            time = by_partition(state.stream_time)
+            state.view = step.fold(node, self._view(node), self._frame(new), time).toArrow()
+
+    def _run_join(self, node: Stream, join: StreamTableJoin) -> None:
+        state, left, right = (self._states[n.name] for n in (node, join.left, join.right))
+        if left.log is None or left.log.num_rows == state.consumed:
+            return
+        arrived = self._frame(left.log.slice(state.consumed)).withColumn(ARRIVAL, F.col(OFFSET))
+        before = by_partition(state.stream_time)
+        held = None
+        if step.has_grace(join):
+            earlier = self._frame(left.log.slice(0, state.consumed))
+            held = _held(join, earlier, before).withColumn(ARRIVAL, F.col(OFFSET))
+            times = stream_time_of(arrived, grace.moves_stream_time(join.left.key))
+            for row in times.toArrow().to_pylist():
+                _advance(state.stream_time, row[PARTITION], to_micros(row["stream_time"]))
+        after = by_partition(state.stream_time)
+        rows = step.consider_join(join, arrived, held, before, after).toArrow()
+        state.considered, state.consumed = rows, left.log.num_rows
+        _count(state, rows)
+        if not {Fate.APPLIED, Fate.LATE} & set(rows[FATE].to_pylist()):
+            return
+        results = step.join_records(
+            join,
+            self._frame(rows),
+            self._view_or_empty(join.right),
+            by_partition(right.stream_time),
+        )
+        first = by_partition(state.next_offset, "long")
+        self._append(node, step.produce_join(node, join, results, first))
+
+    # -- results out -----------------------------------------------------------------------------
+
+    def read(self, name: str) -> list[Row]:
+        """The log rows that were added since the last read, by partition within each run."""
+        self._node(name)
+        state = self._states[name]
+        rows = [] if state.log is None else state.log.slice(state.read).to_pylist()
+        state.read += len(rows)
+        return rows
+
+    def table(self, name: str) -> list[Row]:
+        """The current rows of a table, by key; tombstones are not among them."""
+        node = self._table(name)
+        with self._session():
+            view = self._view_or_empty(node)
+            return _rows_of(versioned.get(view) if VALID_TO in view.columns else view, node)
+
+    def versions(self, name: str) -> list[Row]:
+        """All versions of a versioned table, tombstones included, by key and ``valid_from``."""
+        node = self._versioned_table(name)
+        with self._session():
+            return _rows_of(self._view_or_empty(node), node)
+
+    def store(self, name: str) -> VersionedStore:
+        """A versioned table's store, with the calls of KIP-889."""
+        return VersionedStore(self, self._versioned_table(name))
+
+    def waiting(self, name: str) -> list[Row]:
+        """The stream records that wait in a join's grace buffer, by timestamp."""
+        join, state = self._node(name).operator, self._states[name]
+        if join is None or not step.has_grace(join) or not state.waiting.total():
+            return []
+        with self._session():
+            consumed = self._frame(self._states[join.left.name].log)
+            held = _held(join, consumed, by_partition(state.stream_time))
+            return held.orderBy(TIMESTAMP, OFFSET).toArrow().to_pylist()
+
+    def metrics(self, name: str, partition: int | None = None) -> dict[str, int]:
+        """Counts of a node's records since the start, by fate; also those waiting now.
+
+        Args:
+            partition: count those of one partition only.
+
+        Returns:
+            ``applied``, ``late``, ``dropped``, ``quarantined`` and why (``quarantined/null_key``,
+            …), ``waiting``; a fate that nothing met is left out, ``waiting`` never is. In a join,
+            ``late`` records were joined at once; in a table they were refused.
+        """
+        self._node(name)
+        state = self._states[name]
+        found: Counter[str] = Counter({Fate.WAITING: 0})
+        waiting = {(p, Fate.WAITING): n for p, n in state.waiting.items()}
+        for (home, fate), n in [*state.counts.items(), *waiting.items()]:
+            if partition is None or partition == home:
+                found[fate] += n
+        return dict(found)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _node(self, name: str) -> Stream:
+        if name not in self.nodes:
+            raise ContractError(
+                f"expected one of {sorted(self.nodes)}, got {name!r}; correct the name or give the "
+                "driver that stream or table"
+            )
+        return self.nodes[name]
+
+    def _table(self, name: str) -> Table:
+        node = self._node(name)
+        if not isinstance(node, Table):
+            raise ContractError(
+                f"expected a table, got {name!r}, a Stream; read its records with read()"
+            )
+        return node
+
+    def _versioned_table(self, name: str) -> VersionedTable:
+        node = self._table(name)
+        if not isinstance(node, VersionedTable):
+            raise ContractError(
+                f"expected a VersionedTable, got {name!r}, a Table without history; read it with "
+                "table(), or declare it as VersionedTable"
+            )
+        return node
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Leaves the user's session the active one: creating a DataFrame activates its session."""
+        try:
+            yield
+        finally:
+            if self._own is not self.spark:
+                self.spark.createDataFrame([], "nothing int")
+
+    def _prepared(self, node: Stream, records: Sequence[Mapping[str, Any]]) -> DataFrame:
+        """Records as the source of a run gives them: prepared, in order of arrival."""
+        kinds = {f.name: f.dataType for f in node.schema.fields}
+        for r in records:
+            unknown = sorted(set(r) - {*kinds, PARTITION, TIMESTAMP, IS_TOMBSTONE})
+            if unknown:
+                raise ContractError(
+                    f"{node.name}: expected the columns {sorted(kinds)}, got {unknown}; correct "
+                    "the record or the schema"
+                )
+        if node.timestamp == TIMESTAMP:
+            kinds[TIMESTAMP] = TimestampType()
+        rows = [
+            {name: to_value(r.get(name), kind) for name, kind in kinds.items()}
+            | {ARRIVAL: i, _DELETED: bool(r.get(IS_TOMBSTONE)), _HOME: r.get(PARTITION)}
+            for i, r in enumerate(records)
+        ]
+        kinds |= {ARRIVAL: LongType(), _DELETED: BooleanType(), _HOME: IntegerType()}
+        schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
+        try:
+            table = pa.Table.from_pylist(rows, schema=to_arrow_schema(schema))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ContractError(
+                f"{node.name}: expected values of the schema's types "
+                f"({node.schema.simpleString()}), got: {error}; correct the record"
+            ) from None
+        said = {
+            IS_TOMBSTONE: F.col(IS_TOMBSTONE) | F.col(_DELETED),
+            PARTITION: F.coalesce(_HOME, PARTITION),
+        }
+        return prepare(self._frame(table), node).withColumns(said).drop(_DELETED, _HOME)
+
+    def _frame(self, table: pa.Table | None) -> DataFrame:
+        assert table is not None
+        return self._own.createDataFrame(table).coalesce(1)
+
+    def _view(self, node: Stream) -> DataFrame | None:
+        view = self._states[node.name].view
+        return None if view is None else self._frame(view)
+
+    def _view_or_empty(self, node: Table) -> DataFrame:
+        view = self._states[node.name].view
+        return self._frame(
+            to_arrow_schema(step.view_schema(node)).empty_table() if view is None else view
+        )
+
+    def _append(self, node: Stream, produced: DataFrame) -> pa.Table:
+        """Adds a run's rows to the log and returns them."""
+        state = self._states[node.name]
+        new = produced.toArrow().sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
+        state.log = new if state.log is None else pa.concat_tables([state.log, new])
+        for partition, offset in zip(new[PARTITION].to_pylist(), new[OFFSET].to_pylist(), strict=True):
+            _advance(state.next_offset, partition, offset + 1)
+        return new
+
+
+def _own_session(spark: SparkSession) -> SparkSession:
+    """A session beside the user's for the driver's settings; the user's own with Spark Connect."""
+    try:
+        own = spark.newSession()
+    except PySparkException:
+        return spark
+    for key, value in _SETTINGS.items():
+        own.conf.set(key, value)
+    return own
+
+
+def _held(join: StreamTableJoin, consumed: DataFrame, stream_time: Column) -> DataFrame:
+    assert join.grace_period is not None
+    return grace.waiting(consumed, key=join.left.key, stream_time=stream_time, grace=join.grace_period)
+
+
+def _count(state: _State, considered: pa.Table) -> None:
+    why = considered[REASON].to_pylist() if REASON in considered.column_names else None
+    fates = zip(considered[PARTITION].to_pylist(), considered[FATE].to_pylist(), strict=True)
+    state.waiting.clear()
+    for i, (partition, fate) in enumerate(fates):
+        if fate == Fate.WAITING:
+            state.waiting[partition] += 1
+            continue
+        state.counts[partition, fate] += 1
+        if why and why[i] is not None:
+            state.counts[partition, f"{fate}/{why[i]}"] += 1
+
+
+def _rows_of(view: DataFrame, node: Table) -> list[Row]:
+    order = [*node.key, VALID_FROM if VALID_FROM in view.columns else OFFSET]
+    return view.orderBy(*order).toArrow().to_pylist()
+
+
+def _advance(positions: dict[int, int], partition: int, to: int) -> None:
+    positions[partition] = max(positions.get(partition, to), to)
+
+
+__all__ = ["REFUSED", "TopologyTestDriver", "VersionedStore"]
