@@ -22,7 +22,7 @@ from vt_dagster.storage.store import AssetStore
 QUARTERS = ((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12, 13))
 """Months that land before each run; 13 is January 2014, when the last flights of 2013 are known."""
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def run() -> None:

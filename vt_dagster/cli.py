@@ -9,11 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from vt_dagster.conformance import conformance
 from vt_dagster.errors import VtDagsterError
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+app.command()(conformance)
 
 Warehouse = Annotated[
     str,

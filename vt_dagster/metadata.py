@@ -70,7 +70,7 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         metadata["dagster/column_lineage"] = dg.TableColumnLineage(
             {
                 name: [dg.TableColumnDep(dg.AssetKey(asset), column) for asset, column in deps]
-                for name, deps in node.operator.lineage().items()
+                for name, deps in node.operator.projection().lineage().items()
             }
         )
     if node.source is not None:

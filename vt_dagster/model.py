@@ -17,14 +17,13 @@ from pyspark.sql.types import (
     ArrayType,
     DataType,
     MapType,
-    NullType,
-    StructField,
     StructType,
     TimestampType,
 )
 
-from vt_dagster.columns import RESERVED, TIMESTAMP
+from vt_dagster.columns import RESERVED, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import TopologyError
+from vt_dagster.projection import Projection, Side
 
 Duration = timedelta | Mapping[int, timedelta]
 """A length of stream time. A mapping gives each partition a length of its own, as the conformance
@@ -33,8 +32,7 @@ runner needs, which runs scenarios of many configurations side by side as partit
 JoinKind = Literal["inner", "left"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SIDE_COLUMN = re.compile(r"\b(left|right)\s*\.\s*(`[^`]+`|\w+|\*)", re.IGNORECASE)
-_ALIAS = re.compile(r"(?P<expression>.+?)\s+as\s+(?P<name>\w+|`[^`]+`)\s*", re.IGNORECASE | re.DOTALL)
+_ODD_CHARACTERS = re.compile(r"[ .,;{}()=`\t\n]")
 _MAX_RETENTION = timedelta(days=365_000)
 
 
@@ -152,6 +150,12 @@ class Stream:
                 f"{self.name}: columns {taken} have names that vt_dagster needs itself "
                 f"({', '.join(sorted(RESERVED))}, and names that begin with an underscore); "
                 "rename them in the schema"
+            )
+        odd = [n for n in names if _ODD_CHARACTERS.search(n)]
+        if odd:
+            raise TopologyError(
+                f"{self.name}: columns {odd} have characters in their names that Delta Lake or Spark's "
+                "SQL does not take (blank . , ; { } ( ) = ` tab, line end); rename them in the schema"
             )
         if TIMESTAMP in lowered and self.timestamp != TIMESTAMP:
             raise TopologyError(
@@ -327,7 +331,7 @@ class StreamTableJoin:
         self._check_keys()
         if self.grace_period is not None:
             self._check_grace(self.grace_period)
-        self.columns()
+        self.projection()
 
     def _check_keys(self) -> None:
         def types(side: Stream) -> str:
@@ -358,95 +362,22 @@ class StreamTableJoin:
                     "after the versions they need are gone: shorten one or lengthen the other"
                 )
 
-    def columns(self) -> list[tuple[str, str]]:
-        """The result's columns as (name, SQL expression), key columns first where not selected."""
-        chosen: list[tuple[str, str]] = []
-        for item in self.select:
-            chosen += self._expand(item)
-        names = [n.lower() for n, _ in chosen]
-        keys = [(k, f"left.`{k}`") for k in self.left.key if k.lower() not in names]
-        chosen = keys + [c for c in chosen if not self._is_own_timestamp(*c)]
-        names = [n.lower() for n, _ in chosen]
-        twice = sorted({n for n in names if names.count(n) > 1})
-        if twice:
-            raise TopologyError(
-                f"{self.name}: select gives {twice} more than once; choose one side's column or "
-                f"give it another name, for example 'right.{twice[0]} as {self.right.name}_{twice[0]}'"
-            )
-        return chosen
+    def projection(self) -> Projection:
+        """The columns of the result, checked against both sides."""
 
-    def _is_own_timestamp(self, name: str, expression: str) -> bool:
-        """The result has the stream record's timestamp in any case; another needs another name."""
-        if name.lower() != TIMESTAMP:
-            return False
-        if expression.replace("`", "").replace(" ", "").lower() != f"left.{TIMESTAMP}":
-            raise TopologyError(
-                f"{self.name}: 'timestamp' is the stream record's own timestamp; select "
-                f"{expression!r} under another name, for example '{expression} as seen_at'"
-            )
-        return True
+        def side(node: Stream) -> Side:
+            ends = (VALID_FROM, VALID_TO) if isinstance(node, VersionedTable) else ()
+            return Side(node.name, tuple(node.schema.fields), (TIMESTAMP, *ends))
 
-    def _expand(self, item: str) -> list[tuple[str, str]]:
-        for side, column in _SIDE_COLUMN.findall(item):
-            self._check_reference(item, side.lower(), column.strip("`"))
-        star = re.fullmatch(r"\s*(left|right)\s*\.\s*\*\s*", item, re.IGNORECASE)
-        if star:
-            side = star.group(1).lower()
-            owner = self.left if side == "left" else self.right
-            skip = {TIMESTAMP, *self.left.schema.names} if side == "right" else set[str]()
-            skip = {c.lower() for c in skip}
-            return [(c, f"{side}.`{c}`") for c in owner.schema.names if c.lower() not in skip]
-        plain = re.fullmatch(r"\s*(left|right)\s*\.\s*(`[^`]+`|\w+)\s*", item, re.IGNORECASE)
-        if plain:
-            return [(plain.group(2).strip("`"), item.strip())]
-        alias = _ALIAS.fullmatch(item)
-        if alias is None:
-            raise TopologyError(
-                f"{self.name}: cannot tell the name of the selected column {item!r}; write "
-                "'left.column', 'right.column', 'left.*', 'right.*' or 'expression as name'"
-            )
-        return [(alias.group("name").strip("`"), alias.group("expression"))]
-
-    def _check_reference(self, item: str, side: str, column: str) -> None:
-        owner = self.left if side == "left" else self.right
-        known = [*owner.schema.names, TIMESTAMP]
-        if isinstance(owner, VersionedTable):
-            known += ["valid_from", "valid_to"]
-        if column != "*" and column.lower() not in {k.lower() for k in known}:
-            raise TopologyError(
-                f"{self.name}: select names {item!r}, but {owner.name!r} has no column "
-                f"{column!r}; it has {known}"
-            )
-
-    def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        """For each result column the (asset, column) pairs that it is made of."""
-        owners = {"left": self.left.name, "right": self.right.name}
-        return {
-            name: [
-                (owners[side.lower()], column.strip("`"))
-                for side, column in _SIDE_COLUMN.findall(expression)
-            ]
-            for name, expression in self.columns()
-        }
+        sides = {"left": side(self.left), "right": side(self.right)}
+        return Projection(self.name, tuple(self.left.key), sides, self.select)
 
     def result(self, **shown: Any) -> Stream:
-        """The stream of results. A column made by an expression has the type that Spark finds."""
-        fields: list[StructField] = []
-        for name, expression in self.columns():
-            plain = re.fullmatch(r"\s*(left|right)\s*\.\s*(`[^`]+`|\w+)\s*", expression, re.IGNORECASE)
-            kind: DataType = NullType()
-            nullable = True
-            if plain:
-                owner = self.left if plain.group(1).lower() == "left" else self.right
-                column = plain.group(2).strip("`").lower()
-                found = [f for f in owner.schema.fields if f.name.lower() == column]
-                kind = found[0].dataType if found else TimestampType()
-                nullable = owner is self.right or not found or found[0].nullable
-            fields.append(StructField(name, kind, nullable))
+        """The stream of results; ``shown``: description, group, owners."""
         return Stream(
             self.name,
             key=self.left.key,
-            schema=StructType(fields),
+            schema=StructType(self.projection().fields()),
             timestamp=TIMESTAMP,
             partitions=self.left.partitions,
             null_key=self.left.null_key,

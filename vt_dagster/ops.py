@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 from pyspark.sql import DataFrame
 
-from vt_dagster.errors import TopologyError
+from vt_dagster.errors import ExecutorError, TopologyError
 from vt_dagster.metadata import run_metadata
 from vt_dagster.model import Stream, StreamTableJoin
 from vt_dagster.resource import SparkResource, WarehouseResource
@@ -48,6 +48,25 @@ def files_source(node: Stream) -> FilesSource:
     return node.source
 
 
+def _require_one_process(context: dg.OpExecutionContext) -> None:
+    """Refuses an executor that gives each step a process of its own, before anything is read.
+
+    Other such executors (on Kubernetes, say) are refused by the IO manager between the ops.
+    """
+    try:
+        executor = context.job_def.executor_def.name
+        config = context.run_config.get("execution", {}).get("config", {})
+    except dg.DagsterInvalidPropertyError:  # the op is called directly, in a test
+        return
+    default = executor == "multi_or_in_process_executor" and "in_process" not in config
+    if default or executor == "multiprocess":
+        raise ExecutorError(
+            f"expected an executor that keeps a run in one process, got {executor!r}: vt_dagster's ops "
+            "pass Spark DataFrames to each other, which cannot leave their process. Set "
+            "executor=dagster.in_process_executor on the Definitions, or executor_def on the job"
+        )
+
+
 def _log_arrival(context: dg.OpExecutionContext, arrival: Arrival) -> None:
     if arrival.empty:
         context.log.info(f"{arrival.node.name}: nothing new since batch {arrival.before.batch}")
@@ -82,6 +101,7 @@ def read_files_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         spark: SparkResource,
         warehouse: WarehouseResource,
     ) -> tuple[DataFrame, Arrival]:
+        _require_one_process(context)
         store = AssetStore(warehouse.path, node, spark.spark_session)
         arrival = runs.pin_files(store, source, config.files)
         _log_arrival(context, arrival)
@@ -155,6 +175,7 @@ def read_stream_op(node: Stream, join: StreamTableJoin, name: str | None = None)
     def read_stream(
         context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
     ) -> tuple[DataFrame, Arrival]:
+        _require_one_process(context)
         session = spark.spark_session
         stream = AssetStore(warehouse.path, join.left, session)
         arrival = runs.pin_join(AssetStore(warehouse.path, node, session), join, stream)

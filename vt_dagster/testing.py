@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -37,7 +38,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import grace, step, versioned
-from vt_dagster.core.arrival import Fate, by_partition, stream_time_of
+from vt_dagster.core.arrival import Fate, by_partition, duration, stream_time_of
 from vt_dagster.core.records import REASON, prepare
 from vt_dagster.errors import ContractError
 from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable, topological
@@ -157,12 +158,12 @@ class TopologyTestDriver:
         held = None
         if step.has_grace(join):
             earlier = self._frame(left.log.slice(0, state.consumed))
-            held = _held(join, earlier, before).withColumn(ARRIVAL, F.col(OFFSET))
+            held = _held(join, earlier, _due(join, before)).withColumn(ARRIVAL, F.col(OFFSET))
             times = stream_time_of(arrived, grace.moves_stream_time(join.left.key))
             for row in times.toArrow().to_pylist():
                 _advance(state.stream_time, row[PARTITION], to_micros(row["stream_time"]))
         after = by_partition(state.stream_time)
-        rows = step.consider_join(join, arrived, held, before, after).toArrow()
+        rows = step.consider_join(join, arrived, held, before, _due(join, after)).toArrow()
         state.considered, state.consumed = rows, left.log.num_rows
         _count(state, rows)
         if not {Fate.APPLIED, Fate.LATE} & set(rows[FATE].to_pylist()):
@@ -210,7 +211,7 @@ class TopologyTestDriver:
             return []
         with self._session():
             consumed = self._frame(self._states[join.left.name].log)
-            held = _held(join, consumed, by_partition(state.stream_time))
+            held = _held(join, consumed, _due(join, by_partition(state.stream_time)))
             return held.orderBy(TIMESTAMP, OFFSET).toArrow().to_pylist()
 
     def metrics(self, name: str, partition: int | None = None) -> dict[str, int]:
@@ -336,9 +337,13 @@ def _own_session(spark: SparkSession) -> SparkSession:
     return own
 
 
-def _held(join: StreamTableJoin, consumed: DataFrame, stream_time: Column) -> DataFrame:
-    assert join.grace_period is not None
-    return grace.waiting(consumed, key=join.left.key, stream_time=stream_time, grace=join.grace_period)
+def _due(join: StreamTableJoin, stream_time: Column) -> Column:
+    """Up to which timestamp a join has released its records."""
+    return stream_time - duration(join.grace_period or timedelta(0))
+
+
+def _held(join: StreamTableJoin, consumed: DataFrame, released: Column) -> DataFrame:
+    return grace.waiting(consumed, key=join.left.key, released=released)
 
 
 def _count(state: _State, considered: pa.Table) -> None:

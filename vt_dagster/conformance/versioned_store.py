@@ -53,7 +53,8 @@ def versioned_stores(
             dropped = driver.metrics("table", r.number).get(Fate.LATE, 0)
             expected = r.scenario.expected
             if granularity == "run":
-                expected = [_told(e, a) for e, a in zip(expected, r.answers, strict=False)]
+                told = [_told(e, a) for e, a in zip(expected, r.answers, strict=False)]
+                expected = [*told, *expected[len(told) :]]
             differences = compare("answer", expected, r.answers)
             differences += compare_state(
                 r.scenario, final_store(stores[r.number]), dropped, r.failed_at
@@ -70,12 +71,12 @@ class _StoreRun:
         self.number, self.scenario = number, scenario
         self.answers: list[Any] = []
         self.failed_at: int | None = None
+        self.stopped = False
 
     @property
     def left(self) -> Sequence[Mapping[str, Any]]:
         """The calls that have not been made."""
-        done = self.failed_at is not None
-        return () if done else self.scenario.records[len(self.answers) :]
+        return () if self.stopped else self.scenario.records[len(self.answers) :]
 
     def gets(self) -> list[Mapping[str, Any]]:
         """The gets that come next; they change nothing, so they can be answered together."""
@@ -91,6 +92,7 @@ class _StoreRun:
         if not self.left or self.left[0]["key"] is not None:
             return
         call, key = self.left[0], (self.number, None)
+        self.stopped = True
         try:
             if call["call"] == "put":
                 store.put(key, call["value"], call["timestamp"])
@@ -101,6 +103,7 @@ class _StoreRun:
         except ContractError:
             self.failed_at = len(self.answers)
         else:
+            # What comes after a call without a key has no meaning.
             self.answers.append("no error")
 
 
@@ -139,6 +142,7 @@ def _store_step(store: VersionedStore, runs: Sequence[_StoreRun]) -> None:
 
 
 _OLDER = "not the latest"
+_NOT_TOLD = "not told"
 
 
 def _store_run(driver: TopologyTestDriver, runs: Sequence[_StoreRun]) -> None:
@@ -159,7 +163,7 @@ def _store_run(driver: TopologyTestDriver, runs: Sequence[_StoreRun]) -> None:
         for i, call in enumerate(r.scenario.records[: ends[r.number]]):
             taken = latest.get((r.number, i))
             told = NOT_PUT if taken is None else -1 if taken else _OLDER
-            r.answers.append({"valid_to": told} if call["call"] == "put" else None)
+            r.answers.append({"valid_to": told} if call["call"] == "put" else _NOT_TOLD)
     while any(r.left for r in runs):
         _answer_gets(store, runs)
         for r in runs:
@@ -168,8 +172,8 @@ def _store_run(driver: TopologyTestDriver, runs: Sequence[_StoreRun]) -> None:
 
 def _told(expected: Any, answer: Any) -> Any:
     """As much of an expected answer as a run of many calls can tell."""
-    if answer is None:
-        return None
-    if "value" not in (expected or {}) and expected and expected["valid_to"] not in (-1, NOT_PUT):
+    if answer == _NOT_TOLD:
+        return _NOT_TOLD
+    if expected is not None and expected["valid_to"] not in (None, -1, NOT_PUT):
         return {"valid_to": _OLDER}
     return expected

@@ -4,10 +4,11 @@ A record waits until stream time >= its timestamp + grace period, so that table 
 a little later still find it. Stream time here is the buffer's own: the largest timestamp of a record
 with a key and a value. It is moved by the stream alone, never by the table.
 
-Nothing is stored for the buffer. What waits after any sequence of runs is exactly the records of the
-stream's log with ``timestamp > stream time - grace period``: those that were late on arrival or have
-been released lie at or before that bound. So the buffer *is* a range of the log, read again (and
-pruned by time) by the next run.
+Nothing is stored for the buffer. A run releases every record up to a *due time*, ``stream time - grace
+period`` at its end. What waits after any sequence of runs is exactly the records of the stream's log
+with a larger timestamp: those that were late on arrival or have been released lie at or before it. So
+the buffer *is* a range of the log, read again (and pruned by time) by the next run. The due time never
+goes back, so a grace period may be changed between runs: nothing is released twice or forgotten.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ def moves_stream_time(key: Sequence[str]) -> Column:
     return ~F.col(IS_TOMBSTONE) & has_key(key)
 
 
-def waiting(log: DataFrame, *, key: Sequence[str], stream_time: Column, grace: Duration) -> DataFrame:
+def waiting(log: DataFrame, *, key: Sequence[str], released: Column) -> DataFrame:
     """The records that wait, out of those that a join has consumed.
 
     Args:
         log: the consumed part of the stream's log.
-        stream_time: the buffer's own, after that part.
+        released: the due time after that part, of the record's partition.
     """
-    due = stream_time - duration(grace)
-    return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > due))
+    return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > released))
 
 
 def hold(
@@ -46,7 +46,7 @@ def hold(
     kind: JoinKind,
     grace: Duration | None,
     before: Column,
-    after: Column,
+    due: Column,
 ) -> DataFrame:
     """Decides for each record whether it is joined in this run.
 
@@ -56,24 +56,26 @@ def hold(
     Args:
         arrived: the stream's log rows of this run, with ``_arrival``.
         waiting: those that waited before it; None = none.
-        before, after: the buffer's stream time before and after the run, per partition.
+        grace: None = nothing waits any longer.
+        before: the buffer's stream time before the run, per partition.
+        due: the due time at the end of the run, per partition.
 
     Returns:
-        all of them with ``_fate``: ``applied`` (timestamp <= stream time - grace at the end of the
-        run), ``late`` (timestamp < stream time - grace on arrival: joined at once), ``waiting``,
-        or ``dropped`` (no value; no key in an inner join). A left join emits a record without a key
-        at once.
+        all of them with ``_fate``: ``applied`` (timestamp <= due time), ``late`` (timestamp < stream
+        time - grace on arrival: joined at once), ``waiting``, or ``dropped`` (no value; no key in an
+        inner join). A left join emits a record without a key at once.
 
     Source: KIP-923; kip923-dequeue-boundary, kip923-late-is-immediate, kip923-probe-left-null-key.
     """
     keyless = Fate.APPLIED if kind == "left" else Fate.DROPPED
     fate = F.when(F.col(IS_TOMBSTONE), Fate.DROPPED).when(~has_key(key), keyless)
+    seen = arrived
     if grace is None:
-        return arrived.withColumn(FATE, fate.otherwise(Fate.APPLIED))
-    seen = with_stream_time(arrived, before, moves_stream_time(key))
-    late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(grace)
-    due = F.col(TIMESTAMP) <= after - duration(grace)
+        fate = fate.otherwise(Fate.APPLIED)
+    else:
+        seen = with_stream_time(arrived, before, moves_stream_time(key))
+        late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(grace)
+        fate = fate.when(late, Fate.LATE).when(F.col(TIMESTAMP) <= due, Fate.APPLIED)
+        fate = fate.otherwise(Fate.WAITING)
     everything = seen if waiting is None else seen.unionByName(waiting, allowMissingColumns=True)
-    return everything.withColumn(
-        FATE, fate.when(late, Fate.LATE).when(due, Fate.APPLIED).otherwise(Fate.WAITING)
-    ).drop(STREAM_TIME)
+    return everything.withColumn(FATE, fate).drop(STREAM_TIME)

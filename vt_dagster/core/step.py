@@ -76,7 +76,7 @@ def consider_join(
     arrived: DataFrame,
     waiting: DataFrame | None,
     before: Column,
-    after: Column,
+    due: Column,
 ) -> DataFrame:
     """The stream's records that a join run has to do with, with ``_fate``; see ``grace.hold``."""
     return grace.hold(
@@ -86,7 +86,7 @@ def consider_join(
         kind=join.kind,
         grace=join.grace_period if has_grace(join) else None,
         before=before,
-        after=after,
+        due=due,
     )
 
 
@@ -104,7 +104,7 @@ def join_records(
         kind=join.kind,
         stream_key=join.left.key,
         table_key=right.key,
-        columns=join.columns(),
+        columns=join.projection().columns,
         horizon=horizon,
     )
 

@@ -100,9 +100,8 @@ def fold(
     fresh = log.drop(IS_LATEST).withColumn(VALID_FROM, F.col(TIMESTAMP))
     everything = fresh if versions is None else versions.drop(VALID_TO).unionByName(fresh)
     in_order = W.partitionBy(*key).orderBy(VALID_FROM, OFFSET, PARTITION)
-    expired = (F.col(VALID_TO) <= horizon) | (
-        F.col(VALID_TO).isNull() & F.col(IS_TOMBSTONE) & (F.col(VALID_FROM) < horizon)
-    )
+    # Superseded or not: else what is left would depend on when the successor was folded in.
+    expired = (F.col(VALID_TO) <= horizon) | (F.col(IS_TOMBSTONE) & (F.col(VALID_FROM) < horizon))
     return (
         everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
         .where(F.col(VALID_TO).isNull() | (F.col(VALID_TO) > F.col(VALID_FROM)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import fsspec
@@ -37,36 +38,43 @@ def last_commit(path: str) -> tuple[int, dict[str, Any]] | None:
     Raises:
         StorageError: there is a table, but none of its commits that are still there is ours.
     """
+    names = _commit_files(path)
+    found = next(_ours(path, names), None)
+    if found is None and names:
+        raise StorageError(
+            f"{path} is a Delta table, but none of its {len(names)} commits was written by "
+            "vt_dagster: expected a table that only vt_dagster appends to; give the asset another "
+            "warehouse directory or move that table away"
+        )
+    return found
+
+
+def _commit_files(path: str) -> list[str]:
+    """The names of a table's commit files, newest first; none where there is no table."""
     fs, root = filesystem(path)
-    log = posixpath.join(root, "_delta_log")
     try:
-        names = [posixpath.basename(f) for f in fs.ls(log, detail=False, refresh=True)]
+        found = fs.ls(posixpath.join(root, "_delta_log"), detail=False, refresh=True)
     except FileNotFoundError:
-        return None
-    versions = sorted((n for n in names if _COMMIT_FILE.fullmatch(n)), reverse=True)
-    for name in versions:
-        with fs.open(posixpath.join(log, name), "rt", encoding="utf-8") as lines:
+        return []
+    names = [posixpath.basename(f) for f in found]
+    return sorted((n for n in names if _COMMIT_FILE.fullmatch(n)), reverse=True)
+
+
+def _ours(path: str, names: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    fs, root = filesystem(path)
+    for name in names:
+        with fs.open(posixpath.join(root, "_delta_log", name), "rt", encoding="utf-8") as lines:
             document = _document(lines)
         if document is not None:
-            return int(name[:20]), document
-    if not versions:
-        return None
-    raise StorageError(
-        f"{path} is a Delta table, but none of its {len(versions)} commits was written by "
-        "vt_dagster: expected a table that only vt_dagster appends to; give the asset another "
-        "warehouse directory or move that table away"
-    )
+            yield int(name[:20]), document
 
 
-def latest_version(path: str) -> int | None:
-    """The newest version of a table, whoever wrote it; None where there is no table."""
-    fs, root = filesystem(path)
-    try:
-        names = [posixpath.basename(f) for f in fs.ls(posixpath.join(root, "_delta_log"), False)]
-    except FileNotFoundError:
-        return None
-    versions = [int(n[:20]) for n in names if _COMMIT_FILE.fullmatch(n)]
-    return max(versions, default=None)
+def _wrote(path: str, batch: int, attempt: str) -> bool:
+    """Whether it was this attempt that wrote a batch; later ones may stand above it by now."""
+    for _, document in _ours(path, _commit_files(path)):
+        if document["batch"] <= batch:
+            return document["attempt"] == attempt
+    return False
 
 
 def _document(lines: Any) -> dict[str, Any] | None:
@@ -102,7 +110,7 @@ def write(
     """One commit with a document. A batch is written once: another run's is a conflict.
 
     Args:
-        document: goes into the commit's ``userMetadata``; must hold ``attempt``.
+        document: goes into the commit's ``userMetadata``; must hold ``batch`` and ``attempt``.
         batch: Delta refuses (append) a batch number that the table has already.
         stats: the columns that files are pruned by; Delta's default where empty.
 
@@ -126,8 +134,7 @@ def write(
         if _CONFLICT.search(str(error)):
             raise _conflict(asset, batch) from None
         raise
-    newest = last_commit(path)
-    if newest is None or newest[1].get("attempt") != document["attempt"]:
+    if not _wrote(path, batch, document["attempt"]):
         raise _conflict(asset, batch)
 
 

@@ -84,7 +84,13 @@ class FilesSource:
 
     def files(self) -> list[FileInfo]:
         """The files that are there, by name. Does not use Spark."""
-        fs, root = delta.filesystem(str(self.path))
+        try:
+            fs, root = delta.filesystem(str(self.path))
+        except (ImportError, ValueError) as error:
+            raise SourceError(
+                f"{self.path!r} is on a file system that fsspec cannot reach: {error}; correct the "
+                "path, or install what the message names"
+            ) from None
         try:
             found = fs.ls(root, detail=True, refresh=True)
         except FileNotFoundError:

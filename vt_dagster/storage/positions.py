@@ -41,6 +41,8 @@ class Commit(BaseModel):
     """The first free offset of each partition of this log."""
     stream_time: dict[int, int] = Field(default_factory=dict)
     """Largest timestamp of each partition; of a join with grace, the buffer's own."""
+    released: dict[int, int] = Field(default_factory=dict)
+    """Of a join: the largest timestamp up to which every record has been joined."""
     reads: dict[str, int] = Field(default_factory=dict)
     """Delta version of every table that was read: ``{'weather/view': 7}``."""
     counts: dict[str, int] = Field(default_factory=dict)

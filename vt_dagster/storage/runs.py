@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from pyspark.sql import DataFrame, Observation
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION, TIMESTAMP
@@ -44,6 +44,8 @@ class Arrival:
     """Of each log that is read, the commit up to which."""
     stream_time: dict[int, int] = field(default_factory=dict[int, int])
     """A join's stream time at the end of the run."""
+    released: dict[int, int] = field(default_factory=dict[int, int])
+    """A join's due time at the end of the run; see ``core/grace.py``."""
     taken: dict[str, dict[int, tuple[int, int]]] = field(
         default_factory=dict[str, dict[int, tuple[int, int]]]
     )
@@ -204,8 +206,18 @@ def pin_join(store: AssetStore, join: StreamTableJoin, stream: AssetStore) -> Ar
         store.new_attempt(),
         inputs={join.left.name: head},
         stream_time=times,
+        released=_released(join, before.released if before else {}, times),
         taken={join.left.name: taken},
     )
+
+
+def _released(join: StreamTableJoin, before: dict[int, int], times: dict[int, int]) -> dict[int, int]:
+    """The due time of each partition: stream time - grace period, and never before what it was."""
+    period = join.grace_period or timedelta(0)
+    if not isinstance(period, timedelta):
+        raise ContractError(f"{join.name}: an asset has one grace_period for all partitions")
+    due = {p: moment - period // timedelta(microseconds=1) for p, moment in times.items()}
+    return {p: max(moment, before.get(p, moment)) for p, moment in due.items()}
 
 
 def read_stream(stream: AssetStore, join: StreamTableJoin, arrival: Arrival) -> DataFrame:
@@ -214,28 +226,19 @@ def read_stream(stream: AssetStore, join: StreamTableJoin, arrival: Arrival) -> 
         empty = stream.spark.createDataFrame([], step.log_schema(join.left))
         return empty.withColumn(ARRIVAL, F.col(OFFSET)).withColumn(FATE, F.lit(Fate.WAITING))
     head = arrival.inputs[join.left.name]
-    start = arrival.before.inputs.get(join.left.name, {})
-    before = by_partition(arrival.before.stream_time)
-    after = by_partition(arrival.stream_time)
-    held = None
-    oldest = None
-    if join.grace_period is not None and step.has_grace(join) and arrival.before.stream_time:
-        oldest = _horizon(join, arrival.before.stream_time)
+    state = arrival.before
+    start = state.inputs.get(join.left.name, {})
+    holds = any(state.stream_time[p] > moment for p, moment in state.released.items())
+    oldest = min(state.released.values()) if holds else None
     rows = stream.log(start, head, oldest).withColumn(ARRIVAL, F.col(OFFSET))
-    if oldest is not None and join.grace_period is not None:
+    held = None
+    if holds:
         consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
-        held = grace.waiting(
-            rows.where(consumed), key=join.left.key, stream_time=before, grace=join.grace_period
-        )
+        released = by_partition(state.released)
+        held = grace.waiting(rows.where(consumed), key=join.left.key, released=released)
         rows = rows.where(~consumed)
-    return step.consider_join(join, rows, held, before, after)
-
-
-def _horizon(join: StreamTableJoin, times: dict[int, int]) -> int:
-    """The smallest timestamp that may wait in any partition, epoch microseconds, exclusive."""
-    period = join.grace_period
-    longest = max(period.values()) if not isinstance(period, timedelta | None) else period
-    return min(times.values()) - (longest or timedelta(0)) // timedelta(microseconds=1)
+    before, due = by_partition(state.stream_time), by_partition(arrival.released)
+    return step.consider_join(join, rows, held, before, due)
 
 
 def commit_join(
@@ -254,18 +257,7 @@ def commit_join(
     """
     if arrival.empty:
         return Receipt(None, None)
-    fates = Observation(f"{store.node.name} fates")
-    arrived = F.col(OFFSET) >= F.coalesce(
-        by_partition(arrival.before.inputs.get(join.left.name, {}), "long"), F.lit(0)
-    )
-    observed = considered.observe(
-        fates,
-        F.coalesce(F.sum(arrived.cast("long")), F.lit(0)).alias("in"),
-        *[
-            F.coalesce(F.sum((F.col(FATE) == fate).cast("long")), F.lit(0)).alias(fate)
-            for fate in (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
-        ],
-    )
+    counts = _fates(considered, arrival, join)
     reads = {f"{n}/log": head.version for n, head in arrival.inputs.items()}
     found = table.view()
     if found is None:
@@ -274,14 +266,12 @@ def commit_join(
     else:
         reads[f"{join.right.name}/view"] = found[0]
         view, table_time = found[2], by_partition(found[1].stream_time)
-    results = step.join_records(join, observed, view, table_time).persist()
+    results = step.join_records(join, considered, view, table_time).persist()
     try:
-        counts, ends, _ = _gate(store.node, results.withColumn(FATE, F.lit(Fate.APPLIED)))
-        out, unmatched = counts["applied"], counts["unmatched"]
-        counts = {k: int(v) for k, v in fates.get.items()}
+        found_rows, ends, _ = _gate(store.node, results.withColumn(FATE, F.lit(Fate.APPLIED)))
+        out, joined = found_rows["applied"], counts["applied"] + counts["late"]
         counts["out"] = out
-        joined = counts["applied"] + counts["late"]
-        counts["unmatched"] = unmatched if join.kind == "left" else joined - out
+        counts["unmatched"] = found_rows["unmatched"] if join.kind == "left" else joined - out
         first = by_partition(arrival.before.next_offset, "long")
         rows = step.produce_join(store.node, join, results, first)
         taken = arrival.taken
@@ -293,12 +283,28 @@ def commit_join(
             ends=ends,
             stream_time=arrival.stream_time,
             run_id=run_id,
+            released=arrival.released,
             reads=reads,
         )
         store.commit(_few_files(rows, out), commit)
     finally:
         results.unpersist()
     return _finish(store, arrival)
+
+
+def _fates(considered: DataFrame, arrival: Arrival, join: StreamTableJoin) -> dict[str, int]:
+    """How many records a join run has to do with, by fate, and how many of them are new.
+
+    A job of its own over few columns: an observation on the join's plan would be lost, and waited for
+    without end, where Spark finds that an empty table makes the plan empty.
+    """
+    start = by_partition(arrival.before.inputs.get(join.left.name, {}), "long")
+    new = F.col(OFFSET) >= F.coalesce(start, F.lit(0))
+    counted = considered.groupBy(FATE).agg(F.count(F.lit(1)).alias("all"), F.count_if(new).alias("new"))
+    rows = counted.collect()
+    fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
+    found = {row[FATE]: row["all"] for row in rows}
+    return {"in": sum(row["new"] for row in rows), **{f: found.get(f, 0) for f in fates}}
 
 
 # -- both ---------------------------------------------------------------------------------------

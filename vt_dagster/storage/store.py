@@ -117,11 +117,11 @@ class AssetStore:
         found = delta.last_commit(self.log_path)
         return None if found is None else Head(found[0], Commit.model_validate(found[1]))
 
-    def log(self, start: Offsets, head: Head, at_least: int | None = None) -> DataFrame:
+    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
         """The log rows from ``start`` (inclusive) to a commit (inclusive).
 
         Args:
-            at_least: also those before ``start`` whose timestamp is larger than this (epoch
+            after: also those before ``start`` whose timestamp is larger than this (epoch
                 microseconds): what a grace buffer may still hold.
         """
         rows = delta.read(self.spark, self.log_path, head.version)
@@ -132,8 +132,8 @@ class AssetStore:
             wanted = wanted | (here & (F.col(OFFSET) >= first))
             known = known | here
         wanted = wanted | ~known
-        if at_least is not None:
-            wanted = wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(at_least)))
+        if after is not None:
+            wanted = wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after)))
         return rows.where(wanted) if start else rows
 
     def commit(self, rows: DataFrame, commit: Commit) -> None:
@@ -214,10 +214,19 @@ class AssetStore:
         """Brings quarantine and view up to the log. Safe to call at any time, by anyone."""
         head = head or self.head()
         if head is not None:
+            self._check_shape(head.commit.shape)
             self._publish_rejected(head)
             if isinstance(self.node, Table):
                 self._update_view(self.node, head)
         return head
+
+    def _check_shape(self, shape: Shape) -> None:
+        if (shape.kind, shape.key) != (shape_of(self.node).kind, list(self.node.key)):
+            raise StorageError(
+                f"{self.node.name}: declared as {shape_of(self.node).kind} keyed by "
+                f"{list(self.node.key)}, but its tables were written as {shape.kind} keyed by "
+                f"{shape.key}; declare it as it was, or give the new one another name"
+            )
 
     def _applied(self, path: str) -> tuple[int, Applied] | None:
         found = delta.last_commit(path)

@@ -1,0 +1,158 @@
+"""The stream-table join as of the record's time, beside what else could be done with the rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import duckdb
+import generate
+from measure import Outputs, Result, compare, plan_of, take_turns
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
+from vt_dagster.core import stream_table_join
+
+KEYS = 10_000
+SHUFFLE, SORT, TEMPO, DUCKDB = (
+    "Spark scan + shuffle + write",
+    "Spark scan + shuffle + sort + write",
+    "dbl-tempo asofJoin",
+    "DuckDB ASOF JOIN",
+)
+TARGETS = {SHUFFLE: 2.2, SORT: 0.9, TEMPO: 0.7, DUCKDB: 4.0}
+OUTPUT = ("key", "quantity", "shop", TIMESTAMP, ARRIVAL, "price", "grade", VALID_FROM)
+"""What everyone writes: a row for each stream record, in any order."""
+
+THREADS = 2
+
+
+def operator(stream: DataFrame, versions: DataFrame) -> DataFrame:
+    """As a user gets it: left join, all columns of both sides."""
+    joined = stream_table_join.join(
+        stream,
+        versions,
+        kind="left",
+        stream_key=["key"],
+        table_key=["key"],
+        columns=[
+            *[(c, f"left.{c}") for c in ("key", "quantity", "shop")],
+            *[(c, f"right.{c}") for c in ("price", "grade", VALID_FROM)],
+        ],
+        horizon=F.timestamp_micros(F.lit(generate.START)),
+    )
+    return joined.select(*OUTPUT)
+
+
+def both(stream: DataFrame, versions: DataFrame) -> DataFrame:
+    """The rows of both sides with the columns of the output."""
+    left = stream.select("key", "quantity", "shop", TIMESTAMP, ARRIVAL)
+    right = versions.select("key", F.col(VALID_FROM).alias(TIMESTAMP), "price", "grade", VALID_FROM)
+    return left.unionByName(right, allowMissingColumns=True).select(*OUTPUT)
+
+
+def shuffled(stream: DataFrame, versions: DataFrame) -> DataFrame:
+    partitions = stream.sparkSession.conf.get("spark.sql.shuffle.partitions")
+    return both(stream, versions).repartition(int(partitions or 4), "key")
+
+
+def shuffled_and_sorted(stream: DataFrame, versions: DataFrame) -> DataFrame:
+    return shuffled(stream, versions).sortWithinPartitions("key", TIMESTAMP)
+
+
+def tempo(stream: DataFrame, versions: DataFrame) -> DataFrame:
+    """Tempo knows no tombstones: they are taken out after the join."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tempo import TSDF
+
+        left = stream.select("key", "quantity", "shop", TIMESTAMP, ARRIVAL)
+        right = versions.select("key", "price", "grade", VALID_FROM, IS_TOMBSTONE)
+        joined = TSDF(left, ts_col=TIMESTAMP, partition_cols=["key"]).asofJoin(
+            TSDF(
+                right.withColumnRenamed(VALID_FROM, TIMESTAMP),
+                ts_col=TIMESTAMP,
+                partition_cols=["key"],
+            ),
+            right_prefix="right",
+        )
+    alive = ~F.col(f"right_{IS_TOMBSTONE}")
+    found = {"price": "right_price", "grade": "right_grade", VALID_FROM: f"right_{TIMESTAMP}"}
+    return joined.df.select(
+        *[F.when(alive, F.col(found[c])).alias(c) if c in found else F.col(c) for c in OUTPUT]
+    )
+
+
+def in_duckdb(stream: Path, versions: Path, target: str) -> None:
+    """The same in DuckDB, from the same files, in this process."""
+    with duckdb.connect(config={"threads": THREADS, "preserve_insertion_order": False}) as db:
+        Path(target).mkdir(parents=True)
+        alive = f"CASE WHEN NOT v.{IS_TOMBSTONE} THEN v.%s END AS %s"
+        db.execute(f"""
+            COPY (
+                SELECT s.key, s.quantity, s.shop, s.{TIMESTAMP}, s.{ARRIVAL},
+                    {", ".join(alive % (c, c) for c in ("price", "grade", VALID_FROM))}
+                FROM read_parquet('{stream}/*.parquet') s
+                ASOF LEFT JOIN read_parquet('{versions}/*.parquet') v
+                ON s.key = v.key AND s.{TIMESTAMP} >= v.{VALID_FROM}
+            ) TO '{target}/rows.parquet' (FORMAT parquet)""")
+
+
+def fingerprint(folder: str) -> tuple[int, int, str]:
+    """Rows, rows that found a version, and a sum over hashes of whole rows, of an output."""
+    times = (TIMESTAMP, VALID_FROM)
+    columns = ", ".join(f"epoch_us({c})" if c in times else c for c in OUTPUT)
+    with duckdb.connect(config={"threads": THREADS}) as db:
+        found = db.execute(
+            f"SELECT count(*), count(price), sum(hash({columns})::HUGEINT)::VARCHAR "
+            f"FROM read_parquet('{folder}/*.parquet')"
+        ).fetchone()
+    assert found is not None
+    return found
+
+
+def run(
+    spark: SparkSession, rows: int, table_rows: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Times all contenders; the notes are the plans and whether the results agree."""
+    keys = min(KEYS, table_rows // 10)
+    stream_path = generate.stream(spark, rows, keys)
+    versions_path = generate.versions(spark, table_rows, keys)
+
+    def made(build: Callable[[DataFrame, DataFrame], DataFrame]) -> DataFrame:
+        return build(spark.read.parquet(str(stream_path)), spark.read.parquet(str(versions_path)))
+
+    def through_spark(
+        name: str, build: Callable[[DataFrame, DataFrame], DataFrame]
+    ) -> Callable[[], None]:
+        return lambda: made(build).write.parquet(outputs.fresh(name))
+
+    times = take_turns(
+        {
+            "ours": through_spark("ours", operator),
+            SHUFFLE: through_spark("shuffle", shuffled),
+            SORT: through_spark("sort", shuffled_and_sorted),
+            TEMPO: through_spark("tempo", tempo),
+            DUCKDB: lambda: in_duckdb(stream_path, versions_path, outputs.fresh("duckdb")),
+        },
+        repeat,
+    )
+    expected = fingerprint(outputs.path("duckdb"))
+    for other in ("ours", "tempo"):
+        got = fingerprint(outputs.path(other))
+        if got != expected:
+            raise AssertionError(f"as-of join: DuckDB gave {expected}, {other} gave {got}")
+    name = f"as-of join, {rows:,} stream rows, {table_rows:,} versions, {keys:,} keys"
+    results = [
+        compare(name, rows, times["ours"], peer, times[peer], target)
+        for peer, target in TARGETS.items()
+    ]
+    notes = [
+        f"as-of join: ours, dbl-tempo and DuckDB agree on all {expected[0]:,} rows, "
+        f"{expected[1]:,} of which found a version",
+        f"plan of ours: {plan_of(made(operator))}",
+        f"plan of {TEMPO}: {plan_of(made(tempo))}",
+    ]
+    return results, notes

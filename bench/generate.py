@@ -1,0 +1,165 @@
+"""The data that every contender gets: made by Spark from row numbers, the same on every machine.
+
+Kept in ``bench/.data`` and made anew only where it is missing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import DoubleType, LongType, StringType, StructField, StructType, TimestampType
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core.arrival import Fate
+
+DATA = Path(__file__).parent / ".data"
+LAYOUT = 1
+"""Counts up when the data changes, so that old files are not taken for it."""
+
+START = 1_577_836_800_000_000
+"""2020-01-01, epoch microseconds."""
+SPAN = 365 * 24 * 3600 * 1_000_000
+PARTITIONS = 4
+FILES = 4
+
+RECORD = StructType(
+    [
+        StructField("key", LongType()),
+        StructField("price", DoubleType()),
+        StructField("grade", StringType()),
+        StructField("at", TimestampType()),
+    ]
+)
+"""A record of the versioned table ``prices``, as it stands in JSON lines."""
+
+
+def noise(seed: int, *columns: str) -> Column:
+    """A number from 0 to 2**31 - 1 that looks random, from columns."""
+    return F.xxhash64(F.lit(seed), *columns).bitwiseAND(F.lit(2**31 - 1))
+
+
+def part_of(span: Column, seed: int, *columns: str) -> Column:
+    """A whole number from 0 (inclusive) to ``span`` (exclusive)."""
+    return F.pmod(noise(seed, *columns) * F.lit(1_000_003), span)
+
+
+def partition_of(key: str) -> Column:
+    """The record's partition: the key's hash, as a files source does it."""
+    return F.pmod(F.xxhash64(key), F.lit(PARTITIONS)).cast("int")
+
+
+def price() -> Column:
+    return (noise(1, "id") % 100_000) / 100
+
+
+def grade() -> Column:
+    return F.concat(F.lit("grade-"), (noise(2, "id") % 50).cast("string"))
+
+
+def cached(name: str, rows: DataFrame) -> Path:
+    """Rows as Parquet files, written once."""
+    path = DATA / f"{name}-v{LAYOUT}"
+    if not (path / "_SUCCESS").exists():
+        rows.write.mode("overwrite").parquet(str(path))
+    return path
+
+
+def stream(spark: SparkSession, rows: int, keys: int) -> Path:
+    """Stream records due to be joined, as they lie in a log: by arrival, that is roughly by time."""
+    step = SPAN // rows
+    late = part_of(F.lit(SPAN // 100), 3, "id")
+    records = spark.range(0, rows, 1, FILES).select(
+        (noise(4, "id") % keys).alias("key"),
+        (noise(5, "id") % 1_000).cast("double").alias("quantity"),
+        F.concat(F.lit("shop-"), (noise(6, "id") % 200).cast("string")).alias("shop"),
+        F.timestamp_micros(F.lit(START) + F.col("id") * step - late).alias(TIMESTAMP),
+        (noise(4, "id") % keys % PARTITIONS).cast("int").alias(PARTITION),
+        F.col("id").alias(ARRIVAL),
+        F.lit(Fate.APPLIED).alias(FATE),
+    )
+    return cached(f"stream-{rows}-{keys}", records)
+
+
+def versions(spark: SparkSession, rows: int, keys: int) -> Path:
+    """A view: the versions of each key, spread over the time of the stream; 2 % are tombstones."""
+    each = rows // keys
+    width = SPAN // each
+
+    def begin(n: Column, *of: str) -> Column:
+        return F.timestamp_micros(F.lit(START) + n * width + part_of(F.lit(width), 7, *of))
+
+    numbered = spark.range(0, each * keys, 1, FILES).withColumn("n", F.col("id") % each)
+    numbered = numbered.withColumn("next", F.col("id") + 1)
+    following = F.when(F.col("n") < each - 1, begin(F.col("n") + 1, "next"))
+    table = numbered.select(
+        F.floor(F.col("id") / each).alias("key"),
+        price().alias("price"),
+        grade().alias("grade"),
+        begin(F.col("n"), "id").alias(TIMESTAMP),
+        (F.floor(F.col("id") / each) % PARTITIONS).cast("int").alias(PARTITION),
+        F.col("id").alias(OFFSET),
+        (noise(8, "id") % 50 == 0).alias(IS_TOMBSTONE),
+        begin(F.col("n"), "id").alias(VALID_FROM),
+        following.alias(VALID_TO),
+    )
+    return cached(f"versions-{rows}-{keys}", table)
+
+
+def arrivals(spark: SparkSession, rows: int, keys: int) -> Path:
+    """Records for a versioned table in order of arrival, 20 % of them out of order."""
+    records = _arrivals(spark, 0, rows, rows, keys, FILES)
+    prepared = records.select(
+        "key",
+        "price",
+        "grade",
+        F.col("at").alias(TIMESTAMP),
+        partition_of("key").alias(PARTITION),
+        F.col("id").alias(ARRIVAL),
+        F.lit(False).alias(IS_TOMBSTONE),
+        F.lit(None).cast("string").alias(FATE),
+    )
+    return cached(f"arrivals-{rows}-{keys}", prepared)
+
+
+def json_lines(spark: SparkSession, first: int, rows: int, total: int, keys: int) -> Path:
+    """One file of JSON lines: arrivals ``first`` to ``first + rows`` of ``total``."""
+    path = DATA / f"lines-{first}-{rows}-{total}-{keys}-v{LAYOUT}.jsonl"
+    if not path.exists():
+        records = _arrivals(spark, first, rows, total, keys, 1)
+        whole = records.drop("id").withColumn(
+            "at", F.date_format("at", "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'")
+        )
+        folder = path.with_suffix(".parts")
+        whole.write.mode("overwrite").json(str(folder))
+        next(folder.glob("part-*")).rename(path)
+        shutil.rmtree(folder)
+    return path
+
+
+def _arrivals(
+    spark: SparkSession, first: int, rows: int, total: int, keys: int, files: int
+) -> DataFrame:
+    """``id, key, price, grade, at``; no two records of a key have the same time."""
+    step = SPAN // total
+    late = F.when(noise(9, "id") % 5 == 0, 1 + noise(10, "id") % (total // 5)).otherwise(F.lit(0))
+    return spark.range(first, first + rows, 1, files).select(
+        "id",
+        (noise(4, "id") % keys).alias("key"),
+        price().alias("price"),
+        grade().alias("grade"),
+        F.timestamp_micros(
+            F.lit(START) + (F.col("id") - late) * step + F.pmod(F.col("id"), F.lit(step))
+        ).alias("at"),
+    )

@@ -1,0 +1,133 @@
+"""A small run on a table that is large already, commit and view included, beside a bare append."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import defaultdict
+from datetime import timedelta
+from pathlib import Path
+
+import generate
+from measure import Outputs, Result, compare, take_turns
+from pyspark.sql import DataFrame, SparkSession
+
+from vt_dagster.model import VersionedTable
+from vt_dagster.storage import runs
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.store import AssetStore, Head
+
+KEYS = 10_000
+APPEND = "Delta append of the same JSON lines"
+TARGETS = {1_000_000: 4.0}
+PARTS = ("log commit", "view update", "the rest")
+
+
+class TimedStore(AssetStore):
+    """A store that keeps the time of its two writes."""
+
+    def __init__(self, warehouse: str, node: VersionedTable, spark: SparkSession) -> None:
+        super().__init__(warehouse, node, spark)
+        self.spent: defaultdict[str, float] = defaultdict(float)
+
+    def commit(self, rows: DataFrame, commit: Commit) -> None:
+        start = time.perf_counter()
+        super().commit(rows, commit)
+        self.spent["log commit"] += time.perf_counter() - start
+
+    def catch_up(self, head: Head | None = None) -> Head | None:
+        start = time.perf_counter()
+        try:
+            return super().catch_up(head)
+        finally:
+            self.spent["view update"] += time.perf_counter() - start
+
+
+class Site:
+    """A table of some size with its landing directory, and a Delta table to append to."""
+
+    def __init__(self, spark: SparkSession, versions: int, new: int, folder: Path) -> None:
+        self.spark, self.versions, self.new = spark, versions, new
+        self.keys = min(KEYS, versions // 10)
+        self.landing, self.appended = folder / "landing", str(folder / "appended")
+        self.landing.mkdir(parents=True)
+        self.source = FilesSource(str(self.landing))
+        self.table = VersionedTable(
+            "prices",
+            key="key",
+            schema=generate.RECORD,
+            timestamp="at",
+            partitions=generate.PARTITIONS,
+            history_retention=timedelta(days=3650),
+            source=self.source,
+        )
+        self.warehouse = str(folder / "warehouse")
+        self.delivered = 0
+        self.file = self.deliver(versions)
+        self.run()
+        self.append()
+
+    def deliver(self, rows: int) -> Path:
+        """The next file arrives."""
+        lines = generate.json_lines(self.spark, self.delivered, rows, self.versions, self.keys)
+        self.file = self.landing / f"{self.delivered:010}.jsonl"
+        shutil.copy(lines, self.file)
+        self.delivered += rows
+        return self.file
+
+    def run(self) -> dict[str, float]:
+        """One run of the asset, as the Dagster ops do it."""
+        start = time.perf_counter()
+        store = TimedStore(self.warehouse, self.table, self.spark)
+        arrival = runs.pin_files(store, self.source)
+        records = runs.read_files(store, self.source, arrival)
+        considered = runs.consider(store, arrival, records)
+        receipt = runs.commit_records(store, self.source, arrival, considered)
+        assert receipt.commit is not None
+        writes = sum(store.spent.values())
+        return {**store.spent, "the rest": time.perf_counter() - start - writes}
+
+    def append(self) -> None:
+        """What a user without versioned tables would do with the newest file."""
+        rows = self.spark.read.schema(generate.RECORD).json(str(self.file))
+        rows.coalesce(1).write.format("delta").mode("append").save(self.appended)
+
+    def check(self) -> None:
+        """Every record became a version: none was late, none has expired."""
+        found = AssetStore(self.warehouse, self.table, self.spark).view()
+        assert found is not None
+        rows, appended = found[2].count(), self.spark.read.format("delta").load(self.appended)
+        if not rows == appended.count() == self.delivered:
+            raise AssertionError(
+                f"incremental run: {self.delivered} records, {rows} versions, "
+                f"{appended.count()} rows appended"
+            )
+
+
+def run(
+    spark: SparkSession, sizes: tuple[int, ...], new: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Times runs of ``new`` records on tables of some sizes."""
+    results: list[Result] = []
+    notes: list[str] = []
+    for size in sizes:
+        site = Site(spark, size, new, Path(outputs.fresh(f"table-{size}")))
+        for turn in range(repeat + 1):  # data first, so that making it is not timed
+            first = size + turn * new
+            generate.json_lines(spark, first, new, size, site.keys)
+
+        def ours(site: Site = site) -> dict[str, float]:
+            site.deliver(new)
+            return site.run()
+
+        times = take_turns({"ours": ours, APPEND: site.append}, repeat)
+        site.check()
+        name = f"run of {new:,} new records on {size:,} versions"
+        target = TARGETS.get(size)
+        results.append(compare(name, new, times["ours"], APPEND, times[APPEND], target))
+        for part in PARTS:
+            spent = times[f"ours: {part}"]
+            results.append(compare(f"{name}: {part}", new, spent, APPEND, times[APPEND], None))
+        notes.append(f"{name}: all {site.delivered:,} records are versions")
+    return results, notes

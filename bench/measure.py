@@ -1,0 +1,97 @@
+"""How things are timed: contenders take turns, medians are compared, outputs are kept apart."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of ``results.json``. ``ratio`` is ours ÷ peer, of medians in seconds."""
+
+    name: str
+    rows: int
+    seconds: float
+    peer: str
+    peer_seconds: float
+    ratio: float
+    target: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Times = dict[str, list[float]]
+"""Contender -> seconds, one for each repetition."""
+
+
+def take_turns(contenders: Mapping[str, Callable[[], dict[str, float] | None]], repeat: int) -> Times:
+    """Times contenders in turns, A B A B …, after one round that is not counted.
+
+    A contender may return times of its own parts; they are kept as ``contender: part``.
+    """
+    times: Times = {}
+    for turn in range(repeat + 1):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            parts = run() or {}
+            taken = {name: time.perf_counter() - start}
+            taken.update({f"{name}: {part}": seconds for part, seconds in parts.items()})
+            if turn:
+                for label, seconds in taken.items():
+                    times.setdefault(label, []).append(seconds)
+    return times
+
+
+def compare(
+    name: str, rows: int, ours: list[float], peer: str, theirs: list[float], target: float | None
+) -> Result:
+    """A result from the times of one run."""
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    return Result(name, rows, round(mine, 3), peer, round(other, 3), round(mine / other, 2), target)
+
+
+class Outputs:
+    """A directory for each contender's output; written anew each time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, name: str) -> str:
+        """Where a contender writes."""
+        return str(self.root / name)
+
+    def fresh(self, name: str) -> str:
+        """The same, emptied."""
+        shutil.rmtree(self.root / name, ignore_errors=True)
+        self.root.mkdir(parents=True, exist_ok=True)
+        return self.path(name)
+
+
+OPERATORS = {
+    "scans": "FileScan",
+    "shuffles": "Exchange hashpartitioning",
+    "sorts": "Sort [",
+    "windows": "Window [",
+    "broadcasts": "BroadcastExchange",
+    "Python": "Python",
+}
+
+
+def plan_of(rows: DataFrame) -> str:
+    """What Spark plans to do, counted: ``2 scans, 1 shuffles, …``."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        rows.explain()
+    counts = {name: text.getvalue().count(sign) for name, sign in OPERATORS.items()}
+    return ", ".join(f"{n} {name}" for name, n in counts.items() if n)

@@ -1,0 +1,124 @@
+"""Benchmarks of vt_dagster beside its peers: ``make bench``, or ``python bench/run.py --quick``.
+
+Prints a table and writes ``bench/results.json``. What is compared and why is in ``bench/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import as_of_join
+import incremental_run
+import versioned_put
+from measure import Outputs, Result
+
+from vt_dagster.session import build_session
+
+RESULTS = Path(__file__).with_name("results.json")
+CORES = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many rows each benchmark takes."""
+
+    stream: int
+    versions: int
+    tables: tuple[int, ...]
+    new: int
+    put: int
+
+
+FULL = Sizes(
+    stream=5_000_000, versions=1_000_000, tables=(100_000, 1_000_000), new=10_000, put=5_000_000
+)
+QUICK = Sizes(stream=500_000, versions=100_000, tables=(10_000, 100_000), new=10_000, put=500_000)
+TINY = Sizes(stream=20_000, versions=4_000, tables=(2_000,), new=500, put=20_000)
+
+
+def benchmarks(sizes: Sizes, repeat: int) -> tuple[list[Result], list[str]]:
+    """Runs all of them in one session."""
+    spark = build_session(
+        "vt_dagster bench", master=f"local[{CORES}]", conf={"spark.driver.memory": "4g"}
+    )
+    results: list[Result] = []
+    notes: list[str] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="vt_dagster-bench-") as folder:
+            outputs = Outputs(Path(folder))
+            for found, said in (
+                as_of_join.run(spark, sizes.stream, sizes.versions, repeat, outputs),
+                incremental_run.run(spark, sizes.tables, sizes.new, repeat, outputs),
+                versioned_put.run(spark, sizes.put, repeat, outputs),
+            ):
+                results += found
+                notes += said
+    finally:
+        spark.stop()
+    return results, notes
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as text, one line each."""
+    head = ("what", "seconds", "peer", "seconds", "ratio", "target")
+    lines = [head] + [
+        (
+            r.name,
+            f"{r.seconds:.2f}",
+            r.peer,
+            f"{r.peer_seconds:.2f}",
+            f"{r.ratio:.2f}x",
+            "" if r.target is None else f"<= {r.target:g}x",
+        )
+        for r in results
+    ]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    numeric = {1, 3, 4, 5}
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if i in numeric else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Benchmarks of vt_dagster beside its peers.")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--quick",
+        action="store_const",
+        dest="sizes",
+        const=QUICK,
+        default=FULL,
+        help="a tenth of the rows, about two minutes",
+    )
+    size.add_argument(
+        "--tiny",
+        action="store_const",
+        dest="sizes",
+        const=TINY,
+        help="a few rows: only shows that everything runs and agrees",
+    )
+    parser.add_argument("--repeat", type=int, default=3, help="counted repetitions (default: 3)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    if options.repeat < 1:
+        parser.error(f"--repeat must be 1 or more, got {options.repeat}")
+    results, notes = benchmarks(options.sizes, options.repeat)
+    print(table(results))
+    print()
+    print("\n".join(notes))
+    print(f"load of this machine over the last 5 minutes: {os.getloadavg()[1]:.1f}")
+    options.output.write_text(json.dumps([r.as_json() for r in results], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Many records, 20 % out of order, into an empty versioned table, beside a sorted append."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import duckdb
+import generate
+from measure import Outputs, Result, compare, plan_of, take_turns
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import versioned
+from vt_dagster.core.arrival import Fate
+
+KEYS = 10_000
+SORTED = "Delta append of the same rows, sorted"
+RETENTION = timedelta(days=3650)
+COLUMNS = ("key", "price", "grade", TIMESTAMP, PARTITION, OFFSET, IS_TOMBSTONE)
+
+
+def log_of(records: DataFrame) -> DataFrame:
+    """The log rows of a first run: what the table accepts, and which are their key's latest."""
+    put = versioned.put(
+        records,
+        None,
+        key=["key"],
+        stream_time=F.lit(None).cast("timestamp"),
+        history_retention=RETENTION,
+    )
+    accepted = put.where(F.col(FATE) == Fate.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))
+    return accepted.select(*COLUMNS, IS_LATEST)
+
+
+def view_of(log: DataFrame) -> DataFrame:
+    """The versions that a log amounts to."""
+    horizon = F.timestamp_micros(F.lit(generate.START)) - F.lit(RETENTION)
+    return versioned.fold(None, log, key=["key"], horizon=horizon)
+
+
+def in_order(records: DataFrame) -> DataFrame:
+    """The rows by key and time: shuffled by key, sorted, nothing else."""
+    partitions = records.sparkSession.conf.get("spark.sql.shuffle.partitions")
+    return (
+        records.select(*COLUMNS[:5], F.col(ARRIVAL).alias(OFFSET), IS_TOMBSTONE)
+        .repartition(int(partitions or 4), "key")
+        .sortWithinPartitions("key", TIMESTAMP)
+    )
+
+
+def write(rows: DataFrame, path: str) -> None:
+    rows.write.format("delta").mode("append").save(path)
+
+
+def check(records: Path, log: str, view: str) -> str:
+    """Compares log and view with two window queries of DuckDB over the records."""
+    with duckdb.connect() as db:
+        db.execute(f"""
+            CREATE VIEW expected AS
+            SELECT key, {ARRIVAL} AS n, epoch_us({TIMESTAMP}) AS t,
+                coalesce(epoch_us({TIMESTAMP}) >= max(epoch_us({TIMESTAMP})) OVER (
+                    PARTITION BY key ORDER BY {ARRIVAL}
+                    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), true) AS latest,
+                lead(epoch_us({TIMESTAMP})) OVER (
+                    PARTITION BY key ORDER BY epoch_us({TIMESTAMP})) AS ends
+            FROM read_parquet('{records}/*.parquet')""")
+
+        def mark(what: str, source: str) -> tuple[int, str]:
+            found = db.execute(
+                f"SELECT count(*), sum(hash({what})::HUGEINT)::VARCHAR FROM {source}"
+            ).fetchone()
+            assert found is not None
+            return found
+
+        t, ends = f"epoch_us({TIMESTAMP})", f"epoch_us({VALID_TO})"
+        pairs = {
+            "log": (
+                mark("key, n, t, latest", "expected"),
+                mark(f'key, "{OFFSET}", {t}, {IS_LATEST}', f"read_parquet('{log}/*.parquet')"),
+            ),
+            "view": (
+                mark("key, n, t, ends", "expected"),
+                mark(
+                    f'key, "{OFFSET}", epoch_us({VALID_FROM}), {ends}',
+                    f"read_parquet('{view}/*.parquet')",
+                ),
+            ),
+        }
+        for what, (expected, got) in pairs.items():
+            if expected != got:
+                raise AssertionError(f"versioned put, {what}: DuckDB gave {expected}, got {got}")
+        odd = db.execute("SELECT avg((NOT latest)::INT) FROM expected").fetchone()
+    assert odd is not None
+    return f"versioned put: log and view agree with DuckDB; {odd[0]:.0%} out of order for their key"
+
+
+def run(
+    spark: SparkSession, rows: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Times the log, the view from the log, and both."""
+    keys = min(KEYS, rows // 10)
+    path = generate.arrivals(spark, rows, keys)
+
+    def records() -> DataFrame:
+        return spark.read.parquet(str(path))
+
+    def into_log() -> None:
+        write(log_of(records()), outputs.fresh("log"))
+
+    def into_view() -> None:
+        write(view_of(log_of(records())), outputs.fresh("view"))
+
+    def peer() -> None:
+        write(in_order(records()), outputs.fresh("sorted"))
+
+    times = take_turns({"log": into_log, "view": into_view, SORTED: peer}, repeat)
+    name = f"versioned put of {rows:,} records"
+    together = [a + b for a, b in zip(times["log"], times["view"], strict=True)]
+    results = [
+        compare(f"{name}: view", rows, times["view"], SORTED, times[SORTED], 2.5),
+        compare(f"{name}: log", rows, times["log"], SORTED, times[SORTED], None),
+        compare(f"{name}: log, then view", rows, together, SORTED, times[SORTED], None),
+    ]
+    notes = [
+        check(path, outputs.path("log"), outputs.path("view")),
+        f"plan of the log: {plan_of(log_of(records()))}",
+        f"plan of the view: {plan_of(view_of(log_of(records())))}",
+        f"plan of the peer: {plan_of(in_order(records()))}",
+    ]
+    return results, notes

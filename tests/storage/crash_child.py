@@ -1,0 +1,62 @@
+"""Runs one asset of the topology and kills itself at a named point: ``ROOT ASSET POINT``.
+
+A point is ``before:FUNCTION`` or ``after:FUNCTION``; ``during:FUNCTION`` kills some milliseconds after
+the function has begun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.storage.topology import Topology
+from vt_dagster.session import build_session
+from vt_dagster.storage import delta
+from vt_dagster.storage.store import AssetStore
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_soon() -> None:
+    time.sleep(0.15)
+    die()
+
+
+def arm(owner: Any, name: str, when: str, matches: Any) -> None:
+    original = getattr(owner, name)
+
+    def armed(*args: Any, **kwargs: Any) -> Any:
+        if not matches(*args, **kwargs):
+            return original(*args, **kwargs)
+        if when == "before":
+            die()
+        if when == "during":
+            threading.Thread(target=die_soon, daemon=True).start()
+        result = original(*args, **kwargs)
+        die()
+        return result
+
+    setattr(owner, name, armed)
+
+
+def main() -> None:
+    root, asset, point = sys.argv[1:]
+    when, function = point.split(":")
+    if function in ("log", "view", "quarantine"):
+        arm(delta, "write", when, lambda rows, path, **_: path.endswith(function))
+    else:
+        arm(AssetStore, function, when, lambda *_, **__: True)
+    spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})
+    Topology(Path(root)).run(asset, spark)
+    print("survived")
+
+
+if __name__ == "__main__":
+    main()

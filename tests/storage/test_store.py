@@ -1,0 +1,222 @@
+"""The commit protocol without crashes: batches, concurrency, rebuilding, reading."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from tests.storage.topology import Topology, land_first, land_second
+from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.storage import delta, runs
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.store import AssetStore
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:
+    """Two batches of everything."""
+    topology = Topology(tmp_path_factory.mktemp("done"))
+    land_first(topology)
+    for name in ("rates", "orders", "priced"):
+        topology.run(name, spark)
+    land_second(topology)
+    for name in ("rates", "orders", "priced"):
+        topology.run(name, spark)
+    return topology
+
+
+def _minutes(row: Any, column: str) -> float | None:
+    moment = row[column]
+    return None if moment is None else (moment.hour * 60 + moment.minute)
+
+
+def test_versions_of_a_table(done: Topology, spark: SparkSession) -> None:
+    rows = done.store("rates", spark).read("versions").orderBy("k", "valid_from").collect()
+    # stream time 14, retention 10: what ended at or before minute 4 has expired
+    assert [
+        (r.k, r.n, _minutes(r, "valid_from"), _minutes(r, "valid_to"), r.is_tombstone) for r in rows
+    ] == [
+        ("a", 3, 3, 5, False),
+        ("a", 2, 5, None, False),
+        ("b", 1, 1, 12, False),
+        ("b", None, 12, None, True),
+        ("c", 2, 14, None, False),
+    ]
+
+
+def test_log_has_every_accepted_record_in_order_of_arrival(done: Topology, spark: SparkSession) -> None:
+    rows = done.store("rates", spark).read("log").orderBy("offset").collect()
+    assert [r.offset for r in rows] == list(range(7))
+    assert [(r.k, r.n, r.is_latest, r.is_tombstone) for r in rows] == [
+        ("a", 1, True, False),
+        ("b", 1, True, False),
+        ("a", 2, True, False),
+        ("a", 3, False, False),
+        ("b", None, True, True),
+        ("c", 1, True, False),
+        ("c", 2, True, False),
+    ]
+
+
+def test_rejected_records_are_in_quarantine_with_their_origin(
+    done: Topology, spark: SparkSession
+) -> None:
+    quarantine = done.store("rates", spark).quarantine()
+    assert quarantine is not None
+    rows = quarantine.orderBy("position").collect()
+    assert [(r.reason, r.source, r.position, r.batch) for r in rows] == [
+        ("late", "2.jsonl", 3, 2),
+        ("null_key", "2.jsonl", 5, 2),
+    ]
+    assert '"n": 9' in rows[0].raw
+
+
+def test_join_results(done: Topology, spark: SparkSession) -> None:
+    rows = done.store("priced", spark).read("log").orderBy("offset").collect()
+    assert [(r.n, r.rate, r.is_late) for r in rows] == [
+        (1, 1, False),
+        (5, None, True),  # minute 0 is before the table's horizon
+        (3, 3, False),  # the same minute: a leaves before b
+        (2, 1, False),
+        (4, None, False),  # deleted at minute 12
+        (7, None, False),
+    ]
+
+
+def test_nothing_new_makes_no_commit(done: Topology, spark: SparkSession) -> None:
+    for name in ("rates", "orders", "priced"):
+        before = done.store(name, spark).head()
+        assert done.run(name, spark).commit is None
+        assert done.store(name, spark).head() == before
+
+
+def test_a_view_rebuilt_from_its_log_is_the_same(done: Topology, spark: SparkSession) -> None:
+    before = done.tables("rates", spark)
+    done.store("rates", spark).rebuild_view()
+    assert done.tables("rates", spark) == before
+
+
+def test_an_asset_opens_by_its_name_alone(done: Topology, spark: SparkSession) -> None:
+    store = AssetStore.open(done.warehouse, "rates", spark)
+    assert store.node.key == ("k",)
+    assert store.node.history_retention == done.rates.history_retention  # type: ignore[attr-defined]
+    assert {r.k: r.n for r in store.read().collect()} == {"a": 2, "c": 2}
+    as_of = store.read(as_of="2020-01-01T00:04:30Z").collect()
+    assert {r.k: r.n for r in as_of} == {"a": 3, "b": 1}
+
+
+def test_reading_what_is_not_there_says_so(done: Topology, spark: SparkSession) -> None:
+    with pytest.raises(StorageError, match=r"'nowhere'.*rates"):
+        AssetStore.open(done.warehouse, "nowhere", spark)
+    with pytest.raises(StorageError, match="as_of only of a VersionedTable"):
+        done.store("orders", spark).read(as_of="2020-01-01")
+
+
+def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -> None:
+    """Both runs have pinned the same batch before either commits."""
+    topology = Topology(tmp_path)
+    land_first(topology)
+    source = topology.rates.source
+    assert isinstance(source, FilesSource)
+    store = topology.store("rates", spark)
+    prepared = []
+    for _ in range(2):
+        arrival = runs.pin_files(store, source)
+        records = runs.read_files(store, source, arrival)
+        prepared.append((arrival, runs.consider(store, arrival, records)))
+    outcomes: list[Any] = []
+    lost: list[Any] = []
+
+    def commit(arrival: Any, considered: Any) -> None:
+        try:
+            outcomes.append(runs.commit_records(store, source, arrival, considered))
+        except ConcurrentRunError as error:
+            outcomes.append(error)
+            lost.append((arrival, considered))
+
+    threads = [threading.Thread(target=commit, args=pair) for pair in prepared]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    losers = [o for o in outcomes if isinstance(o, ConcurrentRunError)]
+    assert len(losers) == 1
+    assert "another run committed at the same time and won" in str(losers[0])
+    assert store.read("log").count() == 3
+    assert store.read("versions").count() == 3
+    # and one that comes after the winner has committed
+    with pytest.raises(ConcurrentRunError):
+        runs.commit_records(store, source, *lost[0])
+    assert store.read("log").count() == 3
+
+
+def test_an_older_view_never_replaces_a_newer_one(done: Topology, spark: SparkSession) -> None:
+    """A slow process that still brings the view up to an older commit changes nothing."""
+    store = done.store("rates", spark)
+    head = store.head()
+    assert head is not None
+    before = done.tables("rates", spark)
+    older = head.commit.model_copy(update={"batch": 1, "next_offset": {0: 3}})
+    store._update_view(done.rates, type(head)(0, older))
+    assert done.tables("rates", spark) == before
+
+
+def test_a_table_of_somebody_else_is_refused(tmp_path: Path, spark: SparkSession) -> None:
+    path = str(tmp_path / "warehouse" / "rates" / "log")
+    spark.range(1).write.format("delta").save(path)
+    with pytest.raises(StorageError, match="none of its 1 commits was written by vt_dagster"):
+        delta.last_commit(path)
+
+
+def test_a_changed_type_is_refused_before_the_commit(tmp_path: Path, spark: SparkSession) -> None:
+    topology = Topology(tmp_path)
+    land_first(topology)
+    topology.run("orders", spark)
+    store = topology.store("orders", spark)
+    head = store.head()
+    assert head is not None
+    changed = store.read("log").withColumn("n", F.col("n").cast("string"))
+    with pytest.raises(StorageError, match="n: int -> string"):
+        store.commit(changed, head.commit)
+
+
+def test_a_grace_period_may_change_between_runs(tmp_path: Path, spark: SparkSession) -> None:
+    """Every record is joined once, whether the grace period grew, shrank or went away."""
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", 1, 0)])
+    topology.run("rates", spark)
+    minutes = iter(range(100))
+    seen: list[int] = []
+    for file, grace in enumerate((2, 6, 1, 4, 0)):
+        topology.priced = topology.orders.left_join(
+            topology.rates, name="priced", grace_period=timedelta(minutes=grace) if grace else None
+        )
+        land = [("a", n, float(n)) for n in itertools.islice(minutes, 3)]
+        topology.land("orders", f"{file}.jsonl", land)
+        topology.run("orders", spark)
+        receipt = topology.run("priced", spark)
+        assert receipt.commit is not None
+        seen.append(receipt.commit.totals["waiting"])
+    rows = topology.store("priced", spark).read("log").orderBy("offset").collect()
+    assert [r.n for r in rows] == list(range(15))
+    # at stream times 2, 5, 8, 11, 14; what minute 0 released stays released
+    assert seen == [2, 5, 1, 4, 0]
+
+
+def test_a_join_with_a_table_that_has_nothing_yet(tmp_path: Path, spark: SparkSession) -> None:
+    topology = Topology(tmp_path)
+    topology.priced = topology.orders.join(topology.rates, name="priced")
+    topology.land("orders", "1.jsonl", [("a", 1, 0), ("b", 2, 1)])
+    topology.run("orders", spark)
+    receipt = topology.run("priced", spark)
+    assert receipt.commit is not None
+    assert receipt.commit.counts["in"] == receipt.commit.counts["unmatched"] == 2
+    assert topology.store("priced", spark).read().count() == 0
+    assert topology.run("priced", spark).commit is None

@@ -1,0 +1,124 @@
+"""A small topology, and one run of it without Dagster, for tests of the commit protocol."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+
+from vt_dagster.model import Stream, VersionedTable
+from vt_dagster.storage import runs
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.runs import Receipt
+from vt_dagster.storage.store import AssetStore
+
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("n", IntegerType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
+
+
+class Topology:
+    """``rates`` (versioned, 10 minutes), ``orders`` (stream), ``priced`` (left join, 2 minutes)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.warehouse = str(root / "warehouse")
+        self.rates = VersionedTable(
+            "rates",
+            key="k",
+            schema=SCHEMA,
+            tombstone="n is null",
+            history_retention=timedelta(minutes=10),
+            source=FilesSource(str(root / "rates"), max_bad_share=1.0),
+        )
+        self.orders = Stream("orders", key="k", schema=SCHEMA, source=FilesSource(str(root / "orders")))
+        self.priced = self.orders.left_join(
+            self.rates,
+            name="priced",
+            select=["left.*", "right.n as rate"],
+            grace_period=timedelta(minutes=2),
+        )
+
+    def land(
+        self, name: str, file: str, records: Sequence[tuple[str | None, int | None, float]]
+    ) -> None:
+        """Writes one file of (key, number, minutes) records."""
+        directory = self.root / name
+        directory.mkdir(parents=True, exist_ok=True)
+        lines = [
+            json.dumps({"k": k, "n": n, "timestamp": (EPOCH + timedelta(minutes=t)).isoformat()})
+            for k, n, t in records
+        ]
+        (directory / file).write_text("\n".join(lines) + "\n")
+
+    def store(self, name: str, spark: SparkSession) -> AssetStore:
+        return AssetStore(self.warehouse, getattr(self, name), spark)
+
+    def run(self, name: str, spark: SparkSession) -> Receipt:
+        """One run of an asset."""
+        node: Stream = getattr(self, name)
+        store = self.store(name, spark)
+        if node.operator is not None:
+            join = node.operator
+            stream, table = self.store("orders", spark), self.store("rates", spark)
+            arrival = runs.pin_join(store, join, stream)
+            considered = runs.read_stream(stream, join, arrival)
+            return runs.commit_join(store, join, arrival, considered, table)
+        source = node.source
+        assert isinstance(source, FilesSource)
+        arrival = runs.pin_files(store, source)
+        records = runs.read_files(store, source, arrival)
+        return runs.commit_records(store, source, arrival, runs.consider(store, arrival, records))
+
+    def tables(self, name: str, spark: SparkSession) -> Mapping[str, list[Any]]:
+        """Everything that an asset shows, in a comparable form."""
+        store = self.store(name, spark)
+        store.catch_up()
+        found = {"log": _rows(store.read("log"))}
+        if name == "rates":
+            found["view"] = _rows(store.read("versions"))
+            quarantine = store.quarantine()
+            found["quarantine"] = [] if quarantine is None else _rows(quarantine)
+        head = store.head()
+        assert head is not None
+        commit = head.commit
+        found["commit"] = [
+            commit.batch,
+            commit.inputs,
+            commit.next_offset,
+            commit.stream_time,
+            commit.totals,
+        ]
+        return found
+
+
+def _rows(frame: Any) -> list[Any]:
+    return sorted(frame.select(*sorted(frame.columns)).collect(), key=repr)
+
+
+def land_first(topology: Topology) -> None:
+    """What has arrived and been run before the run that is disturbed."""
+    topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 1, 1), ("a", 2, 5)])
+    topology.land("orders", "1.jsonl", [("a", 1, 1), ("b", 2, 4)])
+
+
+def land_second(topology: Topology) -> None:
+    """What the disturbed run takes: out of order, late, deleted, replaced, and bad records."""
+    topology.land(
+        "rates",
+        "2.jsonl",
+        [("a", 3, 3), ("b", None, 12), ("a", 9, 1), ("c", 1, 14), (None, 1, 13), ("c", 2, 14)],
+    )
+    topology.land(
+        "orders", "2.jsonl", [("a", 3, 4), ("b", 4, 13), ("a", 5, 0), ("c", 6, 15), ("z", 7, 13)]
+    )

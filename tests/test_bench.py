@@ -1,0 +1,52 @@
+"""The benchmark suite runs, its contenders agree, and its JSON has the promised shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FIELDS = {
+    "name": str,
+    "rows": int,
+    "seconds": float,
+    "peer": str,
+    "peer_seconds": float,
+    "ratio": float,
+    "target": float | None,
+}
+
+
+@pytest.mark.slow
+def test_bench_writes_results_of_contenders_that_agree(tmp_path):
+    output = tmp_path / "results.json"
+    command = [sys.executable, "bench/run.py", "--tiny", "--repeat", "1", "--output", str(output)]
+    # A process of its own, as users start it: the session needs settings of its own.
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ours, dbl-tempo and DuckDB agree on all 20,000 rows" in done.stdout
+    assert "run of 500 new records on 2,000 versions: all 3,000 records are versions" in done.stdout
+    assert "log and view agree with DuckDB" in done.stdout
+    results = json.loads(output.read_text())
+    assert len(results) == 11
+    for result in results:
+        assert list(result) == list(FIELDS)
+        for name, kind in FIELDS.items():
+            assert isinstance(result[name], kind), (name, result)
+        assert result["seconds"] > 0
+        assert result["peer_seconds"] > 0
+    names = [(r["name"], r["peer"]) for r in results]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,231 @@
+"""Each check goes red on a table that was corrupted for it, names the rows, and holds what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dagster as dg
+import pytest
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from tests.market import Market, checks
+from vt_dagster import audit
+
+
+
+
+def at(text: str) -> Any:
+    return F.lit(f"2024-01-{text}").cast("timestamp")
+
+
+def changed(rows: DataFrame, condition: str, **values: Any) -> DataFrame:
+    for name, value in values.items():
+        rows = rows.withColumn(name, F.when(F.expr(condition), value).otherwise(F.col(name)))
+    return rows
+
+
+def also(rows: DataFrame, condition: str, **values: Any) -> DataFrame:
+    more = rows.where(condition)
+    for name, value in values.items():
+        more = more.withColumn(name, value)
+    return rows.unionByName(more)
+
+
+def forgotten(rows: DataFrame) -> DataFrame:
+    """A key whose first version ended long before the history begins."""
+    long_ago, ended = F.lit("2023-01-01").cast("timestamp"), F.lit("2023-01-02").cast("timestamp")
+    one = rows.where("v = 'p4'").withColumn("k", F.lit("z"))
+    return rows.unionByName(one.withColumns({"valid_from": long_ago, "valid_to": ended})).unionByName(
+        one.withColumn("valid_from", ended)
+    )
+
+
+class Case(NamedTuple):
+    check: str
+    asset: str
+    table: str
+    corrupt: Callable[[DataFrame], DataFrame]
+    names: dict[str, str]
+    """What the sample says of one offending row."""
+
+
+CASES = {
+    "overlap": Case(
+        "versions_do_not_overlap",
+        "prices",
+        "view",
+        lambda rows: changed(rows, "v = 'p3'", valid_to=at("02T09:00")),
+        {"k": "a", "valid_to": "2024-01-02 09:00:00", "next_valid_from": "2024-01-02 05:00:00"},
+    ),
+    "gap": Case(
+        "versions_are_contiguous",
+        "prices",
+        "view",
+        lambda rows: changed(rows, "v = 'p3'", valid_to=at("01T09:00")),
+        {"k": "a", "valid_to": "2024-01-01 09:00:00", "next_valid_from": "2024-01-02 05:00:00"},
+    ),
+    "no open version": Case(
+        "versions_are_contiguous",
+        "prices",
+        "view",
+        lambda rows: changed(rows, "v = 'p4'", valid_to=at("03T00:00")),
+        {"k": "a", "valid_from": "2024-01-02 05:00:00"},
+    ),
+    "duplicate version": Case(
+        "one_version_per_key_and_timestamp",
+        "prices",
+        "view",
+        lambda rows: also(rows, "v = 'p4'", offset=F.lit(100).cast("long")),
+        {"k": "a", "valid_from": "2024-01-02 05:00:00"},
+    ),
+    "ends when it begins": Case(
+        "valid_from_before_valid_to",
+        "prices",
+        "view",
+        lambda rows: changed(rows, "v = 'p3'", valid_to=F.col("valid_from")),
+        {"k": "a", "valid_from": "2024-01-01 06:00:00", "valid_to": "2024-01-01 06:00:00"},
+    ),
+    "ends before it begins": Case(
+        "valid_from_before_valid_to",
+        "prices",
+        "view",
+        lambda rows: changed(rows, "v = 'q1'", valid_from=at("01T23:00")),
+        {"k": "b", "valid_from": "2024-01-01 23:00:00", "valid_to": "2024-01-01 12:00:00"},
+    ),
+    "two open versions": Case(
+        "one_current_version_per_key",
+        "prices",
+        "view",
+        lambda rows: changed(rows, "v = 'p3'", valid_to=F.lit(None).cast("timestamp")),
+        {"k": "a", "valid_from": "2024-01-01 06:00:00"},
+    ),
+    "older than retention": Case(
+        "nothing_older_than_retention",
+        "prices",
+        "view",
+        forgotten,
+        {"k": "z", "valid_from": "2023-01-01 00:00:00", "valid_to": "2023-01-02 00:00:00"},
+    ),
+    "duplicate current row": Case(
+        "one_row_per_key",
+        "rates",
+        "view",
+        lambda rows: also(rows, "k = 'b'", offset=F.lit(100).cast("long")),
+        {"k": "b", "offset": "100"},
+    ),
+    "decreasing join timestamps": Case(
+        "timestamps_do_not_decrease",
+        "priced",
+        "log",
+        lambda rows: changed(rows, "v = 's3'", timestamp=at("01T01:00")),
+        {"k": "a", "timestamp": "2024-01-01 01:00:00", "newest_before": "2024-01-01 03:00:00"},
+    ),
+    "lost log record": Case(
+        "every_record_is_accounted_for",
+        "sales",
+        "log",
+        lambda rows: rows.where("offset != 3"),
+        {"what": "offsets of partition 0", "expected": "3..3", "found": "missing"},
+    ),
+    "lost first log records": Case(
+        "every_record_is_accounted_for",
+        "sales",
+        "log",
+        lambda rows: rows.where("offset > 1"),
+        {"what": "offsets of partition 0", "expected": "0..1", "found": "missing"},
+    ),
+    "lost last log record": Case(
+        "every_record_is_accounted_for",
+        "priced",
+        "log",
+        lambda rows: rows.where("offset < 2"),
+        {"what": "offsets of partition 0", "found": "missing"},
+    ),
+    "doubled log record": Case(
+        "every_record_is_accounted_for",
+        "prices",
+        "log",
+        lambda rows: also(rows, "v = 'p3'"),
+        {"what": "offsets of partition 0", "found": "more than once"},
+    ),
+    "lost quarantined record": Case(
+        "every_record_is_accounted_for",
+        "prices",
+        "quarantine",
+        lambda rows: rows.where("reason != 'null_key'"),
+        {"what": "bad records in quarantine", "expected": "2", "found": "1"},
+    ),
+    "lost late record": Case(
+        "every_record_is_accounted_for",
+        "prices",
+        "quarantine",
+        lambda rows: rows.where("reason != 'late'"),
+        {"what": "late records in quarantine", "expected": "1", "found": "0"},
+    ),
+}
+
+
+def sample(evaluation: dg.AssetCheckEvaluation) -> list[dict[str, Any]]:
+    value = evaluation.metadata["sample"]
+    assert isinstance(value, dg.TableMetadataValue)
+    return [dict(r.data) for r in value.records]
+
+
+def test_healthy_tables_are_green(market: Market) -> None:
+    for result in market.results:
+        found = checks(result)
+        assert {n for n, e in found.items() if not e.passed} == set()
+        for node in market.nodes:
+            for check in audit.checks_of(node):
+                assert f"{node.name}:{check.name}" in found
+    assert {c.check for c in CASES.values()} == {
+        check.name for node in market.nodes for check in audit.checks_of(node)
+    }, "every check has a corrupted table"
+
+
+def test_numbers_of_a_healthy_table(market: Market) -> None:
+    found = checks(market.results[-1])["prices:every_record_is_accounted_for"].metadata
+    numbers = {name: value.value for name, value in found.items()}
+    assert numbers["records_in"] == 11
+    assert numbers["records_applied"] == 8
+    assert numbers["records_late"] == 1
+    assert numbers["records_quarantined"] == 2
+    assert numbers["records_duplicate"] == 1
+    assert numbers["rows_in_log"] == 8
+    assert numbers["offending_rows"] == 0
+
+
+def test_nothing_committed_yet_is_green(market: Market, tmp_path: Path) -> None:
+    empty = Market(tmp_path, market.spark)
+    result = empty.run([empty.prices, empty.rates])
+    assert result.success
+    assert all(e.passed for e in checks(result).values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_corrupted_table_is_red_and_holds_downstream(market: Market, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    copy = market.copy(tmp_path / "copy")
+    path = str(copy.warehouse / case.asset / case.table)
+    rows = copy.spark.read.format("delta").load(path)
+    case.corrupt(rows).write.format("delta").mode("overwrite").save(path)
+    ran: list[str] = []
+
+    @dg.asset(deps=[case.asset])
+    def report() -> None:
+        ran.append("report")
+
+    node = next(n for n in copy.nodes if n.name == case.asset)
+    result = copy.run([node], report)
+    found = checks(result)[f"{case.asset}:{case.check}"]
+    assert not found.passed
+    assert found.severity == dg.AssetCheckSeverity.ERROR
+    assert found.blocking
+    assert found.metadata["offending_rows"].value >= 1
+    said = sample(found)
+    assert any(case.names.items() <= row.items() for row in said), said
+    assert not result.success
+    assert ran == []

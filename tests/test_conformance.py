@@ -1,0 +1,136 @@
+"""Every recorded scenario of the supported operators, and what the runner says of a wrong one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from typer import Typer
+from typer.testing import CliRunner
+
+from vt_dagster.conformance import conformance, run
+from vt_dagster.errors import SourceError
+
+SCENARIOS = Path(__file__).parent / "conformance"
+OPERATORS = ["versioned_store", "stream_table_join"]
+
+
+def scenario(name: str) -> dict[str, Any]:
+    return json.loads((SCENARIOS / "worked" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def write(path: Path, *scenarios: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(list(scenarios)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["record", "run"])
+def test_all_identical(spark: SparkSession, granularity: Any) -> None:
+    lines: list[str] = []
+    report = run([SCENARIOS], OPERATORS, granularity, spark=spark, echo=lines.append)
+    assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
+    assert report.identical >= 206
+    assert report.ok
+
+
+@pytest.mark.parametrize("granularity", ["record", "run"])
+def test_a_broken_expectation_is_different(
+    spark: SparkSession, tmp_path: Path, granularity: Any
+) -> None:
+    value = scenario("kip923-dequeue-boundary")
+    value["expected"][0] |= {"value": "(wrong,t)"}
+    order = scenario("kip914-expired-lookup-left")
+    order["expected"][:2] = reversed(order["expected"][:2])
+    store = scenario("kip889-put-return-codes")
+    store["final_store"][0]["valid_from"] += 1
+    answer = scenario("kip889-expired-get")
+    answer["expected"][-1] = {"value": "wrong", "timestamp": 1, "valid_to": None}
+    metric = scenario("kip889-grace-rejects-old-writes")
+    metric["metrics"]["dropped_records"] += 7
+    broken = [value, order, store, answer, metric]
+    good = scenario("kip889-delete-is-get-and-put-null")
+    lines: list[str] = []
+    report = run(
+        [write(tmp_path / "broken.json", *broken, good)],
+        granularity=granularity,
+        json_file=tmp_path / "report.json",
+        spark=spark,
+        echo=lines.append,
+    )
+    assert lines[-1] == "1 identical, 5 different, 0 not supported"
+    assert not report.ok
+    said = "\n".join(lines)
+    for each in broken:
+        assert each["name"] in said
+    assert '"(wrong,t)"' in said
+    assert any("expected" in line and "/ got" in line for line in lines)
+    written = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert (written["different"], written["ok"]) == (5, False)
+    assert len([s for s in written["scenarios"] if s["differences"]]) == 5
+
+
+def test_a_missing_entry_an_error_and_a_lost_error_are_different(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    missing = scenario("kip889-motivation-versioned")
+    missing["expected"].append(dict(missing["expected"][-1]))
+    refused = scenario("kip923-error-grace-unversioned")
+    del refused["expected_error"]
+    accepted = scenario("kip923-grace-zero")
+    accepted["expected_error"] = {"type": "X", "at": "build", "trigger": None, "message": "no"}
+    late = scenario("kip889-probe-null-key")
+    late["expected_error"]["trigger"] = 0
+    lines: list[str] = []
+    path = write(tmp_path / "errors.json", missing, refused, accepted, late)
+    report = run([path], spark=spark, echo=lines.append)
+    assert report.different == 4
+    said = "\n".join(lines)
+    assert "/ got nothing" in said
+    assert "topology: expected none / got the error" in said
+    assert "topology: expected an error (no) / got none" in said
+    assert "error: expected one at record 0 / got one at record 1" in said
+
+
+def test_optional_scenarios_are_reported_apart(spark: SparkSession, tmp_path: Path) -> None:
+    broken = scenario("kip889-put-return-codes")
+    broken["final_store"] = []
+    write(tmp_path / "optional" / "one.json", broken)
+    write(tmp_path / "worked" / "two.json", scenario("kip889-retention-zero"))
+    lines: list[str] = []
+    report = run([tmp_path], spark=spark, echo=lines.append)
+    assert report.ok
+    assert lines[-2:] == [
+        "optional, not counted: 0 identical, 1 different, 0 not supported",
+        "1 identical, 0 different, 0 not supported",
+    ]
+
+
+def test_other_operators_are_not_supported_unless_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "other.json", scenario("kip914-error-versioned-global-table"))
+    assert not run([path]).ok
+    assert capsys.readouterr().out == "0 identical, 0 different, 1 not supported\n"
+    with pytest.raises(SourceError, match="found none"):
+        run([path], ["versioned_store"])
+
+
+def test_the_command_says_what_is_wrong_with_its_input(tmp_path: Path) -> None:
+    app = Typer()
+    app.command()(conformance)
+    path = write(tmp_path / "other.json", scenario("kip914-error-versioned-global-table"))
+    broken = tmp_path / "broken.json"
+    broken.write_text("[{]", encoding="utf-8")
+    runner = CliRunner()
+    unsupported = runner.invoke(app, [str(path)])
+    assert unsupported.exit_code == 1
+    assert unsupported.output.endswith("0 identical, 0 different, 1 not supported\n")
+    assert runner.invoke(app, [str(broken)]).exit_code == 2
+    assert runner.invoke(app, [str(path), "--operator", "nothing"]).exit_code == 2
+    assert runner.invoke(app, [str(path), "--granularity", "day"]).exit_code == 2
+    assert runner.invoke(app, [str(tmp_path / "nowhere.json")]).exit_code == 2

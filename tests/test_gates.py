@@ -1,0 +1,226 @@
+"""What is stopped before the commit: wrong DataFrames between ops, and records that break a contract."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pandera.pyspark as pa
+import pyspark.sql.types as T
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from tests.market import Market, messages, record
+from vt_dagster import FilesSource, Table, VersionedTable, build_asset, ops
+from vt_dagster.contracts import contract_of
+from vt_dagster.storage.store import AssetStore
+
+
+def custom_asset(table: VersionedTable, change: Callable[[Any], Any], between: str) -> Any:
+    """The asset of a table with an op of the user's own in it."""
+    read, put, write = ops.read_files_op(table), ops.put_op(table), ops.write_op(table)
+
+    @dg.op(out=dg.Out(io_manager_key=ops.OP_MEMORY))
+    def mine(rows: Any) -> Any:
+        return change(rows)
+
+    @dg.graph_asset(name=table.name)
+    def custom() -> Any:
+        records, arrival = read()
+        if between == "read and put":
+            return write(put(mine(records), arrival), arrival)
+        return write(mine(put(records, arrival)), arrival)
+
+    return custom
+
+
+def committed(market: Market) -> bool:
+    return (market.warehouse / "prices" / "log").exists()
+
+
+@pytest.mark.parametrize("between", ["read and put", "put and write"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows.drop("v"), "lacks v"),
+        (lambda rows: rows.drop("_arrival"), "lacks _arrival"),
+        (lambda rows: rows.withColumn("v", F.lit(1)), "v is int, expected string"),
+        (lambda rows: rows.toPandas(), "expected a Spark DataFrame, got DataFrame"),
+        (lambda rows: None, "expected a Spark DataFrame, got NoneType"),
+    ],
+    ids=["no column", "no arrival", "wrong type", "pandas", "nothing"],
+)
+def test_wrong_frame_stops_before_the_commit(
+    spark: SparkSession, tmp_path: Path, change: Any, said: str, between: str
+) -> None:
+    market = Market(tmp_path, spark)
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    result = market.run([], custom_asset(market.prices, change, between))
+    assert not result.success
+    text = messages(result)
+    assert said in text
+    assert "'prices'" in text
+    assert "mend the op before, or the asset's schema" in text
+    assert not committed(market)
+
+
+def test_an_op_between_may_change_values(spark: SparkSession, tmp_path: Path) -> None:
+    def louder(rows: DataFrame) -> DataFrame:
+        return rows.withColumn("v", F.upper("v"))
+
+    market = Market(tmp_path, spark)
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    result = market.run([], custom_asset(market.prices, louder, "read and put"))
+    assert result.success, messages(result)
+    assert [r["v"] for r in market.store(market.prices).read().collect()] == ["P1"]
+
+
+class Price(pa.DataFrameModel):
+    k: T.StringType = pa.Field(isin={"allowed_values": ["a", "b"], "name": "known_shop"})
+    v: T.StringType = pa.Field(str_startswith={"string": "p", "name": "is_a_price"})
+    at: T.TimestampType
+
+    @pa.dataframe_check(name="price_names_its_shop")
+    def price_names_its_shop(cls, df: DataFrame) -> bool:
+        return df.filter(~F.col("v").contains(F.col("k"))).limit(1).count() == 0
+
+
+def contracted(market: Market) -> VersionedTable:
+    return VersionedTable(
+        "prices",
+        key="k",
+        schema=Price,
+        timestamp="at",
+        tombstone="v is null",
+        history_retention=market.prices.history_retention,
+        source=FilesSource(str(market.root / "landing" / "prices")),
+    )
+
+
+def test_broken_contract_stops_before_the_commit(spark: SparkSession, tmp_path: Path) -> None:
+    market = Market(tmp_path, spark)
+    table = contracted(market)
+    market.land(
+        "prices",
+        "1.jsonl",
+        record("a", "pa", "1 00:00"),
+        record("c", "pc", "1 01:00"),
+        record("d", "pd", "1 02:00"),
+        record("b", "pa", "1 02:00"),
+        record("a", None, "1 03:00"),
+    )
+    result = market.run([], build_asset(table))
+    assert not result.success
+    text = messages(result)
+    assert 'known_shop: 2 record(s), for example {"k":"c","v":"pc"' in text
+    assert 'price_names_its_shop: 1 record(s), for example {"k":"b","v":"pa"' in text
+    assert "is_a_price" not in text
+    assert "nothing was committed" in text
+    assert not committed(market)
+    market.land("prices", "1.jsonl", record("a", "pa", "1 00:00"), record("a", None, "1 03:00"))
+    assert market.run([], build_asset(table)).success
+    assert AssetStore(str(market.warehouse), table, spark).read("log").count() == 2
+
+
+# -- contracts against pandera itself ------------------------------------------------------------
+
+
+class Everything(pa.DataFrameModel):
+    """Every built-in check that pandera has for PySpark, each on a column of its own."""
+
+    equal: T.IntegerType = pa.Field(eq={"value": 5, "name": "equal"})
+    unequal: T.IntegerType = pa.Field(ne={"value": 5, "name": "unequal"})
+    greater: T.IntegerType = pa.Field(gt={"min_value": 5, "name": "greater"})
+    at_least: T.IntegerType = pa.Field(ge={"min_value": 5, "name": "at_least"})
+    less: T.IntegerType = pa.Field(lt={"max_value": 5, "name": "less"})
+    at_most: T.IntegerType = pa.Field(le={"max_value": 5, "name": "at_most"})
+    between: T.IntegerType = pa.Field(in_range={"min_value": 1, "max_value": 5, "name": "between"})
+    open_between: T.IntegerType = pa.Field(
+        in_range={
+            "min_value": 1,
+            "max_value": 5,
+            "include_min": False,
+            "include_max": False,
+            "name": "open_between",
+        }
+    )
+    one_of: T.StringType = pa.Field(isin={"allowed_values": ["x", "y"], "name": "one_of"})
+    none_of: T.StringType = pa.Field(notin={"forbidden_values": ["x", "y"], "name": "none_of"})
+    contains: T.StringType = pa.Field(str_contains={"pattern": "ab", "name": "contains"})
+    matches: T.StringType = pa.Field(str_matches={"pattern": "a+b", "name": "matches"})
+    begins: T.StringType = pa.Field(str_startswith={"string": "ab", "name": "begins"})
+    ends: T.StringType = pa.Field(str_endswith={"string": "ab", "name": "ends"})
+    length: T.StringType = pa.Field(
+        str_length={"min_value": 2, "max_value": 3, "name": "length"}
+    )
+    all_of: T.StringType = pa.Field(unique_values_eq={"values": ["x"], "name": "all_of"})
+    maybe: T.IntegerType = pa.Field(nullable=True, ge={"min_value": 5, "name": "maybe"})
+    present: T.StringType
+
+    @pa.dataframe_check(name="less_than_greater")
+    def less_than_greater(cls, df: DataFrame) -> bool:
+        return df.filter(F.col("less") >= F.col("greater")).limit(1).count() == 0
+
+    @pa.dataframe_check(name="few_rows")
+    def few_rows(cls, df: DataFrame) -> bool:
+        return df.agg(F.max("less")).collect()[0][0] < 5
+
+
+GOOD = (5, 4, 6, 5, 4, 5, 5, 4, "x", "z", "cabc", "aab", "abc", "cab", "abc", "x", None, "here")
+BAD = (4, 5, 5, 4, 5, 6, 6, 5, "z", "x", "acb", "cab", "cab", "abc", "abcd", "y", 4, None)
+
+
+@pytest.mark.parametrize("rows", [[GOOD, GOOD], [BAD, BAD], [GOOD, BAD]], ids=["good", "bad", "one bad"])
+def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
+    table = Table("everything", key="present", schema=Everything, timestamp="now()")
+    schema = T.StructType([T.StructField(f.name, f.dataType) for f in table.schema.fields])
+    frame = spark.createDataFrame(rows, schema)
+    validated = Everything.validate(frame)
+    errors = validated.pandera.errors.get("DATA", {})
+    said = str(dict(errors))
+    pandera_says = {name for name in [*schema.names, "less_than_greater", "few_rows"] if name in said}
+    nulls = str(dict(validated.pandera.errors.get("SCHEMA", {})))
+    rules, probes = contract_of(table)
+    tested = frame.withColumn("is_tombstone", F.lit(False))
+    counted = tested.agg(*[F.count_if(r.violated).alias(r.name) for r in rules]).collect()[0].asDict()
+    ours = {name for name, count in counted.items() if count and not name.endswith("_not_null")}
+    ours |= {p.name for p in probes if not p.holds(frame)}
+    assert ours == pandera_says
+    assert bool(counted["present_not_null"]) == ("present" in nulls and "null" in nulls.lower())
+    bad = sum(row is BAD for row in rows)
+    assert all(counted[name] in (0, bad) for name in counted)
+    assert {p.name for p in probes} == {"few_rows", "all_of"}, "the others are counted in one pass"
+    assert len(ours) == (0 if bad == 0 else 19)
+
+
+def test_every_check_of_pandera_is_compared() -> None:
+    from pandera.backends.pyspark import builtin_checks
+
+    known = [f for f in vars(builtin_checks).values() if inspect.isfunction(f)]
+    known = [f for f in known if f.__module__ == builtin_checks.__name__]
+    used = {c.name for column in Everything.to_schema().columns.values() for c in column.checks}
+    used -= {"maybe", "open_between"}
+    assert len(known) == len(used), [f.__name__ for f in known]
+
+
+def test_tombstones_are_exempt(spark: SparkSession, tmp_path: Path) -> None:
+    table = contracted(Market(tmp_path, spark))
+    rules, probes = contract_of(table)
+    rows = spark.createDataFrame(
+        [("a", None, True), ("c", None, True), ("a", None, False), (None, None, True)],
+        "k string, v string, is_tombstone boolean",
+    ).withColumn("at", F.current_timestamp())
+    counted = rows.agg(*[F.count_if(r.violated).alias(r.name) for r in rules]).collect()[0].asDict()
+    assert probes == []
+    assert counted == {
+        "k_not_null": 1,  # a key is needed in any case
+        "known_shop": 0,  # of a tombstone nothing else is asked
+        "v_not_null": 1,
+        "is_a_price": 0,
+        "at_not_null": 0,
+        "price_names_its_shop": 0,
+    }

@@ -1,0 +1,101 @@
+"""A user's own assets get tables as DataFrames."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import DataFrame
+
+from tests.market import Market, build_asset, messages, run
+from vt_dagster import ops
+
+
+def reading(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
+    """Materializes an asset that reads a table; the run's result and the rows it got."""
+    rows: list[Any] = []
+
+    @dg.asset(ins={"table": dg.AssetIn(upstream, metadata=metadata)})
+    def mine(table: DataFrame) -> None:
+        rows.extend(table.collect())
+
+    every = [build_asset(node) for node in market.nodes]
+    result = dg.materialize(
+        [*every, mine],
+        selection=[mine],
+        resources=run_resources(market),
+        raise_on_error=False,
+        run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+    )
+    return result, rows
+
+
+def run_resources(market: Market) -> dict[str, Any]:
+    from vt_dagster import SparkResource, build_resources
+
+    return build_resources(str(market.warehouse), SparkResource(master="local[2]"))
+
+
+@pytest.mark.parametrize(
+    ("upstream", "metadata", "values"),
+    [
+        ("prices", None, {"p4", "q2"}),
+        ("prices", {"vt_dagster/read": "current"}, {"p4", "q2"}),
+        ("prices", {"vt_dagster/read": "versions"}, {"p3", "p4", "q1", "q2"}),
+        ("prices", {"vt_dagster/as_of": "2024-01-01T11:59:59Z"}, {"p3", "q1"}),
+        ("prices", {"vt_dagster/as_of": "2024-01-01T12:00:00"}, {"p3", "q2"}),
+        ("prices", {"vt_dagster/as_of": "2024-01-01T13:00:00+01:00"}, {"p3", "q2"}),
+        ("rates", None, {"r2", "r3"}),
+        ("sales", None, {"s1", "s2", "s3", "s4, late", "s5"}),
+        ("priced", {"vt_dagster/read": "log"}, {"s1", "s2", "s3", "s4, late"}),
+    ],
+)
+def test_what_an_asset_gets(
+    market: Market, upstream: str, metadata: dict[str, str] | None, values: set[str]
+) -> None:
+    result, rows = reading(market, upstream, metadata)
+    assert result.success, messages(result)
+    found = {r["v"] for r in rows}
+    assert (found - {None} if upstream == "prices" else found) == values
+
+
+def test_log_of_a_table_has_every_record(market: Market) -> None:
+    result, rows = reading(market, "prices", {"vt_dagster/read": "log"})
+    assert result.success, messages(result)
+    assert sorted(r["offset"] for r in rows) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("upstream", "metadata", "said"),
+    [
+        ("sales", {"vt_dagster/read": "versions"}, "sales is a Stream: expected one of ['log']"),
+        ("rates", {"vt_dagster/read": "versions"}, "rates is a Table: expected one of"),
+        ("rates", {"vt_dagster/as_of": "2024-01-01"}, "as_of only of a VersionedTable"),
+        ("prices", {"vt_dagster/read": "latest"}, "got 'latest'"),
+        ("prices", {"vt_dagster/as_of": "yesterday"}, "expected a time like"),
+    ],
+)
+def test_wrong_request(market: Market, upstream: str, metadata: dict[str, str], said: str) -> None:
+    result, _ = reading(market, upstream, metadata)
+    assert not result.success
+    assert said in messages(result)
+
+
+def test_before_anything_was_materialized(market: Market, tmp_path: Path) -> None:
+    result, _ = reading(Market(tmp_path, market.spark), "prices")
+    assert not result.success
+    assert "expected an asset 'prices' in the warehouse" in messages(result)
+    assert "materialize it first" in messages(result)
+
+
+def test_returning_a_table_into_it(market: Market, tmp_path: Path) -> None:
+    @dg.asset(io_manager_key=ops.TABLES)
+    def mine() -> Any:
+        return market.spark.range(1)
+
+    result = run([mine], tmp_path)
+    assert not result.success
+    assert "mine: this IO manager only reads tables of vt_dagster" in messages(result)
+    assert "io_manager_key" in messages(result)

@@ -1,0 +1,133 @@
+"""What materializations say: names that Dagster plots, and values that add up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dagster as dg
+
+from tests.market import Market, materialized
+from vt_dagster.storage import delta
+
+
+def moment(text: str) -> float:
+    from datetime import datetime, timezone
+
+    return datetime.fromisoformat(text).replace(tzinfo=timezone.utc).timestamp()
+
+
+def test_versioned_table(market: Market) -> None:
+    first, second = (materialized(r, "prices") for r in market.results)
+    expected = {
+        "status": "committed",
+        "batch": 1,
+        "records_in": 8,
+        "records_applied": 6,
+        "records_late": 0,
+        "records_quarantined": 2,
+        "dagster/row_count": 6,
+        "log_version": 0,
+        "view_version": 0,
+        "positions": {"files": {"0": 8}},
+        "taken": {"files": {"0": [0, 8]}},
+        "stream_time": moment("2024-01-01T06:00"),
+        "retention_horizon": moment("2023-12-31T06:00"),
+        "dagster/uri": str(market.warehouse / "prices" / "view"),
+        "dagster/table_name": "prices",
+    }
+    assert {name: first[name] for name in expected} == expected
+    expected = {
+        "batch": 2,
+        "records_in": 3,
+        "records_applied": 2,
+        "records_late": 1,
+        "records_quarantined": 0,
+        "dagster/row_count": 8,
+        "log_version": 1,
+        "view_version": 1,
+        "positions": {"files": {"0": 11}},
+        "stream_time": moment("2024-01-02T05:00"),
+    }
+    assert {name: second[name] for name in expected} == expected
+    assert second["seconds"] > 0
+
+
+def test_join(market: Market) -> None:
+    first, second = (materialized(r, "priced") for r in market.results)
+    expected = {
+        "records_in": 2,
+        "records_out": 1,
+        "records_late": 0,
+        "records_dropped": 0,
+        "records_unmatched": 0,
+        "records_waiting": 1,
+        "positions": {"sales": {"0": 2}},
+        "read_versions": {"sales/log": 0, "prices/view": 0},
+        "dagster/row_count": 1,
+        "stream_time": moment("2024-01-01T05:00"),
+        "dagster/uri": str(market.warehouse / "priced" / "log"),
+    }
+    assert {name: first[name] for name in expected} == expected
+    expected = {
+        "records_in": 3,
+        "records_out": 3,
+        "records_late": 1,
+        "records_waiting": 1,
+        "positions": {"sales": {"0": 5}},
+        "taken": {"sales": {"0": [2, 5]}},
+        "dagster/row_count": 4,
+    }
+    assert {name: second[name] for name in expected} == expected
+    rows = market.store(market.priced).read("log").orderBy("offset").collect()
+    # s3 was due at the end of the run; s4 was late, and joined as of its own time
+    assert [(r["v"], r["price"], r["is_late"]) for r in rows] == [
+        ("s1", "p2 again", False),
+        ("s2", "q1", False),
+        ("s4, late", "q1", True),
+        ("s3", "p3", False),
+    ]
+
+
+def test_definitions_carry_columns_and_lineage(market: Market) -> None:
+    from vt_dagster import build_asset
+
+    prices = build_asset(market.prices).metadata_by_key[dg.AssetKey("prices")]
+    schema = prices["dagster/column_schema"]
+    assert [(c.name, c.type) for c in schema.columns] == [
+        ("k", "string"),
+        ("v", "string"),
+        ("at", "timestamp"),
+        ("timestamp", "timestamp"),
+        ("partition", "int"),
+        ("offset", "bigint"),
+        ("is_tombstone", "boolean"),
+        ("valid_from", "timestamp"),
+        ("valid_to", "timestamp"),
+    ]
+    view = market.store(market.prices).view()
+    assert view is not None
+    assert sorted(c.name for c in schema.columns) == sorted(view[2].columns)
+    priced = build_asset(market.priced).metadata_by_key[dg.AssetKey("priced")]
+    lineage = priced["dagster/column_lineage"].deps_by_column
+    assert lineage["price"] == [dg.TableColumnDep(dg.AssetKey("prices"), "v")]
+    assert lineage["v"] == [dg.TableColumnDep(dg.AssetKey("sales"), "v")]
+    log = market.store(market.priced).read("log")
+    assert [c.name for c in priced["dagster/column_schema"].columns] == log.columns
+
+
+def test_nothing_new_makes_no_commit(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    before = {p: delta.latest_version(str(p)) for p in copy.warehouse.glob("*/*")}
+    result = copy.run()
+    assert result.success
+    after = {p: delta.latest_version(str(p)) for p in copy.warehouse.glob("*/*")}
+    assert after == before
+    for name in ("prices", "rates", "sales", "priced"):
+        said = materialized(result, name)
+        assert said["status"] == "nothing new: no commit"
+        assert said["batch"] == (1 if name == "rates" else 2)
+        assert said["records_in"] == 0
+        assert said["log_version"] == said["batch"] - 1
+    said = materialized(result, "priced")
+    assert said["records_waiting"] == 1
+    assert said["dagster/row_count"] == 4

@@ -1,0 +1,77 @@
+"""What the README tells a newcomer to type, typed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def _block(after: str, language: str = "") -> str:
+    """The first code block behind a heading or sentence."""
+    rest = README[README.index(after) :]
+    found = re.search(rf"```{language}\n(.*?)```", rest, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def _type(command: str, where: Path) -> subprocess.CompletedProcess[str]:
+    program, *arguments = command.split()
+    beside = Path(sys.executable).parent / program
+    return subprocess.run(
+        [str(beside), *arguments],
+        cwd=where,
+        env={**os.environ, "DAGSTER_HOME": str(where), "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_your_own_table_in_15_lines(tmp_path: Path) -> None:
+    code = _block("## Your own table in 15 lines", "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    (tmp_path / "prices.py").write_text(code)
+    landing = tmp_path / "landing" / "prices"
+    landing.mkdir(parents=True)
+    (landing / "1.csv").write_text(
+        "product,price,at\n"
+        "apple,1.0,2026-01-31T10:00:00Z\n"
+        "apple,1.2,2026-01-31T14:00:00Z\n"
+        "apple,1.1,2026-01-31T11:00:00Z\n"
+    )
+    materialize, get, history = _block("put CSV files with a header line").strip().splitlines()
+    done = _type(materialize, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = _type(get, tmp_path)
+    assert re.search(r"price +1\.1\n", found.stdout), found.stdout + found.stderr
+    timeline = _type(history, tmp_path)
+    assert [line.split()[-2] for line in timeline.stdout.splitlines() if "price=" in line] == [
+        "price=1.0",
+        "price=1.1",
+        "price=1.2",
+    ]
+
+    # break it, and read the message
+    (landing / "2.csv").write_text("product,price,at\napple,-1,2026-02-01T10:00:00Z\n")
+    broken = _type(materialize, tmp_path)
+    assert broken.returncode != 0
+    assert "nothing was committed" in broken.stdout + broken.stderr
+    assert "greater_than_or_equal_to(0)" in broken.stdout + broken.stderr
+    assert '"price":-1.0' in broken.stdout + broken.stderr
+
+
+def test_the_files_that_it_names_are_there() -> None:
+    for name in ("make demo", "make test", "make ui", "make bench", "make lint"):
+        assert name in README
+        target = name.split()[1]
+        assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)

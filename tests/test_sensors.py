@@ -1,0 +1,144 @@
+"""Sensors ask for a run once for the same files, say why they do not, and need no Spark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.market import Market, checks, materialized, record
+from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions, build_sensor
+
+
+def evaluate(market: Market, node: Stream | None = None, cursor: str | None = None) -> Any:
+    """What a sensor says: a run request, or the text of a skip reason."""
+    said = build_sensor(node or market.prices)(
+        dg.build_sensor_context(
+            cursor=cursor, resources={"warehouse": WarehouseResource(path=str(market.warehouse))}
+        )
+    )
+    if isinstance(said, dg.SkipReason):
+        return said.skip_message
+    assert isinstance(said, dg.SensorResult)
+    assert said.run_requests is not None
+    (request,) = said.run_requests
+    assert said.cursor == request.run_key
+    return request
+
+
+def files(request: dg.RunRequest) -> list[str]:
+    return request.run_config["ops"]["prices"]["ops"]["read_prices"]["config"]["files"]
+
+
+def test_run_request(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    said = evaluate(copy)
+    assert said == f"no new jsonl files {copy.root}/landing/prices/*: batch 2, 11 records consumed"
+    copy.land("prices", "4.jsonl", record("a", "p6", "2 07:00"))
+    copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"))
+    first = evaluate(copy)
+    assert files(first) == ["3.jsonl", "4.jsonl"]
+    assert first.run_key.startswith("prices:2:")
+    assert first.tags == {"vt_dagster/asset": "prices", "vt_dagster/batch": "3"}
+    # a tick once more, a cursor that was lost, and one of long ago: the same run
+    assert evaluate(copy, cursor=first.run_key).run_key == first.run_key
+    assert evaluate(copy, cursor="prices:0:abc").run_key == first.run_key
+    copy.land("prices", "5.jsonl", record("a", "p7", "2 08:00"))
+    second = evaluate(copy)
+    assert second.run_key != first.run_key
+    # the run takes what it was asked to take, not what has landed since
+    result = copy.run([copy.prices], run_config=first.run_config)
+    assert result.success
+    assert materialized(result, "prices")["records_in"] == 2
+    # what the second request asked for is partly consumed: the rest is taken
+    result = copy.run([copy.prices], run_config=second.run_config)
+    assert materialized(result, "prices")["records_in"] == 1
+    # all of it is consumed: nothing happens, and the run says so
+    result = copy.run([copy.prices], run_config=second.run_config)
+    assert result.success
+    said = materialized(result, "prices")
+    assert said["status"] == "nothing new: no commit"
+    assert (said["records_in"], said["batch"]) == (0, 4)
+    assert all(check.passed for check in checks(result).values())
+    assert "batch 4, 14 records consumed" in evaluate(copy)
+    copy.land("prices", "6.jsonl", record("a", "p8", "2 09:00"))
+    assert evaluate(copy).run_key not in {first.run_key, second.run_key}
+
+
+def test_same_files_after_another_commit_are_another_run(spark: SparkSession, tmp_path: Path) -> None:
+    """A replay on purpose (the tables were removed) is not swallowed, a doubled tick is."""
+    market = Market(tmp_path, spark)
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    first = evaluate(market)
+    assert evaluate(market).run_key == first.run_key
+    assert first.run_key.startswith("prices:0:")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("missing", "no new jsonl files"),
+        ("x" * 300, "File name too long"),
+        ("nowhere://bucket/folder", "nowhere"),
+    ],
+)
+def test_unreadable_directory_is_a_reason(
+    spark: SparkSession, tmp_path: Path, path: str, said: str
+) -> None:
+    market = Market(tmp_path, spark)
+    where = path if "://" in path else str(tmp_path / path)
+    node = Stream("sales", key="k", schema=market.sales.schema, timestamp="at", source=FilesSource(where))
+    reason = evaluate(market, node)
+    assert isinstance(reason, str)
+    assert said in reason
+
+
+def test_changed_file_is_a_reason(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    copy.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    said = evaluate(copy)
+    assert "1 file(s)" in said
+    assert "changed after they were consumed" in said
+
+
+def test_warehouse_of_somebody_else_is_a_reason(market: Market, tmp_path: Path) -> None:
+    other = Market(tmp_path, market.spark)
+    log = tmp_path / "warehouse" / "prices" / "log" / "_delta_log"
+    log.mkdir(parents=True)
+    (log / f"{0:020d}.json").write_text('{"commitInfo":{"operation":"WRITE"}}\n')
+    assert "none of its 1 commits was written by vt_dagster" in evaluate(other)
+
+
+def test_target_is_the_asset_and_all_downstream(market: Market) -> None:
+    defs = build_definitions(market.priced, market.rates, warehouse=str(market.warehouse))
+    sensor = defs.resolve_sensor_def("prices_sensor")
+    graph = defs.resolve_asset_graph()
+    assert sensor.asset_selection is not None
+    assert {k.to_user_string() for k in sensor.asset_selection.resolve(graph)} == {"prices", "priced"}
+    assert sensor.default_status == dg.DefaultSensorStatus.STOPPED
+
+
+def test_no_spark_is_started(market: Market) -> None:
+    code = f"""
+from pathlib import Path
+from tests.market import Market
+from tests.test_sensors import evaluate
+market = Market(Path({str(market.root)!r}), None)
+print(evaluate(market))
+from pyspark import SparkContext
+assert SparkContext._gateway is None, "a JVM was started"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "batch 2, 11 records consumed" in done.stdout

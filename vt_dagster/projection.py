@@ -1,0 +1,148 @@
+"""Which columns a join gives: ``left.*``, ``right.column``, ``expression as name``, checked early."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pyspark.sql.types import DataType, NullType, StructField, TimestampType
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.errors import TopologyError
+
+_REFERENCE = re.compile(r"\b(left|right)\s*\.\s*(`[^`]+`|\w+|\*)", re.IGNORECASE)
+_COLUMN = re.compile(r"\s*(left|right)\s*\.\s*(`[^`]+`|\w+)\s*", re.IGNORECASE)
+_STAR = re.compile(r"\s*(left|right)\s*\.\s*\*\s*", re.IGNORECASE)
+_ALIAS = re.compile(r"(?P<expression>.+?)\s+as\s+(?P<name>\w+|`[^`]+`)\s*", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One input of a join: its asset, its columns, and the times that it offers besides."""
+
+    asset: str
+    fields: tuple[StructField, ...]
+    times: tuple[str, ...]
+
+    def find(self, column: str) -> StructField | None:
+        """A column by name, whatever its case; None where it is one of the times, or not there."""
+        found = [f for f in self.fields if f.name.lower() == column.lower()]
+        return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The columns of a join's result as (name, SQL expression), key columns first if not selected.
+
+    Args:
+        asset: the result's name, for messages.
+        key: the left side's key columns, which the result keeps.
+        sides: ``left`` and ``right``.
+        select: what the user chose.
+
+    Raises:
+        TopologyError: a column that is not there, has no name, or stands twice.
+    """
+
+    asset: str
+    key: tuple[str, ...]
+    sides: Mapping[str, Side]
+    select: tuple[str, ...]
+    columns: tuple[tuple[str, str], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        chosen = [column for item in self.select for column in self._expand(item)]
+        for name, expression in chosen:
+            self._check_key(name, expression)
+        names = [n.lower() for n, _ in chosen]
+        keys = [(k, f"left.`{k}`") for k in self.key if k.lower() not in names]
+        chosen = keys + [c for c in chosen if not self._is_own_timestamp(*c)]
+        names = [n.lower() for n, _ in chosen]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise TopologyError(
+                f"{self.asset}: select gives {twice} more than once; choose one side's column, or "
+                f"give it another name, for example "
+                f"'right.{twice[0]} as {self.sides['right'].asset}_{twice[0]}'"
+            )
+        object.__setattr__(self, "columns", tuple(chosen))
+
+    def lineage(self) -> dict[str, list[tuple[str, str]]]:
+        """For each column the (asset, column) pairs that it is made of."""
+        return {
+            name: [
+                (self.sides[side.lower()].asset, column.strip("`"))
+                for side, column in _REFERENCE.findall(expression)
+            ]
+            for name, expression in self.columns
+        }
+
+    def fields(self) -> list[StructField]:
+        """The columns with their types; NullType where only Spark can tell an expression's."""
+        return [self._field(name, expression) for name, expression in self.columns]
+
+    def _field(self, name: str, expression: str) -> StructField:
+        plain = _COLUMN.fullmatch(expression)
+        if plain is None:
+            return StructField(name, NullType())
+        side = plain.group(1).lower()
+        found = self.sides[side].find(plain.group(2).strip("`"))
+        kind: DataType = found.dataType if found else TimestampType()
+        return StructField(name, kind, side == "right" or found is None or found.nullable)
+
+    def _expand(self, item: str) -> list[tuple[str, str]]:
+        for side, column in _REFERENCE.findall(item):
+            self._check_reference(item, self.sides[side.lower()], column.strip("`"))
+        if star := _STAR.fullmatch(item):
+            side = star.group(1).lower()
+            taken = set[str]()
+            if side == "right":
+                taken = {TIMESTAMP, *(f.name.lower() for f in self.sides["left"].fields)}
+            fields = self.sides[side].fields
+            return [(f.name, f"{side}.`{f.name}`") for f in fields if f.name.lower() not in taken]
+        if plain := _COLUMN.fullmatch(item):
+            return [(plain.group(2).strip("`"), item.strip())]
+        if alias := _ALIAS.fullmatch(item):
+            return [(alias.group("name").strip("`"), alias.group("expression"))]
+        raise TopologyError(
+            f"{self.asset}: cannot tell the name of the selected column {item!r}; write "
+            "'left.column', 'right.column', 'left.*', 'right.*' or 'expression as name'"
+        )
+
+    def _check_reference(self, item: str, side: Side, column: str) -> None:
+        known = [*(f.name for f in side.fields), *side.times]
+        if column != "*" and column.lower() not in {k.lower() for k in known}:
+            raise TopologyError(
+                f"{self.asset}: select names {item!r}, but {side.asset!r} has no column {column!r}; "
+                f"it has {known}"
+            )
+
+    def _check_key(self, name: str, expression: str) -> None:
+        """The result keeps the stream's key, so its columns can have no other value."""
+        for k in self.key:
+            if name.lower() == k.lower() and not _is(expression, k):
+                raise TopologyError(
+                    f"{self.asset}: {k!r} is the result's key and has the stream's value; select "
+                    f"{expression!r} under another name"
+                )
+
+    def _is_own_timestamp(self, name: str, expression: str) -> bool:
+        """The result has the stream record's timestamp in any case; another needs another name."""
+        if name.lower() != TIMESTAMP:
+            return False
+        if not _is(expression, TIMESTAMP):
+            raise TopologyError(
+                f"{self.asset}: 'timestamp' is the stream record's own timestamp; select "
+                f"{expression!r} under another name, for example '{expression} as seen_at'"
+            )
+        return True
+
+
+def _is(expression: str, left_column: str) -> bool:
+    plain = _COLUMN.fullmatch(expression)
+    return bool(
+        plain
+        and plain.group(1).lower() == "left"
+        and plain.group(2).strip("`").lower() == left_column.lower()
+    )
