@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/vt-dagster demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 ui: export DAGSTER_HOME := $(abspath data/dagster_home)
 ui: $(STAMP)

@@ -27,9 +27,7 @@ def spark() -> Iterator[SparkSession]:
         conf={
             "spark.sql.shuffle.partitions": "2",
             # Many short queries: compiling them well takes longer than running them.
-            "spark.driver.extraJavaOptions": (
-                "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"
-            ),
+            "spark.driver.extraJavaOptions": ("-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"),
             "spark.python.sql.dataFrameDebugging.enabled": "false",
         },
     )

@@ -61,8 +61,7 @@ def run(
     """Materializes assets with their checks in this process."""
     return dg.materialize(
         list(assets),
-        resources=build_resources(str(warehouse), SparkResource(master="local[2]"))
-        | (resources or {}),
+        resources=build_resources(str(warehouse), SparkResource(master="local[2]")) | (resources or {}),
         instance=instance,
         run_config={**QUIET, **(run_config or {})},
         raise_on_error=raise_on_error,
@@ -95,7 +94,8 @@ def materialized(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]
 def checks(result: dg.ExecuteInProcessResult) -> dict[str, dg.AssetCheckEvaluation]:
     """The results of a run's checks as ``asset:check``."""
     return {
-        f"{e.asset_key.to_user_string()}:{e.check_name}": e for e in result.get_asset_check_evaluations()
+        f"{e.asset_key.to_user_string()}:{e.check_name}": e
+        for e in result.get_asset_check_evaluations()
     }
 
 
@@ -119,7 +119,9 @@ class Market:
             source=FilesSource(str(self.root / "landing" / "prices"), max_bad_share=0.5),
         )
         self.rates = Table("rates", key="k", schema=RECORD, timestamp="at", source=self._files("rates"))
-        self.sales = Stream("sales", key="k", schema=RECORD, timestamp="at", source=self._files("sales"))
+        self.sales = Stream(
+            "sales", key="k", schema=RECORD, timestamp="at", source=self._files("sales")
+        )
         self.priced = self.sales.left_join(
             self.prices,
             name="priced",

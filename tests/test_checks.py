@@ -15,8 +15,6 @@ from tests.market import Market, checks
 from vt_dagster import audit
 
 
-
-
 def at(text: str) -> Any:
     return F.lit(f"2024-01-{text}").cast("timestamp")
 

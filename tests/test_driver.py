@@ -36,9 +36,7 @@ def schema(**columns: Any) -> StructType:
 weather = VersionedTable(
     "weather",
     key=("origin",),
-    schema=schema(
-        origin=StringType(), temp=DoubleType(), wind=DoubleType(), timestamp=TimestampType()
-    ),
+    schema=schema(origin=StringType(), temp=DoubleType(), wind=DoubleType(), timestamp=TimestampType()),
     tombstone="temp IS NULL AND wind IS NULL",
     history_retention=ms(100),
 )
@@ -89,9 +87,7 @@ def test_a_null_column_is_not_a_tombstone(spark: SparkSession) -> None:
     assert columns(driver.table("weather"), "temp", "wind") == [(None, 4.0)]
     driver.pipe("weather", {"origin": "JFK", "timestamp": 2})
     assert driver.table("weather") == []
-    assert columns(
-        driver.versions("weather"), "wind", "valid_from", "valid_to", "is_tombstone"
-    ) == [
+    assert columns(driver.versions("weather"), "wind", "valid_from", "valid_to", "is_tombstone") == [
         (3.0, at(0), at(1), False),
         (4.0, at(1), at(2), False),
         (None, at(2), None, True),
@@ -153,9 +149,7 @@ def test_records_wait_for_their_grace_period(spark: SparkSession) -> None:
 
 def test_an_unversioned_table_has_what_came_last(spark: SparkSession) -> None:
     planes = Table("planes", key=("origin",), schema=flights.schema, tombstone="flight IS NULL")
-    joined = flights.left_join(
-        planes, name="joined", select=("left.flight", "right.flight as plane")
-    )
+    joined = flights.left_join(planes, name="joined", select=("left.flight", "right.flight as plane"))
     driver = TopologyTestDriver(joined, spark=spark)
     driver.pipe("flights", {"origin": "JFK", "flight": 0, "timestamp": 1})
     driver.pipe("planes", {"origin": "JFK", "flight": 7, "timestamp": 9})
@@ -221,9 +215,7 @@ def test_a_null_key_in_a_store_call_is_refused(spark: SparkSession) -> None:
 def test_a_wrong_call_says_what_is_expected(spark: SparkSession) -> None:
     joined = flights.join(weather, name="joined")
     driver = TopologyTestDriver(joined, spark=spark)
-    with pytest.raises(
-        ContractError, match=r"sources \['flights', 'weather'\], got some for \['joi"
-    ):
+    with pytest.raises(ContractError, match=r"sources \['flights', 'weather'\], got some for \['joi"):
         driver.pipe("joined", {"flight": 1})
     with pytest.raises(ContractError, match=r"got \['tmp'\]"):
         driver.pipe("weather", {"origin": "JFK", "tmp": 1.0, "timestamp": 1})

@@ -1,4 +1,4 @@
-"""What is stopped before the commit: wrong DataFrames between ops, and records that break a contract."""
+"""What is stopped before the commit: wrong DataFrames, and records that break a contract."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def committed(market: Market) -> bool:
         (lambda rows: rows.drop("v"), "lacks v"),
         (lambda rows: rows.drop("_arrival"), "lacks _arrival"),
         (lambda rows: rows.withColumn("v", F.lit(1)), "v is int, expected string"),
-        (lambda rows: rows.toPandas(), "expected a Spark DataFrame, got DataFrame"),
-        (lambda rows: None, "expected a Spark DataFrame, got NoneType"),
+        (lambda rows: rows.toPandas(), "got pandas.core.frame.DataFrame; return the Spark DataFrame"),
+        (lambda rows: None, "got builtins.NoneType; return the Spark DataFrame"),
     ],
     ids=["no column", "no arrival", "wrong type", "pandas", "nothing"],
 )
@@ -64,7 +64,7 @@ def test_wrong_frame_stops_before_the_commit(
     text = messages(result)
     assert said in text
     assert "'prices'" in text
-    assert "mend the op before, or the asset's schema" in text
+    assert "expected a Spark DataFrame" in text or "mend the op before" in text
     assert not committed(market)
 
 
@@ -154,9 +154,7 @@ class Everything(pa.DataFrameModel):
     matches: T.StringType = pa.Field(str_matches={"pattern": "a+b", "name": "matches"})
     begins: T.StringType = pa.Field(str_startswith={"string": "ab", "name": "begins"})
     ends: T.StringType = pa.Field(str_endswith={"string": "ab", "name": "ends"})
-    length: T.StringType = pa.Field(
-        str_length={"min_value": 2, "max_value": 3, "name": "length"}
-    )
+    length: T.StringType = pa.Field(str_length={"min_value": 2, "max_value": 3, "name": "length"})
     all_of: T.StringType = pa.Field(unique_values_eq={"values": ["x"], "name": "all_of"})
     maybe: T.IntegerType = pa.Field(nullable=True, ge={"min_value": 5, "name": "maybe"})
     present: T.StringType
@@ -174,7 +172,9 @@ GOOD = (5, 4, 6, 5, 4, 5, 5, 4, "x", "z", "cabc", "aab", "abc", "cab", "abc", "x
 BAD = (4, 5, 5, 4, 5, 6, 6, 5, "z", "x", "acb", "cab", "cab", "abc", "abcd", "y", 4, None)
 
 
-@pytest.mark.parametrize("rows", [[GOOD, GOOD], [BAD, BAD], [GOOD, BAD]], ids=["good", "bad", "one bad"])
+@pytest.mark.parametrize(
+    "rows", [[GOOD, GOOD], [BAD, BAD], [GOOD, BAD]], ids=["good", "bad", "one bad"]
+)
 def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
     table = Table("everything", key="present", schema=Everything, timestamp="now()")
     schema = T.StructType([T.StructField(f.name, f.dataType) for f in table.schema.fields])
@@ -182,7 +182,8 @@ def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
     validated = Everything.validate(frame)
     errors = validated.pandera.errors.get("DATA", {})
     said = str(dict(errors))
-    pandera_says = {name for name in [*schema.names, "less_than_greater", "few_rows"] if name in said}
+    checked = [*schema.names[:-1], "less_than_greater", "few_rows"]
+    pandera_says = {name for name in checked if name in said}
     nulls = str(dict(validated.pandera.errors.get("SCHEMA", {})))
     rules, probes = contract_of(table)
     tested = frame.withColumn("is_tombstone", F.lit(False))

@@ -64,7 +64,9 @@ def test_each_reason_with_source_position_and_content(spark: SparkSession, tmp_p
         {"k": "a", "v": "p", "at": "2124-01-01T00:00:00Z"},
     ]
     market.land("prices", "1 of 2 [first].jsonl", *bad)
-    market.land("prices", "2.jsonl", record("b", "early enough", "2 00:00"), record("b", "x", "1 23:59"))
+    market.land(
+        "prices", "2.jsonl", record("b", "early enough", "2 00:00"), record("b", "x", "1 23:59")
+    )
     result = market.run([table])
     assert result.success, messages(result)
     rejected = market.store(table).quarantine()
@@ -166,11 +168,11 @@ def test_csv_without_a_column(spark: SparkSession, tmp_path: Path) -> None:
 
 
 def test_csv_options(spark: SparkSession, tmp_path: Path) -> None:
-    write(tmp_path, "1.csv", "k;n\na;NA\n'b;c';2\n")
+    write(tmp_path, "1.csv", "k;n\na;NA\n'b;''c';2\n")
     source = FilesSource(
         str(tmp_path), format="csv", options={"sep": ";", "nullValue": "NA", "quote": "'"}
     )
-    assert read(spark, source) == [("1.csv", 2, "a", None), ("1.csv", 3, "b;c", 2)]
+    assert read(spark, source) == [("1.csv", 2, "a", None), ("1.csv", 3, "b;'c", 2)]
 
 
 def test_jsonl_compressed_and_plain(spark: SparkSession, tmp_path: Path) -> None:
@@ -284,5 +286,3 @@ def test_which_files_a_run_takes(tmp_path: Path) -> None:
 def test_wrong_source(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SourceError, match=said):
         FilesSource("somewhere", **options)
-
-

@@ -92,7 +92,9 @@ def test_unreadable_directory_is_a_reason(
 ) -> None:
     market = Market(tmp_path, spark)
     where = path if "://" in path else str(tmp_path / path)
-    node = Stream("sales", key="k", schema=market.sales.schema, timestamp="at", source=FilesSource(where))
+    node = Stream(
+        "sales", key="k", schema=market.sales.schema, timestamp="at", source=FilesSource(where)
+    )
     reason = evaluate(market, node)
     assert isinstance(reason, str)
     assert said in reason
@@ -117,9 +119,9 @@ def test_warehouse_of_somebody_else_is_a_reason(market: Market, tmp_path: Path) 
 def test_target_is_the_asset_and_all_downstream(market: Market) -> None:
     defs = build_definitions(market.priced, market.rates, warehouse=str(market.warehouse))
     sensor = defs.resolve_sensor_def("prices_sensor")
-    graph = defs.resolve_asset_graph()
-    assert sensor.asset_selection is not None
-    assert {k.to_user_string() for k in sensor.asset_selection.resolve(graph)} == {"prices", "priced"}
+    assert sensor.job_name is not None
+    job = defs.resolve_job_def(sensor.job_name)
+    assert {k.to_user_string() for k in job.asset_layer.selected_asset_keys} == {"prices", "priced"}
     assert sensor.default_status == dg.DefaultSensorStatus.STOPPED
 
 

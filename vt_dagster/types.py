@@ -40,8 +40,9 @@ def _frame_type(node: Stream, what: str, more: tuple[str, ...], meaning: str) ->
         if not _is_frame(value):
             return dg.TypeCheck(
                 success=False,
-                description=f"expected a Spark DataFrame, got {type(value).__name__}; return the "
-                "DataFrame itself from the op",
+                description=f"expected a Spark DataFrame with {what} of {node.name!r}, got "
+                f"{type(value).__module__}.{type(value).__qualname__}; return the Spark DataFrame "
+                "itself from the op before",
             )
         problems = _problems(value.schema, node.schema, more)
         if problems:

@@ -229,6 +229,8 @@ class FilesSource:
         options = {**self.options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
         if self.format == "jsonl":
             return F.from_json(RAW, _lenient(schema.fields), options)
+        # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
+        options = {"escape": options.get("quote", '"'), **options}
         variants: dict[tuple[str, ...], list[str]] = {}
         for f in files:
             variants.setdefault(self._header(f, schema), []).append(f.name)

@@ -1,0 +1,239 @@
+"""What is refused when definitions load: each message names the asset, what came, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pyspark.sql.types import (
+    ArrayType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster import FilesSource, Stream, Table, VersionedTable, build_definitions
+from vt_dagster.errors import TopologyError
+from vt_dagster.model import topological
+
+HOUR = timedelta(hours=1)
+
+
+def schema(**more: Any) -> StructType:
+    kinds = {"k": StringType(), "v": StringType(), "at": TimestampType(), **more}
+    return StructType([StructField(name, kind) for name, kind in kinds.items() if kind])
+
+
+def stream(name: str = "sales", **options: Any) -> Stream:
+    return Stream(name, **{"key": "k", "schema": schema(), "timestamp": "at", **options})
+
+
+def table(name: str = "rates", **options: Any) -> Table:
+    return Table(name, **{"key": "k", "schema": schema(), "timestamp": "at", **options})
+
+
+def versioned(name: str = "prices", **options: Any) -> VersionedTable:
+    about = {"key": "k", "schema": schema(), "timestamp": "at", "history_retention": 24 * HOUR}
+    return VersionedTable(name, **{**about, **options})
+
+
+def join(left: Any = None, right: Any = None, kind: str = "left", **options: Any) -> Stream:
+    about = {"select": ["left.*", "right.v as price"], "name": "priced", **options}
+    left, right = left or stream(), right or versioned()
+    return left.left_join(right, **about) if kind == "left" else left.join(right, **about)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "name": (lambda: stream("my sales"), ["'my sales'", "Stream", "letters, digits"]),
+    "name with a digit first": (lambda: table("1st"), ["'1st'", "Table", "not starting with a digit"]),
+    "no schema": (lambda: stream(schema=["k"]), ["sales", "pandera.pyspark", "['k']"]),
+    "column twice": (
+        lambda: stream(schema=schema(K=StringType())),
+        ["sales", "['k']", "more than once", "rename one"],
+    ),
+    "reserved column": (
+        lambda: stream(schema=schema(offset=LongType())),
+        ["sales", "['offset']", "vt_dagster needs itself", "rename"],
+    ),
+    "column with an underscore": (
+        lambda: stream(schema=schema(_x=LongType())),
+        ["sales", "['_x']", "begin with an underscore"],
+    ),
+    "odd character": (
+        lambda: stream(schema=schema(**{"a b": LongType()})),
+        ["sales", "['a b']", "rename"],
+    ),
+    "second timestamp": (
+        lambda: stream(schema=schema(timestamp=TimestampType())),
+        ["sales", "'timestamp'", "'at'", "rename the column or declare"],
+    ),
+    "no key": (lambda: table(key=()), ["rates", "Table needs at least one key column"]),
+    "key not there": (
+        lambda: table(key=("k", "id")),
+        ["rates", "['id']", "not in the schema", "'k', 'v', 'at'"],
+    ),
+    "map in a key": (
+        lambda: table(key="m", schema=schema(m=ArrayType(MapType(StringType(), StringType())))),
+        ["rates", "'m'", "array<map<string,string>>", "use its entries or a string"],
+    ),
+    "timestamp not there": (
+        lambda: stream(timestamp="time"),
+        ["sales", "'time'", "not in the schema", "'at'"],
+    ),
+    "timestamp of another type": (
+        lambda: stream(timestamp="ms", schema=schema(ms=LongType())),
+        ["sales", "'ms'", "bigint", "expected timestamp", "timestamp_millis(ms)"],
+    ),
+    "partitions": (lambda: stream(partitions=0), ["sales", "partitions must be 1 or more, got 0"]),
+    "null key rule": (lambda: stream(null_key="drop"), ["sales", "'quarantine' or 'keep'", "'drop'"]),
+    "null key of a table": (
+        lambda: table(null_key="keep"),
+        ["rates", "a table cannot keep records without a key", "leave null_key out"],
+    ),
+    "retention as a number": (
+        lambda: versioned(history_retention=30),
+        ["prices", "history_retention", "timedelta", "got 30", "timedelta(days=30)"],
+    ),
+    "negative retention": (
+        lambda: versioned(history_retention=-HOUR),
+        ["prices", "history_retention must be between 0 and", "got -1 day, 23:00:00"],
+    ),
+    "endless retention": (
+        lambda: versioned(history_retention=timedelta(days=999_999)),
+        ["prices", "history_retention must be between 0 and"],
+    ),
+    "segment interval": (
+        lambda: versioned(segment_interval=timedelta(0)),
+        ["prices", "segment_interval must be longer than 0", "leave it out"],
+    ),
+    "stream on the right": (
+        lambda: join(right=stream("other")),
+        ["priced", "must be a Table or a VersionedTable", "Stream 'other'"],
+    ),
+    "table on the left": (
+        lambda: join(left=table()),
+        ["priced", "left side", "must be a Stream", "Table 'rates'"],
+    ),
+    "key types": (
+        lambda: join(right=versioned(key="n", schema=schema(n=IntegerType()))),
+        ["priced", "sales has (k string)", "prices has (n int)", "cast the key"],
+    ),
+    "number of keys": (
+        lambda: join(left=stream(key=("k", "v"))),
+        ["priced", "sales has (k string, v string)", "prices has (k string)"],
+    ),
+    "grace with a plain table": (
+        lambda: join(right=table(), grace_period=HOUR),
+        ["priced", "'rates' is not versioned", "VersionedTable with a history_retention", "leave"],
+    ),
+    "no grace at all with a plain table": (
+        lambda: join(right=table(), grace_period=timedelta(0)),
+        ["priced", "'rates' is not versioned"],
+    ),
+    "grace beyond retention": (
+        lambda: join(grace_period=25 * HOUR),
+        ["priced", "1 day, 1:00:00", "1 day, 0:00:00", "'prices'", "shorten one or lengthen"],
+    ),
+    "grace as a number": (lambda: join(grace_period=3), ["priced", "grace_period", "got 3"]),
+    "negative grace": (lambda: join(grace_period=-HOUR), ["priced", "grace_period must be between 0"]),
+    "selected twice": (
+        lambda: join(select=["left.v", "right.v"]),
+        ["priced", "['v']", "more than once", "'right.v as prices_v'"],
+    ),
+    "selected unknown": (
+        lambda: join(select=["right.cost"]),
+        ["priced", "'right.cost'", "'prices' has no column 'cost'", "'v'"],
+    ),
+    "selected validity of a plain table": (
+        lambda: join(right=table(), select=["right.valid_from"]),
+        ["priced", "'rates' has no column 'valid_from'"],
+    ),
+    "selected without a name": (
+        lambda: join(select=["upper(left.v)"]),
+        ["priced", "'upper(left.v)'", "expression as name"],
+    ),
+    "another timestamp": (
+        lambda: join(select=["left.v", "right.timestamp"]),
+        ["priced", "own timestamp", "as seen_at"],
+    ),
+    "two of one name": (
+        lambda: topological([stream(), stream(partitions=2)]),
+        ["two different assets", "'sales'", "rename one"],
+    ),
+    "no nodes": (lambda: build_definitions(), ["at least one stream or table"]),
+    "no source": (lambda: build_definitions(stream()), ["sales", "expected a source", "FilesSource("]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_definitions_load(name: str) -> None:
+    make, said = REFUSED[name]
+    with pytest.raises(TopologyError) as caught:
+        make()
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_key_and_schema_are_normalized() -> None:
+    node = versioned()
+    assert node.key == ("k",)
+    assert node.key_types == (StringType(),)
+    assert node.value_columns == ("v", "at")
+    assert node.inputs == ()
+    assert node.versioned
+    assert not table().versioned
+
+
+def test_grace_may_be_as_long_as_the_history() -> None:
+    result = join(grace_period=24 * HOUR)
+    assert [n.name for n in result.inputs] == ["sales", "prices"]
+    assert not isinstance(result, Table), "the result of a join is a stream"
+
+
+def test_columns_of_a_join() -> None:
+    result = join(
+        select=[
+            "right.valid_from as since",
+            "left.v",
+            "concat(left.v, right.v) as both",
+            "right.v as p",
+        ]
+    )
+    assert result.key == ("k",)
+    assert {f.name: f.dataType.simpleString() for f in result.schema.fields} == {
+        "k": "string",
+        "since": "timestamp",
+        "v": "string",
+        "both": "void",  # Spark decides
+        "p": "string",
+    }
+
+
+def test_composite_key_of_any_type() -> None:
+    both = schema(n=StructType([StructField("x", IntegerType())]))
+    result = join(
+        left=stream(key=("k", "n"), schema=both), right=versioned(key=("k", "n"), schema=both)
+    )
+    assert result.key == ("k", "n")
+
+
+def test_inputs_come_first_and_once() -> None:
+    priced, again = join(), join(name="again")
+    assert [n.name for n in topological([priced, again, stream()])] == [
+        "sales",
+        "prices",
+        "priced",
+        "again",
+    ]
+
+
+def test_a_source_is_not_needed_before_definitions_are_built() -> None:
+    source = FilesSource("nowhere")
+    sales, prices = stream(source=source), versioned(source=source)
+    assert build_definitions(join(left=sales, right=prices)) is not None
