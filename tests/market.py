@@ -56,12 +56,13 @@ def run(
     instance: dg.DagsterInstance | None = None,
     run_config: dict[str, Any] | None = None,
     raise_on_error: bool = False,
-    resources: dict[str, Any] | None = None,
+    selection: Any = None,
 ) -> dg.ExecuteInProcessResult:
     """Materializes assets with their checks in this process."""
     return dg.materialize(
         list(assets),
-        resources=build_resources(str(warehouse), SparkResource(master="local[2]")) | (resources or {}),
+        selection=selection,
+        resources=build_resources(str(warehouse), SparkResource(master="local[2]")),
         instance=instance,
         run_config={**QUIET, **(run_config or {})},
         raise_on_error=raise_on_error,

@@ -9,8 +9,8 @@ import dagster as dg
 import pytest
 from pyspark.sql import DataFrame
 
-from tests.market import Market, build_asset, messages, run
-from vt_dagster import ops
+from tests.market import Market, messages, run
+from vt_dagster import build_asset, ops
 
 
 def reading(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
@@ -22,20 +22,7 @@ def reading(market: Market, upstream: str, metadata: dict[str, str] | None = Non
         rows.extend(table.collect())
 
     every = [build_asset(node) for node in market.nodes]
-    result = dg.materialize(
-        [*every, mine],
-        selection=[mine],
-        resources=run_resources(market),
-        raise_on_error=False,
-        run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
-    )
-    return result, rows
-
-
-def run_resources(market: Market) -> dict[str, Any]:
-    from vt_dagster import SparkResource, build_resources
-
-    return build_resources(str(market.warehouse), SparkResource(master="local[2]"))
+    return run([*every, mine], market.warehouse, selection=[mine]), rows
 
 
 @pytest.mark.parametrize(
