@@ -11,13 +11,6 @@ from tests.market import Market, healthy_market
 from vt_dagster.session import build_session
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # Dagster's own call of a property that it has deprecated, wherever a resource has another in it.
-    config.addinivalue_line(
-        "filterwarnings", "ignore:InitResourceContext.dagster_run is deprecated:DeprecationWarning"
-    )
-
-
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """A small local session, one for all tests."""

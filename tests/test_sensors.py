@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def evaluate(market: Market, node: Stream | None = None, cursor: str | None = No
     assert isinstance(said, dg.SensorResult)
     assert said.run_requests is not None
     (request,) = said.run_requests
-    assert said.cursor == request.run_key
+    assert json.loads(said.cursor or "")["batch"] == int(request.run_key.split(":")[2])
     return request
 
 
@@ -43,11 +44,11 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"))
     first = evaluate(copy)
     assert files(first) == ["3.jsonl", "4.jsonl"]
-    assert first.run_key.startswith("prices:2:")
+    assert first.run_key.startswith("prices:0:2:")
     assert first.tags == {"vt_dagster/asset": "prices", "vt_dagster/batch": "3"}
     # a tick once more, a cursor that was lost, and one of long ago: the same run
-    assert evaluate(copy, cursor=first.run_key).run_key == first.run_key
-    assert evaluate(copy, cursor="prices:0:abc").run_key == first.run_key
+    for cursor in ('{"epoch": 0, "batch": 2}', '{"epoch": 0, "batch": 1}', "somebody's own"):
+        assert evaluate(copy, cursor=cursor).run_key == first.run_key
     copy.land("prices", "5.jsonl", record("a", "p7", "2 08:00"))
     second = evaluate(copy)
     assert second.run_key != first.run_key
@@ -70,20 +71,23 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     assert evaluate(copy).run_key not in {first.run_key, second.run_key}
 
 
-def test_same_files_after_another_commit_are_another_run(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_replay_is_another_run(spark: SparkSession, tmp_path: Path) -> None:
     """A replay on purpose (the tables were removed) is not swallowed, a doubled tick is."""
     market = Market(tmp_path, spark)
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     first = evaluate(market)
     assert evaluate(market).run_key == first.run_key
-    assert first.run_key.startswith("prices:0:")
+    # the cursor has seen two batches, but the table has none: it was removed
+    again = evaluate(market, cursor='{"epoch": 0, "batch": 2}')
+    assert again.run_key != first.run_key
+    assert files(again) == files(first)
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("missing", "no new jsonl files"),
-        ("x" * 300, "File name too long"),
+        ("missing", "expected a directory"),
+        ("x" * 300, "expected a directory"),
         ("nowhere://bucket/folder", "nowhere"),
     ],
 )

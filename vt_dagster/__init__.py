@@ -2,7 +2,7 @@
 
 from vt_dagster.errors import TopologyError, VtDagsterError
 from vt_dagster.factory import build_asset, build_checks, build_definitions, build_resources
-from vt_dagster.io_manager import TablesIOManager
+from vt_dagster.io_manager import TablesIOManager, tables_io_manager
 from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.sensors import build_sensor
@@ -24,4 +24,5 @@ __all__ = [
     "build_definitions",
     "build_resources",
     "build_sensor",
+    "tables_io_manager",
 ]

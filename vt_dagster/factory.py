@@ -9,7 +9,7 @@ import dagster as dg
 from vt_dagster import ops
 from vt_dagster.checks import build_checks
 from vt_dagster.errors import TopologyError
-from vt_dagster.io_manager import OpMemoryIOManager, TablesIOManager
+from vt_dagster.io_manager import OpMemoryIOManager, tables_io_manager
 from vt_dagster.metadata import definition_metadata, describe
 from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable, topological
 from vt_dagster.resource import SparkResource, WarehouseResource
@@ -77,12 +77,11 @@ def build_resources(
 ) -> dict[str, Any]:
     """The resources that the ops, checks and sensors need, under the keys that they need them."""
     where = WarehouseResource(path=warehouse) if isinstance(warehouse, str) else warehouse
-    session = spark or SparkResource()
     return {
         "warehouse": where,
-        "spark": session,
+        "spark": spark or SparkResource(),
         ops.OP_MEMORY: OpMemoryIOManager(),
-        ops.TABLES: TablesIOManager(warehouse=where, spark=session),
+        ops.TABLES: tables_io_manager,
     }
 
 

@@ -6,7 +6,6 @@ import dagster as dg
 from pyspark.sql import DataFrame
 
 from vt_dagster.errors import ContractError, ExecutorError
-from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.storage.store import AssetStore
 
 READ = "vt_dagster/read"
@@ -36,7 +35,7 @@ class OpMemoryIOManager(dg.IOManager):
             ) from None
 
 
-class TablesIOManager(dg.ConfigurableIOManager):
+class TablesIOManager(dg.IOManager):
     """Gives an asset's table to a user's own asset as a Spark DataFrame.
 
     What is read is said on the input, ``dg.AssetIn(metadata={"vt_dagster/read": …})``:
@@ -48,11 +47,8 @@ class TablesIOManager(dg.ConfigurableIOManager):
       (inclusive; without an offset it is UTC).
 
     What is read is as of the log's last commit. Nothing is written by this manager: the tables are
-    written by their own assets.
+    written by their own assets. It uses the resources ``spark`` and ``warehouse``.
     """
-
-    warehouse: dg.ResourceDependency[WarehouseResource]
-    spark: dg.ResourceDependency[SparkResource]
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
         """The write op has committed already; anything else cannot be stored here."""
@@ -68,6 +64,13 @@ class TablesIOManager(dg.ConfigurableIOManager):
         assert upstream is not None
         name = upstream.asset_key.path[-1]
         wanted = context.definition_metadata or {}
-        spark = self.spark.spark_session
-        store = AssetStore.open(self.warehouse.path, name, spark)
+        resources: Any = context.resources
+        spark = resources.spark.spark_session
+        store = AssetStore.open(resources.warehouse.path, name, spark)
         return store.read(wanted.get(READ), wanted.get(AS_OF))
+
+
+@dg.io_manager(required_resource_keys={"spark", "warehouse"})
+def tables_io_manager() -> TablesIOManager:
+    """The resource that gives tables to assets; see :class:`TablesIOManager`."""
+    return TablesIOManager()

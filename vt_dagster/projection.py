@@ -78,6 +78,18 @@ class Projection:
             for name, expression in self.columns
         }
 
+    def right_columns(self) -> set[str]:
+        """The right side's columns that the result is made of."""
+        used = {
+            column.strip("`").lower()
+            for _, expression in self.columns
+            for side, column in _REFERENCE.findall(expression)
+            if side.lower() == "right"
+        }
+        right = self.sides["right"]
+        names = [*(f.name for f in right.fields), *right.times]
+        return {n for n in names if n.lower() in used}
+
     def fields(self) -> list[StructField]:
         """The columns with their types; NullType where only Spark can tell an expression's."""
         return [self._field(name, expression) for name, expression in self.columns]

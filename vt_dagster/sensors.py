@@ -23,10 +23,10 @@ def build_sensor(
     """A sensor that asks for a run when a source's directory has files that were not consumed.
 
     The truth is the position in the asset's last commit; the cursor only says what was asked for
-    last. The run's config names the files, and the run key follows from them and from the batch that
-    they come after: the same files are asked for once, and again only after a later commit (a
-    replay). A lost cursor or a doubled tick asks for nothing twice; a run that finds its files
-    consumed commits nothing.
+    last. The run's config names the files, and the run key follows from them, from the batch that
+    they come after, and from an epoch that the cursor counts: the same files are asked for once, and
+    again where the table has gone back since (a replay). A lost cursor or a doubled tick asks for
+    nothing twice; a run that finds its files consumed commits nothing.
 
     Args:
         target: what to run; None = the asset and everything downstream of it.
@@ -60,14 +60,25 @@ def build_sensor(
                 f"no new {source.describe()}: batch {batch}, {consumed} records consumed"
             )
         names = [f.name for f in pending]
-        digest = hashlib.sha256(json.dumps([batch, names]).encode()).hexdigest()[:16]
-        run_key = f"{node.name}:{batch}:{digest}"
+        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
+        epoch = _epoch(context.cursor, batch)
+        run_key = f"{node.name}:{epoch}:{batch}:{digest}"
         config = {"ops": {node.name: {"ops": {f"read_{node.name}": {"config": {"files": names}}}}}}
         request = dg.RunRequest(
             run_key=run_key,
             run_config=config,
             tags={"vt_dagster/asset": node.name, "vt_dagster/batch": str(batch + 1)},
         )
-        return dg.SensorResult(run_requests=[request], cursor=run_key)
+        cursor = json.dumps({"epoch": epoch, "batch": batch})
+        return dg.SensorResult(run_requests=[request], cursor=cursor)
 
     return sense
+
+
+def _epoch(cursor: str | None, batch: int) -> int:
+    """One more each time that a table has gone back, which is a replay on purpose."""
+    try:
+        seen = json.loads(cursor or "")
+        return seen["epoch"] + (1 if batch < seen["batch"] else 0)
+    except (ValueError, KeyError, TypeError):  # lost, or not ours
+        return 0

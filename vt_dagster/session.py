@@ -173,6 +173,8 @@ def _settings(app_name: str, master: str, jars: list[Path], conf: Mapping[str, s
         "spark.databricks.delta.snapshotPartitions": "2",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
+        # Spark's own default, INT96, is deprecated in Parquet and larger.
+        "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
         # For each column expression it asks the JVM several times, only to word errors better.
         "spark.python.sql.dataFrameDebugging.enabled": "false",
         "spark.sql.catalog.spark_catalog": DELTA_CATALOG,

@@ -220,3 +220,15 @@ def test_a_join_with_a_table_that_has_nothing_yet(tmp_path: Path, spark: SparkSe
     assert receipt.commit.counts["in"] == receipt.commit.counts["unmatched"] == 2
     assert topology.store("priced", spark).read().count() == 0
     assert topology.run("priced", spark).commit is None
+
+
+def test_a_join_whose_records_all_wait(tmp_path: Path, spark: SparkSession) -> None:
+    topology = Topology(tmp_path)
+    land_first(topology)
+    topology.run("rates", spark)
+    topology.land("orders", "1.jsonl", [("a", 1, 1)])
+    topology.run("orders", spark)
+    receipt = topology.run("priced", spark)
+    assert receipt.commit is not None
+    assert (receipt.commit.counts["out"], receipt.commit.counts["waiting"]) == (0, 1)
+    assert topology.store("priced", spark).read().count() == 0

@@ -94,17 +94,19 @@ def join_records(
     join: StreamTableJoin, considered: DataFrame, view: DataFrame, table_time: Column
 ) -> DataFrame:
     """The results of a join run, in no order yet."""
-    right = join.right
+    right, projection = join.right, join.projection()
     horizon = None
+    needed = {*right.key, *projection.right_columns(), IS_TOMBSTONE, PARTITION}
     if isinstance(right, VersionedTable):
         horizon = table_time - duration(right.history_retention)
+        needed |= {VALID_FROM, VALID_TO}
     return stream_table_join.join(
         considered.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)),
-        view,
+        view.select(*[c for c in view.columns if c in needed]),
         kind=join.kind,
         stream_key=join.left.key,
         table_key=right.key,
-        columns=join.projection().columns,
+        columns=projection.columns,
         horizon=horizon,
     )
 

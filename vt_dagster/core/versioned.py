@@ -201,12 +201,12 @@ def as_of_join(
         the table has no value then or has forgotten it.
     """
     keys = [f"_key{i}" for i in range(len(right_key))]
-    at, side, row, candidate = "_at", "_side", "_row", "_version"
+    at, side, candidate = "_at", "_side", "_version"
     stream = left.select(
+        *[F.col(f"`{c}`") for c in left.columns],
         *[F.col(k).alias(n) for k, n in zip(left_key, keys, strict=True)],
         F.col(TIMESTAMP).alias(at),
         F.lit(1).alias(side),
-        F.struct(*[F.col(f"`{c}`") for c in left.columns]).alias(row),
     )
     table = versions.select(
         *[F.col(k).alias(n) for k, n in zip(right_key, keys, strict=True)],
@@ -229,4 +229,7 @@ def as_of_join(
         & ~version[IS_TOMBSTONE]
         & F.col(keys[0]).isNotNull()
     )
-    return found.select(f"{row}.*", F.when(valid, version.dropFields("_horizon")).alias(name))
+    return found.select(
+        *[F.col(f"`{c}`") for c in left.columns],
+        F.when(valid, version.dropFields("_horizon")).alias(name),
+    )

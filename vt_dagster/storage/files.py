@@ -91,10 +91,12 @@ class FilesSource:
                 f"{self.path!r} is on a file system that fsspec cannot reach: {error}; correct the "
                 "path, or install what the message names"
             ) from None
-        try:
-            found = fs.ls(root, detail=True, refresh=True)
-        except FileNotFoundError:
-            return []
+        if not fs.isdir(root):
+            raise SourceError(
+                f"expected a directory {self.path!r} with {self.format} files, found none; create it, "
+                "or correct the path"
+            )
+        found = fs.ls(root, detail=True, refresh=True)
         infos = [
             FileInfo(posixpath.basename(f["name"]), fs.unstrip_protocol(f["name"]), f["size"])
             for f in found
