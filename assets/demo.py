@@ -1,4 +1,4 @@
-"""``make demo``: a year of flights lands quarter by quarter, and each quarter is one run."""
+"""``make demo``: a year of flights lands month by month and is consumed in three runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vt_dagster.columns import IS_LATE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import VtDagsterError
 from vt_dagster.storage.store import AssetStore
 
-QUARTERS = ((1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12, 13))
+LANDINGS = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13))
 """Months that land before each run; 13 is January 2014, when the last flights of 2013 are known."""
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 def run() -> None:
-    """Starts from nothing, runs the main job four times, and shows what came out."""
+    """Starts from nothing, runs the main job three times, and shows what came out."""
     started = time.monotonic()
     home = DATA / "dagster_home"
     for old in (LANDING, DATA / "warehouse", home):
@@ -38,8 +38,8 @@ def run() -> None:
     job = defs.resolve_job_def("main")
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
     with dg.DagsterInstance.get() as instance:
-        for number, months in enumerate(QUARTERS, 1):
-            _say(started, f"run {number} of {len(QUARTERS)}: months {months[0]} to {months[-1]} land")
+        for number, months in enumerate(LANDINGS, 1):
+            _say(started, f"run {number} of {len(LANDINGS)}: months {months[0]} to {months[-1]} land")
             landed = write_landing(LANDING, months)
             rows = ", ".join(f"{sum(m.values()):,} {name}" for name, m in landed.items() if m)
             _say(started, f"  landed {rows}; materializing")

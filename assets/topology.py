@@ -14,8 +14,8 @@ weather = VersionedTable(
     schema=Weather,
     timestamp="time_hour",
     # A run takes a table's records before the stream's, so the table must remember at least as much
-    # time as a run may span (a quarter, in the demo), and the grace period on top.
-    history_retention=timedelta(days=120),
+    # time as a run may span (four months, in the demo), and the grace period on top.
+    history_retention=timedelta(days=150),
     source=FilesSource(str(LANDING / "weather"), format="csv", pattern="*.csv"),
     description="Hourly observations at the three airports of New York.",
     group="sources",

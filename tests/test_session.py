@@ -255,14 +255,15 @@ def test_local_cores(master: str, cores: int | None):
     assert session._local_cores(master) == cores
 
 
-def test_import_loads_neither_spark_nor_dagster():
+def test_import_starts_nothing():
     done = run(
         """
         import sys, vt_dagster.session
-        print([m for m in ("pyspark", "dagster", "jgo", "pandas", "py4j") if m in sys.modules])
+        from pyspark import SparkContext
+        print("jgo" in sys.modules, SparkContext._gateway, SparkContext._active_spark_context)
         """
     )
-    assert done.stdout == "[]\n", done.stderr
+    assert done.stdout == "False None None\n", done.stderr
 
 
 # --------------------------------------------------------------------------------- real sessions
