@@ -195,8 +195,8 @@ def test_assets_give_what_kafka_streams_gave(spark: SparkSession, tmp_path: Path
     for number in range(RUNS):
         for node in origin:
             rows = [r for s in scenarios for r in s.arriving(number, node.name)]
+            (landing / node.name).mkdir(parents=True, exist_ok=True)
             if rows:
-                (landing / node.name).mkdir(parents=True, exist_ok=True)
                 (landing / node.name / f"{number}.jsonl").write_text(lines(*rows), "utf-8")
         result = run(assets, warehouse)
         assert result.success, messages(result)

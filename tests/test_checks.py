@@ -198,6 +198,8 @@ def test_numbers_of_a_healthy_table(market: Market) -> None:
 
 def test_nothing_committed_yet_is_green(market: Market, tmp_path: Path) -> None:
     empty = Market(tmp_path, market.spark)
+    for name in ("prices", "rates"):
+        (tmp_path / "landing" / name).mkdir(parents=True)
     result = empty.run([empty.prices, empty.rates])
     assert result.success
     assert all(e.passed for e in checks(result).values())
