@@ -93,6 +93,7 @@ def contract_of(node: Stream) -> tuple[list[Rule], list[Probe]]:
         else:
             rules.append(Rule(name, found if tombstones else found & ~F.col(IS_TOMBSTONE)))
 
+    taken = set[str]()
     for column, declared in schema.columns.items():
         if not declared.nullable:
             present = F.col(column).isNull()
@@ -101,10 +102,19 @@ def contract_of(node: Stream) -> tuple[list[Rule], list[Probe]]:
                 Rule(f"{column}_not_null", present & ~F.col(IS_TOMBSTONE) if value else present)
             )
         for check in declared.checks:
-            add(check.name or f"{column}_{check.error}", _on_column(check, column))
+            add(_name(check, column, taken), _on_column(check, column))
     for check in schema.checks:
         add(check.name or str(check.error), _on_frame(check))
     return rules, probes
+
+
+def _name(check: Any, column: str, taken: set[str]) -> str:
+    """The name that the user gave a check; its column and what it says where there is none."""
+    said = str(check.error)
+    given = check.name and not said.startswith(check.name)
+    name = check.name if given and check.name not in taken else f"{column} {said}"
+    taken.add(name)
+    return name
 
 
 def _on_column(check: Any, column: str) -> Callable[[Any], Any]:
