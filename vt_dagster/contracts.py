@@ -111,7 +111,7 @@ def contract_of(node: Stream) -> tuple[list[Rule], list[Probe]]:
 def _name(check: Any, column: str, taken: set[str]) -> str:
     """The name that the user gave a check; its column and what it says where there is none."""
     said = str(check.error)
-    given = check.name and not said.startswith(check.name)
+    given = check.name and said.split("(")[0] != check.name
     name = check.name if given and check.name not in taken else f"{column} {said}"
     taken.add(name)
     return name
