@@ -40,6 +40,11 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     said = evaluate(copy)
     assert said == f"no new jsonl files {copy.root}/landing/prices/*: batch 2, 11 records consumed"
+    # a tick without a request remembers how far the table was, so that its removal is noticed
+    where = WarehouseResource(path=str(copy.warehouse))
+    tick = dg.build_sensor_context(resources={"warehouse": where})
+    build_sensor(copy.prices)(tick)
+    assert json.loads(tick.cursor or "") == {"epoch": 0, "batch": 2}
     copy.land("prices", "4.jsonl", record("a", "p6", "2 07:00"))
     copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"))
     first = evaluate(copy)

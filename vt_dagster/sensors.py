@@ -54,14 +54,16 @@ def build_sensor(
         except VtDagsterError as error:
             return dg.SkipReason(str(error))
         batch = 0 if head is None else head.commit.batch
+        epoch = _epoch(context.cursor, batch)
+        cursor = json.dumps({"epoch": epoch, "batch": batch})
         if not pending:
+            context.update_cursor(cursor)  # else a table that goes back from here is not noticed
             consumed = 0 if head is None else head.commit.totals.get("in", 0)
             return dg.SkipReason(
                 f"no new {source.describe()}: batch {batch}, {consumed} records consumed"
             )
         names = [f.name for f in pending]
         digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
-        epoch = _epoch(context.cursor, batch)
         run_key = f"{node.name}:{epoch}:{batch}:{digest}"
         config = {"ops": {node.name: {"ops": {f"read_{node.name}": {"config": {"files": names}}}}}}
         request = dg.RunRequest(
@@ -69,7 +71,6 @@ def build_sensor(
             run_config=config,
             tags={"vt_dagster/asset": node.name, "vt_dagster/batch": str(batch + 1)},
         )
-        cursor = json.dumps({"epoch": epoch, "batch": batch})
         return dg.SensorResult(run_requests=[request], cursor=cursor)
 
     return sense
