@@ -5,19 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import dagster as dg
 from pyspark.sql import Row
+from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from rich.console import Console
 from rich.table import Table as TextTable
 
 from assets.landing import write_landing
 from resources import DATA, LANDING, spark, warehouse
-from vt_dagster.columns import IS_LATE, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import IS_LATE, IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import VtDagsterError
 from vt_dagster.storage.store import AssetStore
+
+SHOWN = (
+    "weather",
+    "flights",
+    "aircraft",
+    "flights_with_weather",
+    "fleet_sizes",
+    "hourly_departures",
+    "weather_alerts",
+)
+"""The assets whose counts are shown after each run."""
 
 LANDINGS = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13))
 """Months that land before each run; 13 is January 2014, when the last flights of 2013 are known."""
@@ -46,10 +59,14 @@ def run() -> None:
             result = job.execute_in_process(instance=instance, run_config=quiet, raise_on_error=False)
             if not result.success:
                 raise VtDagsterError("the run failed; its log above says why")
-            for name in ("weather", "planes", "flights", "flights_with_weather"):
+            for name in SHOWN:
                 _say(started, f"  {name}: {_counts(result, name)}")
     _summary()
     _explain_late_record()
+    _fleet()
+    _hours()
+    _bad_weather()
+    _board()
     _say(started, "done")
     console.print(f"\nTables: {warehouse.path}/<asset>/log and /view (Delta Lake)")
     console.print("Look into one:   .venv/bin/vt-dagster history weather --key JFK --limit 5")
@@ -73,17 +90,9 @@ def _summary() -> None:
     table = TextTable(title="Flights joined with the weather as of their departure")
     table.add_column("count")
     table.add_column("records", justify="right")
-    session = spark.spark_session
-    joined = AssetStore(warehouse.path, _topology().flights_with_weather, session)
-    weather = AssetStore(warehouse.path, _topology().weather, session)
-    head, seen = joined.head(), weather.head()
-    assert head is not None
-    assert seen is not None
-    totals, of_weather = head.commit.totals, seen.commit.totals
-    flights = AssetStore(warehouse.path, _topology().flights, session).head()
-    assert flights is not None
-    quarantined = flights.commit.totals["quarantined"] + of_weather["quarantined"]
-    kept = weather.read("versions").count()
+    totals, of_weather = _totals("flights_with_weather"), _totals("weather")
+    quarantined = _totals("flights")["quarantined"] + of_weather["quarantined"]
+    kept = _store("weather").read("versions").count()
     for what, number in (
         ("flights in", totals["in"]),
         ("joined", totals["out"]),
@@ -107,11 +116,19 @@ def _topology() -> Any:
     return topology
 
 
+def _store(name: str) -> AssetStore:
+    return AssetStore(warehouse.path, getattr(_topology(), name), spark.spark_session)
+
+
+def _totals(name: str) -> Mapping[str, int]:
+    head = _store(name).head()
+    assert head is not None
+    return head.commit.totals
+
+
 def _explain_late_record() -> None:
     """One flight whose data came long after its time, and what joining it by arrival would give."""
-    session = spark.spark_session
-    joined = AssetStore(warehouse.path, _topology().flights_with_weather, session).read("log")
-    versions = AssetStore(warehouse.path, _topology().weather, session).read("versions")
+    joined, versions = _store("flights_with_weather").read("log"), _store("weather").read("versions")
     start = versions.agg(F.min(VALID_FROM)).collect()[0][0]
     late = joined.where(F.col(IS_LATE) & (F.col(TIMESTAMP) > F.lit(start)))
     flight = late.orderBy(F.unix_seconds(TIMESTAMP) - F.unix_seconds("known_at")).first()
@@ -141,3 +158,85 @@ def _explain_late_record() -> None:
         f"{later.valid_to.strftime('%m-%d %H:%M') if later.valid_to else 'now'}: "
         f"{later.temp} °F, wind {later.wind_speed:.1f} mph   <- what a join by arrival would take"
     )
+
+
+def _fleet() -> None:
+    """An aircraft that changes its carrier leaves one airline's count and enters another's."""
+    of_key = W.partitionBy("tailnum")
+    moved = (
+        _store("airline_fleet")
+        .read("versions")
+        .where(~F.col(IS_TOMBSTONE))
+        .withColumn("before", F.lag("airline").over(of_key.orderBy(VALID_FROM)))
+        .where(F.col("before") != F.col("airline"))
+    )
+    sales = {
+        (r.before, r.airline): r["count"] for r in moved.groupBy("before", "airline").count().collect()
+    }
+    last = moved.orderBy(F.desc(VALID_FROM), "tailnum").first()
+    if last is None:
+        return
+    most = _store("fleet_sizes").read("log").groupBy("airline").agg(F.max("aircraft").alias("most"))
+    sizes = {r.airline: r for r in _store("fleet_sizes").read().join(most, "airline").collect()}
+    console.print(
+        f"\nAn aircraft changes hands (fleet_sizes: an aggregate over a versioned table)\n"
+        f"  {last.tailnum}, a {last.manufacturer} {last.model} with {last.seats} seats, flew for "
+        f"{last.before},\n"
+        f"  since {last.valid_from:%Y-%m-%d %H:%M} for {last.airline}: one less here, one more there"
+    )
+    for (seller, buyer), number in sorted(sales.items()):
+        console.print(
+            f"    {number:>3} aircraft from {seller} ({sizes[seller].most:,} at most, "
+            f"{sizes[seller].aircraft:,} now) to {buyer} ({sizes[buyer].aircraft:,} now)"
+        )
+
+
+def _hours() -> None:
+    """Final results only: no hour is told before its flights have landed, none is told twice."""
+    hours = _store("hourly_departures").read("log")
+    so_far = _totals("departures_so_far")
+    busy = hours.where("departed >= 10").orderBy(F.desc("mean_delay"), "origin").first()
+    if busy is None:
+        return
+    window = _topology().departures_so_far.operator.window
+    told = _totals("hourly_departures")["out"]
+    console.print(
+        f"\nThe worst hour (hourly_departures: windows of {window.size}, closed {window.grace} after "
+        f"their end)\n"
+        f"  {busy.origin}, {busy.window_start:%Y-%m-%d %H:%M} to {busy.window_end:%H:%M} UTC: "
+        f"{busy.departed} of {busy.scheduled} departed, {busy.mean_delay:.0f} minutes late on average, "
+        f"{busy.worst_delay} at worst\n"
+        f"  {told:,} hours, each told once; {so_far['dropped']:,} flights were known only when their "
+        f"hour had closed"
+    )
+
+
+def _bad_weather() -> None:
+    """Few messages instead of many, and the events put together to spells."""
+    storms = _store("storms").read()
+    length = F.unix_seconds("window_end") - F.unix_seconds("window_start")
+    longest = storms.orderBy(F.desc(length), "origin", "window_start").first()
+    if longest is None:
+        return
+    gust, period = longest.strongest_gust_kmh, _topology().weather_alerts.operator.until.duration
+    console.print(
+        f"\nThe longest storm (storms: sessions of bad weather)\n"
+        f"  {longest.origin}, {longest.window_start:%Y-%m-%d %H:%M} to "
+        f"{longest.window_end:%m-%d %H:%M}: {longest.bad_hours} bad hours, visibility down to "
+        f"{longest.least_visib_km:.1f} km"
+        f"{'' if gust is None else f', gusts up to {gust:.0f} km/h'}\n"
+        f"  {_totals('weather')['applied']:,} observations, {_totals('bad_weather')['out']:,} changes "
+        f"of bad weather, {_totals('weather_alerts')['out']:,} alerts "
+        f"(weather_alerts: one in {period} for an airport), "
+        f"{storms.count():,} storms"
+    )
+
+
+def _board() -> None:
+    """The newest departure by time, not the one whose data came last."""
+    console.print("\nThe newest departures (departure_board: a stream as a versioned table)")
+    for row in _store("departure_board").read().orderBy("origin").collect():
+        console.print(
+            f"  {row.origin} {row.timestamp:%Y-%m-%d %H:%M}  {row.carrier} {row.flight} to {row.dest}, "
+            f"{row.temp} °F, wind {row.wind_speed:.1f} mph"
+        )

@@ -4,11 +4,13 @@ Real deliveries come in pieces and out of order, so the year 2013 is written mon
 
     landing/weather/weather-2013-01.csv      hourly observations, ordered by time_hour, origin
     landing/planes/planes-2013-01.csv        the aircraft register, once, with the first month
+    landing/airlines/airlines-2013-01.csv    the airlines' names, once, with the first month
+    landing/aircraft/aircraft-2013-01.csv    which carrier flies an aircraft, ordered by known_at
     landing/flights/flights-2013-01.jsonl    flights, ordered by known_at
     ...
     landing/flights/flights-2014-01.jsonl    flights of the last evening, landed after midnight UTC
 
-Every source column keeps its name and its text. Two things are added, and only where there is
+Every source column keeps its name and its text. Three things are added, and only where there is
 nothing else to go by:
 
 ``flights.known_at``
@@ -23,8 +25,14 @@ nothing else to go by:
     and late flights arrive after flights that left later. Equal ``known_at``: by timestamp,
     carrier, flight, origin. The month of ``known_at`` in UTC decides the file.
 
-``planes.known_at``
-    The register has no time of its own: all of it is valid from 2013-01-01T00:00:00Z.
+``planes.known_at``, ``airlines.known_at``
+    The registers have no time of their own: all of them is valid from 2013-01-01T00:00:00Z.
+
+``aircraft``
+    Nobody says who flies an aircraft, but its flights do: a record of tailnum and carrier for its
+    first flight, and for the first one under another carrier (17 aircraft change hands). ``since``
+    is the scheduled departure of that flight, ``known_at`` the flight's own. Equal ``known_at``: by
+    since, tailnum.
 
 Formats: CSV has a header line, commas, UTF-8, and an empty field for null (the default of Spark,
 pandas and DuckDB; no reader option but ``header`` is needed). JSON lines have ``null`` for null.
@@ -43,7 +51,7 @@ import pandas as pd
 from vt_dagster.errors import SourceError
 
 FIRST_YEAR = 2013
-PLANES_KNOWN_AT = "2013-01-01T00:00:00Z"
+REGISTERS_KNOWN_AT = "2013-01-01T00:00:00Z"
 MINUTE = pd.Timedelta(minutes=1)
 NEVER_LANDED = pd.Timedelta(hours=12)
 
@@ -51,9 +59,11 @@ NEVER_LANDED = pd.Timedelta(hours=12)
 DELIVERIES: dict[str, range] = {
     "weather": range(1, 13),
     "planes": range(1, 2),
+    "airlines": range(1, 2),
+    "aircraft": range(1, 13),
     "flights": range(1, 14),
 }
-_SUFFIX = {"weather": "csv", "planes": "csv", "flights": "jsonl"}
+_SUFFIX = dict.fromkeys(DELIVERIES, "csv") | {"flights": "jsonl"}
 
 
 def write_landing(landing: Path, months: Iterable[int] | None = None) -> dict[str, dict[int, int]]:
@@ -133,8 +143,24 @@ def _weather(data: Path) -> dict[int, pd.DataFrame]:
 
 
 def _planes(data: Path) -> dict[int, pd.DataFrame]:
-    planes = _read(data / "planes.csv", dtype=str).assign(known_at=PLANES_KNOWN_AT)
+    planes = _read(data / "planes.csv", dtype=str).assign(known_at=REGISTERS_KNOWN_AT)
     return _by_month(planes, "known_at")
+
+
+def _airlines(data: Path) -> dict[int, pd.DataFrame]:
+    airlines = _read(data / "airlines.csv", dtype=str).assign(known_at=REGISTERS_KNOWN_AT)
+    return _by_month(airlines, "known_at")
+
+
+def _aircraft(data: Path) -> dict[int, pd.DataFrame]:
+    needed = ["tailnum", "carrier", "time_hour", "minute", "dep_delay", "air_time"]
+    flights = _read(data / "flights.csv.zip", usecols=needed).dropna(subset="tailnum")
+    since, known_at = _times(flights)
+    flown = flights[["tailnum", "carrier"]].assign(since=_iso(since), known_at=_iso(known_at))
+    flown = flown.sort_values(["tailnum", "since", "known_at"], kind="stable")
+    changed = flown["carrier"] != flown.groupby("tailnum")["carrier"].shift()
+    changes = flown.loc[changed].sort_values(["known_at", "since", "tailnum"])
+    return _by_month(changes, "known_at")
 
 
 def _flights(data: Path) -> dict[int, pd.DataFrame]:
@@ -176,7 +202,13 @@ def _by_month(rows: pd.DataFrame, column: str) -> dict[int, pd.DataFrame]:
     return {int(number): part for number, part in rows.groupby(month, sort=True)}  # pyright: ignore[reportArgumentType]
 
 
-_READERS = {"weather": _weather, "planes": _planes, "flights": _flights}
+_READERS = {
+    "weather": _weather,
+    "planes": _planes,
+    "airlines": _airlines,
+    "aircraft": _aircraft,
+    "flights": _flights,
+}
 
 
 # --- writing --------------------------------------------------------------------------------

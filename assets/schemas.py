@@ -128,3 +128,22 @@ class Planes(pa.DataFrameModel):
     speed: T.IntegerType = pa.Field(nullable=True, description="Average cruising speed, mph")
     engine: T.StringType = pa.Field(description="Kind of engine")
     known_at: T.TimestampType = pa.Field(description="Valid from, UTC")
+
+
+class Airlines(pa.DataFrameModel):
+    """The airlines' names; key ``carrier``, time ``known_at``."""
+
+    carrier: T.StringType = pa.Field(description="Airline, two letters")
+    name: T.StringType
+    known_at: T.TimestampType = pa.Field(description="Valid from, UTC")
+
+
+class Aircraft(pa.DataFrameModel):
+    """Which carrier flies an aircraft; key ``tailnum``, time ``since``."""
+
+    tailnum: T.StringType
+    carrier: T.StringType = pa.Field(description="Airline, two letters")
+    since: T.TimestampType = pa.Field(description="Its first scheduled departure for the carrier, UTC")
+    known_at: T.TimestampType = pa.Field(
+        description="When the data of that flight is known, UTC: the arrival order"
+    )

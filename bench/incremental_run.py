@@ -13,7 +13,7 @@ from measure import Outputs, Result, compare, take_turns
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.model import VersionedTable
-from vt_dagster.storage import runs
+from vt_dagster.storage import run_source
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore, Head
@@ -80,10 +80,10 @@ class Site:
         """One run of the asset, as the Dagster ops do it."""
         start = time.perf_counter()
         store = TimedStore(self.warehouse, self.table, self.spark)
-        arrival = runs.pin_files(store, self.source)
-        records = runs.read_files(store, self.source, arrival)
-        considered = runs.consider(store, arrival, records)
-        receipt = runs.commit_records(store, self.source, arrival, considered)
+        arrival = run_source.pin_files(store, self.source)
+        records = run_source.read_files(store, self.source, arrival)
+        considered = run_source.consider(store, arrival, records)
+        receipt = run_source.commit_records(store, self.source, arrival, considered)
         assert receipt.commit is not None
         writes = sum(store.spent.values())
         return {**store.spent, "the rest": time.perf_counter() - start - writes}

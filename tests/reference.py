@@ -1,9 +1,13 @@
-"""An as-of join without Spark: the independent answer that the tests compare with."""
+"""The demo's results without Spark and without our operators: what the tests compare with."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import duckdb
 import pandas as pd
+
+UTC = "datetime64[us, UTC]"
 
 #: What a weather observation says, apart from where and when.
 WEATHER_VALUES = [
@@ -69,3 +73,156 @@ def as_of_join(flights: pd.DataFrame, weather: pd.DataFrame) -> pd.DataFrame:
     # reindex, not take: a missing position gives a row of nulls
     values = values.reindex(position.fillna(-1).astype("int64")).set_axis(flights.index)
     return pd.concat([flights.assign(timestamp=timestamp), values], axis=1)
+
+
+# --- what the demo's other results must be, from the landing files in order of arrival ---------
+
+
+def landed(landing: Path, source: str) -> pd.DataFrame:
+    """All that a source delivered, in order of arrival; ``position`` counts from 0.
+
+    Flights have their ``timestamp``; times are UTC and carry their zone.
+    """
+    frames: list[pd.DataFrame] = []
+    for file in sorted((landing / source).iterdir()):
+        if file.suffix == ".csv":
+            frames.append(pd.read_csv(file))
+        else:
+            frames.append(pd.read_json(file, lines=True, convert_dates=False))
+    rows = pd.concat(frames, ignore_index=True)
+    for column in {"time_hour", "known_at", "since"} & set(rows.columns):
+        rows[column] = pd.to_datetime(rows[column], utc=True).astype(UTC)
+    if source == "flights":
+        rows["timestamp"] = departure(rows).astype(UTC)
+    return rows.assign(position=range(len(rows)))
+
+
+def query(sql: str, **frames: pd.DataFrame) -> pd.DataFrame:
+    """A query over frames, in DuckDB; times are UTC."""
+    with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'")
+        for name, frame in frames.items():
+            connection.register(name, frame)
+        return connection.execute(sql).df()
+
+
+def fleet_versions(
+    aircraft: pd.DataFrame, planes: pd.DataFrame, airlines: pd.DataFrame
+) -> pd.DataFrame:
+    """Every aircraft at every time, with its register entry and its airline's name."""
+    return query(
+        """
+        WITH one AS (  -- of several records of one time the last counts
+            SELECT tailnum, since, max_by(carrier, position) AS carrier
+            FROM aircraft GROUP BY tailnum, since
+        )
+        SELECT tailnum, carrier, since, manufacturer, model, year AS built, seats, name AS airline,
+               since AS valid_from,
+               lead(since) OVER (PARTITION BY tailnum ORDER BY since) AS valid_to
+        FROM one LEFT JOIN planes USING (tailnum) LEFT JOIN airlines USING (carrier)
+        """,
+        aircraft=aircraft,
+        planes=planes,
+        airlines=airlines,
+    )
+
+
+def hours(flights: pd.DataFrame, grace: pd.Timedelta) -> tuple[pd.DataFrame, int]:
+    """Departures by airport and hour without those that came when their hour had closed.
+
+    Returns:
+        the hours, ``closed`` among the columns, and how many flights came too late.
+    """
+    flights = flights.assign(
+        window_start=flights["timestamp"].dt.floor("h"), stream_time=flights["timestamp"].cummax()
+    )
+    flights["window_end"] = flights["window_start"] + pd.Timedelta(hours=1)
+    in_time = flights.loc[flights["stream_time"] < flights["window_end"] + grace]
+    found = in_time.groupby(["origin", "window_start", "window_end"], as_index=False).agg(
+        scheduled=("flight", "size"),
+        departed=("dep_time", "count"),
+        mean_delay=("dep_delay", "mean"),
+        worst_delay=("dep_delay", "max"),
+    )
+    newest = flights["timestamp"].max()
+    return found.assign(closed=found["window_end"] + grace <= newest), len(flights) - len(in_time)
+
+
+def metric(weather: pd.DataFrame) -> pd.DataFrame:
+    """The observations in metric units, in order of arrival."""
+    return pd.DataFrame(
+        {
+            "origin": weather["origin"],
+            "timestamp": weather["time_hour"],
+            "temp_c": (weather["temp"] - 32) * 5 / 9,
+            "wind_kmh": weather["wind_speed"] * 1.609344,
+            "gust_kmh": weather["wind_gust"] * 1.609344,
+            "visib_km": weather["visib"] * 1.609344,
+            "precip_mm": weather["precip"] * 25.4,
+        }
+    )
+
+
+def bad_weather(weather: pd.DataFrame) -> pd.DataFrame:
+    """The bad hours, and the first good one after them with nulls and ``is_tombstone``."""
+    rows = metric(weather)
+    bad = (rows["visib_km"] < 2) | (rows["gust_kmh"] > 60)
+    before = bad.groupby(rows["origin"]).shift(fill_value=False)
+    rows = rows.assign(is_tombstone=~bad).loc[bad | before]
+    values = [c for c in rows if c not in ("origin", "timestamp", "is_tombstone")]
+    rows.loc[rows["is_tombstone"], values] = None
+    return rows.reset_index(drop=True)
+
+
+def at_most_one_in(updates: pd.DataFrame, period: pd.Timedelta) -> pd.DataFrame:
+    """Updates of ``origin`` as KIP-328's time limit lets them out, one by one, in that order."""
+    held: dict[str, tuple[pd.Timestamp, int]] = {}
+    out: list[int] = []
+    stream_time = updates["timestamp"].min()
+    for i, (origin, time) in enumerate(zip(updates["origin"], updates["timestamp"], strict=True)):
+        stream_time = max(stream_time, time)
+        first, _ = held.get(origin, (time, i))
+        held[origin] = (first, i)
+        for first, key in sorted((first, key) for key, (first, _) in held.items()):
+            if first + period <= stream_time:
+                out.append(held.pop(key)[1])
+    return updates.iloc[out].reset_index(drop=True)
+
+
+def storms(weather: pd.DataFrame, gap: str) -> pd.DataFrame:
+    """Bad weather put together where no more than ``gap`` lies between: gaps and islands."""
+    return query(
+        f"""
+        WITH steps AS (
+            SELECT *, timestamp - lag(timestamp) OVER airport > INTERVAL '{gap}' AS apart
+            FROM events WINDOW airport AS (PARTITION BY origin ORDER BY timestamp)
+        ), islands AS (
+            SELECT *, count(*) FILTER (apart) OVER (PARTITION BY origin ORDER BY timestamp) AS island
+            FROM steps
+        )
+        SELECT origin, min(timestamp) AS window_start, max(timestamp) AS window_end,
+               count(*) FILTER (NOT is_tombstone) AS bad_hours,
+               min(visib_km) AS least_visib_km, max(gust_kmh) AS strongest_gust_kmh
+        FROM islands GROUP BY origin, island
+        """,
+        events=bad_weather(weather),
+    )
+
+
+def board(flights: pd.DataFrame, grace: pd.Timedelta, retention: pd.Timedelta) -> pd.DataFrame:
+    """The newest departures of each airport that do not wait any more, with their time of validity."""
+    done = flights.loc[flights["timestamp"] + grace <= flights["timestamp"].max()]
+    horizon = done["timestamp"].max() - retention
+    found = query(
+        """
+        WITH one AS (  -- of several departures of one time the last to arrive counts
+            SELECT * FROM done
+            QUALIFY row_number() OVER (PARTITION BY origin, timestamp ORDER BY position DESC) = 1
+        )
+        SELECT *, timestamp AS valid_from,
+               lead(timestamp) OVER (PARTITION BY origin ORDER BY timestamp) AS valid_to
+        FROM one
+        """,
+        done=done,
+    )
+    return found.loc[found["valid_to"].isna() | (found["valid_to"] > horizon)]

@@ -1,7 +1,8 @@
-"""``vt-dagster demo`` on the whole year, held against an independent as-of join."""
+"""``vt-dagster demo`` on the whole year: every result held against an independent one, as a whole."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import duckdb
 import pandas as pd
 import pytest
 
+from tests import reference
 from tests.reference import WEATHER_VALUES, as_of_join
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,46 @@ def _table(data: Path, asset: str, table: str) -> pd.DataFrame:
     return duckdb.sql(f"select * from read_parquet('{files}', union_by_name=true)").df()
 
 
+def _view(data: Path, asset: str) -> pd.DataFrame:
+    """A view, of whose files those count that its last version names, read without Spark."""
+    path = data / "warehouse" / asset / "view"
+    files = dict[str, None]()
+    for commit in sorted((path / "_delta_log").glob("*.json")):
+        for action in map(json.loads, commit.read_text().splitlines()):
+            if "add" in action:
+                files[action["add"]["path"]] = None
+            if "remove" in action:
+                files.pop(action["remove"]["path"], None)
+    if not files:
+        return _table(data, asset, "log").head(0)
+    return duckdb.read_parquet([str(path / file) for file in files]).df()
+
+
+def _assert_same(ours: pd.DataFrame, theirs: pd.DataFrame, order: list[str] | None = None) -> None:
+    """The same rows, whatever their order (None: in this order), in the columns of ``theirs``."""
+
+    def plain(rows: pd.DataFrame) -> pd.DataFrame:
+        rows = pd.DataFrame(rows[theirs.columns])
+        for column in rows.columns:
+            if isinstance(rows[column].dtype, pd.DatetimeTZDtype):
+                rows[column] = rows[column].astype(reference.UTC)
+            elif pd.api.types.is_numeric_dtype(rows[column].dtype):
+                rows[column] = rows[column].astype(float)
+        return (
+            rows.reset_index(drop=True) if order is None else rows.sort_values(order, ignore_index=True)
+        )
+
+    pd.testing.assert_frame_equal(
+        plain(ours).convert_dtypes(), plain(theirs).convert_dtypes(), rtol=1e-12, check_dtype=False
+    )
+
+
+def _number(text: str, pattern: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return int(found[1].replace(",", ""))
+
+
 def _utc(column: Any) -> Any:
     return pd.to_datetime(column, utc=True)
 
@@ -61,7 +103,7 @@ def test_every_flight_is_in_the_log_exactly_once(demo: tuple[Path, str]) -> None
 
 
 def test_flights_are_joined_once_or_wait(demo: tuple[Path, str], joined: pd.DataFrame) -> None:
-    waiting = int(re.search(r"waiting in the grace buffer\D+([\d,]+)", demo[1])[1].replace(",", ""))  # type: ignore[index]
+    waiting = _number(demo[1], r"waiting in the grace buffer\D+([\d,]+)")
     assert len(joined) + waiting == FLIGHTS
     assert 0 < waiting < 1000
     assert sorted(joined["offset"]) == list(range(len(joined)))
@@ -88,6 +130,116 @@ def test_every_joined_value_is_what_an_independent_join_gives(
     assert matched.notna().all()
 
 
+@pytest.fixture(scope="module")
+def landed(demo: tuple[Path, str]) -> dict[str, pd.DataFrame]:
+    """What the sources delivered, in order of arrival."""
+    sources = ("weather", "planes", "airlines", "aircraft", "flights")
+    return {source: reference.landed(demo[0] / "landing", source) for source in sources}
+
+
+def test_an_aircraft_is_what_it_was_at_every_time(
+    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+) -> None:
+    """Table-table join and foreign-key join: every version is that of a SQL join."""
+    expected = reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
+    assert (expected["valid_to"].notna().sum(), len(expected)) == (17, 4_060)
+    order = ["tailnum", "valid_from"]
+    _assert_same(_view(demo[0], "airline_fleet"), expected, order)
+    _assert_same(_view(demo[0], "fleet"), expected.drop(columns="airline"), order)
+
+
+def test_no_flight_contradicts_the_fleet(
+    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+) -> None:
+    """As of its departure, the carrier of every flight's aircraft is the flight's own."""
+    carriers = reference.query(
+        """
+        SELECT flights.carrier AS flown, fleet.carrier AS said
+        FROM flights ASOF LEFT JOIN fleet
+          ON flights.tailnum = fleet.tailnum AND flights.timestamp >= fleet.valid_from
+        WHERE flights.tailnum IS NOT NULL
+        """,
+        flights=landed["flights"][["tailnum", "carrier", "timestamp"]],
+        fleet=_view(demo[0], "fleet"),
+    )
+    assert len(carriers) == FLIGHTS - 2_512
+    assert (carriers["flown"] == carriers["said"]).all()
+
+
+def test_fleet_sizes_are_those_of_the_newest_records(
+    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+) -> None:
+    versions = reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
+    newest = versions[versions["valid_to"].isna()]
+    expected = newest.groupby("airline", as_index=False).agg(
+        aircraft=("tailnum", "size"), seats=("seats", "sum")
+    )
+    assert expected["aircraft"].sum() == 4_043
+    _assert_same(_view(demo[0], "fleet_sizes"), expected, ["airline"])
+
+
+def test_every_hour_is_told_once_when_it_has_closed(
+    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+) -> None:
+    every, late = reference.hours(landed["flights"], pd.Timedelta(hours=12))
+    assert late == 213
+    assert _number(demo[1], r"([\d,]+) flights were known only when") == late
+    order = ["origin", "window_start"]
+    _assert_same(_view(demo[0], "departures_so_far"), every.drop(columns="closed"), order)
+    final = every[every["closed"]].drop(columns="closed")
+    assert 0 < len(every) - len(final) < 100
+    told = _table(demo[0], "hourly_departures", "log")
+    assert told["is_tombstone"].sum() == 0
+    assert not told.duplicated(order).any()
+    _assert_same(told, final, order)
+    _assert_same(_view(demo[0], "hourly_departures"), final, order)
+
+
+def test_bad_weather_is_told_in_metric_units(
+    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+) -> None:
+    """map_values, filter, to_stream: every record, in order."""
+    metric, bad = reference.metric(landed["weather"]), reference.bad_weather(landed["weather"])
+    _assert_same(_in_order(demo[0], "weather_metric"), metric)
+    _assert_same(_view(demo[0], "weather_metric"), metric.groupby("origin").tail(1), ["origin"])
+    for asset in ("bad_weather", "bad_weather_reports"):
+        _assert_same(_in_order(demo[0], asset), bad)
+    now = bad.groupby("origin").tail(1)
+    _assert_same(_view(demo[0], "bad_weather"), now[~now["is_tombstone"]], ["origin"])
+
+
+def test_alerts_do_not_come_too_often(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
+    bad = reference.bad_weather(landed["weather"])
+    expected = reference.at_most_one_in(bad, pd.Timedelta(hours=3))
+    assert 0 < len(expected) < len(bad) / 2
+    _assert_same(_in_order(demo[0], "weather_alerts"), expected)
+    assert _number(demo[1], r"([\d,]+) alerts") == len(expected)
+
+
+def test_storms_are_gaps_and_islands(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:
+    expected = reference.storms(landed["weather"], gap="2 hours")
+    _assert_same(_view(demo[0], "storms"), expected, ["origin", "window_start"])
+    assert _number(demo[1], r"([\d,]+) storms") == len(expected)
+
+
+def test_the_board_shows_the_newest_departures(
+    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+) -> None:
+    newest = reference.board(landed["flights"], pd.Timedelta(hours=6), pd.Timedelta(days=1))
+    validity = newest[["valid_from", "valid_to"]]
+    flights = newest.drop(columns=["position", "timestamp", *validity])
+    weathered = as_of_join(flights, landed["weather"])
+    expected = weathered.rename(columns={"valid_from": "weather_from"}).join(validity)
+    board = _view(demo[0], "departure_board")
+    _assert_same(board, expected, ["origin", "valid_from"])
+    assert board["valid_to"].isna().sum() == 3
+
+
+def _in_order(data: Path, asset: str) -> pd.DataFrame:
+    """A log of one partition, in its order."""
+    return _table(data, asset, "log").sort_values("offset", ignore_index=True)
+
+
 def test_it_tells_what_happened(demo: tuple[Path, str]) -> None:
     text = demo[1]
     for line in (
@@ -103,7 +255,15 @@ def test_it_tells_what_happened(demo: tuple[Path, str]) -> None:
     assert re.search(r"flights in\D+336,776", text)
     assert re.search(r"lost\D+0\b", text)
     assert text.count("materializing") >= 3
-    assert "A late record, explained" in text
+    for title in (
+        "A late record, explained",
+        "An aircraft changes hands",
+        "The worst hour",
+        "The longest storm",
+        "The newest departures",
+    ):
+        assert title in text
+    assert re.search(r"9 aircraft from AirTran Airways Corporation .* to Delta Air Lines Inc.", text)
     assert str(demo[0] / "warehouse") in text
     assert "make ui" in text
 
@@ -128,7 +288,7 @@ def test_the_command_line_looks_into_its_tables(demo: tuple[Path, str]) -> None:
     assert "now" in timeline.stdout
     wrong = call("get", "wether", "--key", "JFK")
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("error: expected one of ['flights', 'flights_with_weather',")
+    assert wrong.stderr.startswith("error: expected one of ['aircraft', 'airline_fleet',")
     nothing = call("get", "weather", "--key", "SFO")
     assert nothing.returncode == 1
     assert "no value for SFO" in nothing.stderr

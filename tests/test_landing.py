@@ -93,14 +93,14 @@ def test_every_flight_of_the_source_is_delivered_exactly_once(delivered, lines, 
     assert counts["flights"] == {month: len(lines[month]) for month in lines}
 
 
-@pytest.mark.parametrize(("name", "rows"), [("weather", 26_115), ("planes", 3_322)])
+@pytest.mark.parametrize(("name", "rows"), [("weather", 26_115), ("planes", 3_322), ("airlines", 16)])
 def test_csv_sources_are_delivered_with_the_source_s_own_text(delivered, source, name, rows):
     folder, counts = delivered
     expected = source_rows(io.StringIO((source / f"{name}.csv").read_text()))
     got = []
     for file in sorted((folder / name).iterdir()):
         for row in csv.DictReader(file.read_text().splitlines()):
-            if name == "planes":
+            if name != "weather":
                 assert row.pop("known_at") == "2013-01-01T00:00:00Z"
             got.append({column: v or None for column, v in row.items()})
     assert list(got[0]) == list(expected[0])
@@ -124,6 +124,36 @@ def test_a_file_holds_one_month_of_utc_in_arrival_order(lines, delivered):
         order = [(row["time_hour"], row["origin"]) for row in rows]
         assert order == sorted(order)
         assert {time_hour[:7] for time_hour, _ in order} == {path.stem.removeprefix("weather-")}
+
+
+def test_aircraft_are_what_their_flights_say(flights, delivered):
+    folder, counts = delivered
+    files = [landing_file(folder, "aircraft", month) for month in DELIVERIES["aircraft"]]
+    got = pd.concat([pd.read_csv(file) for file in files], ignore_index=True)
+    assert len(got) == sum(counts["aircraft"].values()) == 4_060
+    order = ["known_at", "since", "tailnum"]
+    assert got[order].equals(got[order].sort_values(order, ignore_index=True))
+    for file in files:
+        assert set(pd.read_csv(file)["known_at"].str[:7]) == {file.stem.removeprefix("aircraft-")}
+    assert got["tailnum"].nunique() == flights["tailnum"].nunique() == 4_043
+    for column in ("since", "known_at"):
+        got[column] = pd.to_datetime(got[column], utc=True)
+    # as of each flight, the aircraft's newest record names its carrier: no flight is contradicted
+    flown = flights.dropna(subset="tailnum").sort_values("timestamp", kind="stable")
+    said = pd.merge_asof(
+        flown,
+        got.sort_values("since"),
+        left_on="timestamp",
+        right_on="since",
+        by="tailnum",
+        suffixes=("", "_said"),
+    )
+    assert (said["carrier"] == said["carrier_said"]).all()
+    # and none is superfluous
+    by_time = got.sort_values(["tailnum", "since"])
+    before = by_time.groupby("tailnum")["carrier"].shift()
+    assert (by_time["carrier"] != before).all()
+    assert before.notna().sum() == 17
 
 
 def test_ties_are_broken_so_that_the_order_is_total(flights):
@@ -227,11 +257,16 @@ def test_months_one_by_one_give_the_same_files(delivered, tmp_path):
     assert write_landing(tmp_path, months=[2]) == {
         "weather": {2: counts["weather"][2]},
         "planes": {},
+        "airlines": {},
+        "aircraft": {2: counts["aircraft"][2]},
         "flights": {2: counts["flights"][2]},
     }
     write_landing(tmp_path, months=iter([13, 1, 1]))
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
     assert {str(path) for path in written} == {
+        "aircraft/aircraft-2013-01.csv",
+        "aircraft/aircraft-2013-02.csv",
+        "airlines/airlines-2013-01.csv",
         "flights/flights-2013-01.jsonl",
         "flights/flights-2013-02.jsonl",
         "flights/flights-2014-01.jsonl",
@@ -257,7 +292,13 @@ def test_files_appear_whole_or_not_at_all(tmp_path, monkeypatch):
         assert hidden.startswith(".")
         assert names == [hidden]
     visible = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert visible == {"weather-2013-01.csv", "planes-2013-01.csv", "flights-2013-01.jsonl"}
+    assert visible == {
+        "weather-2013-01.csv",
+        "planes-2013-01.csv",
+        "airlines-2013-01.csv",
+        "aircraft-2013-01.csv",
+        "flights-2013-01.jsonl",
+    }
 
     def die(hidden, path):
         raise OSError("no space left on device")
@@ -290,7 +331,8 @@ from pyspark import SparkContext
 from pyspark.sql import SparkSession
 from assets import schemas
 fields = {}
-for model in (schemas.Weather, schemas.Flights, schemas.Planes):
+models = (schemas.Weather, schemas.Flights, schemas.Planes, schemas.Airlines, schemas.Aircraft)
+for model in models:
     nullable = {n: c.nullable for n, c in model.to_schema().columns.items()}
     assert list(nullable) == model.to_structtype().names
     fields[model.__name__.lower()] = nullable
@@ -306,7 +348,7 @@ print(json.dumps(fields))
 
     first = json.loads(first_line(landing_file(folder, "flights", 1)))
     assert list(fields["flights"]) == list(first)
-    for name in ("weather", "planes"):
+    for name in ("weather", "planes", "airlines", "aircraft"):
         header = first_line(landing_file(folder, name, 1))
         assert list(fields[name]) == header.split(",")
 
@@ -315,11 +357,15 @@ def test_nullable_in_the_schema_is_null_in_the_data(flights, weather, delivered)
     from assets import schemas
 
     folder, _ = delivered
-    planes = pd.read_csv(landing_file(folder, "planes", 1))
+    planes, airlines, aircraft = (
+        pd.read_csv(landing_file(folder, name, 1)) for name in ("planes", "airlines", "aircraft")
+    )
     for model, rows in (
         (schemas.Flights, flights),
         (schemas.Weather, weather),
         (schemas.Planes, planes),
+        (schemas.Airlines, airlines),
+        (schemas.Aircraft, aircraft),
     ):
         columns = model.to_schema().columns
         declared = {name for name, column in columns.items() if column.nullable}

@@ -117,8 +117,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["priced", "must be a Table or a VersionedTable", "Stream 'other'"],
     ),
     "table on the left": (
-        lambda: join(left=table()),
-        ["priced", "left side", "must be a Stream", "Table 'rates'"],
+        lambda: join(left=table(), grace_period=HOUR),
+        ["priced", "a grace period lets a stream's records wait", "'rates'", "leave grace_period out"],
     ),
     "key types": (
         lambda: join(right=versioned(key="n", schema=schema(n=IntegerType()))),

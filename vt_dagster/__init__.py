@@ -3,19 +3,34 @@
 from vt_dagster.errors import TopologyError, VtDagsterError
 from vt_dagster.factory import build_asset, build_checks, build_definitions, build_resources
 from vt_dagster.io_manager import TablesIOManager, tables_io_manager
-from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.operators import (
+    Aggregator,
+    Materialized,
+    StreamTableJoin,
+    UntilTimeLimit,
+    UntilWindowCloses,
+)
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.sensors import build_sensor
 from vt_dagster.storage.files import FilesSource
+from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
 
 __all__ = [
+    "Aggregator",
     "FilesSource",
+    "HoppingWindow",
+    "Materialized",
+    "SessionWindow",
     "SparkResource",
     "Stream",
     "StreamTableJoin",
     "Table",
     "TablesIOManager",
     "TopologyError",
+    "TumblingWindow",
+    "UntilTimeLimit",
+    "UntilWindowCloses",
     "VersionedTable",
     "VtDagsterError",
     "WarehouseResource",

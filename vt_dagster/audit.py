@@ -22,6 +22,13 @@ from vt_dagster.core import step
 from vt_dagster.core.arrival import by_partition, duration, has_key
 from vt_dagster.core.records import Reason
 from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.operators import (
+    StreamTableJoin,
+    Suppress,
+    TableAggregate,
+    TableTableJoin,
+    UntilWindowCloses,
+)
 from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore, Head
 
@@ -66,17 +73,35 @@ ORDER = Check(
     "timestamps_do_not_decrease",
     "per key, no result is older than one before it, unless it was late",
 )
+FINAL = Check("one_result_per_window", "no window was released twice: results are final")
 
 
 def checks_of(node: Stream) -> list[Check]:
     """The checks that an asset has."""
+    found: list[Check] = []
     if isinstance(node, VersionedTable):
-        return [OVERLAP, CONTIGUOUS, DUPLICATE, INTERVAL, CURRENT, RETENTION, ACCOUNTED]
-    if isinstance(node, Table):
-        return [ONE_ROW, ACCOUNTED]
-    if node.operator is not None and step.has_grace(node.operator):
-        return [ORDER, ACCOUNTED]
-    return [ACCOUNTED]
+        found = [OVERLAP, CONTIGUOUS, DUPLICATE, INTERVAL, CURRENT, RETENTION]
+    elif isinstance(node, Table):
+        found = [ONE_ROW]
+    if _goes_forward(node):
+        found.append(ORDER)
+    if _is_final(node):
+        found.append(FINAL)
+    return [*found, ACCOUNTED]
+
+
+def _goes_forward(node: Stream) -> bool:
+    """Whether results of a key never go back in time."""
+    operator = node.operator
+    if isinstance(operator, StreamTableJoin):
+        return step.has_grace(operator)
+    if isinstance(operator, TableTableJoin):
+        return operator.monotone
+    return isinstance(operator, TableAggregate)
+
+
+def _is_final(node: Stream) -> bool:
+    return isinstance(node.operator, Suppress) and isinstance(node.operator.until, UntilWindowCloses)
 
 
 def audit(store: AssetStore) -> list[Finding]:
@@ -94,8 +119,10 @@ def audit(store: AssetStore) -> list[Finding]:
         found += _versions(store, node)
     elif isinstance(node, Table):
         found += _rows(store, node)
-    elif node.operator is not None and step.has_grace(node.operator):
-        found.append(_order(store, node, head))
+    if _goes_forward(node):
+        found.append(_order(store, node))
+    if _is_final(node):
+        found.append(_final(store, node))
     return [*found, _accounted(store, head)]
 
 
@@ -159,16 +186,24 @@ def _stored_log(store: AssetStore) -> DataFrame:
     return delta.read(store.spark, store.log_path)
 
 
-def _order(store: AssetStore, node: Stream, head: Head) -> Finding:
+def _order(store: AssetStore, node: Stream) -> Finding:
     before = W.partitionBy(PARTITION, *node.key).orderBy(OFFSET).rowsBetween(W.unboundedPreceding, -1)
-    on_time = _stored_log(store).where(~F.col(IS_LATE) & has_key(node.key))
-    rows = on_time.withColumn("newest_before", F.max(TIMESTAMP).over(before))
+    log = _stored_log(store)
+    on_time = log.where(~F.col(IS_LATE)) if IS_LATE in log.columns else log
+    rows = on_time.where(has_key(node.key)).withColumn("newest_before", F.max(TIMESTAMP).over(before))
     shown = [*node.key, TIMESTAMP, "newest_before", PARTITION, OFFSET]
     return _in_one_pass(
         rows,
         {ORDER.name: F.col(TIMESTAMP) < F.col("newest_before")},
         lambda bad: bad.select(*shown),
     )[0]
+
+
+def _final(store: AssetStore, node: Stream) -> Finding:
+    earlier = F.row_number().over(W.partitionBy(*node.key).orderBy(PARTITION, OFFSET))
+    rows = _stored_log(store).withColumn("release", earlier)
+    shown = [*node.key, TIMESTAMP, "release", PARTITION, OFFSET]
+    return _in_one_pass(rows, {FINAL.name: F.col("release") > 1}, lambda bad: bad.select(*shown))[0]
 
 
 def _accounted(store: AssetStore, head: Head) -> Finding:
@@ -209,6 +244,12 @@ def _accounted(store: AssetStore, head: Head) -> Finding:
         if isinstance(node, VersionedTable):
             keys = log.agg(F.count_distinct(F.struct(*node.key, TIMESTAMP))).collect()[0][0]
             numbers["records_duplicate"] = numbers["rows_in_log"] - keys
+    elif not isinstance(node.operator, StreamTableJoin):
+        taken = sum(sum(ends.values()) for ends in head.commit.inputs.values())
+        short = [
+            ("records in = positions of the inputs", taken, totals.get("in", 0)),
+            ("records out = rows in the log", totals.get("out", 0), numbers["rows_in_log"]),
+        ]
     else:
         done = sum(totals.get(k, 0) for k in ("applied", "late", "dropped", "waiting"))
         inner = totals.get("unmatched", 0) if node.operator.kind == "inner" else 0

@@ -1,7 +1,7 @@
 """The names of the columns that vt_dagster adds to a user's own, in one place.
 
 Every log row carries ``timestamp, partition, offset, is_tombstone``, a table's log also
-``is_latest``; a versioned table's view adds ``valid_from`` and ``valid_to``.
+``is_latest`` and ``old``; a versioned table's view adds ``valid_from`` and ``valid_to``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,29 @@ VALID_FROM = "valid_from"
 VALID_TO = "valid_to"
 """End of a version, exclusive: the next version's ``valid_from``; null = current."""
 
+OLD = "old"
+"""In a table's log: STRUCT of the value columns and ``timestamp`` of the key's row before this record;
+null where there was none."""
+WINDOW_START = "window_start"
+"""Start of a window, inclusive; part of the key of a windowed result."""
+WINDOW_END = "window_end"
+"""End of a window, exclusive; a session's is the timestamp of its last record, inclusive."""
+
 ARRIVAL = "_arrival"
-"""Order of arrival of a record within its input: BIGINT. Only inside a run."""
+"""Order of arrival of a record: BIGINT. Its offset, or where inputs are merged the stream time of its
+input as of the record. Only inside a run."""
+INPUT = "_input"
+"""Which input of an operator a record came from: INT, 0 = left. Only inside a run."""
+HOME = "_home"
+"""The partition of the input that a record came from: INT. Only inside a run."""
+SEQUENCE = "_sequence"
+"""The offset in the input that a record came from: BIGINT. Only inside a run."""
+ORDER = (ARRIVAL, INPUT, HOME, SEQUENCE)
+"""The order in which a run takes its records; total."""
+TURN = "_turn"
+"""The order among several results of one record; any type that can be ordered. Only inside a run."""
 FATE = "_fate"
 """What became of a record in a run, one of the ``Fate`` names. Only inside a run."""
 
 LOG_COLUMNS = (TIMESTAMP, PARTITION, OFFSET, IS_TOMBSTONE)
-RESERVED = frozenset({PARTITION, OFFSET, IS_TOMBSTONE, IS_LATEST, IS_LATE, VALID_FROM, VALID_TO})
+RESERVED = frozenset({PARTITION, OFFSET, IS_TOMBSTONE, IS_LATEST, IS_LATE, VALID_FROM, VALID_TO, OLD})

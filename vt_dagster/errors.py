@@ -3,6 +3,8 @@
 A message says what was expected, what came instead, and what to do about it.
 """
 
+from collections.abc import Sequence
+
 
 class VtDagsterError(Exception):
     """Base class of every error that vt_dagster raises on purpose."""
@@ -34,3 +36,15 @@ class StorageError(VtDagsterError):
 
 class ExecutorError(VtDagsterError):
     """A run is spread over processes in a way that DataFrames cannot follow."""
+
+
+class BufferFullError(VtDagsterError):
+    """A buffer with ``when_full='shut_down'`` holds more than its limit; nothing was committed.
+
+    Args:
+        partitions: whose buffers are too full.
+    """
+
+    def __init__(self, message: str, partitions: Sequence[int]) -> None:
+        super().__init__(message)
+        self.partitions = tuple(partitions)

@@ -11,7 +11,8 @@ from vt_dagster.checks import build_checks
 from vt_dagster.errors import TopologyError
 from vt_dagster.io_manager import OpMemoryIOManager, tables_io_manager
 from vt_dagster.metadata import definition_metadata, describe
-from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable, topological
+from vt_dagster.model import Stream, Table, VersionedTable, topological
+from vt_dagster.operators import StreamTableJoin
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.sensors import build_sensor
 
@@ -22,9 +23,9 @@ def build_asset(node: Stream) -> dg.AssetsDefinition:
     Raises:
         TopologyError: the node has neither a source nor an operator.
     """
-    if node.operator is not None:
+    if isinstance(node.operator, StreamTableJoin):
         return _join_asset(node, node.operator)
-    return _source_asset(node)
+    return _source_asset(node) if node.operator is None else _operator_asset(node)
 
 
 def _shown(node: Stream) -> dict[str, Any]:
@@ -70,6 +71,25 @@ def _join_asset(node: Stream, operator: StreamTableJoin) -> dg.AssetsDefinition:
         return join(considered, arrival)
 
     return cast(dg.AssetsDefinition, join_asset)
+
+
+def _operator_asset(node: Stream) -> dg.AssetsDefinition:
+    read, operate, write = ops.read_logs_op(node), ops.operate_op(node), ops.write_results_op(node)
+    inputs = ops.input_nodes(node)
+
+    @dg.graph_asset(
+        ins={
+            f"after_{up.name}": dg.AssetIn(dg.AssetKey(up.name), dagster_type=dg.Nothing)
+            for up in inputs
+        },
+        **_shown(node),
+    )
+    def operator_asset(**after: Any) -> Any:
+        *logs, arrival = read(**after)
+        given = {up.name: log for up, log in zip(inputs, logs, strict=True)}
+        return write(operate(**given, arrival=arrival), arrival)
+
+    return cast(dg.AssetsDefinition, operator_asset)
 
 
 def build_resources(

@@ -20,6 +20,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.step import log_columns
 from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.runs import Receipt
 from vt_dagster.storage.store import AssetStore
 
@@ -65,12 +66,14 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     }
     if isinstance(node, VersionedTable):
         metadata["vt_dagster/history_retention"] = str(node.history_retention)
-    if node.operator is not None:
+    if isinstance(node.operator, StreamTableJoin):
         metadata["vt_dagster/grace_period"] = str(node.operator.grace_period or timedelta(0))
+    if node.operator is not None:
+        metadata["vt_dagster/operator"] = type(node.operator).__name__
         metadata["dagster/column_lineage"] = dg.TableColumnLineage(
             {
                 name: [dg.TableColumnDep(dg.AssetKey(asset), column) for asset, column in deps]
-                for name, deps in node.operator.projection().lineage().items()
+                for name, deps in node.operator.lineage().items()
             }
         )
     if node.source is not None:
@@ -88,20 +91,10 @@ def describe(node: Stream) -> str:
         )
     elif isinstance(node, Table):
         said = f"Table keyed by {key}: the latest record per key, by arrival."
-    elif node.operator is not None:
-        join = node.operator
-        as_of = (
-            "as of the record's own time"
-            if isinstance(join.right, VersionedTable)
-            else "as it is when the run starts"
-        )
-        wait = f", after a grace period of {join.grace_period}" if join.grace_period else ""
-        said = (
-            f"Stream keyed by {key}: {join.kind} join of `{join.left.name}` with "
-            f"`{join.right.name}` {as_of}{wait}."
-        )
     else:
         said = f"Stream of records keyed by {key}."
+    if node.operator is not None:
+        said = f"{node.operator.describe()} {said}"
     return f"{node.description}\n\n{said}" if node.description else said
 
 
@@ -126,8 +119,13 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
     counts = state.counts if commit else dict.fromkeys(state.counts, 0)
     for name in _counts_of(node):
         metadata[f"records_{name}"] = counts.get(name, 0)
-    if node.operator is not None:
+    if isinstance(node.operator, StreamTableJoin):
         metadata["records_waiting"] = state.counts.get("waiting", 0)
+    for name, number in state.gauges.items():
+        metadata[_GAUGES.get(name, name)] = round(number, 6)
+    for name in _KIP_328:
+        if name in state.counts:
+            metadata[name] = counts.get(name, 0)
     metadata["positions"] = {
         name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
     }
@@ -146,7 +144,16 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
     return metadata
 
 
+_KIP_328 = ("late_records_dropped", "expired_window_records_dropped", "suppression_emit")
+_GAUGES = {
+    "lateness_avg": "record_lateness_avg_seconds",
+    "lateness_max": "record_lateness_max_seconds",
+}
+
+
 def _counts_of(node: Stream) -> list[str]:
+    if node.operator is not None and not isinstance(node.operator, StreamTableJoin):
+        return ["in", "out", "late", "dropped"]
     if node.operator is not None:
         return ["in", "out", "late", "dropped", "unmatched"]
     return ["in", "applied", "late", "quarantined"]

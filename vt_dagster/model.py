@@ -8,32 +8,23 @@ here, which is when definitions load, before any run. Nothing in this module sta
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pyspark.sql.types import (
-    ArrayType,
-    DataType,
-    MapType,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql.types import DataType, StructType
 
-from vt_dagster.columns import RESERVED, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.durations import Duration, check_duration
 from vt_dagster.errors import TopologyError
-from vt_dagster.projection import Projection, Side
+from vt_dagster.schema import as_struct, check_columns, check_timestamp
 
-Duration = timedelta | Mapping[int, timedelta]
-"""A length of stream time. A mapping gives each partition a length of its own, as the conformance
-runner needs, which runs scenarios of many configurations side by side as partitions."""
-
-JoinKind = Literal["inner", "left"]
+if TYPE_CHECKING:
+    from vt_dagster.grouping import GroupedStream, GroupedTable
+    from vt_dagster.operators import Emit, Materialized, Operator, UntilTimeLimit, UntilWindowCloses
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ODD_CHARACTERS = re.compile(r"[ .,;{}()=`\t\n]")
-_MAX_RETENTION = timedelta(days=365_000)
 
 
 class Source(Protocol):
@@ -42,34 +33,6 @@ class Source(Protocol):
     def describe(self) -> str:
         """What is read, for descriptions and messages."""
         ...
-
-
-def _as_struct(schema: Any, name: str) -> StructType:
-    """The Spark schema of a pandera model (``to_structtype``) or of a StructType itself."""
-    if isinstance(schema, StructType):
-        return schema
-    convert = getattr(schema, "to_structtype", None)
-    if convert is None:
-        raise TopologyError(
-            f"{name}: schema must be a pandera.pyspark DataFrameModel or a StructType, got {schema!r}"
-        )
-    return cast(StructType, convert())
-
-
-def _check_duration(name: str, what: str, value: Any) -> None:
-    every: list[Any] = [value]
-    if isinstance(value, Mapping):
-        every = list(cast(Mapping[int, Any], value).values())
-    for one in every:
-        if not isinstance(one, timedelta):
-            raise TopologyError(
-                f"{name}: {what} must be a datetime.timedelta, got {one!r}; "
-                f"write for example {what}=timedelta(days=30)"
-            )
-        if not timedelta(0) <= one <= _MAX_RETENTION:
-            raise TopologyError(
-                f"{name}: {what} must be between 0 and {_MAX_RETENTION.days:,} days, got {one}"
-            )
 
 
 @dataclass(frozen=True)
@@ -91,6 +54,8 @@ class Stream:
         partitions: number of partitions of the log of a files source; a record goes to the hash of
             its key modulo this number. Stream time is kept per partition, so it is a semantic
             setting, not only one of speed.
+        partition_by: a SQL expression over the key columns that gives the partition, instead of the
+            hash of the key.
         source: where the records come from; None for the result of an operator.
         null_key: what becomes of a source record without a key: ``quarantine`` (default), or
             ``keep`` so that a left join can emit it with nothing on the right.
@@ -103,12 +68,13 @@ class Stream:
     timestamp: str = field(default=TIMESTAMP, kw_only=True)
     tombstone: str | None = field(default=None, kw_only=True)
     partitions: int = field(default=1, kw_only=True)
+    partition_by: str | None = field(default=None, kw_only=True)
     source: Source | None = field(default=None, kw_only=True)
     null_key: Literal["quarantine", "keep"] = field(default="quarantine", kw_only=True)
     description: str | None = field(default=None, kw_only=True)
     group: str | None = field(default=None, kw_only=True)
     owners: tuple[str, ...] = field(default=(), kw_only=True)
-    operator: StreamTableJoin | None = field(default=None, kw_only=True, repr=False)
+    operator: Operator | None = field(default=None, kw_only=True, repr=False)
     contract: Any = field(default=None, kw_only=True, repr=False)
     """The pandera model that ``schema`` was made from, if any."""
 
@@ -120,11 +86,13 @@ class Stream:
             )
         if not isinstance(self.schema, StructType) and self.contract is None:
             object.__setattr__(self, "contract", self.schema)
-        object.__setattr__(self, "schema", _as_struct(self.schema, self.name))
+        object.__setattr__(self, "schema", as_struct(self.schema, self.name))
         key = (self.key,) if isinstance(self.key, str) else tuple(self.key)
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "owners", tuple(self.owners))
-        self._check_columns()
+        check_columns(self.name, self._kind(), key, self.schema, self.timestamp)
+        if self.operator is None:
+            check_timestamp(self.name, self.schema, self.timestamp)
         if self.partitions < 1:
             raise TopologyError(f"{self.name}: partitions must be 1 or more, got {self.partitions}")
         if self.null_key not in ("quarantine", "keep"):
@@ -135,65 +103,10 @@ class Stream:
     def _kind(self) -> str:
         return type(self).__name__
 
-    def _check_columns(self) -> None:
-        names = [f.name for f in self.schema.fields]
-        lowered = [n.lower() for n in names]
-        twice = sorted({n for n in lowered if lowered.count(n) > 1})
-        if twice:
-            raise TopologyError(
-                f"{self.name}: columns {twice} stand more than once in the schema (Spark does not "
-                "tell upper from lower case); rename one"
-            )
-        taken = [n for n in names if n.lower() in RESERVED or n.startswith("_")]
-        if taken:
-            raise TopologyError(
-                f"{self.name}: columns {taken} have names that vt_dagster needs itself "
-                f"({', '.join(sorted(RESERVED))}, and names that begin with an underscore); "
-                "rename them in the schema"
-            )
-        odd = [n for n in names if _ODD_CHARACTERS.search(n)]
-        if odd:
-            raise TopologyError(
-                f"{self.name}: columns {odd} have characters in their names that Delta Lake or Spark's "
-                "SQL does not take (blank . , ; { } ( ) = ` tab, line end); rename them in the schema"
-            )
-        if TIMESTAMP in lowered and self.timestamp != TIMESTAMP:
-            raise TopologyError(
-                f"{self.name}: the schema has a column 'timestamp', but the record's timestamp is "
-                f"declared as {self.timestamp!r}; the log can hold only one 'timestamp': rename the "
-                "column or declare timestamp='timestamp'"
-            )
-        if not self.key:
-            raise TopologyError(f"{self.name}: a {self._kind()} needs at least one key column")
-        missing = [k for k in self.key if k not in names]
-        if missing:
-            raise TopologyError(
-                f"{self.name}: key columns {missing} are not in the schema, which has {names}"
-            )
-        for k in self.key:
-            if _holds_map(self.schema[k].dataType):
-                raise TopologyError(
-                    f"{self.name}: key column {k!r} is {self.schema[k].dataType.simpleString()}; "
-                    "a map can be neither grouped nor joined: use its entries or a string"
-                )
-        if self.operator is None and self.timestamp.isidentifier():
-            if self.timestamp not in names:
-                raise TopologyError(
-                    f"{self.name}: timestamp column {self.timestamp!r} is not in the schema, "
-                    f"which has {names}"
-                )
-            if not isinstance(self.schema[self.timestamp].dataType, TimestampType):
-                got = self.schema[self.timestamp].dataType.simpleString()
-                raise TopologyError(
-                    f"{self.name}: timestamp column {self.timestamp!r} is {got}, expected timestamp; "
-                    f"convert it in an expression, for example "
-                    f"timestamp='timestamp_millis({self.timestamp})'"
-                )
-
     @property
     def inputs(self) -> tuple[Stream, ...]:
         """The streams and tables that this one is made of; empty for a source."""
-        return () if self.operator is None else (self.operator.left, self.operator.right)
+        return () if self.operator is None else self.operator.inputs
 
     @property
     def key_types(self) -> tuple[DataType, ...]:
@@ -205,6 +118,11 @@ class Stream:
         """The columns that are not part of the key."""
         return tuple(f.name for f in self.schema.fields if f.name not in self.key)
 
+    @property
+    def versioned(self) -> bool:
+        """Whether it remembers what was true when."""
+        return isinstance(self, VersionedTable)
+
     def join(
         self,
         table: Table,
@@ -214,12 +132,13 @@ class Stream:
         grace_period: Duration | None = None,
         **shown: Any,
     ) -> Stream:
-        """Inner join of this stream with a table; see :class:`StreamTableJoin`.
+        """Inner join with a table: each record as of its own time; see ``StreamTableJoin``.
 
         ``shown``: description, group and owners of the result.
         """
-        join = StreamTableJoin(self, table, "inner", name, tuple(select), grace_period)
-        return join.result(**shown)
+        from vt_dagster.operators import StreamTableJoin
+
+        return StreamTableJoin(self, table, "inner", name, tuple(select), grace_period).result(**shown)
 
     def left_join(
         self,
@@ -230,12 +149,32 @@ class Stream:
         grace_period: Duration | None = None,
         **shown: Any,
     ) -> Stream:
-        """Left join of this stream with a table; see :class:`StreamTableJoin`.
+        """Left join with a table: each record as of its own time; see ``StreamTableJoin``.
 
         ``shown``: description, group and owners of the result.
         """
-        join = StreamTableJoin(self, table, "left", name, tuple(select), grace_period)
-        return join.result(**shown)
+        from vt_dagster.operators import StreamTableJoin
+
+        return StreamTableJoin(self, table, "left", name, tuple(select), grace_period).result(**shown)
+
+    def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
+        """Its records as changes of a table; see ``ToTable``."""
+        from vt_dagster.operators import ToTable
+
+        return ToTable(self, name, materialized).result(**shown)
+
+    def group_by(
+        self, *key: str, partitions: int | None = None, partition_by: str | None = None
+    ) -> GroupedStream:
+        """Its records by another key, to be aggregated in windows; see ``WindowedAggregate``.
+
+        Args:
+            key: ``column`` or ``expression as name``; none: the stream's own key.
+            partitions, partition_by: of the result, as of a source.
+        """
+        from vt_dagster.grouping import GroupedStream
+
+        return GroupedStream(self, key, partitions, partition_by)
 
 
 @dataclass(frozen=True)
@@ -245,7 +184,13 @@ class Table(Stream):
     A later record replaces an earlier one whatever their timestamps, as in Kafka Streams' plain
     stores. Joins with a stream use what the table holds when the run starts. Records without a key
     are quarantined.
+
+    Args:
+        broadcast: a small table that every executor holds a copy of in joins with streams (Kafka's
+            global table). A versioned table cannot be one.
     """
+
+    broadcast: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,10 +199,153 @@ class Table(Stream):
                 f"{self.name}: a table cannot keep records without a key; leave null_key out"
             )
 
-    @property
-    def versioned(self) -> bool:
-        """Whether the table remembers what was true when."""
-        return isinstance(self, VersionedTable)
+    def join(
+        self,
+        table: Table,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        foreign_key: str | Sequence[str] | None = None,
+        materialized: Materialized | None = None,
+        monotone_timestamps: bool | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> Table:
+        """Inner join with another table, by the common key or a foreign key.
+
+        See ``TableTableJoin`` and ``ForeignKeyJoin``. ``grace_period`` belongs to streams and is
+        refused.
+        """
+        return self._join(
+            "inner", table, name, select, grace_period, foreign_key, materialized, monotone_timestamps,
+            emit, shown,
+        )  # fmt: skip
+
+    def left_join(
+        self,
+        table: Table,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        foreign_key: str | Sequence[str] | None = None,
+        materialized: Materialized | None = None,
+        monotone_timestamps: bool | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> Table:
+        """Left join with another table; see :meth:`join`."""
+        return self._join(
+            "left", table, name, select, grace_period, foreign_key, materialized, monotone_timestamps,
+            emit, shown,
+        )  # fmt: skip
+
+    def outer_join(
+        self,
+        table: Table,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        materialized: Materialized | None = None,
+        monotone_timestamps: bool | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> Table:
+        """Outer join with another table by the common key; see ``TableTableJoin``."""
+        return self._join(
+            "outer", table, name, select, None, None, materialized, monotone_timestamps, emit, shown
+        )
+
+    def _join(
+        self,
+        kind: Literal["inner", "left", "outer"],
+        table: Table,
+        name: str,
+        select: Sequence[str],
+        grace_period: Duration | None,
+        foreign_key: str | Sequence[str] | None,
+        materialized: Materialized | None,
+        monotone: bool | None,
+        emit: Emit,
+        shown: dict[str, Any],
+    ) -> Table:
+        from vt_dagster.operators import ForeignKeyJoin, TableTableJoin
+
+        if grace_period is not None:
+            raise TopologyError(
+                f"{name}: a grace period lets a stream's records wait, but a join of the tables "
+                f"{self.name!r} and {table.name!r} is made anew at each change: leave grace_period out"
+            )
+        about: dict[str, Any] = {
+            "materialized": materialized,
+            "monotone_timestamps": monotone,
+            "emits": emit,
+        }
+        if foreign_key is None:
+            return TableTableJoin(self, table, kind, name, tuple(select), **about).result(**shown)
+        keys = (foreign_key,) if isinstance(foreign_key, str) else tuple(foreign_key)
+        join = ForeignKeyJoin(self, table, kind, name, tuple(select), foreign_key=keys, **about)
+        return join.result(**shown)
+
+    def filter(
+        self, predicate: str, *, name: str, materialized: Materialized | None = None, **shown: Any
+    ) -> Table:
+        """The rows for which a SQL condition holds; see ``Filter``."""
+        from vt_dagster.operators import Filter
+
+        return Filter(self, name, materialized, predicate=predicate).result(**shown)
+
+    def filter_not(
+        self, predicate: str, *, name: str, materialized: Materialized | None = None, **shown: Any
+    ) -> Table:
+        """The rows for which a SQL condition does not hold (null counts as false); see ``Filter``."""
+        from vt_dagster.operators import Filter
+
+        return Filter(self, name, materialized, predicate=predicate, negate=True).result(**shown)
+
+    def map_values(
+        self,
+        *select: str,
+        name: str,
+        materialized: Materialized | None = None,
+        **shown: Any,
+    ) -> Table:
+        """The same keys with other values; see ``MapValues``."""
+        from vt_dagster.operators import MapValues
+
+        return MapValues(self, name, materialized, select=select).result(**shown)
+
+    def group_by(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *key: str, partitions: int | None = None, partition_by: str | None = None
+    ) -> GroupedTable:
+        """Its rows by another key, to be aggregated; see ``TableAggregate``.
+
+        Args:
+            key: ``column`` or ``expression as name``.
+            partitions, partition_by: of the result, as of a source.
+        """
+        from vt_dagster.grouping import GroupedTable
+
+        return GroupedTable(self, key, partitions, partition_by)
+
+    def suppress(self, until: UntilTimeLimit | UntilWindowCloses, *, name: str, **shown: Any) -> Table:
+        """Holds back updates; see ``Suppress``."""
+        from vt_dagster.operators import Suppress
+
+        return Suppress(self, name, until=until).result(**shown)
+
+    def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
+        """Refused, for it is a table; ``to_stream(name=...)`` gives its changes, to make another of."""
+        from vt_dagster.operators import ToTable
+
+        return ToTable(self, name, materialized).result(**shown)
+
+    def to_stream(self, *, name: str, **shown: Any) -> Stream:
+        """Its changes as records of a stream; see ``ToStream``."""
+        from vt_dagster.operators import ToStream
+
+        return ToStream(self, name).result(**shown)
 
 
 @dataclass(frozen=True)
@@ -277,137 +365,17 @@ class VersionedTable(Table):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_duration(self.name, "history_retention", self.history_retention)
+        check_duration(self.name, "history_retention", self.history_retention)
+        if self.broadcast:
+            raise TopologyError(
+                f"{self.name}: a versioned table cannot be broadcast, since its history need not fit "
+                "into an executor's memory; leave broadcast out, or declare it as a plain Table"
+            )
         if self.segment_interval is not None and self.segment_interval <= timedelta(0):
             raise TopologyError(
                 f"{self.name}: segment_interval must be longer than 0, got {self.segment_interval}; "
                 "leave it out for the default"
             )
-
-
-@dataclass(frozen=True)
-class StreamTableJoin:
-    """A stream record joined with the table as of the record's own timestamp (KIP-914, KIP-923).
-
-    Args:
-        left: the stream; only its records trigger results, which keep its key and timestamp.
-        right: the table; a versioned one is read as of the record's timestamp (inclusive), any
-            other as it is when the run starts.
-        kind: ``inner``: a record without a match gives nothing; ``left``: it is kept, with nulls.
-        name: name of the result.
-        select: columns of the result: ``left.*``, ``right.column``, ``right.column as name``, or
-            any SQL expression over them with an alias. A versioned table also offers
-            ``right.valid_from`` and ``right.valid_to`` (null where nothing matched). The key
-            columns are always there.
-        grace_period: a record waits until stream time >= its timestamp + grace period; one that
-            arrives later than that is joined at once. Needs a versioned table, and at most its
-            history retention. None or 0: nothing waits.
-    """
-
-    left: Stream
-    right: Table
-    kind: JoinKind
-    name: str
-    select: tuple[str, ...] = ("left.*", "right.*")
-    grace_period: Duration | None = None
-
-    def __post_init__(self) -> None:
-        right, left = cast(Stream, self.right), self.left
-        if not isinstance(right, Table):
-            raise TopologyError(
-                f"{self.name}: the right side of a stream-table join must be a Table or a "
-                f"VersionedTable, got the {type(right).__name__} {right.name!r}"
-            )
-        if isinstance(left, Table):
-            raise TopologyError(
-                f"{self.name}: the left side of a stream-table join must be a Stream, got the "
-                f"{type(left).__name__} {left.name!r}"
-            )
-        if self.kind not in ("inner", "left"):
-            raise TopologyError(
-                f"{self.name}: a stream-table join is 'inner' or 'left', got {self.kind!r}"
-            )
-        object.__setattr__(self, "select", tuple(self.select))
-        self._check_keys()
-        if self.grace_period is not None:
-            self._check_grace(self.grace_period)
-        self.projection()
-
-    def _check_keys(self) -> None:
-        def types(side: Stream) -> str:
-            pairs = zip(side.key, side.key_types, strict=True)
-            return ", ".join(f"{k} {t.simpleString()}" for k, t in pairs)
-
-        if self.left.key_types != self.right.key_types:
-            raise TopologyError(
-                f"{self.name}: the keys of both sides must have the same types in the same order: "
-                f"{self.left.name} has ({types(self.left)}), {self.right.name} has "
-                f"({types(self.right)}); cast the key of one side in its schema"
-            )
-
-    def _check_grace(self, grace: Duration) -> None:
-        _check_duration(self.name, "grace_period", grace)
-        if not isinstance(self.right, VersionedTable):
-            raise TopologyError(
-                f"{self.name}: a grace period needs a versioned table, but {self.right.name!r} is "
-                "not versioned: declare it as VersionedTable with a history_retention, or leave "
-                "grace_period out"
-            )
-        retention = self.right.history_retention
-        for partition, one in _pairs(grace, retention):
-            if one[0] > one[1]:
-                raise TopologyError(
-                    f"{self.name}: the grace period {one[0]}{partition} is longer than the history "
-                    f"retention {one[1]} of {self.right.name!r}; records would leave the buffer "
-                    "after the versions they need are gone: shorten one or lengthen the other"
-                )
-
-    def projection(self) -> Projection:
-        """The columns of the result, checked against both sides."""
-
-        def side(node: Stream) -> Side:
-            ends = (VALID_FROM, VALID_TO) if isinstance(node, VersionedTable) else ()
-            return Side(node.name, tuple(node.schema.fields), (TIMESTAMP, *ends))
-
-        sides = {"left": side(self.left), "right": side(self.right)}
-        return Projection(self.name, tuple(self.left.key), sides, self.select)
-
-    def result(self, **shown: Any) -> Stream:
-        """The stream of results; ``shown``: description, group, owners."""
-        return Stream(
-            self.name,
-            key=self.left.key,
-            schema=StructType(self.projection().fields()),
-            timestamp=TIMESTAMP,
-            partitions=self.left.partitions,
-            null_key=self.left.null_key,
-            operator=self,
-            **shown,
-        )
-
-
-def _pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, timedelta]]]:
-    """Both durations side by side: once, or once for each partition that either mentions."""
-    partitions = sorted(
-        {*(one if isinstance(one, Mapping) else ())} | {*(other if isinstance(other, Mapping) else ())}
-    )
-    if not partitions:
-        return [("", (cast(timedelta, one), cast(timedelta, other)))]
-
-    def at(value: Duration, partition: int) -> timedelta:
-        return value[partition] if isinstance(value, Mapping) else value
-
-    return [(f" of partition {p}", (at(one, p), at(other, p))) for p in partitions]
-
-
-def _holds_map(kind: DataType) -> bool:
-    if isinstance(kind, MapType):
-        return True
-    if isinstance(kind, ArrayType):
-        return _holds_map(kind.elementType)
-    if isinstance(kind, StructType):
-        return any(_holds_map(f.dataType) for f in kind.fields)
-    return False
 
 
 def topological(nodes: Sequence[Stream]) -> list[Stream]:
@@ -428,10 +396,8 @@ def topological(nodes: Sequence[Stream]) -> list[Stream]:
 
 __all__ = [
     "Duration",
-    "JoinKind",
     "Source",
     "Stream",
-    "StreamTableJoin",
     "Table",
     "VersionedTable",
     "replace",

@@ -5,6 +5,7 @@ pass between ops in one process, so the job needs ``in_process_executor``. Every
 ``spark`` (:class:`SparkResource`) and ``warehouse`` (:class:`WarehouseResource`).
 """
 
+import re
 import time
 from typing import Any
 
@@ -13,13 +14,15 @@ from pyspark.sql import DataFrame
 
 from vt_dagster.errors import ExecutorError, TopologyError
 from vt_dagster.metadata import run_metadata
-from vt_dagster.model import Stream, StreamTableJoin
+from vt_dagster.model import Stream
+from vt_dagster.operators import Operator, StreamTableJoin
 from vt_dagster.resource import SparkResource, WarehouseResource
-from vt_dagster.storage import runs
+from vt_dagster.storage import run_join, run_operator, run_source
 from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.run_operator import Results
 from vt_dagster.storage.runs import Arrival, Receipt
 from vt_dagster.storage.store import AssetStore
-from vt_dagster.types import ArrivalType, considered_type, records_type
+from vt_dagster.types import ArrivalType, considered_type, log_type, records_type, results_type
 
 OP_MEMORY = "vt_dagster_op_memory"
 """Resource key of the IO manager between ops."""
@@ -104,9 +107,9 @@ def read_files_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     ) -> tuple[DataFrame, Arrival]:
         _require_one_process(context)
         store = AssetStore(warehouse.path, node, spark.spark_session)
-        arrival = runs.pin_files(store, source, config.files)
+        arrival = run_source.pin_files(store, source, config.files)
         _log_arrival(context, arrival)
-        return runs.read_files(store, source, arrival), arrival
+        return run_source.read_files(store, source, arrival), arrival
 
     return read_files
 
@@ -128,7 +131,7 @@ def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         records: Any, arrival: Any, spark: SparkResource, warehouse: WarehouseResource
     ) -> DataFrame:
         store = AssetStore(warehouse.path, node, spark.spark_session)
-        return runs.consider(store, arrival, records)
+        return run_source.consider(store, arrival, records)
 
     return put
 
@@ -155,7 +158,7 @@ def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         warehouse: WarehouseResource,
     ) -> dg.Output[None]:
         store = AssetStore(warehouse.path, node, spark.spark_session)
-        receipt = runs.commit_records(store, source, arrival, considered, context.run_id)
+        receipt = run_source.commit_records(store, source, arrival, considered, context.run_id)
         return _materialized(context, store, arrival, receipt)
 
     return write
@@ -179,9 +182,9 @@ def read_stream_op(node: Stream, join: StreamTableJoin, name: str | None = None)
         _require_one_process(context)
         session = spark.spark_session
         stream = AssetStore(warehouse.path, join.left, session)
-        arrival = runs.pin_join(AssetStore(warehouse.path, node, session), join, stream)
+        arrival = run_join.pin_join(AssetStore(warehouse.path, node, session), join, stream)
         _log_arrival(context, arrival)
-        return runs.read_stream(stream, join, arrival), arrival
+        return run_join.read_stream(stream, join, arrival), arrival
 
     return read_stream
 
@@ -205,10 +208,112 @@ def join_op(node: Stream, join: StreamTableJoin, name: str | None = None) -> dg.
         session = spark.spark_session
         store = AssetStore(warehouse.path, node, session)
         table = AssetStore(warehouse.path, join.right, session)
-        receipt = runs.commit_join(store, join, arrival, considered, table, context.run_id)
+        receipt = run_join.commit_join(store, join, arrival, considered, table, context.run_id)
         return _materialized(context, store, arrival, receipt)
 
     return join_and_write
+
+
+def read_logs_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+    """Op ``(after upstream) -> (one DataFrame for each input, arrival)``: what is new in their logs.
+
+    The outputs have the names of the inputs; they are lazy, and empty where there is nothing new.
+    """
+    inputs = input_nodes(node)
+
+    @dg.op(
+        name=name or f"read_{node.name}",
+        ins={f"after_{up.name}": dg.In(dg.Nothing) for up in inputs},
+        out={
+            **{up.name: dg.Out(log_type(up), io_manager_key=OP_MEMORY) for up in inputs},
+            "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
+        },
+        description=f"Takes what is new in the log of {' and of '.join(up.name for up in inputs)}.",
+    )
+    def read_logs(  # Dagster would count the parts of a tuple's annotation
+        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
+    ):
+        _require_one_process(context)
+        session = spark.spark_session
+        stores = [AssetStore(warehouse.path, up, session) for up in inputs]
+        arrival = run_operator.pin_logs(AssetStore(warehouse.path, node, session), stores)
+        _log_arrival(context, arrival)
+        return (*run_operator.read_logs(stores, arrival), arrival)
+
+    return read_logs
+
+
+def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+    """Op ``(one DataFrame for each input, arrival) -> results``: the operator itself.
+
+    ``results`` are :class:`vt_dagster.storage.run_operator.Results`: rows with what becomes of them,
+    lazy, and what the operator keeps for the next run.
+    """
+    inputs = input_nodes(node)
+
+    @dg.op(
+        name=name or f"{_verb(node)}_{node.name}",
+        ins={
+            **{up.name: dg.In(log_type(up)) for up in inputs},
+            "arrival": dg.In(ArrivalType),
+        },
+        out=dg.Out(results_type(node), io_manager_key=OP_MEMORY),
+        description=operator_of(node).describe(),
+    )
+    def operate(spark: SparkResource, warehouse: WarehouseResource, **given: Any) -> Results:
+        session = spark.spark_session
+        stores = [AssetStore(warehouse.path, up, session) for up in inputs]
+        store = AssetStore(warehouse.path, node, session)
+        arrival: Arrival = given["arrival"]
+        return run_operator.results_of(store, stores, arrival, [given[up.name] for up in inputs])
+
+    return operate
+
+
+def write_results_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+    """Op ``(results, arrival) -> asset``: gate, state, commit to the log, then view."""
+
+    @dg.op(
+        name=name or f"write_{node.name}",
+        ins={"results": dg.In(results_type(node)), "arrival": dg.In(ArrivalType)},
+        out=dg.Out(dg.Nothing, io_manager_key=TABLES),
+        description="Checks the results against their contract and commits them to the log.",
+    )
+    def write_results(
+        context: dg.OpExecutionContext,
+        results: Any,
+        arrival: Any,
+        spark: SparkResource,
+        warehouse: WarehouseResource,
+    ) -> dg.Output[None]:
+        store = AssetStore(warehouse.path, node, spark.spark_session)
+        receipt = run_operator.commit_results(store, arrival, results, context.run_id)
+        return _materialized(context, store, arrival, receipt)
+
+    return write_results
+
+
+def operator_of(node: Stream) -> Operator:
+    """The operator of a node.
+
+    Raises:
+        TopologyError: it is a source.
+    """
+    if node.operator is None:
+        raise TopologyError(
+            f"{node.name}: expected the result of an operator, got a source; read it with read_files_op"
+        )
+    return node.operator
+
+
+def input_nodes(node: Stream) -> tuple[Stream, ...]:
+    """What an operator's asset consumes, each once."""
+    return tuple({up.name: up for up in operator_of(node).inputs}.values())
+
+
+def _verb(node: Stream) -> str:
+    """The operator in Kafka's word, for the name of its op."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(operator_of(node)).__name__).lower()
 
 
 def _materialized(

@@ -1,4 +1,8 @@
-"""Which columns a join gives: ``left.*``, ``right.column``, ``expression as name``, checked early."""
+"""Which columns an operator gives, checked early.
+
+A join's: ``left.*``, ``right.column``, ``expression as name``. Of one table: ``*``, ``column``,
+``expression as name``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pyspark.sql.types import DataType, NullType, StructField, TimestampType
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    DataType,
+    DateType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    NullType,
+    ShortType,
+    StringType,
+    StructField,
+    TimestampType,
+)
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
@@ -15,6 +33,107 @@ _REFERENCE = re.compile(r"\b(left|right)\s*\.\s*(`[^`]+`|\w+|\*)", re.IGNORECASE
 _COLUMN = re.compile(r"\s*(left|right)\s*\.\s*(`[^`]+`|\w+)\s*", re.IGNORECASE)
 _STAR = re.compile(r"\s*(left|right)\s*\.\s*\*\s*", re.IGNORECASE)
 _ALIAS = re.compile(r"(?P<expression>.+?)\s+as\s+(?P<name>\w+|`[^`]+`)\s*", re.IGNORECASE | re.DOTALL)
+_CAST = re.compile(r"\s*(?:try_)?cast\s*\(.*\bas\s+(\w+)\s*\)\s*", re.IGNORECASE | re.DOTALL)
+_NAMED: dict[str, DataType] = {
+    "string": StringType(),
+    "int": IntegerType(),
+    "integer": IntegerType(),
+    "bigint": LongType(),
+    "long": LongType(),
+    "smallint": ShortType(),
+    "double": DoubleType(),
+    "float": FloatType(),
+    "boolean": BooleanType(),
+    "date": DateType(),
+    "timestamp": TimestampType(),
+    "binary": BinaryType(),
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Columns chosen from one stream or table, as (name, SQL expression).
+
+    Args:
+        asset: the result's name, for messages.
+        source: the name of what is chosen from.
+        fields: its columns.
+        select: what the user chose.
+        key: columns that the result has in any case, unchanged and first.
+
+    Raises:
+        TopologyError: a column that is not there, has no name, or stands twice.
+    """
+
+    asset: str
+    source: str
+    fields: tuple[StructField, ...]
+    select: tuple[str, ...] = ("*",)
+    key: tuple[str, ...] = ()
+    columns: tuple[tuple[str, str], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        chosen = [column for item in self.select for column in self._expand(item)]
+        lowered = {k.lower() for k in self.key}
+        for name, expression in chosen:
+            if name.lower() in lowered and expression.strip("` ").lower() != name.lower():
+                raise TopologyError(
+                    f"{self.asset}: {name!r} is the key and keeps its value; select {expression!r} "
+                    "under another name"
+                )
+        keys = [(k, f"`{k}`") for k in self.key]
+        chosen = keys + [c for c in chosen if c[0].lower() not in lowered]
+        names = [n.lower() for n, _ in chosen]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise TopologyError(f"{self.asset}: select gives {twice} more than once; rename one")
+        object.__setattr__(self, "columns", tuple(chosen))
+
+    def _expand(self, item: str) -> list[tuple[str, str]]:
+        text = item.strip()
+        if text == "*":
+            return [(f.name, f"`{f.name}`") for f in self.fields if f.name.lower() != TIMESTAMP]
+        if re.fullmatch(r"`[^`]+`|\w+", text):
+            found = self._find(text)
+            if found is None:
+                raise TopologyError(
+                    f"{self.asset}: {self.source!r} has no column {text!r}; it has "
+                    f"{[f.name for f in self.fields]}; an expression needs a name: 'expression as name'"
+                )
+            return [(found.name, f"`{found.name}`")]
+        if alias := _ALIAS.fullmatch(item):
+            return [(alias.group("name").strip("`"), alias.group("expression"))]
+        raise TopologyError(
+            f"{self.asset}: cannot tell the name of {item!r}; write 'column', '*' or "
+            "'expression as name'"
+        )
+
+    def _find(self, name: str) -> StructField | None:
+        plain = name.strip("` ").lower()
+        return next((f for f in self.fields if f.name.lower() == plain), None)
+
+    def type_of(self, expression: str) -> DataType:
+        """The type of an expression; NullType where only Spark can tell."""
+        found = self._find(expression)
+        if found is not None:
+            return found.dataType
+        cast = _CAST.fullmatch(expression)
+        return _NAMED.get(cast.group(1).lower(), NullType()) if cast else NullType()
+
+    def fields_of_result(self) -> list[StructField]:
+        """The columns with their types; NullType where only Spark can tell."""
+        return [StructField(name, self.type_of(expression)) for name, expression in self.columns]
+
+    def lineage(self) -> dict[str, list[tuple[str, str]]]:
+        """For each column the (asset, column) pairs that it is made of."""
+        return {
+            name: [
+                (self.source, f.name)
+                for f in self.fields
+                if re.search(rf"(?<!\w){re.escape(f.name)}(?!\w)", expression, re.IGNORECASE)
+            ]
+            for name, expression in self.columns
+        }
 
 
 @dataclass(frozen=True)
@@ -97,7 +216,10 @@ class Projection:
     def _field(self, name: str, expression: str) -> StructField:
         plain = _COLUMN.fullmatch(expression)
         if plain is None:
-            return StructField(name, NullType())
+            cast = _CAST.fullmatch(expression)
+            return StructField(
+                name, _NAMED.get(cast.group(1).lower(), NullType()) if cast else NullType()
+            )
         side = plain.group(1).lower()
         found = self.sides[side].find(plain.group(2).strip("`"))
         kind: DataType = found.dataType if found else TimestampType()

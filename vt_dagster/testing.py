@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -32,16 +33,19 @@ from vt_dagster.columns import (
     FATE,
     IS_TOMBSTONE,
     OFFSET,
+    ORDER,
     PARTITION,
     TIMESTAMP,
+    TURN,
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import grace, step, versioned
+from vt_dagster.core import grace, operate, step, suppress, versioned
 from vt_dagster.core.arrival import Fate, by_partition, duration, stream_time_of
 from vt_dagster.core.records import REASON, prepare
 from vt_dagster.errors import ContractError
-from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable, topological
+from vt_dagster.model import Stream, Table, VersionedTable, topological
+from vt_dagster.operators import Operator, StreamTableJoin, Suppress, WindowedAggregate
 from vt_dagster.testing_store import REFUSED, Row, VersionedStore, to_micros, to_value
 
 _DELETED, _HOME = "_deleted", "_home"
@@ -57,6 +61,17 @@ _SETTINGS = {
     # A broadcast is a Spark job of its own.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
     "spark.sql.optimizer.disableHints": "true",
+    # Planning costs most: leave out what is of no use to a few rows in memory.
+    "spark.sql.constraintPropagation.enabled": "false",
+    "spark.sql.optimizer.nestedSchemaPruning.enabled": "false",
+    "spark.sql.optimizer.expression.nestedPruning.enabled": "false",
+    "spark.sql.optimizer.dynamicPartitionPruning.enabled": "false",
+    "spark.sql.optimizer.runtime.bloomFilter.enabled": "false",
+    "spark.sql.subexpressionElimination.enabled": "false",
+    "spark.sql.exchange.reuse": "false",
+    # Nobody looks at the plans.
+    "spark.sql.ui.explainMode": "simple",
+    "spark.sql.maxPlanStringLength": "100",
 }
 
 
@@ -65,14 +80,25 @@ class _State:
     """What a node keeps between runs."""
 
     log: pa.Table | None = None
-    view: pa.Table | None = None
     considered: pa.Table | None = None
     next_offset: dict[int, int] = field(default_factory=dict[int, int])
     stream_time: dict[int, int] = field(default_factory=dict[int, int])
-    consumed: int = 0
+    kept: pa.Table | None = None
+    consumed: dict[str, int] = field(default_factory=dict[str, int])
     read: int = 0
     waiting: Counter[int] = field(default_factory=Counter[int])
     counts: Counter[tuple[int, str]] = field(default_factory=Counter[tuple[int, str]])
+
+    def copy(self) -> _State:
+        """A state that a later run of this one does not change; Arrow tables never change."""
+        return replace(
+            self,
+            next_offset=dict(self.next_offset),
+            stream_time=dict(self.stream_time),
+            consumed=dict(self.consumed),
+            waiting=Counter(self.waiting),
+            counts=Counter(self.counts),
+        )
 
 
 class TopologyTestDriver:
@@ -101,6 +127,7 @@ class TopologyTestDriver:
         self.spark = spark
         self._own = _own_session(spark)
         self._states = {name: _State() for name in self.nodes}
+        self._views: dict[str, tuple[tuple[pa.Table, dict[int, int]], DataFrame]] = {}
 
     # -- records in ------------------------------------------------------------------------------
 
@@ -116,7 +143,10 @@ class TopologyTestDriver:
         self.run({name: records})
 
     def run(self, inputs: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
-        """One run with records of several sources. Tables take theirs before streams are joined."""
+        """One run with records of several sources. Tables take theirs before streams are joined.
+
+        Where an operator refuses (a full buffer), nothing of the run has happened.
+        """
         sources = sorted(n for n, node in self.nodes.items() if not node.inputs)
         unknown = sorted(set(inputs) - set(sources))
         if unknown:
@@ -124,47 +154,90 @@ class TopologyTestDriver:
                 f"expected records for the sources {sources}, got some for {unknown}; pipe into a "
                 "source and read results of operators with read()"
             )
-        with self._session():
-            for node in self.nodes.values():
-                if node.operator is not None:
-                    self._run_join(node, node.operator)
-                elif records := list(inputs.get(node.name, ())):
-                    self._run_source(node, records)
+        before = {name: state.copy() for name, state in self._states.items()}
+        try:
+            with self._session():
+                for node in self.nodes.values():
+                    self._run_node(node, list(inputs.get(node.name, ())))
+        except BaseException:
+            self._states = before
+            raise
+
+    def _run_node(self, node: Stream, records: Sequence[Mapping[str, Any]]) -> None:
+        if isinstance(node.operator, StreamTableJoin):
+            self._run_join(node, node.operator)
+        elif node.operator is not None:
+            self._run_operator(node, node.operator)
+        elif records:
+            self._run_source(node, records)
 
     def _run_source(self, node: Stream, records: Sequence[Mapping[str, Any]]) -> None:
         state = self._states[node.name]
         considered = step.consider_records(
             node, self._prepared(node, records), self._view(node), by_partition(state.stream_time)
         )
-        rows = state.considered = considered.toArrow()
+        rows = state.considered = considered.orderBy(PARTITION, ARRIVAL).toArrow()
         _count(state, rows)
-        if Fate.APPLIED not in rows[FATE].to_pylist():
+        _see(state.stream_time, self._append(node, rows))
+
+    def _run_operator(self, node: Stream, operator: Operator) -> None:
+        state = self._states[node.name]
+        sources = [self._states[n.name] for n in operator.inputs]
+        ends = {n.name: s.log.num_rows for n, s in zip(operator.inputs, sources, strict=True) if s.log}
+        if all(end == state.consumed.get(name, 0) for name, end in ends.items()):
             return
-        first = by_partition(state.next_offset, "long")
-        new = self._append(node, step.produce_records(node, self._frame(rows), first))
-        moments = zip(new[PARTITION].to_pylist(), new[TIMESTAMP].to_pylist(), strict=True)
-        for partition, moment in moments:
-            _advance(state.stream_time, partition, to_micros(moment))
-        if isinstance(node, Table):
-            time = by_partition(state.stream_time)
-            state.view = step.fold(node, self._view(node), self._frame(new), time).toArrow()
+        taken: list[operate.Taken] = []
+        logs: list[pa.Table] = []
+        for one, source in zip(operator.inputs, sources, strict=True):
+            consumed = state.consumed.get(one.name, 0)
+            empty = to_arrow_schema(step.log_schema(one)).empty_table()
+            rows = empty if source.log is None else source.log.slice(consumed)
+            logs.append(rows)
+            known = operate.reads_views(operator) and consumed > 0 and isinstance(one, Table)
+            taken.append(operate.Taken(self._frame(rows), self._view(one) if known else None))
+        before = by_partition(state.stream_time)
+        times = dict(state.stream_time)
+        if isinstance(operator, WindowedAggregate) and operator.group_key:
+            for row in operate.with_lateness(node, taken, before).toArrow().to_pylist():
+                _advance(times, row[PARTITION], row["time"])
+        elif operate.goes_by_time(operator):
+            # Partitions and keys are the input's own: no need to ask Spark.
+            _see(
+                times, _with_key(logs[0], node) if isinstance(operator, WindowedAggregate) else logs[0]
+            )
+        kept = None if state.kept is None else self._frame(state.kept)
+        known = operate.Before(kept, self._view(node), before, by_partition(times))
+        rows, keeps = operate.operate(node, taken, known)
+        wanted = [FATE, *(c for c in step.log_columns(node) if c != OFFSET)]
+        found = rows.orderBy(PARTITION, *ORDER, TURN).select(*wanted).toArrow()
+        if keeps is not None:
+            state.kept = keeps.toArrow()
+        if isinstance(operator, Suppress):
+            operator.check_buffer(_sizes(state.kept))
+        state.consumed.update(ends)
+        _count(state, found)
+        new = self._append(node, found)
+        state.stream_time = times
+        if not operate.goes_by_time(operator):
+            _see(state.stream_time, new)
 
     def _run_join(self, node: Stream, join: StreamTableJoin) -> None:
         state, left, right = (self._states[n.name] for n in (node, join.left, join.right))
-        if left.log is None or left.log.num_rows == state.consumed:
+        done = state.consumed.get(join.left.name, 0)
+        if left.log is None or left.log.num_rows == done:
             return
-        arrived = self._frame(left.log.slice(state.consumed)).withColumn(ARRIVAL, F.col(OFFSET))
+        arrived = self._frame(left.log.slice(done)).withColumn(ARRIVAL, F.col(OFFSET))
         before = by_partition(state.stream_time)
         held = None
         if step.has_grace(join):
-            earlier = self._frame(left.log.slice(0, state.consumed))
+            earlier = self._frame(left.log.slice(0, done))
             held = _held(join, earlier, _due(join, before)).withColumn(ARRIVAL, F.col(OFFSET))
             times = stream_time_of(arrived, grace.moves_stream_time(join.left.key))
             for row in times.toArrow().to_pylist():
                 _advance(state.stream_time, row[PARTITION], to_micros(row["stream_time"]))
         after = by_partition(state.stream_time)
         rows = step.consider_join(join, arrived, held, before, _due(join, after)).toArrow()
-        state.considered, state.consumed = rows, left.log.num_rows
+        state.considered, state.consumed = rows, {join.left.name: left.log.num_rows}
         _count(state, rows)
         if not {Fate.APPLIED, Fate.LATE} & set(rows[FATE].to_pylist()):
             return
@@ -175,7 +248,7 @@ class TopologyTestDriver:
             by_partition(right.stream_time),
         )
         first = by_partition(state.next_offset, "long")
-        self._append(node, step.produce_join(node, join, results, first))
+        self._append(node, step.produce_join(node, join, results, first).toArrow())
 
     # -- results out -----------------------------------------------------------------------------
 
@@ -207,7 +280,11 @@ class TopologyTestDriver:
     def waiting(self, name: str) -> list[Row]:
         """The stream records that wait in a join's grace buffer, by timestamp."""
         join, state = self._node(name).operator, self._states[name]
-        if join is None or not step.has_grace(join) or not state.waiting.total():
+        if (
+            not isinstance(join, StreamTableJoin)
+            or not step.has_grace(join)
+            or not state.waiting.total()
+        ):
             return []
         with self._session():
             consumed = self._frame(self._states[join.left.name].log)
@@ -307,22 +384,46 @@ class TopologyTestDriver:
         return self._own.createDataFrame(table).coalesce(1)
 
     def _view(self, node: Stream) -> DataFrame | None:
-        view = self._states[node.name].view
-        return None if view is None else self._frame(view)
+        """A table's view, made from its log; None before the first record."""
+        state = self._states[node.name]
+        if state.log is None or not isinstance(node, Table):
+            return None
+        made_of = (state.log, dict(state.stream_time))
+        seen = self._views.get(node.name)
+        # Logs are never changed in place; the same view serves all who read it.
+        if seen is None or seen[0][0] is not made_of[0] or seen[0][1] != made_of[1]:
+            rows = self._frame(state.log)
+            view = step.fold(node, None, rows, by_partition(state.stream_time))
+            seen = self._views[node.name] = (made_of, view)
+        return seen[1]
 
     def _view_or_empty(self, node: Table) -> DataFrame:
-        view = self._states[node.name].view
-        return self._frame(
-            to_arrow_schema(step.view_schema(node)).empty_table() if view is None else view
-        )
+        view = self._view(node)
+        empty = to_arrow_schema(step.view_schema(node)).empty_table()
+        return self._frame(empty) if view is None else view
 
-    def _append(self, node: Stream, produced: DataFrame) -> pa.Table:
-        """Adds a run's rows to the log and returns them."""
+    def _append(self, node: Stream, rows: pa.Table) -> pa.Table:
+        """Adds a run's results, in order, to the log, with their offsets, and returns them."""
         state = self._states[node.name]
-        new = produced.toArrow().sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
-        state.log = new if state.log is None else pa.concat_tables([state.log, new])
-        for partition, offset in zip(new[PARTITION].to_pylist(), new[OFFSET].to_pylist(), strict=True):
-            _advance(state.next_offset, partition, offset + 1)
+        if FATE in rows.column_names:
+            rows = rows.filter(pc.equal(rows[FATE], Fate.APPLIED))
+            offsets: list[int] = []
+            for partition in rows[PARTITION].to_pylist():
+                offsets.append(state.next_offset.get(partition, 0))
+                state.next_offset[partition] = offsets[-1] + 1
+            if OFFSET in rows.column_names:
+                rows = rows.drop_columns([OFFSET])
+            rows = rows.append_column(OFFSET, pa.array(offsets, pa.int64()))
+        else:
+            rows = rows.sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
+            for partition, offset in zip(
+                rows[PARTITION].to_pylist(), rows[OFFSET].to_pylist(), strict=True
+            ):
+                _advance(state.next_offset, partition, offset + 1)
+        new = rows.select(step.log_columns(node))
+        if new.num_rows:
+            log = [new] if state.log is None else [state.log, new]
+            state.log = pa.concat_tables(log, promote_options="default")
         return new
 
 
@@ -362,6 +463,30 @@ def _count(state: _State, considered: pa.Table) -> None:
 def _rows_of(view: DataFrame, node: Table) -> list[Row]:
     order = [*node.key, VALID_FROM if VALID_FROM in view.columns else OFFSET]
     return view.orderBy(*order).toArrow().to_pylist()
+
+
+def _sizes(buffer: pa.Table | None) -> dict[int, tuple[int, int]]:
+    """Records and bytes of a suppression buffer by partition."""
+    sizes: dict[int, tuple[int, int]] = {}
+    if buffer is not None:
+        held = zip(buffer[PARTITION].to_pylist(), buffer[suppress.BYTES].to_pylist(), strict=True)
+        for partition, size in held:
+            records, total = sizes.get(partition, (0, 0))
+            sizes[partition] = (records + 1, total + size)
+    return sizes
+
+
+def _with_key(rows: pa.Table, node: Stream) -> pa.Table:
+    """The records whose key, which a windowed table's begins with, has no null."""
+    for k in node.inputs[0].key:
+        rows = rows.filter(pc.is_valid(rows[k]))
+    return rows
+
+
+def _see(stream_time: dict[int, int], rows: pa.Table) -> None:
+    moments = zip(rows[PARTITION].to_pylist(), rows[TIMESTAMP].to_pylist(), strict=True)
+    for partition, moment in moments:
+        _advance(stream_time, partition, to_micros(moment))
 
 
 def _advance(positions: dict[int, int], partition: int, to: int) -> None:

@@ -123,7 +123,7 @@ class VersionedStore:
         state = self._state
         assert state.considered is not None
         fates = {r[ARRIVAL]: r for r in state.considered.to_pylist()}
-        versions = {} if state.view is None else self._valid_to(state.view)
+        versions = self._valid_to()
         answers: list[datetime | Literal[Refused.REFUSED] | None] = []
         for i in range(len(records)):
             row = fates[i]
@@ -170,8 +170,10 @@ class VersionedStore:
     def _horizon(self) -> Column:
         return by_partition(self._state.stream_time) - duration(self._node.history_retention)
 
-    def _valid_to(self, view: pa.Table) -> dict[tuple[Any, ...], datetime | None]:
+    def _valid_to(self) -> dict[tuple[Any, ...], datetime | None]:
         columns = [*self._node.key, VALID_FROM, VALID_TO]
+        with self._driver._session():
+            view = self._driver._view_or_empty(self._node).select(*columns).toArrow()
         rows = zip(*(view[c].to_pylist() for c in columns), strict=True)
         return {(*(_hashable(k) for k in row[:-2]), row[-2]): row[-1] for row in rows}
 

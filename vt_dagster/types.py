@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import dagster as dg
 from pyspark.sql.types import NullType, StructType
@@ -12,10 +12,13 @@ from vt_dagster.columns import (
     ARRIVAL,
     FATE,
     IS_TOMBSTONE,
+    ORDER,
     PARTITION,
     TIMESTAMP,
 )
+from vt_dagster.core.step import log_columns
 from vt_dagster.model import Stream
+from vt_dagster.storage.run_operator import Results
 from vt_dagster.storage.runs import Arrival
 
 
@@ -76,6 +79,37 @@ def considered_type(node: Stream) -> dg.DagsterType:
     """Records with what becomes of them: applied, late, waiting, dropped, quarantined."""
     more = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
     return _frame_type(node, "considered", more, "Records with what becomes of them in this run.")
+
+
+@cache
+def log_type(node: Stream) -> dg.DagsterType:
+    """Log rows of a stream or table, as a run takes them."""
+    return _frame_type(node, "log", tuple(log_columns(node)), "Log rows that a run takes.")
+
+
+@cache
+def results_type(node: Stream) -> dg.DagsterType:
+    """The results of an operator's run, with what becomes of them, before the commit."""
+    frame = _frame_type(
+        node,
+        "results",
+        (TIMESTAMP, PARTITION, IS_TOMBSTONE, FATE, *ORDER),
+        "An operator's results, and what it keeps for the next run.",
+    )
+
+    def check(context: Any, value: Any) -> dg.TypeCheck:
+        if not isinstance(value, Results):
+            return dg.TypeCheck(
+                success=False,
+                description=f"expected the Results of {node.name!r}, got "
+                f"{type(value).__module__}.{type(value).__qualname__}; return "
+                "vt_dagster.storage.run_operator.Results(rows, state) from the op before",
+            )
+        return cast(dg.TypeCheck, frame.type_check(context, value.rows))
+
+    return dg.DagsterType(
+        check, name=f"{node.name}_results", description=frame.description, metadata=frame.metadata
+    )
 
 
 ArrivalType = dg.DagsterType(

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
@@ -49,6 +49,8 @@ of_each_case = st.lists(some_records, min_size=PARTITIONS, max_size=PARTITIONS)
 
 careful = settings(
     max_examples=2,
+    # A failing example is small as it is; to make it smaller takes longer than to read it.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.storage import delta, runs
+from vt_dagster.storage import delta, run_source
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.store import AssetStore
 
@@ -128,15 +128,15 @@ def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -
     store = topology.store("rates", spark)
     prepared = []
     for _ in range(2):
-        arrival = runs.pin_files(store, source)
-        records = runs.read_files(store, source, arrival)
-        prepared.append((arrival, runs.consider(store, arrival, records)))
+        arrival = run_source.pin_files(store, source)
+        records = run_source.read_files(store, source, arrival)
+        prepared.append((arrival, run_source.consider(store, arrival, records)))
     outcomes: list[Any] = []
     lost: list[Any] = []
 
     def commit(arrival: Any, considered: Any) -> None:
         try:
-            outcomes.append(runs.commit_records(store, source, arrival, considered))
+            outcomes.append(run_source.commit_records(store, source, arrival, considered))
         except ConcurrentRunError as error:
             outcomes.append(error)
             lost.append((arrival, considered))
@@ -153,7 +153,7 @@ def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -
     assert store.read("versions").count() == 3
     # and one that comes after the winner has committed
     with pytest.raises(ConcurrentRunError):
-        runs.commit_records(store, source, *lost[0])
+        run_source.commit_records(store, source, *lost[0])
     assert store.read("log").count() == 3
 
 

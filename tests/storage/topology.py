@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster.model import Stream, VersionedTable
-from vt_dagster.storage import runs
+from vt_dagster.storage import run_join, run_source
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.runs import Receipt
 from vt_dagster.storage.store import AssetStore
@@ -71,14 +71,16 @@ class Topology:
         if node.operator is not None:
             join = node.operator
             stream, table = self.store("orders", spark), self.store("rates", spark)
-            arrival = runs.pin_join(store, join, stream)
-            considered = runs.read_stream(stream, join, arrival)
-            return runs.commit_join(store, join, arrival, considered, table)
+            arrival = run_join.pin_join(store, join, stream)
+            considered = run_join.read_stream(stream, join, arrival)
+            return run_join.commit_join(store, join, arrival, considered, table)
         source = node.source
         assert isinstance(source, FilesSource)
-        arrival = runs.pin_files(store, source)
-        records = runs.read_files(store, source, arrival)
-        return runs.commit_records(store, source, arrival, runs.consider(store, arrival, records))
+        arrival = run_source.pin_files(store, source)
+        records = run_source.read_files(store, source, arrival)
+        return run_source.commit_records(
+            store, source, arrival, run_source.consider(store, arrival, records)
+        )
 
     def tables(self, name: str, spark: SparkSession) -> Mapping[str, list[Any]]:
         """Everything that an asset shows, in a comparable form."""

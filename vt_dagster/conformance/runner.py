@@ -14,6 +14,7 @@ from pyspark.sql import SparkSession
 from vt_dagster.conformance.scenario import (
     OPERATORS,
     Granularity,
+    Job,
     Outcome,
     Report,
     Scenario,
@@ -21,15 +22,13 @@ from vt_dagster.conformance.scenario import (
     read_scenarios,
     settle,
 )
-from vt_dagster.conformance.stream_table_join import join_of, stream_table_joins
-from vt_dagster.conformance.topology import ms, table_of
-from vt_dagster.conformance.versioned_store import versioned_stores
+from vt_dagster.conformance.side_by_side import side_by_side
+from vt_dagster.conformance.steps import layout, nodes_of, supported
+from vt_dagster.conformance.versioned_store import store_of, versioned_stores
 from vt_dagster.errors import SourceError, TopologyError
-from vt_dagster.model import Stream
 
-_Jobs = list[Callable[[SparkSession], None]]
-_RUNNERS: dict[str, Callable[[Sequence[Scenario], Granularity, Mapping[Scenario, Outcome]], _Jobs]]
-_RUNNERS = {"versioned_store": versioned_stores, "stream_table_join": stream_table_joins}
+_THREADS = 2
+"""A run is mostly waiting for Spark's planner."""
 
 
 def run(
@@ -45,11 +44,11 @@ def run(
     At granularity ``record`` every record that can trigger output is a run of its own, and output
     is compared entry by entry, trigger and order included. At granularity ``run`` a run takes as
     many records as may be taken at once without changing results: see ``versioned_stores`` and
-    ``stream_table_joins`` for what exactly is compared.
+    ``side_by_side`` for what exactly is compared.
 
     Args:
         paths: scenario files, or directories that are searched for ``*.json``.
-        operators: run only these; None = all. Those that cannot be run count as not supported.
+        operators: run only these; None = all. Sliding windows and limits in bytes are not supported.
         json_file: where to write the report as JSON, if anywhere.
         spark: the session to use; None starts a small local one.
         echo: prints a line. The last one is ``N identical, M different, K not supported``.
@@ -71,15 +70,16 @@ def run(
             f"{[str(p) for p in paths]}; name the files or the directory that holds them"
         )
     results = {s: Outcome(s, "not supported") for s in chosen}
-    jobs: list[Callable[[SparkSession], None]] = []
-    for operator, plan in _RUNNERS.items():
-        ours = [s for s in chosen if s.operator == operator]
-        built = [s for s in ours if _builds(s, results)]
-        jobs += plan(built, granularity, results)
+    built = [s for s in chosen if supported(s) and _builds(s, results)]
+    jobs: list[Job] = []
+    for operator in OPERATORS:
+        plan = versioned_stores if operator == "versioned_store" else side_by_side
+        jobs += plan([s for s in built if s.operator == operator], granularity, results)
+    jobs.sort(key=lambda job: -job.cost)
     if jobs:
-        with ThreadPoolExecutor(2) as pool:  # a run is mostly waiting for Spark's planner
+        with ThreadPoolExecutor(_THREADS) as pool:
             session = spark or _session()
-            for _ in pool.map(lambda job: job(session), jobs):
+            for _ in pool.map(lambda job: job.run(session), jobs):
                 pass
     report = Report(list(results.values()))
     for line in report.lines():
@@ -116,7 +116,7 @@ def _builds(scenario: Scenario, results: Mapping[Scenario, Outcome]) -> bool:
     """Whether the scenario goes on to run; one that must be refused when it is built is done."""
     must_fail = scenario.error is not None and scenario.error["at"] == "build"
     try:
-        _nodes(scenario)
+        store_of(scenario) if scenario.operator == "versioned_store" else nodes_of([layout(scenario)])
     except TopologyError as error:
         if not must_fail:
             settle(results[scenario], [f"  topology: expected none / got the error {error}"])
@@ -131,15 +131,6 @@ def _builds(scenario: Scenario, results: Mapping[Scenario, Outcome]) -> bool:
 
 def _error(scenario: Scenario) -> str:
     return str(scenario.error and scenario.error["message"])
-
-
-def _nodes(scenario: Scenario) -> Stream:
-    """The scenario's own topology, which raises a TopologyError where it has no meaning."""
-    config = scenario.config
-    if scenario.operator == "versioned_store":
-        return table_of(config)
-    grace = config["grace"]
-    return join_of(config["kind"], table_of(config["table"]), None if grace is None else ms(grace))
 
 
 def _session() -> SparkSession:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
+
+from pyspark.sql import SparkSession
 
 from vt_dagster.errors import SourceError
 
@@ -27,7 +29,7 @@ OPERATORS = (
     "global_table",
     "chain",
 )
-"""The operators that FORMAT.md knows; those in ``_RUNNERS`` can be run."""
+"""The operators that FORMAT.md knows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Job:
+    """Scenarios that run together: runs them and settles their outcomes.
+
+    Args:
+        cost: about how many runs of a node that takes; long ones start first.
+    """
+
+    cost: int
+    run: Callable[[SparkSession], None]
+
+
+@dataclass(frozen=True)
 class Report:
     """What became of every scenario."""
 
@@ -80,7 +94,7 @@ class Report:
 
     @property
     def not_supported(self) -> int:
-        """Scenarios, optional ones apart, of operators that cannot be run yet."""
+        """Scenarios, optional ones apart, that cannot be run: see ``steps.supported``."""
         return self._count("not supported")
 
     @property

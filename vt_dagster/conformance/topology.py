@@ -10,14 +10,13 @@ from typing import Any
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster.conformance.scenario import Entry
-from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.model import Stream
 
 _SCHEMA = StructType(
     [
         StructField("scenario", IntegerType()),
         StructField("key", StringType()),
         StructField("value", StringType()),
-        StructField("index", IntegerType()),
         StructField("timestamp", TimestampType()),
     ]
 )
@@ -33,26 +32,19 @@ def millis(moment: datetime | None) -> int | None:
 
 
 def source(kind: type[Stream], name: str, **more: Any) -> Any:
-    return kind(name, key=("scenario", "key"), schema=_SCHEMA, tombstone="value is null", **more)
+    about = {"schema": _SCHEMA, "tombstone": "value is null"}
+    return kind(name, key=("scenario", "key"), **{**about, **more})
 
 
-def table_of(config: Mapping[str, Any]) -> Table:
-    if not config.get("versioned", True):
-        return source(Table, "table")
-    segment = config.get("segment_interval")
-    return source(
-        VersionedTable,
-        "table",
-        history_retention=ms(config["history_retention"]),
-        segment_interval=None if segment is None else ms(segment),
-    )
+def with_index() -> StructType:
+    """The columns of a source, and one for the number of the record."""
+    return StructType([*_SCHEMA.fields, StructField("index", IntegerType())])
 
 
-def record_of(number: int, index: int, record: Mapping[str, Any]) -> Entry:
+def record_of(number: int, record: Mapping[str, Any]) -> Entry:
     return {
         "scenario": number,
         "partition": number,
-        "index": index,
         "key": record["key"],
         "value": record.get("value"),
         "timestamp": record["timestamp"],
@@ -66,12 +58,16 @@ def by_scenario(rows: Iterable[Entry]) -> dict[int, list[Entry]]:
     return found
 
 
+def text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
 def final_store(rows: Iterable[Entry]) -> list[Entry]:
     """A view's rows as a scenario's final store has them: no tombstones, times as numbers."""
     return [
         {
             "key": row["key"],
-            "value": row["value"],
+            "value": text(row["value"]),
             "valid_from": millis(row.get("valid_from", row["timestamp"])),
             "valid_to": millis(row.get("valid_to")),
         }

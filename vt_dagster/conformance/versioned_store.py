@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyspark.sql import SparkSession
@@ -10,13 +10,22 @@ from pyspark.sql import SparkSession
 from vt_dagster.conformance.scenario import (
     Entry,
     Granularity,
+    Job,
     Outcome,
     Scenario,
     compare,
     compare_state,
     settle,
 )
-from vt_dagster.conformance.topology import by_scenario, final_store, millis, ms, record_of, source
+from vt_dagster.conformance.topology import (
+    by_scenario,
+    final_store,
+    millis,
+    ms,
+    record_of,
+    source,
+    with_index,
+)
 from vt_dagster.core.arrival import Fate
 from vt_dagster.errors import ContractError
 from vt_dagster.model import VersionedTable
@@ -26,9 +35,20 @@ NOT_PUT = -9223372036854775808
 """What a scenario expects of a refused put."""
 
 
+def store_of(scenario: Scenario) -> VersionedTable:
+    """The scenario's own table, which raises a TopologyError where it has no meaning."""
+    segment = scenario.config.get("segment_interval")
+    return source(
+        VersionedTable,
+        "table",
+        history_retention=ms(scenario.config["history_retention"]),
+        segment_interval=None if segment is None else ms(segment),
+    )
+
+
 def versioned_stores(
     scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, Outcome]
-) -> list[Callable[[SparkSession], None]]:
+) -> list[Job]:
     """All store scenarios as partitions of one table.
 
     ``record``: every put and delete is a run; every answer is compared. ``run``: the puts and
@@ -40,7 +60,7 @@ def versioned_stores(
 
     def job(spark: SparkSession) -> None:
         retention = {i: ms(s.config["history_retention"]) for i, s in enumerate(scenarios)}
-        table = source(VersionedTable, "table", history_retention=retention)
+        table = source(VersionedTable, "table", schema=with_index(), history_retention=retention)
         driver = TopologyTestDriver(table, spark=spark)
         runs = [_StoreRun(i, s) for i, s in enumerate(scenarios)]
         if granularity == "record":
@@ -61,7 +81,7 @@ def versioned_stores(
             )
             settle(results[r.scenario], differences)
 
-    return [job]
+    return [Job(max(len(s.records) for s in scenarios), job)]
 
 
 class _StoreRun:
@@ -129,7 +149,7 @@ def _store_step(store: VersionedStore, runs: Sequence[_StoreRun]) -> None:
     writing = [(r, r.left[0]) for r in runs if r.left and r.left[0]["call"] != "get"]
     if not writing:
         return
-    records = [record_of(r.number, len(r.answers), call) for r, call in writing]
+    records = [record_of(r.number, call) | {"index": len(r.answers)} for r, call in writing]
     deletes = [i for i, (_, call) in enumerate(writing) if call["call"] == "delete"]
     found = store.find_each(*(records[i] for i in deletes)) if deletes else []
     removed = dict(zip(deletes, found, strict=True))
@@ -155,7 +175,7 @@ def _store_run(driver: TopologyTestDriver, runs: Sequence[_StoreRun]) -> None:
         stop = next((i for i, c in enumerate(calls) if c["key"] is None), len(calls))
         writes = [i for i in range(stop) if calls[i]["call"] != "get"]
         ends[r.number] = writes[-1] + 1 if writes else 0
-        records += [record_of(r.number, i, calls[i]) for i in writes]
+        records += [record_of(r.number, calls[i]) | {"index": i} for i in writes]
     if records:
         driver.pipe("table", *records)
     latest = {(row["scenario"], row["index"]): row["is_latest"] for row in driver.read("table")}

@@ -15,8 +15,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
-from vt_dagster.model import Duration
+from vt_dagster.columns import ARRIVAL, OFFSET, ORDER, PARTITION, TIMESTAMP
+from vt_dagster.durations import Duration
 
 CHUNK = 100_000
 """Arrivals handled by one task at a time."""
@@ -32,7 +32,10 @@ class Fate:
     APPLIED = "applied"  # in the log; for a join: joined on arrival or out of the buffer
     LATE = "late"  # a table refused it; a join with grace joined it at once
     WAITING = "waiting"  # in the grace buffer
-    DROPPED = "dropped"  # a join had no use for it: no value, or no key where one is needed
+    DROPPED = (
+        "dropped"  # of no use to an operator: no value or key where one is needed, out of order, closed
+    )
+    NO_RESULT = "no_result"  # an operator took it and had nothing to say
     QUARANTINED = "quarantined"  # not a record: unreadable, no key, no timestamp, far future
 
 
@@ -84,22 +87,32 @@ def stream_time_of(records: DataFrame, counts: Column) -> DataFrame:
     return records.where(counts).groupBy(PARTITION).agg(F.max(TIMESTAMP).alias("stream_time"))
 
 
-def with_stream_time(records: DataFrame, before: Column, counts: Column | None = None) -> DataFrame:
+def with_stream_time(
+    records: DataFrame,
+    before: Column,
+    counts: Column | None = None,
+    *,
+    chunk: Column | None = None,
+    included: bool = True,
+) -> DataFrame:
     """Adds stream time as of each record, the record itself included.
 
     Plan: one aggregate over the records (a row a chunk, broadcast), one shuffle and sort by
     partition and chunk.
 
     Args:
-        records: ``partition, _arrival, timestamp, …``.
+        records: ``partition, _arrival, timestamp, …``; where ``_arrival`` alone is not a total order,
+            the other columns of ``ORDER`` too.
         before: stream time of the record's partition before the run; null = no record yet.
         counts: whether a record moves stream time; None = every one does.
+        chunk: ascends with the order; None = ``_arrival`` is an offset.
+        included: False = as of just before the record.
 
     Returns:
         the records with ``_stream_time`` (TIMESTAMP; null while no record has counted).
     """
     moves = F.col(TIMESTAMP) if counts is None else F.when(counts, F.col(TIMESTAMP))
-    chunked = records.withColumn(_CHUNK, arrival_chunk())
+    chunked = records.withColumn(_CHUNK, arrival_chunk() if chunk is None else chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
         chunked.groupBy(PARTITION, _CHUNK)
@@ -108,8 +121,8 @@ def with_stream_time(records: DataFrame, before: Column, counts: Column | None =
     )
     so_far = (
         W.partitionBy(PARTITION, _CHUNK)
-        .orderBy(ARRIVAL)
-        .rowsBetween(W.unboundedPreceding, W.currentRow)
+        .orderBy(*[c for c in ORDER if c in records.columns])
+        .rowsBetween(W.unboundedPreceding, W.currentRow if included else -1)
     )
     return (
         chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
@@ -50,8 +52,14 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         IS_TOMBSTONE, F.coalesce(tombstone, F.lit(False))
     )
     if PARTITION not in rows.columns:
-        home = F.pmod(F.xxhash64(*node.key), F.lit(node.partitions)).cast("int")
-        timed = timed.withColumn(PARTITION, home)
+        timed = timed.withColumn(PARTITION, home_of(node.key, node))
     return timed.withColumn(REASON, reason).withColumn(
         FATE, F.when(F.col(REASON).isNotNull(), Fate.QUARANTINED)
     )
+
+
+def home_of(key: Sequence[str], node: Stream) -> Column:
+    """The partition that a record of a key goes to in a log that chooses it."""
+    if node.partition_by is not None:
+        return F.expr(node.partition_by).cast("int")
+    return F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), F.lit(node.partitions)).cast("int")

@@ -1,7 +1,8 @@
-"""One run of a stream or table, as DataFrames: consider what arrived, then produce log rows.
+"""One run of a source or of a stream-table join, as DataFrames: consider what arrived, then produce
+log rows. ``core/operate.py`` does the same for operators that consume the logs of tables.
 
-The Dagster ops and the test driver both run assets through these two functions; they differ only in
-where the inputs come from and where the results go.
+The Dagster ops and the test driver both run assets through these functions; they differ only in where
+the inputs come from and where the results go.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vt_dagster.columns import (
     IS_TOMBSTONE,
     LOG_COLUMNS,
     OFFSET,
+    OLD,
     PARTITION,
     TIMESTAMP,
     VALID_FROM,
@@ -35,28 +37,51 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import grace, stream_table_join, table, versioned
 from vt_dagster.core.arrival import Fate, arrival_chunk, duration, number
-from vt_dagster.model import Stream, StreamTableJoin, Table, VersionedTable
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.operators import StreamTableJoin
+
+
+def value_columns(node: Stream) -> list[str]:
+    """The value columns of a node's log: all but the key and ``timestamp``."""
+    return [c for c in node.schema.names if c not in node.key and c.lower() != TIMESTAMP]
 
 
 def consider_records(
     node: Stream, records: DataFrame, view: DataFrame | None, stream_time: Column
 ) -> DataFrame:
-    """A source's prepared records with ``_fate``, for tables also ``is_latest``.
+    """A source's prepared records with ``_fate``, for tables also ``is_latest`` and ``old``.
 
     Args:
         view: the table's view before the run; None where there is none yet.
         stream_time: of the record's partition before the run.
     """
+    if isinstance(node, Table):
+        return put(node, records, view, stream_time, [PARTITION, ARRIVAL])
+    return records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
+
+
+def put(
+    node: Table,
+    records: DataFrame,
+    view: DataFrame | None,
+    stream_time: Column,
+    order: Sequence[str],
+    chunk: Column | None = None,
+) -> DataFrame:
+    """What a table's store makes of records: see ``versioned.put`` and ``table.put``."""
+    values = value_columns(node)
     if isinstance(node, VersionedTable):
         return versioned.put(
             records,
             view,
             key=node.key,
+            values=values,
+            order=order,
             stream_time=stream_time,
             history_retention=node.history_retention,
+            chunk=chunk,
         )
-    applied = records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
-    return applied.withColumn(IS_LATEST, F.lit(True)) if isinstance(node, Table) else applied
+    return table.put(records, view, key=node.key, values=values, order=order)
 
 
 def produce_records(node: Stream, considered: DataFrame, first: Column) -> DataFrame:
@@ -125,8 +150,8 @@ def produce_join(node: Stream, join: StreamTableJoin, results: DataFrame, first:
 def log_columns(node: Stream) -> list[str]:
     """The columns of a node's log, in order."""
     own = [c for c in node.schema.names if c.lower() != TIMESTAMP]
-    more = [IS_LATEST] if isinstance(node, Table) else []
-    if node.operator is not None and has_grace(node.operator):
+    more = [IS_LATEST, OLD] if isinstance(node, Table) else []
+    if isinstance(node.operator, StreamTableJoin) and has_grace(node.operator):
         more = [IS_LATE]
     return [*own, *LOG_COLUMNS, *more]
 
@@ -144,7 +169,9 @@ _TYPES: dict[str, DataType] = {
 
 
 def _schema(node: Stream, names: Sequence[str]) -> StructType:
-    own = {f.name: f.dataType for f in node.schema.fields}
+    own: dict[str, DataType] = {f.name: f.dataType for f in node.schema.fields}
+    old = [*value_columns(node), TIMESTAMP]
+    own[OLD] = StructType([StructField(n, _TYPES.get(n) or own[n]) for n in old])
     return StructType([StructField(n, _TYPES.get(n) or own[n]) for n in names])
 
 
@@ -155,7 +182,7 @@ def log_schema(node: Stream) -> StructType:
 
 def view_schema(node: Table) -> StructType:
     """The columns of a table's view with their types."""
-    names = [n for n in log_columns(node) if n != IS_LATEST]
+    names = [n for n in log_columns(node) if n not in (IS_LATEST, OLD)]
     ends = [VALID_FROM, VALID_TO] if isinstance(node, VersionedTable) else []
     return _schema(node, [*names, *ends])
 

@@ -4,13 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OFFSET, PARTITION
+from vt_dagster.columns import FATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, TIMESTAMP
+from vt_dagster.core.arrival import Fate
 
+BEFORE, NEWEST = "_before", "_newest"
 _LAST = "_last"
+
+
+def put(
+    records: DataFrame,
+    current: DataFrame | None,
+    *,
+    key: Sequence[str],
+    values: Sequence[str],
+    order: Sequence[str],
+) -> DataFrame:
+    """Adds what each record replaces: every record of a plain table is its key's latest.
+
+    Plan: one shuffle and sort by key together with one row per key of ``current``.
+
+    Args:
+        records: ``key columns, value columns, timestamp, is_tombstone, _fate, order columns``; those
+            without a fate are applied, those with another one are passed through.
+        current: the rows of the table before the run; None = none.
+        order: columns in whose order a key's records are taken.
+
+    Returns:
+        the records with ``_fate``, ``is_latest`` (true) and ``old``.
+    """
+    known = with_row_before(records, current, key=key, values=values)
+    applied = known.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
+    counts = F.col(FATE) == Fate.APPLIED
+    old = row_before(counts, key=key, values=values, order=order)
+    return applied.withColumns({IS_LATEST: F.lit(True), OLD: old}).drop(BEFORE, NEWEST)
+
+
+def with_row_before(
+    records: DataFrame, current: DataFrame | None, *, key: Sequence[str], values: Sequence[str]
+) -> DataFrame:
+    """Adds what a table holds before the run for a record's key.
+
+    Returns:
+        the records with ``_before``: the struct of its values and timestamp, null where it has no row;
+        and ``_newest``: the timestamp of its row or tombstone.
+    """
+    row = F.struct(*[F.col(f"`{v}`") for v in values], TIMESTAMP)
+    if current is None:
+        none = F.lit(None).cast("timestamp")
+        return records.withColumns({BEFORE: F.when(F.lit(False), row), NEWEST: none})
+    held = F.when(~F.col(IS_TOMBSTONE), row).alias(BEFORE)
+    rows = current.select(*[F.col(f"`{k}`") for k in key], held, F.col(TIMESTAMP).alias(NEWEST))
+    return records.join(rows, list(key), "left")
+
+
+def row_before(
+    counts: Column, *, key: Sequence[str], values: Sequence[str], order: Sequence[str]
+) -> Column:
+    """The struct of values and timestamp that a key has before a record; null where it has none.
+
+    Args:
+        counts: whether a record is its key's latest from then on.
+    """
+    before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
+    row = F.struct(*[F.col(f"`{v}`") for v in values], TIMESTAMP)
+    # A struct around it, for "deleted" is not the same as "nothing seen yet".
+    held = F.when(counts, F.struct(F.when(~F.col(IS_TOMBSTONE), row).alias("row")))
+    seen = F.last(held, ignorenulls=True).over(before)
+    return F.when(seen.isNotNull(), seen["row"]).otherwise(F.col(BEFORE))
 
 
 def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataFrame:
@@ -22,7 +86,7 @@ def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataF
         rows: the current rows before; None = none.
         log: log rows after those that made ``rows``; a tombstone removes its key.
     """
-    fresh = log.drop(IS_LATEST)
+    fresh = log.drop(IS_LATEST, OLD)
     everything = fresh if rows is None else rows.unionByName(fresh)
     newest_first = W.partitionBy(*key).orderBy(F.col(OFFSET).desc(), F.col(PARTITION).desc())
     return (

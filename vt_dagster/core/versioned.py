@@ -17,30 +17,31 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
-    ARRIVAL,
     FATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
+    OLD,
     PARTITION,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
 from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, with_stream_time
-from vt_dagster.model import Duration
-
-_NEXT = "_next"
-_NEWEST = "_newest"
+from vt_dagster.core.table import BEFORE, NEWEST, row_before, with_row_before
+from vt_dagster.durations import Duration
 
 
 def put(
     records: DataFrame,
-    current: DataFrame | None,
+    versions: DataFrame | None,
     *,
     key: Sequence[str],
+    values: Sequence[str],
+    order: Sequence[str],
     stream_time: Column,
     history_retention: Duration,
+    chunk: Column | None = None,
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -49,35 +50,35 @@ def put(
     record at its key's newest timestamp replaces that version and is the latest.
 
     Plan: ``with_stream_time`` (one aggregate, one shuffle and sort), then one shuffle and sort by
-    key together with one row per key of ``current``.
+    key together with one row per key of ``versions``.
 
     Args:
-        records: ``key columns, timestamp, partition, _arrival, is_tombstone, _fate, …`` of one run;
-            those with a fate already (quarantined) are passed through and count for nothing.
-        current: the versions before the run, of which those with ``valid_to`` null count;
+        records: ``key columns, value columns, timestamp, partition, is_tombstone, _fate, …`` of one
+            run; those with a fate already (quarantined) are passed through and count for nothing.
+        versions: the versions before the run, of which those with ``valid_to`` null count;
             None = none.
+        order: columns in whose order a key's records are taken.
         stream_time: stream time of the record's partition before the run.
+        chunk: see ``with_stream_time``.
 
     Returns:
-        the records with ``_fate`` (``applied`` or ``late``) and ``is_latest``.
+        the records with ``_fate`` (``applied`` or ``late``), ``is_latest``, and ``old``: the key's
+        newest row before the record.
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
-    seen = with_stream_time(records, stream_time, F.col(FATE).isNull())
+    seen = with_stream_time(records, stream_time, F.col(FATE).isNull(), chunk=chunk)
     late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(history_retention)
     fate = F.when(late, Fate.LATE).otherwise(Fate.APPLIED)
     judged = seen.withColumn(FATE, F.coalesce(FATE, fate))
-    if current is None:
-        known = judged.withColumn(_NEWEST, F.lit(None).cast("timestamp"))
-    else:
-        newest = current.where(F.col(VALID_TO).isNull())
-        newest = newest.select(*key, F.col(VALID_FROM).alias(_NEWEST))
-        known = judged.join(newest, list(key), "left")
-    before = W.partitionBy(*key).orderBy(PARTITION, ARRIVAL).rowsBetween(W.unboundedPreceding, -1)
+    newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
+    known = with_row_before(judged, newest, key=key, values=values)
+    before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     accepted = F.when(F.col(FATE) == Fate.APPLIED, F.col(TIMESTAMP))
-    so_far = F.greatest(F.max(accepted).over(before), F.col(_NEWEST))
+    so_far = F.greatest(F.max(accepted).over(before), F.col(NEWEST))
     latest = (F.col(FATE) == Fate.APPLIED) & (so_far.isNull() | (F.col(TIMESTAMP) >= so_far))
-    return known.withColumn(IS_LATEST, latest).drop(_NEWEST, STREAM_TIME)
+    old = row_before(F.col(IS_LATEST), key=key, values=values, order=order)
+    return known.withColumn(IS_LATEST, latest).withColumn(OLD, old).drop(NEWEST, BEFORE, STREAM_TIME)
 
 
 def fold(
@@ -97,7 +98,7 @@ def fold(
             after those that made ``versions``; rows that are in there already change nothing.
         horizon: after these log rows.
     """
-    fresh = log.drop(IS_LATEST).withColumn(VALID_FROM, F.col(TIMESTAMP))
+    fresh = log.drop(IS_LATEST, OLD).withColumn(VALID_FROM, F.col(TIMESTAMP))
     everything = fresh if versions is None else versions.drop(VALID_TO).unionByName(fresh)
     in_order = W.partitionBy(*key).orderBy(VALID_FROM, OFFSET, PARTITION)
     # Superseded or not: else what is left would depend on when the successor was folded in.

@@ -47,12 +47,16 @@ class Commit(BaseModel):
     """Delta version of every table that was read: ``{'weather/view': 7}``."""
     counts: dict[str, int] = Field(default_factory=dict)
     """Of this run: rows in, applied, late, quarantined, …"""
+    gauges: dict[str, float] = Field(default_factory=dict)
+    """Of this run, what cannot be added up: lateness, sizes of buffers."""
     totals: dict[str, int] = Field(default_factory=dict)
     """The same over all runs."""
     files: bool = False
     """Whether the attempt's directory holds the list of files consumed so far."""
     rejected: bool = False
     """Whether the attempt's directory holds records to be put into quarantine."""
+    state: bool = False
+    """Whether the attempt's directory holds what an operator keeps from run to run."""
 
 
 class Applied(BaseModel):

@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from vt_dagster.columns import IS_LATE, IS_LATEST, LOG_COLUMNS, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.columns import IS_LATE, IS_LATEST, LOG_COLUMNS, OFFSET, OLD, PARTITION, TIMESTAMP
 from vt_dagster.core import step, versioned
 from vt_dagster.core.arrival import by_partition, duration
 from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
@@ -96,7 +96,8 @@ class AssetStore:
             )
         shape = Commit.model_validate(found[1]).shape
         fields = delta.read(spark, path).schema.fields
-        own = [f for f in fields if f.name not in {*LOG_COLUMNS, IS_LATEST, IS_LATE} - {TIMESTAMP}]
+        added = {*LOG_COLUMNS, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
+        own = [f for f in fields if f.name not in added]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         if shape.kind == "versioned":
             retention = timedelta(microseconds=shape.history_retention or 0)
@@ -187,6 +188,16 @@ class AssetStore:
         """Keeps the records that the run rejects until its commit counts."""
         rows.write.mode("overwrite").parquet(self._attempt_path(attempt, "rejected"))
 
+    def stage_state(self, attempt: str, rows: DataFrame) -> None:
+        """Keeps what an operator knows after the run until its commit counts."""
+        rows.write.mode("overwrite").parquet(self._attempt_path(attempt, "state"))
+
+    def state(self, head: Head | None) -> DataFrame | None:
+        """What an operator knew after a commit; None where it keeps nothing."""
+        if head is None or not head.commit.state:
+            return None
+        return self.spark.read.parquet(self._attempt_path(head.commit.attempt, "state"))
+
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
         """Keeps the list of files that have been consumed once the run's commit counts."""
         path = self._attempt_path(attempt, "files.json.gz")
@@ -207,6 +218,20 @@ class AssetStore:
             fs, local = delta.filesystem(self._attempt_path(previous.commit.attempt))
             with contextlib.suppress(OSError):
                 fs.rm(local, recursive=True)
+
+    def pinned_view(self) -> tuple[Head | None, int | None]:
+        """The last commit and the version of the view that stands exactly at it."""
+        while True:
+            head = self.catch_up()
+            if head is None:
+                return None, None
+            found = self._applied(self.view_path)
+            if found is not None and found[1].next_offset == head.commit.next_offset:
+                return head, found[0]
+
+    def view_at(self, version: int) -> DataFrame:
+        """The view as of one of its versions."""
+        return delta.read(self.spark, self.view_path, version)
 
     # -- what follows from the log ---------------------------------------------------------------
 

@@ -1,0 +1,269 @@
+"""What holds of every operator, whatever the records: cut into runs or not, in any order.
+
+As in ``test_split_invariance``, each partition is an experiment of its own, with its own durations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+
+from tests.core.test_split_invariance import (
+    PARTITIONS,
+    SOURCE,
+    Record,
+    by_case,
+    careful,
+    cuts,
+    durations,
+    heads,
+    ms,
+    placed,
+    tails,
+)
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.operators import Materialized, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+pytestmark = pytest.mark.slow
+
+record = st.fixed_dictionaries(
+    {
+        "key": st.sampled_from(["a", "b", "c"]),
+        "value": st.sampled_from(["a|1", "a|2", "b|7", "c|9", "none", None]),
+        "timestamp": st.integers(0, 40),
+    }
+)
+of_each_case = st.lists(st.lists(record, max_size=8), min_size=PARTITIONS, max_size=PARTITIONS)
+positive = st.lists(st.integers(1, 15), min_size=PARTITIONS, max_size=PARTITIONS)
+
+HEAD = "cast(nullif(substring_index(value, '|', 1), value) as string)"
+NUMBER = "try_cast(substring_index(value, '|', -1) as bigint)"
+GROUP = ("case", f"{HEAD} as group")
+
+
+def by_group(table: Table, name: str, **more: Any) -> Table:
+    grouped = table.group_by(*GROUP, partition_by="case")
+    return grouped.aggregate(
+        {"rows": "count(*)", "total": f"sum({NUMBER})", "mean": f"avg({NUMBER})"}, name=name, **more
+    )
+
+
+def log_of(driver: TopologyTestDriver, name: str) -> dict[int, list[Record]]:
+    return by_case(driver.read(name))
+
+
+def as_sets(logs: dict[int, list[Record]]) -> dict[int, Counter[str]]:
+    """Logs without what order decides: offsets, and what a result replaced."""
+    return {
+        case: Counter(repr({k: v for k, v in r.items() if k not in ("offset", "old")}) for r in rows)
+        for case, rows in logs.items()
+    }
+
+
+@careful
+@given(
+    retention=durations,
+    lengths=positive,
+    grace=durations,
+    records=of_each_case,
+    first=cuts,
+    second=cuts,
+)
+def test_operators_of_one_input_do_not_mind_how_records_are_cut_into_runs(
+    spark: SparkSession,
+    retention: list[int],
+    lengths: list[int],
+    grace: list[int],
+    records: list[list[Record]],
+    first: list[int],
+    second: list[int],
+) -> None:
+    versioned = VersionedTable("versioned", history_retention=ms(retention), **SOURCE)
+    plain = Table("plain", **SOURCE)
+    stream = Stream("stream", **SOURCE)
+    size, after = ms(lengths), ms(grace)
+    half = ms((n + 1) // 2 for n in lengths)
+    keyed = stream.group_by()
+    tumbling = keyed.windowed_by(TumblingWindow(size, after))
+    windows = {
+        "tumbling": tumbling.aggregate({"n": "count(*)", "most": "max(value)"}, name="tumbling"),
+        "hopping": keyed.windowed_by(HoppingWindow(size, half, after)).count(name="hopping"),
+        "sessions": keyed.windowed_by(SessionWindow(size, after)).count(name="sessions"),
+        "by_value": stream.group_by("case", "value", partition_by="case")
+        .windowed_by(TumblingWindow(size, after))
+        .count(name="by_value"),
+    }
+    same = [
+        versioned.filter(f"{HEAD} = 'a'", name="filtered"),
+        plain.filter_not(f"{HEAD} = 'a'", name="plain_filtered"),
+        versioned.map_values("upper(value) as value", name="mapped", materialized=Materialized()),
+        by_group(versioned, "of_versioned"),
+        by_group(plain, "of_plain"),
+        by_group(plain, "kept", materialized=Materialized(ms(retention))),
+        plain.to_stream(name="changes").to_table(
+            name="again", materialized=Materialized(ms(retention))
+        ),
+        *windows.values(),
+    ]
+    held_back = [
+        windows["tumbling"].suppress(UntilWindowCloses(), name="final"),
+        windows["sessions"].suppress(UntilWindowCloses(), name="final_sessions"),
+        plain.suppress(UntilTimeLimit(size), name="limited"),
+    ]
+    whole, split = (TopologyTestDriver(*same, *held_back, spark=spark) for _ in range(2))
+    rest = [case[n:] for case, n in zip(records, first, strict=True)]
+    whole.run(dict.fromkeys(("versioned", "plain", "stream"), placed(records)))
+    for part in (heads(records, first), heads(rest, second), tails(rest, second)):
+        split.run(dict.fromkeys(("versioned", "plain", "stream"), part))
+    for node in same:
+        assert log_of(split, node.name) == log_of(whole, node.name), node.name
+        assert split.metrics(node.name) == whole.metrics(node.name), node.name
+    for node in held_back:
+        assert as_sets(log_of(split, node.name)) == as_sets(log_of(whole, node.name)), node.name
+
+
+def merged(lefts: Sequence[Record], rights: Sequence[Record]) -> list[tuple[str, Record]]:
+    """The order in which a task takes the records of two inputs: the smaller head first."""
+    left, right = list(lefts), list(rights)
+    order: list[tuple[str, Record]] = []
+    while left or right:
+        if not right or (left and left[0]["timestamp"] <= right[0]["timestamp"]):
+            order.append(("left", left.pop(0)))
+        else:
+            order.append(("right", right.pop(0)))
+    return order
+
+
+@careful
+@given(
+    retention=durations,
+    lefts=of_each_case,
+    rights=of_each_case,
+    first=cuts,
+    second=cuts,
+    kept=durations,
+)
+def test_joins_of_tables_do_not_mind_how_records_are_cut_into_runs(
+    spark: SparkSession,
+    retention: list[int],
+    lefts: list[list[Record]],
+    rights: list[list[Record]],
+    first: list[int],
+    second: list[int],
+    kept: list[int],
+) -> None:
+    select = ("left.value as l", "right.value as r")
+    joins: list[Table] = []
+    monotone: list[str] = []
+    sides: list[Table] = []
+    for kind, make in (("versioned", VersionedTable), ("plain", Table)):
+        more: dict[str, Any] = {"history_retention": ms(retention)} if make is VersionedTable else {}
+        left, right = (make(f"{kind}_{side}", **SOURCE, **more) for side in ("left", "right"))
+        sides += [left, right]
+        refers: dict[str, Any] = {"foreign_key": ("case", HEAD), "select": select}
+        made = [
+            left.join(right, name=f"{kind}_inner", select=select),
+            left.left_join(right, name=f"{kind}_left_join", select=select),
+            left.outer_join(
+                right, name=f"{kind}_outer", select=select, materialized=Materialized(ms(kept))
+            ),
+            left.join(right, name=f"{kind}_fk_inner", **refers),
+            left.left_join(right, name=f"{kind}_fk_left", **refers),
+        ]
+        joins += made
+        monotone += [n.name for n in made] if kind == "versioned" else []
+    whole, split = (TopologyTestDriver(*joins, spark=spark) for _ in range(2))
+    cases = [merged(*both) for both in zip(lefts, rights, strict=True)]
+
+    def feed(driver: TopologyTestDriver, spans: list[list[tuple[str, Record]]]) -> None:
+        of = {
+            side: placed([[r for name, r in span if name == side] for span in spans])
+            for side in ("left", "right")
+        }
+        driver.run({n.name: of[n.name.split("_")[1]] for n in sides})
+
+    feed(whole, cases)
+    ends = [sorted((a, b)) for a, b in zip(first, second, strict=True)]
+    feed(split, [case[: e[0]] for case, e in zip(cases, ends, strict=True)])
+    feed(split, [case[e[0] : e[1]] for case, e in zip(cases, ends, strict=True)])
+    feed(split, [case[e[1] :] for case, e in zip(cases, ends, strict=True)])
+    for join in joins:
+        logs = log_of(whole, join.name)
+        assert log_of(split, join.name) == logs, join.name
+        if join.name in monotone:
+            for rows in logs.values():
+                for key in {r["key"] for r in rows}:
+                    times = [r["timestamp"] for r in rows if r["key"] == key]
+                    assert all(a <= b for a, b in pairwise(times)), join.name
+
+
+@careful
+@given(retention=durations, records=of_each_case, first=cuts)
+def test_an_aggregate_of_a_versioned_table_is_that_of_its_current_rows(
+    spark: SparkSession, retention: list[int], records: list[list[Record]], first: list[int]
+) -> None:
+    table = VersionedTable("table", history_retention=ms(retention), **SOURCE)
+    driver = TopologyTestDriver(by_group(table, "groups"), spark=spark)
+    for part in (heads(records, first), tails(records, first)):
+        driver.run({"table": part})
+        expected: dict[tuple[int, str], list[int]] = {}
+        for row in driver.table("table"):
+            head, _, number = row["value"].partition("|")
+            if number:
+                expected.setdefault((row["case"], head), []).append(int(number))
+        found = {(r["case"], r["group"]): r for r in driver.table("groups")}
+        assert {k for k, r in found.items() if r["rows"]} == set(expected)
+        for key, row in found.items():
+            numbers = expected.get(key, [])
+            mean = sum(numbers) / len(numbers) if numbers else None
+            assert (row["rows"], row["total"], row["mean"]) == (len(numbers), sum(numbers), mean)
+
+
+@careful
+@given(lengths=positive, grace=durations, records=of_each_case, first=cuts, second=cuts)
+def test_until_window_closes_gives_each_closed_window_once_as_a_batch_job_would(
+    spark: SparkSession,
+    lengths: list[int],
+    grace: list[int],
+    records: list[list[Record]],
+    first: list[int],
+    second: list[int],
+) -> None:
+    stream = Stream("stream", **SOURCE)
+    windows = stream.group_by().windowed_by(TumblingWindow(ms(lengths), ms(grace)))
+    final = windows.count(name="counts").suppress(UntilWindowCloses(), name="final")
+    driver = TopologyTestDriver(final, spark=spark)
+    rest = [case[n:] for case, n in zip(records, first, strict=True)]
+    for part in (heads(records, first), heads(rest, second), tails(rest, second)):
+        driver.run({"stream": part})
+    for case, rows in log_of(driver, "final").items():
+        time = -1
+        counts: Counter[tuple[str, int]] = Counter()
+        for r in records[case]:
+            time = max(time, r["timestamp"])
+            start = r["timestamp"] // lengths[case] * lengths[case]
+            if start + lengths[case] > time - grace[case]:
+                counts[r["key"], start] += 1
+        closed = {
+            (key, start): n
+            for (key, start), n in counts.items()
+            if start + lengths[case] <= time - grace[case]
+        }
+        found = [
+            ((r["key"], (r["window_start"] - EPOCH) // timedelta(milliseconds=1)), r["count"])
+            for r in rows
+        ]
+        assert len(found) == len(dict(found)), "a window was released twice"
+        assert dict(found) == closed

@@ -1,0 +1,332 @@
+"""Operators as people declare and run them: what is refused, what is kept, what a run says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+
+from tests.market import messages
+from vt_dagster import (
+    Aggregator,
+    FilesSource,
+    HoppingWindow,
+    Materialized,
+    SessionWindow,
+    SparkResource,
+    Stream,
+    Table,
+    TopologyError,
+    TumblingWindow,
+    UntilTimeLimit,
+    UntilWindowCloses,
+    VersionedTable,
+    build_definitions,
+)
+from vt_dagster.audit import checks_of
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.testing import TopologyTestDriver
+
+HOUR = timedelta(hours=1)
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("g", StringType()),
+        StructField("n", LongType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+ABOUT: dict[str, Any] = {"key": "k", "schema": SCHEMA, "tombstone": "n is null"}
+
+
+def versioned(name: str = "prices", **more: Any) -> VersionedTable:
+    return VersionedTable(name, **{**ABOUT, "history_retention": 24 * HOUR, **more})
+
+
+def plain(name: str = "rates") -> Table:
+    return Table(name, **ABOUT)
+
+
+def stream() -> Stream:
+    return Stream("sales", **ABOUT)
+
+
+def windows(window: Any = None) -> Table:
+    return stream().group_by().windowed_by(window or TumblingWindow(HOUR)).count(name="hourly")
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "suppress on a versioned table": (
+        lambda: versioned().suppress(UntilTimeLimit(HOUR), name="quiet"),
+        ["quiet", "'prices'", "versioned", "Materialized()"],
+    ),
+    "suppress on an inherited versioned table": (
+        lambda: versioned().filter("n > 1", name="f").suppress(UntilTimeLimit(HOUR), name="quiet"),
+        ["quiet", "'f'", "versioned"],
+    ),
+    "final results that are not final": (
+        lambda: windows().suppress(UntilWindowCloses(when_full="emit_early"), name="final"),  # type: ignore[arg-type]
+        ["final", "final results only", "shut_down"],
+    ),
+    "window closes without windows": (
+        lambda: plain().suppress(UntilWindowCloses(), name="final"),
+        ["final", "'rates'", "no windows", "UntilTimeLimit"],
+    ),
+    "limit without a limit": (
+        lambda: plain().suppress(
+            UntilTimeLimit(HOUR, max_records=3, when_full="unbounded"), name="quiet"
+        ),
+        ["quiet", "max_records", "unbounded"],
+    ),
+    "versioned broadcast": (lambda: versioned(broadcast=True), ["prices", "broadcast", "plain Table"]),
+    "grace of tables": (
+        lambda: plain().join(versioned(), name="both", grace_period=HOUR),
+        ["both", "'rates'", "'prices'", "leave grace_period out"],
+    ),
+    "grace on a join's result": (
+        lambda: stream().join(
+            versioned().join(versioned("other"), name="both"), name="x", grace_period=HOUR
+        ),
+        ["x", "'both'", "not versioned"],
+    ),
+    "grace on an unversioned store between": (
+        lambda: stream().join(
+            versioned().filter("n > 1", name="f", materialized=Materialized()),
+            name="x",
+            grace_period=HOUR,
+        ),
+        ["x", "'f'", "not versioned"],
+    ),
+    "stream as a table": (
+        lambda: plain().join(stream(), name="both"),  # type: ignore[arg-type]
+        ["both", "right side of a table-table join", "Stream 'sales'", "to_table"],
+    ),
+    "keys of two types": (
+        lambda: plain().join(Table("byn", key="n", schema=SCHEMA), name="both"),
+        ["both", "rates has (k string)", "byn has (n bigint)"],
+    ),
+    "foreign key of another type": (
+        lambda: plain().join(versioned(), name="both", foreign_key="n"),
+        ["both", "['n']", "['bigint']", "['string']", "cast(n as string)"],
+    ),
+    "foreign key of another length": (
+        lambda: plain().join(versioned(), name="both", foreign_key=["k", "g"]),
+        ["both", "one expression for each key column", "'prices'"],
+    ),
+    "aggregate that cannot be undone": (
+        lambda: plain().group_by("g").aggregate({"least": "min(n)"}, name="groups"),
+        ["groups", "cannot take out", "count, sum and avg"],
+    ),
+    "no aggregate": (
+        lambda: plain().group_by("g").aggregate({"x": "median(n)"}, name="groups"),
+        ["groups", "median"],
+    ),
+    "group by nothing": (lambda: plain().group_by().count(name="groups"), ["groups", "group_by needs"]),
+    "group by what is not there": (
+        lambda: plain().group_by("region").count(name="groups"),
+        ["groups", "'rates' has no column 'region'"],
+    ),
+    "filter without a condition": (lambda: plain().filter(" ", name="f"), ["f", "SQL condition"]),
+    "a value in the key's place": (
+        lambda: plain().map_values("upper(k) as k", name="m"),
+        ["m", "'k' is the key"],
+    ),
+    "windows of a table": (
+        lambda: Stream.group_by(plain()).windowed_by(TumblingWindow(HOUR)).count(name="w"),
+        ["w", "'rates' is a table", "to_stream"],
+    ),
+    "windows of no length": (lambda: TumblingWindow(timedelta(0)), ["size must be longer than 0"]),
+    "windows with holes": (lambda: HoppingWindow(HOUR, 2 * HOUR), ["advance", "longer than the size"]),
+    "sessions forgotten early": (
+        lambda: SessionWindow(HOUR, HOUR, retention=HOUR),
+        ["retention", "shorter than gap + grace"],
+    ),
+    "one result a run of a versioned table": (
+        lambda: plain().join(
+            plain("others"), name="both", emit="per_run", materialized=Materialized(HOUR)
+        ),
+        ["both", "per_run", "versioned"],
+    ),
+    "table of a table": (lambda: plain().to_table(name="again"), ["again", "is a table already"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_definitions_load(name: str) -> None:
+    make, said = REFUSED[name]
+    with pytest.raises(TopologyError) as caught:
+        make()
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_what_is_versioned() -> None:
+    table = versioned()
+    assert table.filter("n > 1", name="f").versioned
+    assert table.map_values("n + 1 as n", name="m").filter("n > 1", name="f").versioned
+    assert not table.filter("n > 1", name="f", materialized=Materialized()).versioned
+    assert not table.join(versioned("other"), name="j", select=["left.n"]).versioned
+    kept = Materialized(history_retention=HOUR)
+    assert table.join(versioned("other"), name="j", select=["left.n"], materialized=kept).versioned
+    assert plain().filter("n > 1", name="f", materialized=kept).versioned
+    assert not table.group_by("g").count(name="c").versioned
+    changes = table.to_stream(name="s")
+    assert not changes.versioned
+    assert not changes.to_table(name="t").versioned
+    again = changes.to_table(name="t", materialized=kept)
+    assert isinstance(again, VersionedTable)
+    assert again.history_retention == HOUR
+
+
+def test_checks_of_results() -> None:
+    def names(node: Stream) -> list[str]:
+        return [check.name for check in checks_of(node)]
+
+    both = versioned().join(versioned("other"), name="both", select=["left.n"])
+    assert "timestamps_do_not_decrease" in names(both)
+    loose = plain().join(versioned("other"), name="both", select=["left.n"])
+    assert "timestamps_do_not_decrease" not in names(loose)
+    assert "timestamps_do_not_decrease" in names(plain().group_by("g").count(name="c"))
+    assert "one_result_per_window" in names(windows().suppress(UntilWindowCloses(), name="final"))
+
+
+def at(minute: float) -> int:
+    return int(minute * 60_000)
+
+
+@pytest.mark.slow
+def test_only_the_last_update_of_a_run(spark: SparkSession) -> None:
+    grouped = plain().group_by("g")
+    every = grouped.aggregate({"total": "sum(n)"}, name="every")
+    last = grouped.aggregate({"total": "sum(n)"}, name="last", emit="per_run")
+    driver = TopologyTestDriver(every, last, spark=spark)
+    driver.pipe(
+        "rates",
+        {"k": "a", "g": "x", "n": 1, "timestamp": at(1)},
+        {"k": "b", "g": "x", "n": 2, "timestamp": at(2)},
+        {"k": "a", "g": "y", "n": 4, "timestamp": at(3)},
+    )
+    driver.pipe("rates", {"k": "b", "g": "x", "n": 3, "timestamp": at(4)})
+    assert [(r["g"], r["total"]) for r in driver.read("every")] == [
+        ("x", 1),
+        ("x", 3),
+        ("x", 2),
+        ("y", 4),
+        ("x", 3),
+    ]
+    rows = driver.read("last")
+    assert [(r["g"], r["total"]) for r in rows] == [("x", 2), ("y", 4), ("x", 3)]
+    assert [r["old"] and r["old"]["total"] for r in rows] == [None, None, 2]
+    assert driver.table("last") == [
+        {**r, "offset": s["offset"]}
+        for r, s in zip(driver.table("every"), driver.table("last"), strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_an_aggregator_of_ones_own(spark: SparkSession) -> None:
+    def add(row: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+        return {"names": sorted([*names["names"], row["k"]])}
+
+    def take(row: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+        return {"names": [n for n in names["names"] if n != row["k"]]}
+
+    from pyspark.sql.types import ArrayType
+
+    schema = StructType([StructField("names", ArrayType(StringType()))])
+    names = Aggregator(add, take, lambda: {"names": []}, schema)
+    driver = TopologyTestDriver(plain().group_by("g").aggregate(names, name="groups"), spark=spark)
+    driver.pipe("rates", *({"k": k, "g": "x", "n": 1, "timestamp": at(1)} for k in ("b", "a")))
+    driver.pipe("rates", {"k": "a", "g": "y", "n": 1, "timestamp": at(2)})
+    assert [(r["g"], r["names"]) for r in driver.table("groups")] == [("x", ["b"]), ("y", ["a"])]
+
+
+def definitions(root: Path, limit: int) -> dg.Definitions:
+    sales = Stream("sales", source=FilesSource(str(root / "sales")), **ABOUT)
+    hourly = (
+        sales.group_by("g")
+        .windowed_by(TumblingWindow(HOUR, timedelta(minutes=10)))
+        .aggregate({"n": "count(*)", "mean": "avg(n)"}, name="hourly")
+    )
+    final = hourly.suppress(UntilWindowCloses(max_records=limit, when_full="shut_down"), name="final")
+    job = dg.define_asset_job("main")
+    spark = SparkResource(master="local[2]")
+    made = build_definitions(final, warehouse=str(root / "warehouse"), spark=spark)
+    return dg.Definitions.merge(made, dg.Definitions(jobs=[job]))
+
+
+def execute(root: Path, limit: int) -> tuple[dg.ExecuteInProcessResult, dict[str, dict[str, Any]]]:
+    job = definitions(root, limit).resolve_job_def("main")
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = job.execute_in_process(instance=instance, raise_on_error=False)
+    said = {
+        e.asset_key.to_user_string(): {k: v.value for k, v in e.materialization.metadata.items()}
+        for e in result.get_asset_materialization_events()
+        if e.asset_key
+    }
+    return result, said
+
+
+def land(root: Path, name: str, *records: tuple[str, str, int, float]) -> None:
+    (root / "sales").mkdir(exist_ok=True)
+    lines = [
+        json.dumps(
+            {"k": k, "g": g, "n": n, "timestamp": f"2026-01-01T{int(t):02}:{int(t % 1 * 60):02}:00Z"}
+        )
+        for k, g, n, t in records
+    ]
+    (root / "sales" / name).write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.slow
+def test_a_full_buffer_stops_the_run_and_a_larger_one_goes_on(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    land(tmp_path, "1.jsonl", ("a", "x", 1, 1.1), ("b", "y", 3, 1.2), ("c", "z", 5, 1.3))
+    result, said = execute(tmp_path, limit=2)
+    assert not result.success
+    told = messages(result)
+    for part in ("final", "max_records=2", "got 3", "nothing is lost", "Raise the limit"):
+        assert part in told
+    assert said["hourly"]["records_out"] == 3
+    assert "final" not in said
+    assert not (tmp_path / "warehouse" / "final" / "log").exists()
+
+    result, said = execute(tmp_path, limit=3)
+    assert result.success, messages(result)
+    assert (said["final"]["records_in"], said["final"]["records_out"]) == (3, 0)
+    assert said["final"]["suppression_buffer_count_current"] == 3
+    assert said["final"]["suppression_buffer_size_current"] > 0
+
+    # 3 o'clock closes the windows of 1 o'clock; a late record of 1:30 finds its window closed
+    land(tmp_path, "2.jsonl", ("a", "x", 7, 1.5), ("a", "x", 9, 3.0), ("a", "x", 1, 1.5))
+    result, said = execute(tmp_path, limit=3)
+    assert result.success, messages(result)
+    hourly, final = said["hourly"], said["final"]
+    assert (hourly["records_in"], hourly["records_out"], hourly["records_dropped"]) == (3, 2, 1)
+    assert hourly["late_records_dropped"] == 1
+    assert hourly["expired_window_records_dropped"] == 1
+    assert hourly["record_lateness_max_seconds"] == 1.5 * 3600
+    assert hourly["record_lateness_avg_seconds"] == 1800
+    assert (final["records_out"], final["suppression_emit"]) == (3, 3)
+    assert final["suppression_buffer_count_current"] == 1
+    assert final["suppression_buffer_count_max"] == 3
+    assert final["suppression_buffer_count_avg"] == 2
+    failed = [e for e in result.get_asset_check_evaluations() if not e.passed]
+    assert failed == []
+
+    node = definitions(tmp_path, 3).resolve_asset_graph()
+    assert node.get(dg.AssetKey("final")).group_name == "default"
+    rows = AssetStore.open(str(tmp_path / "warehouse"), "final", spark).read("log").collect()
+    assert sorted((r["g"], r["n"], r["mean"]) for r in rows) == [
+        ("x", 2, 4.0),
+        ("y", 1, 3.0),
+        ("z", 1, 5.0),
+    ]

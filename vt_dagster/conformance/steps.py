@@ -1,0 +1,368 @@
+"""A scenario's topology as steps, and the same steps of many scenarios as one node.
+
+Steps that are alike but for numbers and texts have the same *shape*: they are one node, which takes its
+numbers by partition and its texts by the ``scenario`` column.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from pyspark.sql.types import StringType, StructField, StructType
+
+from vt_dagster.conformance.scenario import Scenario
+from vt_dagster.conformance.topology import ms, source
+from vt_dagster.durations import Duration
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.operators import Aggregator, Materialized, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
+
+Config = Mapping[str, Any]
+Shape = tuple[Any, ...]
+"""What a node does, but for numbers and texts, and the shapes of its inputs."""
+
+_INPUTS = ("left", "right", "from", "stream", "table")
+
+
+def supported(scenario: Scenario) -> bool:
+    """Whether it can be run: not sliding windows, and not limits in bytes, which are Kafka's own."""
+    suppress = scenario.config.get("suppress") or {}
+    window = scenario.config.get("window") or {}
+    return window.get("type") != "sliding" and "max_bytes" not in suppress
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A scenario's steps by id, inputs first.
+
+    Args:
+        shapes: of each step.
+        output: the step whose results are compared.
+        stored: the step whose store is compared; None = there is none.
+    """
+
+    scenario: Scenario
+    steps: Mapping[str, Config]
+    shapes: Mapping[str, Shape]
+    output: str
+    stored: str | None
+
+    @property
+    def value(self) -> str:
+        """The column of the output that is compared: windows have a count and a sum."""
+        windows = [s["aggregate"] for s in self.steps.values() if s["op"] == "window"]
+        return windows[0] if windows else "value"
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether results wait: then a run of many records gives the same ones in another order."""
+        return any(
+            s["op"] == "suppress" or (s["op"] == "stream_table_join" and s["grace"])
+            for s in self.steps.values()
+        )
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether every record has to be a run: a buffer's limit counts after each record, and where
+        the ways of a record meet again, it must not meet the records after it."""
+        limits = [(s.get("suppress") or {}).get("max_records") for s in self.steps.values()]
+        return any(n is not None for n in limits) or self._meets_again()
+
+    def _meets_again(self) -> bool:
+        above: dict[str, set[str]] = {}
+        for name, step in self.steps.items():
+            inputs = [above[i] for i in inputs_of(step)]
+            if len(inputs) == 2 and inputs[0] & inputs[1]:
+                return True
+            above[name] = set[str]().union(*inputs) if inputs else {step["input"]}
+        return False
+
+
+def inputs_of(step: Config) -> list[str]:
+    """The ids of the steps that a step takes."""
+    if step["op"] in ("table", "stream", "global_table"):
+        return []
+    return [step[i] for i in _INPUTS if i in step]
+
+
+def layout(scenario: Scenario) -> Layout:
+    config = scenario.config
+    chain = scenario.operator == "chain"
+    steps = {s["id"]: s for s in (config["steps"] if chain else _steps_of(scenario.operator, config))}
+    shapes: dict[str, Shape] = {}
+    for name, step in steps.items():
+        shapes[name] = (step["op"], *_kind(step), *[shapes[i] for i in inputs_of(step)])
+    stored = [name for name, s in steps.items() if s.get("materialize")]
+    if scenario.operator in ("stream_table_join", "global_table"):
+        stored = ["table"]
+    output = config["output"] if chain else next(reversed(steps))
+    return Layout(scenario, steps, shapes, output, stored[-1] if stored else None)
+
+
+def _steps_of(operator: str, config: Config) -> Iterator[Config]:
+    """The steps of a chain that does what an operator does."""
+    result = {"id": "result", **config, "materialize": config.get("materialize_result")}
+    if "left" in config:
+        for side in ("left", "right"):
+            yield {"id": side, "op": "table", "input": side, "table": config[side]}
+        op = "foreign_key_join" if operator == "foreign_key_join" else "table_join"
+        yield {**result, "op": op, "left": "left", "right": "right"}
+    elif operator == "windowed_aggregate":
+        yield {"id": "stream", "op": "stream", "input": "stream"}
+        yield {**result, "id": "windows", "op": "window", "from": "stream"}
+        if config["suppress"]:
+            yield {"id": "result", "op": "suppress", "from": "windows", **config}
+    elif operator == "global_table":
+        yield {"id": "table", "op": "global_table", "input": "table", "table": config["table"]}
+    else:
+        yield {"id": "table", "op": "table", "input": "table", "table": config["table"]}
+        if operator == "stream_table_join":
+            yield {"id": "stream", "op": "stream", "input": "stream"}
+            yield {**result, "op": operator, "stream": "stream", "table": "table"}
+        else:
+            del result["table"]
+            yield {**result, "op": operator.removeprefix("table_"), "from": "table"}
+
+
+def _kind(step: Config) -> Shape:
+    """What makes a step another node than a step of the same ``op``."""
+    op = step["op"]
+    materialize = step.get("materialize")
+    stored = materialize and ("versioned" if materialize["versioned"] else "plain")
+    if op not in ("filter", "map_values") and stored == "plain":
+        stored = None  # the others have a store in any case
+    if op in ("table", "global_table"):
+        return (step["input"], step["table"]["versioned"])
+    if op == "stream":
+        return (step["input"],)
+    if op == "filter":
+        return (step["negate"], stored)
+    if op in ("map_values", "to_table"):
+        return (stored,)
+    if op == "aggregate":
+        return (step["aggregate"], stored)
+    if op == "suppress":
+        until = step["suppress"]
+        return (until["until"], until["when_full"], until.get("duration") == 0)
+    if op == "window":
+        return (step["window"]["type"],)
+    if op == "stream_table_join":
+        grace = step["grace"]
+        return (step["kind"], "none" if grace is None else "some" if grace else "zero")
+    return (step["kind"], stored)
+
+
+def nodes_of(layouts: Sequence[Layout]) -> dict[Shape, Stream]:
+    """The nodes of many scenarios, whose numbers are their places in ``layouts``.
+
+    Raises:
+        TopologyError: a topology that has no meaning.
+    """
+    members: dict[Shape, dict[int, Config]] = defaultdict(dict)
+    for number, each in enumerate(layouts):
+        for name, shape in each.shapes.items():
+            members[shape][number] = each.steps[name]
+    nodes: dict[Shape, Stream] = {}
+    for i, (shape, steps) in enumerate(members.items()):
+        inputs = [nodes[s] for s in shape if isinstance(s, tuple)]
+        nodes[shape] = _Node(f"{shape[0]}_{i}", len(layouts), steps).made_of(*inputs)
+    return nodes
+
+
+@dataclass(frozen=True)
+class _Node:
+    """Makes one node.
+
+    Args:
+        every: how many scenarios there are.
+        steps: those of them that have it, and what each says of it.
+    """
+
+    name: str
+    every: int
+    steps: Mapping[int, Config]
+
+    @property
+    def _any(self) -> Config:
+        return next(iter(self.steps.values()))
+
+    def made_of(self, *inputs: Any) -> Stream:
+        op, step, name = self._any["op"], self._any, self.name
+        if op in ("table", "global_table"):
+            return self._table(op == "global_table")
+        if op == "stream":
+            return source(Stream, name, null_key="keep")
+        if op == "suppress":
+            return inputs[0].suppress(self._until(), name=name)
+        if op == "window":
+            return self._windows(inputs[0])
+        if op == "stream_table_join":
+            return self._stream_join(*inputs)
+        stored = self._materialized()
+        if op == "filter":
+            make = inputs[0].filter_not if step["negate"] else inputs[0].filter
+            bound = self._by_scenario(lambda s: f"{s['predicate']['number']}L")
+            return make(f"{_number('value')} > {bound}", name=name, materialized=stored)
+        if op == "map_values":
+            return inputs[0].map_values(f"{self._mapper()} as value", name=name, materialized=stored)
+        if op == "to_table":
+            stream = inputs[0]
+            if isinstance(stream, Table):
+                stream = stream.to_stream(name=f"{name}_stream")
+            return stream.to_table(name=name, materialized=stored)
+        if op == "aggregate":
+            return self._aggregate(inputs[0], stored)
+        left, right = inputs
+        join = {"inner": left.join, "left": left.left_join, "outer": left.outer_join}[step["kind"]]
+        more: dict[str, Any] = {}
+        if op == "foreign_key_join":
+            more["foreign_key"] = ("scenario", _HEAD)
+        return join(
+            right,
+            name=name,
+            select=(_JOINED,),
+            materialized=stored,
+            monotone_timestamps=False,
+            **more,
+        )
+
+    def _table(self, broadcast: bool) -> Table:
+        table = self._any["table"]
+        more: dict[str, Any] = {"broadcast": True} if broadcast else {}
+        if not table["versioned"]:
+            return source(Table, self.name, **more)
+        if table.get("segment_interval") is not None:
+            more["segment_interval"] = ms(table["segment_interval"])
+        retention = self._lengths(lambda s: s["table"]["history_retention"])
+        return source(VersionedTable, self.name, history_retention=retention, **more)
+
+    def _stream_join(self, stream: Stream, table: Table) -> Stream:
+        grace = self._any["grace"]
+        period = self._lengths(lambda s: s["grace"]) if grace else None if grace is None else ms(0)
+        join = stream.join if self._any["kind"] == "inner" else stream.left_join
+        return join(table, name=self.name, select=(_JOINED,), grace_period=period)
+
+    def _aggregate(self, table: Table, stored: Materialized | None) -> Table:
+        kind = self._any["aggregate"]
+        grouped = table.group_by("scenario", f"{_HEAD} as key", partition_by="scenario")
+        if kind in ("count", "sum"):
+            of = {"value": "count(*)" if kind == "count" else f"sum({_number(_PAYLOAD)})"}
+            return grouped.aggregate(of, name=self.name, materialized=stored)
+        start = (lambda: {"value": ""}) if kind == "concat" else None
+        adder, subtractor = (_append("+"), _append("-")) if kind == "concat" else (_add(1), _add(-1))
+        return grouped.aggregate(
+            Aggregator(adder, subtractor, start, _VALUE if start else None),
+            name=self.name,
+            select=(f"{_PAYLOAD} as value",),
+            materialized=stored,
+        )
+
+    def _windows(self, stream: Stream) -> Table:
+        of = {"count": "count(*)", "sum": f"sum({_number('value')})"}
+        return stream.group_by().windowed_by(self._window()).aggregate(of, name=self.name)
+
+    def _window(self) -> Window:
+        window = self._any["window"]
+
+        def length(of: str) -> Duration:
+            return self._lengths(lambda s: s["window"][of], ms(1))
+
+        grace = length("grace")
+        # A retention changes no result, so that of one scenario is as good as those of many.
+        retention = length("retention") if self.every == 1 and "retention" in window else None
+        if window["type"] == "session":
+            return SessionWindow(length("gap"), grace, retention)
+        if window["type"] == "tumbling":
+            return TumblingWindow(length("size"), grace, retention)
+        return HoppingWindow(length("size"), length("advance"), grace, retention)
+
+    def _until(self) -> UntilTimeLimit | UntilWindowCloses:
+        until = self._any["suppress"]
+        limits = {n: s["suppress"].get("max_records") for n, s in self.steps.items()}
+        most = limits[next(iter(limits))] if self.every == 1 else limits
+        if all(n is None for n in limits.values()):
+            most = None
+        if until["until"] == "window_closes":
+            return UntilWindowCloses(most, when_full=until["when_full"])
+        period = ms(0)
+        if until["duration"] != 0:
+            period = self._lengths(lambda s: s["suppress"]["duration"])
+        return UntilTimeLimit(period, most, when_full=until["when_full"])
+
+    def _materialized(self) -> Materialized | None:
+        table = self._any.get("materialize")
+        if not table:
+            return None
+        if not table["versioned"]:
+            return Materialized()
+        return Materialized(self._lengths(lambda s: s["materialize"]["history_retention"]))
+
+    def _mapper(self) -> str:
+        def added(step: Config) -> str:
+            how = step["mapper"]
+            return "NULL" if how == "upper" else _quoted(how.removeprefix("append:"))
+
+        added_text = self._by_scenario(added)
+        return f"cast(coalesce(concat({_OWN}, {added_text}), upper({_OWN})) as string)"
+
+    def _lengths(self, of: Callable[[Config], int], otherwise: timedelta = timedelta(0)) -> Duration:
+        """A length of each partition; ``otherwise`` for the scenarios that do not have the node."""
+        if self.every == 1:
+            return ms(of(self._any))
+        steps = self.steps
+        return {n: ms(of(steps[n])) if n in steps else otherwise for n in range(self.every)}
+
+    def _by_scenario(self, of: Callable[[Config], str]) -> str:
+        """SQL for what the scenario of a row says; null for those that do not have the node."""
+        entries = {n: of(step) for n, step in self.steps.items()}
+        if len(set(entries.values())) == 1:
+            return next(iter(entries.values()))
+        return f"try_element_at(map({', '.join(f'{n}, {e}' for n, e in entries.items())}), scenario)"
+
+
+def _number(expression: str) -> str:
+    """SQL for the number of a value, null where it has none."""
+    return f"try_cast(regexp_extract(cast({expression} as string), '^-?[0-9]+', 0) as bigint)"
+
+
+def _quoted(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _side(side: str) -> str:
+    return f"coalesce(cast({side}.value as string), 'null')"
+
+
+# Casts say what an expression's type is.
+_OWN = "cast(value as string)"
+_BAR = f"instr({_OWN}, '|')"
+_HEAD = f"cast(case when {_BAR} > 0 then substring({_OWN}, 1, {_BAR} - 1) end as string)"
+_PAYLOAD = f"cast(substring({_OWN}, {_BAR} + 1) as string)"
+_JOINED = f"cast(concat('(', {_side('left')}, ',', {_side('right')}, ')') as string) as value"
+_VALUE = StructType([StructField("value", StringType())])
+
+
+# The functions of an aggregator go to Spark's workers, with what they refer to but without this module.
+def _append(sign: str) -> Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]:
+    def appended(row: dict[str, Any], aggregate: dict[str, Any]) -> dict[str, Any]:
+        return {"value": f"{aggregate['value']}{sign}{row['value']}"}
+
+    return appended
+
+
+def _add(sign: int) -> Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]:
+    def added(row: dict[str, Any], aggregate: dict[str, Any]) -> dict[str, Any]:
+        import re
+
+        def number(value: str) -> int:
+            found = re.match("-?[0-9]+", value)
+            return int(found.group()) if found else 0
+
+        return {"value": str(number(aggregate["value"]) + sign * number(row["value"]))}
+
+    return added

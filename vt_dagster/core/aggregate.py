@@ -1,0 +1,283 @@
+"""Table aggregation: rows by another key, the old row taken out, the new one added (KIP-914)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pyarrow  # pyright: ignore[reportMissingTypeStubs]
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import (
+    to_arrow_schema,  # pyright: ignore[reportUnknownVariableType]
+)
+from pyspark.sql.types import StructField, StructType
+
+from vt_dagster.aggregation import Aggregates
+from vt_dagster.columns import (
+    FATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OLD,
+    ORDER,
+    PARTITION,
+    TIMESTAMP,
+    TURN,
+)
+from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, with_stream_time
+from vt_dagster.core.transform import over_old
+from vt_dagster.durations import Duration
+
+pa: Any = pyarrow  # has no types
+
+Aggregate = dict[str, Any]
+_BASE, _BASE_TIME, _RESULT = "_base", "_base_time", "_result"
+_TAKE, _ADD = "_take", "_add"
+
+
+def entries(
+    changes: DataFrame,
+    *,
+    key: Sequence[str],
+    values: Sequence[str],
+    group_key: Sequence[tuple[str, str]],
+    inputs: Sequence[tuple[str, str]],
+    partition: Column | None,
+    versioned: bool,
+) -> DataFrame:
+    """What each change does to a group: one row, or two where the row moves to another group.
+
+    Within a group the old row is taken out before the new one is added, as one update; of two groups
+    the old one comes first (kip914-probe-aggregate-order-of-calls-versioned). A change that is out of
+    order in a versioned table does nothing.
+
+    Plan: none but projections.
+
+    Args:
+        group_key: (name, SQL expression) of the new key; a row in which any is null is in no group.
+        inputs: (name, SQL expression) of what an aggregate needs of a row.
+        partition: of the group, over its key columns; None = the change's own.
+
+    Returns:
+        ``group key columns, _take, _add`` (structs of ``inputs``, null where there is no row to take
+        out or to add), ``timestamp, partition, ORDER, _turn``.
+    """
+    taken = changes.where(IS_LATEST) if versioned else changes
+    sql = {f"_old_{n}": e for n, e in [*group_key, *inputs]}
+    seen = over_old(taken, key, values, sql).withColumns(
+        {f"_new_{n}": F.expr(e) for n, e in [*group_key, *inputs]}
+    )
+
+    def struct_of(side: str, columns: Sequence[tuple[str, str]]) -> Column:
+        return F.struct(*[F.col(f"{side}{n}").alias(n) for n, _ in columns])
+
+    def grouped(side: str, there: Column) -> Column:
+        for n, _ in group_key:
+            there = there & F.col(f"{side}{n}").isNotNull()
+        return there
+
+    old_group, new_group = struct_of("_old_", group_key), struct_of("_new_", group_key)
+    old_row, new_row = struct_of("_old_", inputs), struct_of("_new_", inputs)
+    has_old = grouped("_old_", F.col(OLD).isNotNull())
+    has_new = grouped("_new_", ~F.col(IS_TOMBSTONE))
+    same = has_old & has_new & (old_group == new_group)
+
+    def entry(turn: int, group: Column, take: Column, add: Column) -> Column:
+        return F.struct(
+            F.lit(turn).alias(TURN), group.alias("group"), take.alias(_TAKE), add.alias(_ADD)
+        )
+
+    nothing = F.when(F.lit(False), new_row)
+    both = F.array(
+        F.when(has_old & ~same, entry(0, old_group, old_row, nothing)),
+        F.when(has_new, entry(1, new_group, F.when(same, old_row), new_row)),
+    )
+    rows = seen.select(
+        TIMESTAMP, PARTITION, *ORDER, F.explode(F.filter(both, lambda e: e.isNotNull())).alias("_entry")
+    )
+    flat = rows.select(
+        *[F.col("_entry.group")[n].alias(n) for n, _ in group_key],
+        *[F.col("_entry")[c].alias(c) for c in (_TAKE, _ADD, TURN)],
+        TIMESTAMP,
+        PARTITION,
+        *ORDER,
+    )
+    return flat if partition is None else flat.withColumn(PARTITION, partition)
+
+
+def aggregate(
+    rows: DataFrame, state: DataFrame | None, *, key: Sequence[str], aggregates: Aggregates
+) -> DataFrame:
+    """Every update of every group by count, sum and avg.
+
+    Plan: one shuffle and sort by group, together with one row a group of ``state``.
+
+    Args:
+        rows: of ``entries`` whose ``inputs`` are the accumulators, after ``refuse``.
+        state: ``group key columns, accumulators, timestamp``: the groups before the run.
+
+    Returns:
+        the results, with the accumulators after each: ``state_after`` needs them.
+    """
+    names = [a.name for a in aggregates.accumulators]
+    so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
+    applied = F.col(FATE) == Fate.APPLIED
+
+    def total(name: str) -> Column:
+        change = F.coalesce(F.col(_ADD)[name], F.lit(0)) - F.coalesce(F.col(_TAKE)[name], F.lit(0))
+        base = F.coalesce(F.col(_BASE)[name], F.lit(0))
+        return (base + F.coalesce(F.sum(F.when(applied, change)).over(so_far), F.lit(0))).alias(name)
+
+    known = _with_base(rows, state, key, names)
+    summed = known.select(
+        *key,
+        *[total(n) for n in names],
+        _group_time(so_far, applied).alias(TIMESTAMP),
+        PARTITION,
+        FATE,
+        *ORDER,
+        TURN,
+    )
+    finished = {name: F.when(applied, F.expr(sql)) for name, sql in aggregates.columns}
+    return summed.withColumns({**finished, IS_TOMBSTONE: F.lit(False)})
+
+
+def refuse(
+    rows: DataFrame,
+    state: DataFrame | None,
+    *,
+    key: Sequence[str],
+    stream_time: Column,
+    history_retention: Duration,
+    chunk: Column | None = None,
+) -> DataFrame:
+    """Marks the updates that a versioned result refuses: they leave the group as it is.
+
+    An update has the larger of its own and its group's time, and is refused where that is older than
+    the result's retention. What is refused is older than all that counts, so it can be told before
+    anything is aggregated.
+
+    Plan: ``with_stream_time``, then one shuffle and sort by group.
+
+    Args:
+        stream_time: of the result, before the run.
+        chunk: see ``with_stream_time``.
+    """
+    so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
+    timed = with_stream_time(rows, stream_time, chunk=chunk)
+    known = _with_base(timed, state, key, ())
+    late = _group_time(so_far, F.lit(True)) < F.col(STREAM_TIME) - duration(history_retention)
+    fate = F.when(F.coalesce(late, F.lit(False)), Fate.LATE).otherwise(Fate.APPLIED)
+    return known.withColumn(FATE, fate).select(*rows.columns, FATE)
+
+
+def _with_base(
+    rows: DataFrame, state: DataFrame | None, key: Sequence[str], names: Sequence[str]
+) -> DataFrame:
+    if state is None:
+        base = F.struct(*[F.lit(None).alias(n) for n in names]) if names else F.lit(None)
+        return rows.withColumns({_BASE: base, _BASE_TIME: F.lit(None).cast("timestamp")})
+    held = F.struct(*[F.col(n) for n in names]) if names else F.lit(None)
+    groups = state.select(*key, held.alias(_BASE), F.col(TIMESTAMP).alias(_BASE_TIME))
+    return rows.join(groups, list(key), "left")
+
+
+def _group_time(so_far: Any, counts: Column) -> Column:
+    """Results of a group never go back in time (kip914-aggregate-sum-unversioned)."""
+    return F.greatest(F.max(F.when(counts, F.col(TIMESTAMP))).over(so_far), F.col(_BASE_TIME))
+
+
+def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str]) -> DataFrame:
+    """The groups after a run: the last update of each, and the groups that had none.
+
+    Plan: one shuffle and sort by group.
+
+    Args:
+        rows: the results of ``aggregate`` or ``aggregate_by``.
+    """
+    kept = [c for c in rows.columns if c in key or c == TIMESTAMP or c.startswith("_acc")]
+    last_first = W.partitionBy(*key).orderBy(*[F.col(c).desc() for c in (*ORDER, TURN)])
+    last = (
+        rows.where(F.col(FATE) == Fate.APPLIED)
+        .withColumn("_last", F.row_number().over(last_first))
+        .where(F.col("_last") == 1)
+        .select(*kept)
+    )
+    if state is None:
+        return last
+    return last.unionByName(state.join(last.select(*key), list(key), "left_anti"))
+
+
+def aggregate_by(
+    rows: DataFrame,
+    state: DataFrame | None,
+    *,
+    key: Sequence[str],
+    names: Sequence[str],
+    initializer: Callable[[], Aggregate] | None,
+    adder: Callable[[Aggregate, Aggregate], Aggregate],
+    subtractor: Callable[[Aggregate, Aggregate], Aggregate],
+    schema: StructType | None,
+) -> DataFrame:
+    """Every update of every group by functions that a user wrote.
+
+    A Python function can be called only row by row; so this is the one loop over rows, in a kernel
+    over sorted batches that holds one group's aggregate at a time.
+
+    Plan: one shuffle and sort by group, together with one row a group of ``state``; Arrow batches
+    through Python.
+
+    Args:
+        rows: of ``entries``, after ``refuse``.
+        state: ``group key columns, _acc (the aggregate), timestamp``.
+        names: the result's value columns.
+        schema: the aggregate's columns; None = those of a row.
+        initializer: None: the first row added to an empty group is its aggregate (Kafka's reduce).
+    """
+    known = _with_base(rows, state, key, ("_acc",)).repartition(*key)
+    ordered = known.sortWithinPartitions(*key, *ORDER, TURN)
+    row_type = cast(StructType, rows.schema[_ADD].dataType)
+    result = schema or StructType([row_type[n] for n in names])
+    others = (_TAKE, _ADD, _BASE, _BASE_TIME)
+    kept = [StructField(f.name, f.dataType) for f in ordered.schema.fields if f.name not in others]
+    passed = [f.name for f in kept]
+
+    arrow = cast(Any, to_arrow_schema(StructType([StructField("_acc", result)])))
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        group: tuple[Any, ...] | None = None
+        acc: Aggregate | None = None
+        newest: Any = None
+        for batch in batches:
+            results: list[Aggregate | None] = []
+            times: list[Any] = []
+            for row in batch.to_pylist():
+                mine = tuple(row[k] for k in key)
+                if mine != group:
+                    base = row[_BASE]
+                    group, newest = mine, row[_BASE_TIME]
+                    acc = None if base is None else base["_acc"]
+                if row[FATE] == Fate.APPLIED:
+                    if acc is None and initializer is not None:
+                        acc = initializer()
+                    if row[_TAKE] is not None and acc is not None:
+                        acc = subtractor(row[_TAKE], acc)
+                    if row[_ADD] is not None:
+                        acc = row[_ADD] if acc is None else adder(row[_ADD], acc)
+                    newest = row[TIMESTAMP] if newest is None else max(newest, row[TIMESTAMP])
+                results.append(acc)
+                times.append(newest)
+            out = pa.RecordBatch.from_pydict({n: batch.column(n) for n in passed})
+            stamp = pa.array(times, type=batch.schema.field(TIMESTAMP).type)
+            at = out.schema.get_field_index(TIMESTAMP)
+            out = out.set_column(at, TIMESTAMP, stamp)
+            yield out.append_column("_acc", pa.array(results, type=arrow.field("_acc").type))
+
+    made = cast(Any, ordered).mapInArrow(run, StructType([*kept, StructField("_acc", result)]))
+    applied = F.col(FATE) == Fate.APPLIED
+    columns = {f.name: F.when(applied, F.col("_acc")[f.name]) for f in result.fields}
+    return made.withColumns({**columns, IS_TOMBSTONE: F.col("_acc").isNull()})
+
+
+__all__ = ["aggregate", "aggregate_by", "entries", "refuse", "state_after"]

@@ -1,0 +1,262 @@
+"""Foreign-key join: each left row with the right row that it refers to; both trigger (KIP-914)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    INPUT,
+    IS_TOMBSTONE,
+    ORDER,
+    PARTITION,
+    TIMESTAMP,
+    TURN,
+)
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.changes import (
+    LEFT,
+    RIGHT,
+    TAKEN,
+    TableInput,
+    match_columns,
+    match_names,
+    result_rows,
+    state_of,
+    timeline,
+)
+from vt_dagster.core.changes import columns as named
+
+_NEW, _OLD, _STATE, _RIGHT_STATE = "_new_state", "_old_state", "_state", "_right_state"
+_NEW_KEY, _OLD_KEY, _REFERS = "_new_foreign_key", "_old_foreign_key", "_foreign_key"
+_KEY, _SALT, _ROW, _EXISTS = "_left_key", "_salt", "_row", "_exists"
+_START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
+
+
+def join(
+    left: TableInput,
+    right: TableInput,
+    *,
+    kind: Literal["inner", "left"],
+    foreign_key: Sequence[str],
+    columns: Sequence[tuple[str, str]],
+) -> DataFrame:
+    """Joins left rows with the right rows whose key they hold.
+
+    Changes out of order on a versioned side are dropped, and so are left changes of an inner join
+    that have no foreign key and had none (kip914-fk-inner-unversioned-unversioned). A left change gives
+    one result or none; a right change one for each left row that refers to it at that moment, in
+    order of the left keys (kip914-probe-fk-order-of-subscribers). The timestamp after a left change
+    is the larger of the left record's and the right row's, after a right change the right
+    record's own (kip914-probe-fk-result-timestamps).
+
+    Plan: left changes, one shuffle and sort of both sides together by foreign key, after one
+    semi-join of the right's ``current``. Right changes, one shuffle and sort of the left's changes
+    by left key, then an equi-join by foreign key (one shuffle and sort a side, unless Spark
+    broadcasts), after a semi-join and an anti-join of the left's ``current``. In that join each
+    right change meets each interval of its foreign key in the run, before times are compared.
+
+    Args:
+        foreign_key: SQL expressions over the left's key and value columns, one for each key column
+            of the right; a null component makes the whole foreign key null.
+        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), the left's key
+            columns among them. A missing right row is null.
+
+    Returns:
+        ``columns, timestamp, partition`` (of the left row)``, is_tombstone, _fate, ORDER`` (of the
+        record that caused it)``, _turn`` (the left key). One row a left change, one a result of a
+        right change, one without a key for a right change that is dropped.
+
+    Source: KIP-914 "Foreign-Key Joins".
+    """
+    rows = _after_left(left, right, kind, foreign_key).unionByName(
+        _after_right(left, right, kind, foreign_key)
+    )
+    return result_rows(rows, key=left.key, select=columns)
+
+
+def _after_left(
+    left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
+) -> DataFrame:
+    """What left changes cause; and right changes that are dropped, since they pass by anyway."""
+    on = match_names(right.key)
+    changes = left.changes.select(
+        *named(left.key),
+        TIMESTAMP,
+        PARTITION,
+        *ORDER,
+        left.taken().alias(TAKEN),
+        left.new_state().alias(_NEW),
+        left.old_state().alias(_OLD),
+    )
+    keyed = _with_foreign_key(changes, left, _NEW, foreign_key, _NEW_KEY)
+    keyed = _with_foreign_key(keyed, left, _OLD, foreign_key, _OLD_KEY)
+    # An inner join that loses its foreign key looks up the former right row, for its timestamp.
+    wanted = F.col(_NEW_KEY) if kind == "left" else F.coalesce(_NEW_KEY, _OLD_KEY)
+    asking = keyed.select(
+        *[wanted.getField(n).alias(n) for n in on],
+        # Rows that refer to nothing would all meet in one task.
+        F.when(wanted.isNull(), F.xxhash64(*named(left.key))).alias(_SALT),
+        F.struct(*named(left.key)).alias(_KEY),
+        *[c for c in keyed.columns if c not in left.key],
+    )
+    rows = asking.unionByName(timeline(right, RIGHT, asking), allowMissingColumns=True)
+    moments = rows.withColumn(_RIGHT_STATE, state_of(RIGHT, [*on, _SALT])).where(
+        F.col(ARRIVAL).isNotNull() & ((F.col(INPUT) == 0) | ~F.col(TAKEN))
+    )
+    fate, tombstone = _outcome(kind)
+    found = F.col(_RIGHT_STATE).isNotNull()
+    larger = F.greatest(F.col(TIMESTAMP), F.col(_RIGHT_STATE).getField(TIMESTAMP))
+    return moments.select(
+        _left_row(left, _NEW).alias(LEFT),
+        F.when(found, _right_row(right, _RIGHT_STATE)).alias(RIGHT),
+        F.when(fate == Fate.APPLIED, larger).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
+        PARTITION,
+        ((fate == Fate.APPLIED) & tombstone).alias(IS_TOMBSTONE),
+        fate.alias(FATE),
+        *ORDER,
+        F.col(_KEY).alias(TURN),
+    )
+
+
+def _outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column]:
+    """What becomes of a left change, and whether its result is a tombstone."""
+    exists, existed = F.col(_NEW).isNotNull(), F.col(_OLD).isNotNull()
+    refers, referred = F.col(_NEW_KEY).isNotNull(), F.col(_OLD_KEY).isNotNull()
+    found = F.col(_RIGHT_STATE).isNotNull()
+    fate = F.when(~F.col(TAKEN), Fate.DROPPED)
+    if kind == "left":
+        return fate.when(exists | existed, Fate.APPLIED).otherwise(Fate.NO_RESULT), ~exists
+    moved = referred & (F.col(_NEW_KEY) != F.col(_OLD_KEY))
+    fate = (
+        fate.when(refers, F.when(found | moved, Fate.APPLIED).otherwise(Fate.NO_RESULT))
+        .when(referred, Fate.APPLIED)
+        .when(exists | existed, Fate.DROPPED)
+        .otherwise(Fate.NO_RESULT)
+    )
+    return fate, ~(refers & found)
+
+
+def _after_right(
+    left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
+) -> DataFrame:
+    """What right changes cause: a result for each left row that refers to them at that moment."""
+    on = match_names(right.key)
+    changes = right.changes.where(right.taken()).select(
+        *match_columns(right.key),
+        TIMESTAMP,
+        *ORDER,
+        F.struct(*named(ORDER)).alias(_MOMENT),
+        right.new_state().alias(_RIGHT_STATE),
+    )
+    rows = _intervals(left, foreign_key, changes.select(*on)).join(changes, on)
+    referring = rows.where(
+        (F.col(_START).isNull() | (F.col(_START) < F.col(_MOMENT)))
+        & (F.col(_END).isNull() | (F.col(_MOMENT) < F.col(_END)))
+    ).withColumn(_KEY, F.struct(*named(left.key)))
+    exists = F.col(_RIGHT_STATE).isNotNull()
+    return referring.select(
+        _left_row(left, _STATE).alias(LEFT),
+        F.when(exists, _right_row(right, _RIGHT_STATE)).alias(RIGHT),
+        TIMESTAMP,
+        PARTITION,
+        (F.lit(kind == "inner") & ~exists).alias(IS_TOMBSTONE),
+        F.lit(Fate.APPLIED).alias(FATE),
+        *ORDER,
+        F.col(_KEY).alias(TURN),
+    )
+
+
+def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -> DataFrame:
+    """From when to when in the run (exclusive, null = open) left rows hold which foreign key.
+
+    Args:
+        asked: foreign keys; of the left rows without a change, only those that hold one are read.
+
+    Returns:
+        key columns, ``partition, _state, _start, _end`` and the ``match_names`` of the foreign key.
+    """
+    changes = left.changes.where(left.taken())
+    in_order = W.partitionBy(*named(left.key)).orderBy(*ORDER)
+    moment = F.struct(*named(ORDER))
+    held = changes.select(
+        *named(left.key),
+        PARTITION,
+        left.old_state().alias(_OLD),
+        left.new_state().alias(_NEW),
+        moment.alias(_MOMENT),
+        F.lag(ARRIVAL).over(in_order).isNull().alias(_FIRST),
+        F.lead(moment).over(in_order).alias(_END),
+    ).select(*named(left.key), PARTITION, F.inline(F.array(_before(), _after())))
+    rows = _referring(held, left, foreign_key)
+    if left.current is None:
+        return rows
+    current = left.current.select(*named(left.key), PARTITION, left.row_state().alias(_STATE))
+    unchanged = (
+        _referring(current, left, foreign_key)
+        .join(asked, asked.columns, "left_semi")
+        .join(changes.select(*named(left.key)), list(left.key), "left_anti")
+    )
+    return rows.unionByName(unchanged, allowMissingColumns=True)
+
+
+def _before() -> Column:
+    """The interval that a left key's first change ends; without a state for any other change."""
+    nothing = F.when(F.lit(False), F.col(_MOMENT))
+    state = F.when(F.col(_FIRST), F.col(_OLD))
+    return F.struct(state.alias(_STATE), nothing.alias(_START), F.col(_MOMENT).alias(_END))
+
+
+def _after() -> Column:
+    """The interval that a left change starts."""
+    return F.struct(F.col(_NEW).alias(_STATE), F.col(_MOMENT).alias(_START), F.col(_END))
+
+
+def _referring(rows: DataFrame, left: TableInput, foreign_key: Sequence[str]) -> DataFrame:
+    """Those of some left states that have a foreign key, with its ``match_names``."""
+    keyed = _with_foreign_key(rows, left, _STATE, foreign_key, _REFERS)
+    parts = [F.col(_REFERS).getField(n).alias(n) for n in match_names(foreign_key)]
+    return keyed.where(F.col(_REFERS).isNotNull()).select(*rows.columns, *parts)
+
+
+def _with_foreign_key(
+    rows: DataFrame, left: TableInput, state: str, foreign_key: Sequence[str], name: str
+) -> DataFrame:
+    """Adds the foreign key of a left state as a struct of ``match_names``; null = none.
+
+    Args:
+        rows: the left's key columns, ``state``, and others, none of them a value column.
+    """
+    parts = [F.expr(e).alias(n) for e, n in zip(foreign_key, match_names(foreign_key), strict=True)]
+    complete = F.col(_EXISTS)
+    for e in foreign_key:
+        complete = complete & F.expr(e).isNotNull()
+    # The expressions name the left's columns, so nothing else may be called like them.
+    return rows.select(
+        F.struct(*named(rows.columns)).alias(_ROW),
+        *named(left.key),
+        *[F.col(state).getField(c).alias(c) for c in left.state_columns],
+        F.col(state).isNotNull().alias(_EXISTS),
+    ).select(f"{_ROW}.*", F.when(complete, F.struct(*parts)).alias(name))
+
+
+def _left_row(left: TableInput, state: str) -> Column:
+    """A left row as a struct: key, values, timestamp."""
+    return F.struct(
+        *[F.col(_KEY).getField(k).alias(k) for k in left.key],
+        *[F.col(state).getField(c).alias(c) for c in left.state_columns],
+    )
+
+
+def _right_row(right: TableInput, state: str) -> Column:
+    """A right row as a struct: key, values, timestamp."""
+    return F.struct(
+        *[F.col(n).alias(k) for n, k in zip(match_names(right.key), right.key, strict=True)],
+        *[F.col(state).getField(c).alias(c) for c in right.state_columns],
+    )

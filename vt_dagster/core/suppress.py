@@ -1,0 +1,339 @@
+"""suppress: holds back updates of a table, until a time limit or until a window closes (KIP-328).
+
+Each key has one *place* in the buffer; an update replaces value and timestamp but keeps the place.
+Stream time T is the largest timestamp of an update that has reached suppress, per partition. A run
+is one arrival: what is due is released at its end, ordered as Kafka Streams orders its buffer, by
+place, then key.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+import pyarrow  # pyright: ignore[reportMissingTypeStubs]
+from pyspark import cloudpickle
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+from pyspark.sql.types import BooleanType, LongType, StructType
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    HOME,
+    INPUT,
+    IS_TOMBSTONE,
+    ORDER,
+    PARTITION,
+    RESERVED,
+    SEQUENCE,
+    TIMESTAMP,
+    TURN,
+    WINDOW_END,
+    WINDOW_START,
+)
+from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, with_stream_time
+from vt_dagster.core.windows import micros
+from vt_dagster.durations import Duration
+
+pa: Any = pyarrow
+
+# Spark's workers need not have this package installed.
+cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
+
+Limit = int | Mapping[int, int | None] | None
+"""How many records or bytes a partition's buffer may hold; None = any number."""
+
+PLACE, BYTES = "_place", "_bytes"
+_FRESH, _FIRST, _LAST, _AT, _PERIOD, _AFTER = "_fresh", "_first", "_last", "_at", "_period", "_after"
+_RELEASED, _RANK, _LATE = "_released", "_rank", "_late"
+_FULL = "_full"
+_EARLIEST = -(2**62)
+
+
+def suppress(
+    changes: DataFrame,
+    buffer: DataFrame | None,
+    *,
+    key: Sequence[str],
+    until: Literal["time_limit", "window_closes"],
+    duration: Duration,
+    before: Column,
+    after: Column,
+    window_end_inclusive: bool = False,
+    max_records: Limit = None,
+    max_bytes: Limit = None,
+    when_full: Literal["emit_early", "shut_down", "unbounded"] = "unbounded",
+    chunk: Column | None = None,
+) -> tuple[DataFrame, DataFrame]:
+    """Decides which updates of a table go on in this run, and which wait.
+
+    ``time_limit``: the first update of a key opens a period; when T >= its timestamp + duration, the
+    key's last update until then goes out, and the next one opens a new period. As far as that goes,
+    a run releases the same updates, in the same order, as record-by-record processing.
+
+    ``window_closes``: the last update of a window goes out once T has passed its end + duration. A
+    tombstone keeps its place until then, as in Kafka Streams, but does not go out.
+
+    With ``emit_early`` what is left at the end of the run then goes out from the front until a
+    partition's buffer is within its limits. Otherwise all of it stays: see :func:`overfull`.
+
+    Plan, ``window_closes``: one shuffle by key of updates and buffer, sorted before it (each task
+    sends one row of a key) and after it. ``time_limit``: ``with_stream_time`` (one aggregate, one
+    shuffle and sort by partition and chunk), then one shuffle and sort by key and a kernel in Python,
+    since where a period begins depends on where the last one ended; it keeps one row of one key in
+    memory. A duration of 0: none. Emitting early: one more shuffle and sort by partition. Both
+    frames come from the same rows: keep what lies below, or Spark computes it twice.
+
+    Args:
+        changes: a table's change rows, ``key columns, value columns, timestamp, partition,
+            is_tombstone, ORDER, …``, all of them latest. Others than value columns may be there.
+        buffer: what waited before the run; None = nothing.
+        key: the key columns, of a windowed table ``window_start`` and ``window_end`` among them.
+        duration: for ``window_closes``: the windows' ``closes_after``.
+        before: T of the row's partition before the run (TIMESTAMP; null = nothing came yet); not
+            looked at for ``window_closes``.
+        after: T at its end.
+        window_end_inclusive: the windows are sessions. A window goes out iff ``window_end <= T -
+            duration``, a session iff ``window_end < T - duration`` (FORMAT section 7).
+        max_records, max_bytes: limits of each partition's buffer; bytes as in ``_bytes``.
+        chunk: see ``with_stream_time``.
+
+    Returns:
+        what goes out, and the buffer after the run.
+
+        What goes out: ``key columns, value columns, timestamp, partition, is_tombstone, _fate
+        (applied), ORDER, _turn``, in the order in which record-by-record processing lets it go:
+        by place and key, ``_arrival`` being the place in epoch microseconds. An update that is due
+        when it comes, since T has passed its time already, follows what was due at that T: its
+        ``_arrival`` is T - duration. A duration of 0 keeps the order of arrival.
+
+        Buffer: ``key columns, value columns, timestamp, partition, is_tombstone, _place, _bytes``:
+        the last update, ``_place`` (TIMESTAMP) of the first one or the window's end, ``_bytes``
+        the length of the row's JSON text. Kafka's exact byte counts are its own.
+
+    Source: FORMAT 4.11, section 7; kip328-timer-not-restarted, kip328-probe-ties,
+    kip328-window-final-once, kip328-session-final.
+    """
+    values = _values(changes, key)
+    sized = changes.withColumn(BYTES, F.octet_length(F.to_json(F.struct(*key, *values, TIMESTAMP))))
+    kept = [*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE, BYTES]
+    if until == "window_closes":
+        wait = F.unix_micros(after) - micros(duration)
+        end = F.unix_micros(WINDOW_END)
+        judged = _final(sized, buffer, key, kept, end < wait if window_end_inclusive else end <= wait)
+    elif _is_zero(duration):
+        return _pass_through(sized, buffer, key, kept)
+    else:
+        seen = with_stream_time(sized, before, chunk=chunk, included=False)
+        judged = _limited(seen, buffer, key, kept, micros(duration), F.unix_micros(after))
+    turn = _turn(key, window_end_inclusive)
+    out: Column = F.col(_RELEASED)
+    if when_full == "emit_early" and not (max_records is None and max_bytes is None):
+        judged = judged.withColumn(_FULL, _too_much(turn, max_records, max_bytes))
+        out = out | F.col(_FULL)
+    silent = F.col(IS_TOMBSTONE) if until == "window_closes" else F.lit(False)
+    emitted = judged.where(out & ~silent).select(
+        *_emitted(kept),
+        F.col(_RANK).alias(ARRIVAL),
+        F.lit(0).alias(INPUT),
+        F.lit(0).alias(HOME),
+        F.lit(0).cast("long").alias(SEQUENCE),
+        F.struct(_LATE, F.when(F.col(_LATE), F.struct(*ORDER)).alias("_order"), *turn).alias(TURN),
+    )
+    return emitted, _buffered(judged.where(~out), kept, F.timestamp_micros(PLACE))
+
+
+def overfull(buffer: DataFrame, *, max_records: Limit = None, max_bytes: Limit = None) -> DataFrame:
+    """The partitions whose buffer holds more than it may: ``partition, records, bytes``.
+
+    Plan: one aggregate over the buffer. For ``shut_down``: any row means that the run has to fail
+    before its commit (kip328-shut-down-keys).
+    """
+    held = buffer.groupBy(PARTITION).agg(
+        F.count(F.lit(1)).alias("records"), F.sum(BYTES).cast("long").alias("bytes")
+    )
+    return held.where(_exceeds(F.col("records"), max_records) | _exceeds(F.col("bytes"), max_bytes))
+
+
+def _exceeds(amount: Column, limit: Limit) -> Column:
+    if limit is None:
+        return F.lit(False)
+    most = F.lit(limit) if isinstance(limit, int) else by_partition(limit, "long")
+    return F.coalesce(amount > most, F.lit(False))
+
+
+def _too_much(turn: Sequence[str], max_records: Limit, max_bytes: Limit) -> Column:
+    """Whether a row that is left goes out early: it and those behind it are more than the limit."""
+    backwards = [F.col(c).desc() for c in (PLACE, *turn)]
+    behind = (
+        W.partitionBy(PARTITION, _RELEASED)
+        .orderBy(*backwards)
+        .rowsBetween(W.unboundedPreceding, W.currentRow)
+    )
+    records, size = F.count(F.lit(1)).over(behind), F.sum(BYTES).over(behind)
+    return _exceeds(records, max_records) | _exceeds(size, max_bytes)
+
+
+def _values(changes: DataFrame, key: Sequence[str]) -> list[str]:
+    taken = {*key, TIMESTAMP, *RESERVED}
+    return [c for c in changes.columns if c not in taken and not c.startswith("_")]
+
+
+def _turn(key: Sequence[str], window_end_inclusive: bool) -> list[str]:
+    """The key as Kafka orders it: of windows the start last, of sessions the end before it."""
+    window = (WINDOW_END, WINDOW_START) if window_end_inclusive else (WINDOW_START, WINDOW_END)
+    return [*(k for k in key if k not in window), *(w for w in window if w in key)]
+
+
+def _is_zero(duration: Duration) -> bool:
+    lengths = [duration] if isinstance(duration, timedelta) else duration.values()
+    return all(length == timedelta(0) for length in lengths)
+
+
+def _emitted(kept: Sequence[str]) -> list[Column]:
+    return [*[F.col(c) for c in kept if c != BYTES], F.lit(Fate.APPLIED).alias(FATE)]
+
+
+def _buffered(rows: DataFrame, kept: Sequence[str], place: Column) -> DataFrame:
+    columns = [c for c in kept if c != BYTES]
+    return rows.select(*columns, place.alias(PLACE), BYTES)
+
+
+def _together(
+    changes: DataFrame, buffer: DataFrame | None, kept: Sequence[str], *more: Column
+) -> DataFrame:
+    """Updates and what waited: ``_fresh`` tells which, ``_at`` is the place, in microseconds."""
+    fresh = changes.select(
+        *kept, *ORDER, F.unix_micros(TIMESTAMP).alias(_AT), F.lit(True).alias(_FRESH), *more
+    )
+    if buffer is None:
+        return fresh
+    waiting = buffer.select(*kept, F.unix_micros(PLACE).alias(_AT), F.lit(False).alias(_FRESH))
+    return fresh.unionByName(waiting, allowMissingColumns=True)
+
+
+def _pass_through(
+    changes: DataFrame, buffer: DataFrame | None, key: Sequence[str], kept: Sequence[str]
+) -> tuple[DataFrame, DataFrame]:
+    """Everything goes out as it came, what waited for another duration before it."""
+    turn = F.col(TURN) if TURN in changes.columns else F.lit(0)
+    rows = _together(changes, buffer, kept, turn.alias(TURN))
+    emitted = rows.select(
+        *_emitted(kept),
+        F.coalesce(F.col(ARRIVAL), F.col(_AT) + F.lit(_EARLIEST)).alias(ARRIVAL),
+        *[F.coalesce(c, F.lit(0)).alias(c) for c in ORDER[1:]],
+        F.struct(TURN, *[F.col(k) for k in key]).alias(TURN),
+    )
+    return emitted, _buffered(rows.where(F.lit(False)), kept, F.timestamp_micros(_AT))
+
+
+def _final(
+    changes: DataFrame, buffer: DataFrame | None, key: Sequence[str], kept: Sequence[str], due: Column
+) -> DataFrame:
+    """The last update of each window."""
+    newest_first = [F.col(c).desc() for c in (_FRESH, *ORDER)]
+    in_order = W.partitionBy(PARTITION, *key).orderBy(*newest_first)
+    end = F.unix_micros(WINDOW_END)
+    return (
+        _together(changes, buffer, kept)
+        .withColumn(_FIRST, F.row_number().over(in_order))
+        .where(F.col(_FIRST) == 1)
+        .withColumns(
+            {
+                PLACE: end,
+                _RANK: end,
+                _LATE: F.lit(False),
+                _RELEASED: F.coalesce(due, F.lit(False)),
+            }
+        )
+    )
+
+
+def _limited(
+    changes: DataFrame,
+    buffer: DataFrame | None,
+    key: Sequence[str],
+    kept: Sequence[str],
+    period: Column,
+    after: Column,
+) -> DataFrame:
+    """Each key's updates cut into periods: the last of each, released or left."""
+    seen = F.unix_micros(STREAM_TIME).alias(STREAM_TIME)
+    rows = _together(changes, buffer, kept, seen)
+    group, order = [PARTITION, *key], [_FRESH, *ORDER]
+    in_order = W.partitionBy(*group).orderBy(*order)
+    grouped = (
+        rows.repartition(*[F.col(c) for c in group])
+        .withColumns({_PERIOD: period, _AFTER: after})
+        .withColumn(_FIRST, F.row_number().over(in_order) == 1)
+        .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
+        .sortWithinPartitions(*group, *order)
+    )
+    passed = [*kept, *ORDER]
+    schema = StructType([grouped.schema[c] for c in passed]).add(_RELEASED, BooleanType())
+    schema = schema.add(_LATE, BooleanType()).add(PLACE, LongType()).add(_RANK, LongType())
+
+    def kernel(batches: Iterator[Any]) -> Iterator[Any]:
+        return _periods(batches, passed)
+
+    return cast(Any, grouped).mapInArrow(kernel, schema)
+
+
+class _Key:
+    """One key's place in the buffer."""
+
+    def __init__(self) -> None:
+        self.row: int | None = None
+        """The last update, by its row in the batch at hand; None = nothing waits."""
+        self.place = 0
+
+    def put(self, row: int, at: int) -> bool:
+        """An update replaces what waits, or opens a period: True."""
+        opens = self.row is None
+        if opens:
+            self.place = at
+        self.row = row
+        return opens
+
+    def due(self, stream_time: int | None, period: int) -> bool:
+        """Whether what waits goes out at a stream time."""
+        return self.row is not None and stream_time is not None and self.place + period <= stream_time
+
+    def leave(self, released: bool, late: bool = False, rank: int = 0) -> tuple[Any, ...]:
+        """What waits goes out, or is left at the end: (row, released, late, place, rank)."""
+        left = (self.row, released, late, self.place, rank if late else self.place)
+        self.row = None
+        return left
+
+
+def _periods(batches: Iterator[Any], passed: Sequence[str]) -> Iterator[Any]:
+    key, carried = _Key(), None
+    wanted = [_FRESH, _FIRST, _LAST, _AT, STREAM_TIME, _PERIOD, _AFTER]
+    for batch in batches:
+        rows, start = pa.Table.from_batches([batch]), 0
+        if carried is not None:
+            # The update that waits at the end of a batch goes on as the first row of the next.
+            rows, start, key.row = pa.concat_tables([carried, rows]).combine_chunks(), 1, 0
+        out: list[tuple[Any, ...]] = []
+        taken = zip(*[batch.column(c).to_pylist() for c in wanted], strict=True)
+        for row, (fresh, first, last, at, seen, period, after) in enumerate(taken, start):
+            if first:
+                key = _Key()
+            if fresh and key.due(seen, period):
+                out.append(key.leave(True))
+            opens = key.put(row, at)
+            now = at if seen is None else max(at, seen)
+            if fresh and key.due(now, period):
+                out.append(key.leave(True, opens, now - period))
+            if last and key.row is not None:
+                out.append(key.leave(key.due(after, period)))
+        carried = None if key.row is None else rows.take(pa.array([key.row]))
+        result = rows.select(list(passed)).take(pa.array([o[0] for o in out], pa.int64()))
+        for i, name in enumerate((_RELEASED, _LATE, PLACE, _RANK), 1):
+            kind = pa.bool_() if i < 3 else pa.int64()
+            result = result.append_column(name, pa.array([o[i] for o in out], kind))
+        yield from result.to_batches()

@@ -1,0 +1,64 @@
+"""Lengths of stream time, as users give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+from vt_dagster.errors import TopologyError
+
+Duration = timedelta | Mapping[int, timedelta]
+"""A length of stream time. A mapping gives each partition a length of its own, as the conformance
+runner needs, which runs scenarios of many configurations side by side as partitions."""
+
+_LONGEST = timedelta(days=365_000)
+
+
+def check_duration(name: str, what: str, value: Any) -> None:
+    """Refuses what is no duration, or one below zero or beyond reason.
+
+    Raises:
+        TopologyError: names the asset, the setting, and what came.
+    """
+    every: list[Any] = [value]
+    if isinstance(value, Mapping):
+        every = list(cast(Mapping[int, Any], value).values())
+    for one in every:
+        if not isinstance(one, timedelta):
+            raise TopologyError(
+                f"{name}: {what} must be a datetime.timedelta, got {one!r}; "
+                f"write for example {what}=timedelta(days=30)"
+            )
+        if not timedelta(0) <= one <= _LONGEST:
+            raise TopologyError(
+                f"{name}: {what} must be between 0 and {_LONGEST.days:,} days, got {one}"
+            )
+
+
+def pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, timedelta]]]:
+    """Both durations side by side: once, or once for each partition that either mentions."""
+    partitions = sorted(
+        {*(one if isinstance(one, Mapping) else ())} | {*(other if isinstance(other, Mapping) else ())}
+    )
+    if not partitions:
+        return [("", (cast(timedelta, one), cast(timedelta, other)))]
+
+    def at(value: Duration, partition: int) -> timedelta:
+        return value[partition] if isinstance(value, Mapping) else value
+
+    return [(f" of partition {p}", (at(one, p), at(other, p))) for p in partitions]
+
+
+def plus(one: Duration, other: Duration) -> Duration:
+    """The sum, for each partition where either is a mapping."""
+    if isinstance(one, timedelta) and isinstance(other, timedelta):
+        return one + other
+    partitions = {*(one if isinstance(one, Mapping) else ())} | {
+        *(other if isinstance(other, Mapping) else ())
+    }
+
+    def at(value: Duration, partition: int) -> timedelta:
+        return value[partition] if isinstance(value, Mapping) else value
+
+    return {p: at(one, p) + at(other, p) for p in sorted(partitions)}

@@ -1,0 +1,38 @@
+"""What makes a stream or table out of others. Each operator is checked when it is made.
+
+The fluent methods of ``vt_dagster.model`` make these; they are public for whoever wants to look at a
+topology.
+"""
+
+from vt_dagster.operators.aggregates import Aggregator, Row, TableAggregate, WindowedAggregate
+from vt_dagster.operators.base import Emit, Materialized, Operator
+from vt_dagster.operators.joins import ForeignKeyJoin, JoinKind, StreamTableJoin, TableTableJoin
+from vt_dagster.operators.suppress import (
+    Suppress,
+    UntilTimeLimit,
+    UntilWindowCloses,
+    is_session,
+)
+from vt_dagster.operators.transform import Filter, MapValues, ToStream, ToTable
+
+__all__ = [
+    "Aggregator",
+    "Emit",
+    "Filter",
+    "ForeignKeyJoin",
+    "JoinKind",
+    "MapValues",
+    "Materialized",
+    "Operator",
+    "Row",
+    "StreamTableJoin",
+    "Suppress",
+    "TableAggregate",
+    "TableTableJoin",
+    "ToStream",
+    "ToTable",
+    "UntilTimeLimit",
+    "UntilWindowCloses",
+    "WindowedAggregate",
+    "is_session",
+]

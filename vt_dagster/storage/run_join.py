@@ -1,0 +1,139 @@
+"""A run of a stream-table join: take what is new in the stream's log, and what waited; join; commit."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION
+from vt_dagster.core import grace, step
+from vt_dagster.core.arrival import Fate, by_partition, stream_time_of
+from vt_dagster.errors import ContractError
+from vt_dagster.operators import StreamTableJoin
+from vt_dagster.storage.positions import Offsets
+from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
+from vt_dagster.storage.store import AssetStore
+
+
+def pin_join(store: AssetStore, join: StreamTableJoin, stream: AssetStore) -> Arrival:
+    """Pins the end of the stream's log that this run of a join takes."""
+    previous = store.head()
+    head = stream.catch_up()
+    before = previous.commit if previous else None
+    start: Offsets = before.inputs.get(join.left.name, {}) if before else {}
+    ends = head.commit.next_offset if head else {}
+    taken = {p: (start.get(p, 0), end) for p, end in ends.items() if end > start.get(p, 0)}
+    times = dict(before.stream_time) if before else {}
+    if head is None or not taken:
+        return Arrival(store.node, previous, "", stream_time=times)
+    arrived = stream.log(start, head)
+    latest = stream_time_of(arrived, grace.moves_stream_time(join.left.key))
+    for row in latest.select(PARTITION, F.unix_micros("stream_time").alias("t")).collect():
+        times[row[PARTITION]] = max(times.get(row[PARTITION], row["t"]), row["t"])
+    return Arrival(
+        store.node,
+        previous,
+        store.new_attempt(),
+        inputs={join.left.name: head},
+        stream_time=times,
+        released=_released(join, before.released if before else {}, times),
+        taken={join.left.name: taken},
+    )
+
+
+def _released(join: StreamTableJoin, before: dict[int, int], times: dict[int, int]) -> dict[int, int]:
+    """The due time of each partition: stream time - grace period, and never before what it was."""
+    period = join.grace_period or timedelta(0)
+    if not isinstance(period, timedelta):
+        raise ContractError(f"{join.name}: an asset has one grace_period for all partitions")
+    due = {p: moment - period // timedelta(microseconds=1) for p, moment in times.items()}
+    return {p: max(moment, before.get(p, moment)) for p, moment in due.items()}
+
+
+def read_stream(stream: AssetStore, join: StreamTableJoin, arrival: Arrival) -> DataFrame:
+    """The stream's records that a join run has to do with, with their fate."""
+    if arrival.empty:
+        empty = stream.spark.createDataFrame([], step.log_schema(join.left))
+        return empty.withColumn(ARRIVAL, F.col(OFFSET)).withColumn(FATE, F.lit(Fate.WAITING))
+    head = arrival.inputs[join.left.name]
+    state = arrival.before
+    start = state.inputs.get(join.left.name, {})
+    holds = any(state.stream_time[p] > moment for p, moment in state.released.items())
+    oldest = min(state.released.values()) if holds else None
+    rows = stream.log(start, head, oldest).withColumn(ARRIVAL, F.col(OFFSET))
+    held = None
+    if holds:
+        consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
+        released = by_partition(state.released)
+        held = grace.waiting(rows.where(consumed), key=join.left.key, released=released)
+        rows = rows.where(~consumed)
+    before, due = by_partition(state.stream_time), by_partition(arrival.released)
+    return step.consider_join(join, rows, held, before, due)
+
+
+def commit_join(
+    store: AssetStore,
+    join: StreamTableJoin,
+    arrival: Arrival,
+    considered: DataFrame,
+    table: AssetStore,
+    run_id: str | None = None,
+) -> Receipt:
+    """Joins what is due with the table as it is now, and commits the results.
+
+    Raises:
+        ConcurrentRunError: another run won.
+        ContractError: results break the schema's checks.
+    """
+    if arrival.empty:
+        return Receipt(None, None)
+    counts = _fates(considered, arrival, join)
+    reads = {f"{n}/log": head.version for n, head in arrival.inputs.items()}
+    found = table.view()
+    if found is None:
+        schema = step.view_schema(join.right)
+        view, table_time = store.spark.createDataFrame([], schema), by_partition({})
+    else:
+        reads[f"{join.right.name}/view"] = found[0]
+        view, table_time = found[2], by_partition(found[1].stream_time)
+    results = step.join_records(join, considered, view, table_time).persist()
+    try:
+        found_rows, ends, _ = gate(store.node, results.withColumn(FATE, F.lit(Fate.APPLIED)))
+        out, joined = found_rows["applied"], counts["applied"] + counts["late"]
+        counts["out"] = out
+        counts["unmatched"] = found_rows["unmatched"] if join.kind == "left" else joined - out
+        first = by_partition(arrival.before.next_offset, "long")
+        rows = step.produce_join(store.node, join, results, first)
+        taken = arrival.taken
+        commit = next_commit(
+            arrival,
+            counts,
+            taken=taken,
+            inputs={n: {p: end for p, (_, end) in ranges.items()} for n, ranges in taken.items()},
+            ends=ends,
+            stream_time=arrival.stream_time,
+            run_id=run_id,
+            released=arrival.released,
+            reads=reads,
+        )
+        store.commit(few_files(rows, out), commit)
+    finally:
+        results.unpersist()
+    return finish(store, arrival)
+
+
+def _fates(considered: DataFrame, arrival: Arrival, join: StreamTableJoin) -> dict[str, int]:
+    """How many records a join run has to do with, by fate, and how many of them are new.
+
+    A job of its own over few columns: an observation on the join's plan would be lost, and waited for
+    without end, where Spark finds that an empty table makes the plan empty.
+    """
+    start = by_partition(arrival.before.inputs.get(join.left.name, {}), "long")
+    new = F.col(OFFSET) >= F.coalesce(start, F.lit(0))
+    counted = considered.groupBy(FATE).agg(F.count(F.lit(1)).alias("all"), F.count_if(new).alias("new"))
+    rows = counted.collect()
+    fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
+    found = {row[FATE]: row["all"] for row in rows}
+    return {"in": sum(row["new"] for row in rows), **{f: found.get(f, 0) for f in fates}}
