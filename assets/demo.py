@@ -70,6 +70,10 @@ def run() -> None:
     _say(started, "done")
     console.print(f"\nTables: {warehouse.path}/<asset>/log and /view (Delta Lake)")
     console.print("Look into one:   .venv/bin/vt-dagster history weather --key JFK --limit 5")
+    console.print(
+        "Ask for a moment: .venv/bin/vt-dagster get airline_fleet --key N990AT "
+        "--as-of 2013-07-01T00:00:00Z"
+    )
     console.print("Open the UI:     make ui   (then http://localhost:3000)")
 
 
@@ -218,6 +222,8 @@ def _bad_weather() -> None:
     longest = storms.orderBy(F.desc(length), "origin", "window_start").first()
     if longest is None:
         return
+    alerts = _store("weather_alerts").head()
+    held = alerts.commit.gauges["suppression_buffer_count_current"] if alerts else 0
     gust, period = longest.strongest_gust_kmh, _topology().weather_alerts.operator.until.duration
     console.print(
         f"\nThe longest storm (storms: sessions of bad weather)\n"
@@ -227,7 +233,8 @@ def _bad_weather() -> None:
         f"{'' if gust is None else f', gusts up to {gust:.0f} km/h'}\n"
         f"  {_totals('weather')['applied']:,} observations, {_totals('bad_weather')['out']:,} changes "
         f"of bad weather, {_totals('weather_alerts')['out']:,} alerts "
-        f"(weather_alerts: one in {period} for an airport), "
+        f"(weather_alerts: one in {period} for an airport; "
+        f"{held:,.0f} held back until the next change), "
         f"{storms.count():,} storms"
     )
 

@@ -33,7 +33,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         env={**os.environ, "VT_DAGSTER_DATA": str(data), "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=1500,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return data, run.stdout
@@ -214,6 +214,9 @@ def test_alerts_do_not_come_too_often(demo: tuple[Path, str], landed: dict[str, 
     assert 0 < len(expected) < len(bad) / 2
     _assert_same(_in_order(demo[0], "weather_alerts"), expected)
     assert _number(demo[1], r"([\d,]+) alerts") == len(expected)
+    # what waits is what is left: nothing is lost
+    last, told = (rows.groupby("origin")["timestamp"].max() for rows in (bad, expected))
+    assert _number(demo[1], r"([\d,]+) held back") == (last != told.reindex(last.index)).sum()
 
 
 def test_storms_are_gaps_and_islands(demo: tuple[Path, str], landed: dict[str, pd.DataFrame]) -> None:

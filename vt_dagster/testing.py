@@ -479,7 +479,7 @@ def _sizes(buffer: pa.Table | None) -> dict[int, tuple[int, int]]:
 def _with_key(rows: pa.Table, node: Stream) -> pa.Table:
     """The records whose key, which a windowed table's begins with, has no null."""
     for k in node.inputs[0].key:
-        rows = rows.filter(pc.is_valid(rows[k]))
+        rows = rows.filter(rows[k].is_valid())
     return rows
 
 

@@ -139,5 +139,10 @@ def _session() -> SparkSession:
     conf = {  # many short queries: compiling them well takes longer than running them
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m",
         "spark.python.sql.dataFrameDebugging.enabled": "false",
+        # Nobody looks back at thousands of plans.
+        "spark.sql.ui.retainedExecutions": "1",
+        "spark.ui.retainedJobs": "1",
+        "spark.ui.retainedStages": "1",
+        "spark.ui.retainedTasks": "1",
     }
     return build_session("vt_dagster conformance", master="local[2]", conf=conf)

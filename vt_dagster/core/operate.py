@@ -359,13 +359,6 @@ def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> tuple[D
     )
 
 
-def fullness(buffer: DataFrame) -> DataFrame:
-    """How full a suppression buffer is: ``partition, records, bytes``. One aggregate."""
-    return buffer.groupBy(PARTITION).agg(
-        F.count(F.lit(1)).alias("records"), F.sum(suppress.BYTES).cast("long").alias("bytes")
-    )
-
-
 def _monotone(
     rows: DataFrame, state: DataFrame | None, key: Sequence[str]
 ) -> tuple[DataFrame, DataFrame]:
@@ -410,7 +403,6 @@ def produce(node: Stream, rows: DataFrame, first: Column) -> DataFrame:
 __all__ = [
     "Before",
     "Taken",
-    "fullness",
     "goes_by_time",
     "in_order",
     "operate",

@@ -79,7 +79,7 @@ def suppress(
     tombstone keeps its place until then, as in Kafka Streams, but does not go out.
 
     With ``emit_early`` what is left at the end of the run then goes out from the front until a
-    partition's buffer is within its limits. Otherwise all of it stays: see :func:`overfull`.
+    partition's buffer is within its limits. Otherwise all of it stays; the caller looks at its :func:`fullness`.
 
     Plan, ``window_closes``: one shuffle by key of updates and buffer, sorted before it (each task
     sends one row of a key) and after it. ``time_limit``: ``with_stream_time`` (one aggregate, one
@@ -147,16 +147,11 @@ def suppress(
     return emitted, _buffered(judged.where(~out), kept, F.timestamp_micros(PLACE))
 
 
-def overfull(buffer: DataFrame, *, max_records: Limit = None, max_bytes: Limit = None) -> DataFrame:
-    """The partitions whose buffer holds more than it may: ``partition, records, bytes``.
-
-    Plan: one aggregate over the buffer. For ``shut_down``: any row means that the run has to fail
-    before its commit (kip328-shut-down-keys).
-    """
-    held = buffer.groupBy(PARTITION).agg(
+def fullness(buffer: DataFrame) -> DataFrame:
+    """How full each partition's buffer is: ``partition, records, bytes``. One aggregate over it."""
+    return buffer.groupBy(PARTITION).agg(
         F.count(F.lit(1)).alias("records"), F.sum(BYTES).cast("long").alias("bytes")
     )
-    return held.where(_exceeds(F.col("records"), max_records) | _exceeds(F.col("bytes"), max_bytes))
 
 
 def _exceeds(amount: Column, limit: Limit) -> Column:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pyspark.sql import DataFrame
 
 from vt_dagster.columns import PARTITION
-from vt_dagster.core import operate, step
+from vt_dagster.core import operate, step, suppress
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.model import Stream, Table
 from vt_dagster.operators import Operator, Suppress, WindowedAggregate
@@ -185,7 +185,7 @@ def _buffer(operator: Suppress, buffer: DataFrame, arrival: Arrival) -> dict[str
     Raises:
         BufferFullError: it is over its limit and is to stop the run.
     """
-    full = operate.fullness(buffer).collect()
+    full = suppress.fullness(buffer).collect()
     sizes = {row[PARTITION]: (row["records"], row["bytes"]) for row in full}
     operator.check_buffer(sizes)
     count = sum(n for n, _ in sizes.values())
