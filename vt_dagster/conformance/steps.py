@@ -205,8 +205,8 @@ class _Node:
         stored = self._materialized()
         if op == "filter":
             make = inputs[0].filter_not if step["negate"] else inputs[0].filter
-            bound = self._by_scenario(lambda s: f"{s['predicate']['number']}L")
-            return make(f"{_number('value')} > {bound}", name=name, materialized=stored)
+            bound = self._by_scenario(lambda s: str(s["predicate"]["number"]))
+            return make(f"{_number('value')} > cast({bound} as bigint)", name=name, materialized=stored)
         if op == "map_values":
             return inputs[0].map_values(f"{self._mapper()} as value", name=name, materialized=stored)
         if op == "to_table":
@@ -302,9 +302,9 @@ class _Node:
         return Materialized(self._lengths(lambda s: s["materialize"]["history_retention"]))
 
     def _mapper(self) -> str:
-        def added(step: Config) -> str:
-            how = step["mapper"]
-            return "NULL" if how == "upper" else _quoted(how.removeprefix("append:"))
+        def added(step: Config) -> str | None:
+            how: str = step["mapper"]
+            return None if how == "upper" else how.removeprefix("append:")
 
         added_text = self._by_scenario(added)
         return f"cast(coalesce(concat({_OWN}, {added_text}), upper({_OWN})) as string)"
@@ -316,12 +316,13 @@ class _Node:
         steps = self.steps
         return {n: ms(of(steps[n])) if n in steps else otherwise for n in range(self.every)}
 
-    def _by_scenario(self, of: Callable[[Config], str]) -> str:
-        """SQL for what the scenario of a row says; null for those that do not have the node."""
-        entries = {n: of(step) for n, step in self.steps.items()}
-        if len(set(entries.values())) == 1:
-            return next(iter(entries.values()))
-        return f"try_element_at(map({', '.join(f'{n}, {e}' for n, e in entries.items())}), scenario)"
+    def _by_scenario(self, of: Callable[[Config], str | None]) -> str:
+        """SQL for the text that a scenario has; null for those that have none."""
+        texts = {n: of(step) for n, step in self.steps.items()}
+        if len(set(texts.values())) == 1:
+            return _quoted(next(iter(texts.values())))
+        known = "\x01".join(f"{n}={text}" for n, text in texts.items() if text is not None)
+        return f"try_element_at(str_to_map({_quoted(known)}, '\x01', '='), cast(scenario as string))"
 
 
 def _number(expression: str) -> str:
@@ -329,7 +330,9 @@ def _number(expression: str) -> str:
     return f"try_cast(regexp_extract(cast({expression} as string), '^-?[0-9]+', 0) as bigint)"
 
 
-def _quoted(value: str) -> str:
+def _quoted(value: str | None) -> str:
+    if value is None:
+        return "cast(NULL as string)"
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

@@ -47,13 +47,12 @@ def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> C
             A partition without an entry gives null.
     """
     number = F.lit(None).cast("long")
-    if values:
-        # As text: a call of a Column function for each entry would take longer than the query.
-        entries = (
-            f"{p}, {'CAST(NULL AS BIGINT)' if v is None else f'{v}L'}"
-            for p, v in sorted(values.items())
-        )
-        number = F.expr(f"try_element_at(map({', '.join(entries)}), `{PARTITION}`)")
+    known = [f"{p}:{v}" for p, v in sorted(values.items()) if v is not None]
+    if known:
+        # As one text: many literals in a plan, or many calls of Column functions, would take longer
+        # than the query.
+        by_name = f"str_to_map('{','.join(known)}', ',', ':')"
+        number = F.expr(f"CAST(try_element_at({by_name}, CAST(`{PARTITION}` AS STRING)) AS BIGINT)")
     return F.timestamp_micros(number) if kind == "timestamp" else number
 
 
