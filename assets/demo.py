@@ -232,10 +232,9 @@ def _bad_weather() -> None:
         f"{longest.least_visib_km:.1f} km"
         f"{'' if gust is None else f', gusts up to {gust:.0f} km/h'}\n"
         f"  {_totals('weather')['applied']:,} observations, {_totals('bad_weather')['out']:,} changes "
-        f"of bad weather, {_totals('weather_alerts')['out']:,} alerts "
-        f"(weather_alerts: one in {period} for an airport; "
-        f"{held:,.0f} held back until the next change), "
-        f"{storms.count():,} storms"
+        f"of bad weather, {storms.count():,} storms,\n"
+        f"  {_totals('weather_alerts')['out']:,} alerts (weather_alerts: one in {period} for an "
+        f"airport; {held:,.0f} held back until the next change)"
     )
 
 

@@ -41,7 +41,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import grace, operate, step, suppress, versioned
-from vt_dagster.core.arrival import Fate, by_partition, duration, stream_time_of
+from vt_dagster.core.arrival import Fate, by_partition, duration, few_records, stream_time_of
 from vt_dagster.core.records import REASON, prepare
 from vt_dagster.errors import ContractError
 from vt_dagster.model import Stream, Table, VersionedTable, topological
@@ -156,7 +156,7 @@ class TopologyTestDriver:
             )
         before = {name: state.copy() for name, state in self._states.items()}
         try:
-            with self._session():
+            with self._session(), few_records():
                 for node in self.nodes.values():
                     self._run_node(node, list(inputs.get(node.name, ())))
         except BaseException:

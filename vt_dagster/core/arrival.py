@@ -8,7 +8,9 @@ the maximum of those before it. Numbering rows works the same way with counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 
 from pyspark.sql import Column, DataFrame
@@ -20,6 +22,8 @@ from vt_dagster.durations import Duration
 
 CHUNK = 100_000
 """Arrivals handled by one task at a time."""
+
+_few: ContextVar[bool] = ContextVar("_few", default=False)
 
 STREAM_TIME = "_stream_time"
 _CHUNK = "_chunk"
@@ -37,6 +41,16 @@ class Fate:
     )
     NO_RESULT = "no_result"  # an operator took it and had nothing to say
     QUARANTINED = "quarantined"  # not a record: unreadable, no key, no timestamp, far future
+
+
+@contextmanager
+def few_records() -> Generator[None]:
+    """Within it runs are known to be small: nothing is cut into chunks, and plans are shorter."""
+    token = _few.set(True)
+    try:
+        yield
+    finally:
+        _few.reset(token)
 
 
 def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> Column:
@@ -111,6 +125,11 @@ def with_stream_time(
         the records with ``_stream_time`` (TIMESTAMP; null while no record has counted).
     """
     moves = F.col(TIMESTAMP) if counts is None else F.when(counts, F.col(TIMESTAMP))
+    in_order = [c for c in ORDER if c in records.columns]
+    last = W.currentRow if included else -1
+    if _few.get():
+        every = W.partitionBy(PARTITION).orderBy(*in_order).rowsBetween(W.unboundedPreceding, last)
+        return records.withColumn(STREAM_TIME, F.greatest(F.max(moves).over(every), before))
     chunked = records.withColumn(_CHUNK, arrival_chunk() if chunk is None else chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
@@ -118,11 +137,7 @@ def with_stream_time(
         .agg(F.max(moves).alias(_BEFORE))
         .withColumn(_BEFORE, F.max(_BEFORE).over(earlier))
     )
-    so_far = (
-        W.partitionBy(PARTITION, _CHUNK)
-        .orderBy(*[c for c in ORDER if c in records.columns])
-        .rowsBetween(W.unboundedPreceding, W.currentRow if included else -1)
-    )
+    so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*in_order).rowsBetween(W.unboundedPreceding, last)
     return (
         chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
         .withColumn(STREAM_TIME, F.greatest(F.max(moves).over(so_far), F.col(_BEFORE), before))
@@ -144,6 +159,9 @@ def number(
         order: the order of the rows within a partition; must be total.
         chunk: ascends with the order; rows of one chunk are numbered by one task.
     """
+    if _few.get():
+        place = F.row_number().over(W.partitionBy(PARTITION).orderBy(*order))
+        return rows.withColumn(OFFSET, (place - 1 + F.coalesce(first, F.lit(0))).cast("long"))
     chunked = rows.withColumn(_CHUNK, F.lit(0) if chunk is None else chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
