@@ -13,9 +13,11 @@ Duration = timedelta | Mapping[int, timedelta]
 runner needs, which runs scenarios of many configurations side by side as partitions."""
 
 _LONGEST = timedelta(days=365_000)
+FOREVER = timedelta(days=50_000_000)
+"""Longer than any stream of records; in microseconds it still fits a BIGINT."""
 
 
-def check_duration(name: str, what: str, value: Any) -> None:
+def check_duration(name: str, what: str, value: Any, longest: timedelta = _LONGEST) -> None:
     """Refuses what is no duration, or one below zero or beyond reason.
 
     Raises:
@@ -30,9 +32,9 @@ def check_duration(name: str, what: str, value: Any) -> None:
                 f"{name}: {what} must be a datetime.timedelta, got {one!r}; "
                 f"write for example {what}=timedelta(days=30)"
             )
-        if not timedelta(0) <= one <= _LONGEST:
+        if not timedelta(0) <= one <= longest:
             raise TopologyError(
-                f"{name}: {what} must be between 0 and {_LONGEST.days:,} days, got {one}"
+                f"{name}: {what} must be between 0 and {longest.days:,} days, got {one}"
             )
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -40,12 +38,13 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import grace, operate, step, suppress, versioned
+from vt_dagster.core import grace, operate, step, versioned
 from vt_dagster.core.arrival import Fate, by_partition, duration, few_records, stream_time_of
-from vt_dagster.core.records import REASON, prepare
+from vt_dagster.core.records import prepare
 from vt_dagster.errors import ContractError
 from vt_dagster.model import Stream, Table, VersionedTable, topological
 from vt_dagster.operators import Operator, StreamTableJoin, Suppress, WindowedAggregate
+from vt_dagster.testing_state import State, advance, see
 from vt_dagster.testing_store import REFUSED, Row, VersionedStore, to_micros, to_value
 
 _DELETED, _HOME = "_deleted", "_home"
@@ -75,32 +74,6 @@ _SETTINGS = {
 }
 
 
-@dataclass
-class _State:
-    """What a node keeps between runs."""
-
-    log: pa.Table | None = None
-    considered: pa.Table | None = None
-    next_offset: dict[int, int] = field(default_factory=dict[int, int])
-    stream_time: dict[int, int] = field(default_factory=dict[int, int])
-    kept: pa.Table | None = None
-    consumed: dict[str, int] = field(default_factory=dict[str, int])
-    read: int = 0
-    waiting: Counter[int] = field(default_factory=Counter[int])
-    counts: Counter[tuple[int, str]] = field(default_factory=Counter[tuple[int, str]])
-
-    def copy(self) -> _State:
-        """A state that a later run of this one does not change; Arrow tables never change."""
-        return replace(
-            self,
-            next_offset=dict(self.next_offset),
-            stream_time=dict(self.stream_time),
-            consumed=dict(self.consumed),
-            waiting=Counter(self.waiting),
-            counts=Counter(self.counts),
-        )
-
-
 class TopologyTestDriver:
     """Runs a topology on records that a test gives it.
 
@@ -126,7 +99,7 @@ class TopologyTestDriver:
         self.nodes = {n.name: n for n in topological(nodes)}
         self.spark = spark
         self._own = _own_session(spark)
-        self._states = {name: _State() for name in self.nodes}
+        self._states = {name: State() for name in self.nodes}
         self._views: dict[str, tuple[tuple[pa.Table, dict[int, int]], DataFrame]] = {}
 
     # -- records in ------------------------------------------------------------------------------
@@ -177,8 +150,8 @@ class TopologyTestDriver:
             node, self._prepared(node, records), self._view(node), by_partition(state.stream_time)
         )
         rows = state.considered = considered.orderBy(PARTITION, ARRIVAL).toArrow()
-        _count(state, rows)
-        _see(state.stream_time, self._append(node, rows))
+        state.count(rows)
+        see(state.stream_time, state.append(node, rows))
 
     def _run_operator(self, node: Stream, operator: Operator) -> None:
         state = self._states[node.name]
@@ -199,12 +172,10 @@ class TopologyTestDriver:
         times = dict(state.stream_time)
         if isinstance(operator, WindowedAggregate) and operator.group_key:
             for row in operate.with_lateness(node, taken, before).toArrow().to_pylist():
-                _advance(times, row[PARTITION], row["time"])
+                advance(times, row[PARTITION], row["time"])
         elif operate.goes_by_time(operator):
             # Partitions and keys are the input's own: no need to ask Spark.
-            _see(
-                times, _with_key(logs[0], node) if isinstance(operator, WindowedAggregate) else logs[0]
-            )
+            see(times, _with_key(logs[0], node) if isinstance(operator, WindowedAggregate) else logs[0])
         kept = None if state.kept is None else self._frame(state.kept)
         known = operate.Before(kept, self._view(node), before, by_partition(times))
         rows, keeps = operate.operate(node, taken, known)
@@ -213,13 +184,13 @@ class TopologyTestDriver:
         if keeps is not None:
             state.kept = keeps.toArrow()
         if isinstance(operator, Suppress):
-            operator.check_buffer(_sizes(state.kept))
+            operator.check_buffer(state.sizes())
         state.consumed.update(ends)
-        _count(state, found)
-        new = self._append(node, found)
+        state.count(found)
+        new = state.append(node, found)
         state.stream_time = times
         if not operate.goes_by_time(operator):
-            _see(state.stream_time, new)
+            see(state.stream_time, new)
 
     def _run_join(self, node: Stream, join: StreamTableJoin) -> None:
         state, left, right = (self._states[n.name] for n in (node, join.left, join.right))
@@ -234,11 +205,11 @@ class TopologyTestDriver:
             held = _held(join, earlier, _due(join, before)).withColumn(ARRIVAL, F.col(OFFSET))
             times = stream_time_of(arrived, grace.moves_stream_time(join.left.key))
             for row in times.toArrow().to_pylist():
-                _advance(state.stream_time, row[PARTITION], to_micros(row["stream_time"]))
+                advance(state.stream_time, row[PARTITION], to_micros(row["stream_time"]))
         after = by_partition(state.stream_time)
         rows = step.consider_join(join, arrived, held, before, _due(join, after)).toArrow()
         state.considered, state.consumed = rows, {join.left.name: left.log.num_rows}
-        _count(state, rows)
+        state.count(rows)
         if not {Fate.APPLIED, Fate.LATE} & set(rows[FATE].to_pylist()):
             return
         results = step.join_records(
@@ -248,7 +219,7 @@ class TopologyTestDriver:
             by_partition(right.stream_time),
         )
         first = by_partition(state.next_offset, "long")
-        self._append(node, step.produce_join(node, join, results, first).toArrow())
+        state.append(node, step.produce_join(node, join, results, first).toArrow())
 
     # -- results out -----------------------------------------------------------------------------
 
@@ -402,30 +373,6 @@ class TopologyTestDriver:
         empty = to_arrow_schema(step.view_schema(node)).empty_table()
         return self._frame(empty) if view is None else view
 
-    def _append(self, node: Stream, rows: pa.Table) -> pa.Table:
-        """Adds a run's results, in order, to the log, with their offsets, and returns them."""
-        state = self._states[node.name]
-        if FATE in rows.column_names:
-            rows = rows.filter(pc.equal(rows[FATE], Fate.APPLIED))
-            offsets: list[int] = []
-            for partition in rows[PARTITION].to_pylist():
-                offsets.append(state.next_offset.get(partition, 0))
-                state.next_offset[partition] = offsets[-1] + 1
-            if OFFSET in rows.column_names:
-                rows = rows.drop_columns([OFFSET])
-            rows = rows.append_column(OFFSET, pa.array(offsets, pa.int64()))
-        else:
-            rows = rows.sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
-            for partition, offset in zip(
-                rows[PARTITION].to_pylist(), rows[OFFSET].to_pylist(), strict=True
-            ):
-                _advance(state.next_offset, partition, offset + 1)
-        new = rows.select(step.log_columns(node))
-        if new.num_rows:
-            log = [new] if state.log is None else [state.log, new]
-            state.log = pa.concat_tables(log, promote_options="default")
-        return new
-
 
 def _own_session(spark: SparkSession) -> SparkSession:
     """A session beside the user's for the driver's settings; the user's own with Spark Connect."""
@@ -447,33 +394,9 @@ def _held(join: StreamTableJoin, consumed: DataFrame, released: Column) -> DataF
     return grace.waiting(consumed, key=join.left.key, released=released)
 
 
-def _count(state: _State, considered: pa.Table) -> None:
-    why = considered[REASON].to_pylist() if REASON in considered.column_names else None
-    fates = zip(considered[PARTITION].to_pylist(), considered[FATE].to_pylist(), strict=True)
-    state.waiting.clear()
-    for i, (partition, fate) in enumerate(fates):
-        if fate == Fate.WAITING:
-            state.waiting[partition] += 1
-            continue
-        state.counts[partition, fate] += 1
-        if why and why[i] is not None:
-            state.counts[partition, f"{fate}/{why[i]}"] += 1
-
-
 def _rows_of(view: DataFrame, node: Table) -> list[Row]:
     order = [*node.key, VALID_FROM if VALID_FROM in view.columns else OFFSET]
     return view.orderBy(*order).toArrow().to_pylist()
-
-
-def _sizes(buffer: pa.Table | None) -> dict[int, tuple[int, int]]:
-    """Records and bytes of a suppression buffer by partition."""
-    sizes: dict[int, tuple[int, int]] = {}
-    if buffer is not None:
-        held = zip(buffer[PARTITION].to_pylist(), buffer[suppress.BYTES].to_pylist(), strict=True)
-        for partition, size in held:
-            records, total = sizes.get(partition, (0, 0))
-            sizes[partition] = (records + 1, total + size)
-    return sizes
 
 
 def _with_key(rows: pa.Table, node: Stream) -> pa.Table:
@@ -481,16 +404,6 @@ def _with_key(rows: pa.Table, node: Stream) -> pa.Table:
     for k in node.inputs[0].key:
         rows = rows.filter(rows[k].is_valid())
     return rows
-
-
-def _see(stream_time: dict[int, int], rows: pa.Table) -> None:
-    moments = zip(rows[PARTITION].to_pylist(), rows[TIMESTAMP].to_pylist(), strict=True)
-    for partition, moment in moments:
-        _advance(stream_time, partition, to_micros(moment))
-
-
-def _advance(positions: dict[int, int], partition: int, to: int) -> None:
-    positions[partition] = max(positions.get(partition, to), to)
 
 
 __all__ = ["REFUSED", "TopologyTestDriver", "VersionedStore"]

@@ -20,7 +20,7 @@ from vt_dagster.conformance.scenario import (
     compare_state,
     settle,
 )
-from vt_dagster.conformance.steps import Layout, Shape, layout, nodes_of
+from vt_dagster.conformance.steps import Layout, Shape, inputs_of, layout, nodes_of
 from vt_dagster.conformance.topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.core.arrival import Fate
 from vt_dagster.errors import BufferFullError, VtDagsterError
@@ -38,7 +38,8 @@ def side_by_side(
     tables before it come along. That is as good as one record a run: the tables take theirs first.
 
     ``run``: a run is as many records of one input as follow each other, and then as many of the stream
-    that is joined with it. That keeps the order of arrival. Where nothing is held back the log must be
+    that is joined with it; of a join of two source tables as many as a task would take in the recorded
+    order. That keeps the order of arrival. Where nothing is held back the log must be
     the same, order included. A run that releases what was held back does so after its last record,
     with the same tables as after each of its records: what it emits must be the same set as what its
     records trigger one by one. Scenarios that count after each record (``Layout.one_by_one``) go
@@ -100,6 +101,8 @@ def _cut(each: Layout, granularity: Granularity) -> list[range]:
     streams = {s["input"] for s in each.steps.values() if s["op"] == "stream"}
     joined = each.steps[each.output]["op"] == "stream_table_join"
     many = granularity == "run" and not each.one_by_one
+    if many and _joins_sources(each):
+        return _in_task_order(records)
 
     def together(one: Mapping[str, Any], next_one: Mapping[str, Any]) -> bool:
         of_stream = one["input"] in streams
@@ -108,6 +111,27 @@ def _cut(each: Layout, granularity: Granularity) -> list[range]:
         return joined and not of_stream and next_one["input"] in streams
 
     cuts = [i for i in range(1, len(records)) if not together(records[i - 1], records[i])]
+    return [range(a, b) for a, b in pairwise([0, *cuts, len(records)]) if b > a]
+
+
+def _joins_sources(each: Layout) -> bool:
+    """Whether the only node with two inputs is a join of two source tables."""
+    joins = [inputs for s in each.steps.values() if len(inputs := inputs_of(s)) == 2]
+    return [[each.steps[i]["op"] for i in inputs] for inputs in joins] == [["table", "table"]]
+
+
+def _in_task_order(records: Sequence[Mapping[str, Any]]) -> list[range]:
+    """Runs in which a task, which takes the smaller head of its inputs, keeps the recorded order."""
+    cuts: list[int] = []
+    newest: dict[str, int] = {}
+    last: tuple[int, str] = (-1, "")
+    for i, record in enumerate(records):
+        side = record["input"]
+        time = max(newest.get(side, -1), record["timestamp"])
+        if (time, side) < last:
+            cuts.append(i)
+            newest, time = {}, record["timestamp"]
+        newest[side], last = time, (time, side)
     return [range(a, b) for a, b in pairwise([0, *cuts, len(records)]) if b > a]
 
 

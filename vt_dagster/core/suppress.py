@@ -79,7 +79,8 @@ def suppress(
     tombstone keeps its place until then, as in Kafka Streams, but does not go out.
 
     With ``emit_early`` what is left at the end of the run then goes out from the front until a
-    partition's buffer is within its limits. Otherwise all of it stays; the caller looks at its :func:`fullness`.
+    partition's buffer is within its limits. Otherwise all of it stays; the caller looks at its
+    :func:`fullness`.
 
     Plan, ``window_closes``: one shuffle by key of updates and buffer, sorted before it (each task
     sends one row of a key) and after it. ``time_limit``: ``with_stream_time`` (one aggregate, one

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from vt_dagster.durations import Duration, check_duration
+from vt_dagster.durations import FOREVER, Duration, check_duration
 from vt_dagster.errors import BufferFullError, TopologyError
 from vt_dagster.model import Table, VersionedTable
 from vt_dagster.operators.aggregates import WindowedAggregate
@@ -84,7 +84,7 @@ class Suppress(OneInput):
         for what in ("max_records", "max_bytes"):
             self._check_limit(what, getattr(until, what))
         if isinstance(until, UntilTimeLimit):
-            check_duration(self.name, "duration", until.duration)
+            check_duration(self.name, "duration", until.duration, FOREVER)
             return
         if until.when_full == "emit_early":
             raise TopologyError(

@@ -1,0 +1,136 @@
+"""Recorded scenarios of each operator through real assets: files, Dagster, Delta, two runs or more.
+
+``test_assets_conformance`` does this for streams joined with tables; here each scenario has assets of
+its own, with its own durations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.market import lines, messages, run
+from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
+from vt_dagster.conformance import steps
+from vt_dagster.conformance.scenario import read_scenarios
+from vt_dagster.conformance.topology import source as bare_source
+from vt_dagster.model import topological
+from vt_dagster.storage.store import AssetStore
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+SCENARIOS = Path(__file__).parent / "conformance" / "random"
+PICKED = [
+    "table-table-join-1-03-3",  # inner, one side versioned, versioned result
+    "foreign-key-join-1-05-4",  # left, both sides versioned
+    "table-aggregate-1-09-1",  # an aggregator of one's own, versioned table and result
+    "windowed-aggregate-1-01-1",  # sessions, final results
+    "table-suppress-1-02-1",  # until a time limit
+    "chain-1-07-1",  # map_values, aggregate
+]
+
+
+def cut(records: Sequence[Mapping[str, Any]]) -> list[Sequence[Mapping[str, Any]]]:
+    """Runs in which a task would take the records in the order in which they are recorded; two where
+    one would do."""
+    inputs = sorted({r["input"] for r in records})
+    runs: list[list[Mapping[str, Any]]] = [[]]
+    for record in records:
+        longer = [*runs[-1], record]
+        newest: dict[int, int] = {}
+        order: list[tuple[int, int]] = []
+        for r in longer:
+            side = inputs.index(r["input"])
+            newest[side] = max(newest.get(side, -1), r["timestamp"])
+            order.append((newest[side], side))
+        if order == sorted(order):
+            runs[-1] = longer
+        else:
+            runs.append([record])
+    if len(runs) == 1:
+        half = len(records) // 2
+        return [records[:half], records[half:]]
+    return list(runs)
+
+
+def stamp(millis: int) -> str:
+    """A time as files have it."""
+    return (EPOCH + timedelta(milliseconds=millis)).isoformat()
+
+
+def millis(moment: datetime) -> int:
+    """A time as scenarios have it; Spark gives it in UTC, without saying so."""
+    return (moment.replace(tzinfo=timezone.utc) - EPOCH) // timedelta(milliseconds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICKED)
+def test_assets_give_what_kafka_streams_gave(
+    name: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = "_".join(name.split("-")[:-3])
+    found = read_scenarios([SCENARIOS / f"{operator}.json"])
+    scenario = next(s for s in found if s.name == name)
+
+    def source(kind: type[Stream], asset: str, **more: Any) -> Any:
+        more.setdefault("source", FilesSource(str(tmp_path / asset), max_bad_share=1))
+        return bare_source(kind, asset, **more)
+
+    monkeypatch.setattr(steps, "source", source)
+    layout = steps.layout(scenario)
+    nodes = steps.nodes_of([layout])
+    sources = {
+        step["input"]: nodes[layout.shapes[i]]
+        for i, step in layout.steps.items()
+        if step["op"] in ("table", "stream")
+    }
+    output = nodes[layout.shapes[layout.output]]
+    every = topological([output])
+    warehouse = tmp_path / "warehouse"
+    for number, records in enumerate(cut(scenario.records)):
+        for of, node in sources.items():
+            rows = [
+                {
+                    "scenario": 0,
+                    "key": r["key"],
+                    "value": r["value"],
+                    "timestamp": stamp(r["timestamp"]),
+                }
+                for r in records
+                if r["input"] == of
+            ]
+            (tmp_path / node.name).mkdir(exist_ok=True)
+            if rows:
+                (tmp_path / node.name / f"{number}.jsonl").write_text(lines(*rows), "utf-8")
+        result = run(map(build_asset, every), warehouse)
+        assert result.success, messages(result)
+
+    log = AssetStore(str(warehouse), output, spark).read("log").orderBy("offset").collect()
+    got = [
+        {
+            "key": r["key"],
+            "value": None if r["is_tombstone"] else str(r[layout.value]),
+            "timestamp": millis(r["timestamp"]),
+        }
+        for r in log
+    ]
+    expected = [{k: e[k] for k in ("key", "value", "timestamp")} for e in scenario.expected]
+    if layout.holds_back:  # what a run releases is ordered within the run
+        got, expected = sorted(got, key=json.dumps), sorted(expected, key=json.dumps)
+    assert got == expected
+    if scenario.final_store is not None and layout.stored is not None:
+        node = nodes[layout.shapes[layout.stored]]
+        what = "versions" if isinstance(node, VersionedTable) else "current"
+        rows = AssetStore(str(warehouse), node, spark).read(what).collect()
+        kept = sorted(
+            (r["key"], millis(r["timestamp"]), str(r[layout.value]))
+            for r in rows
+            if not r["is_tombstone"]
+        )
+        wanted = sorted((e["key"], e["valid_from"], e["value"]) for e in scenario.final_store)
+        assert kept == wanted
