@@ -115,15 +115,13 @@ def test_random_scenarios_are_written_as_the_recorded_ones(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("granularity", ["record", "run"])
-def test_the_operators_agree_with_the_model(
-    spark: SparkSession, tmp_path: Path, granularity: Any
-) -> None:
+@pytest.mark.timeout(2400)
+def test_the_operators_agree_with_the_model(spark: SparkSession, tmp_path: Path) -> None:
     from vt_dagster.conformance import run
 
     for operator in ALL:
-        found = scenarios(1, operator, configs=12, sequences=1, longest=8)
+        found = scenarios(1, operator, configs=4, sequences=1, longest=8)
         write(found, tmp_path / f"{operator}.json")
     lines: list[str] = []
-    report = run([tmp_path], granularity=granularity, spark=spark, echo=lines.append)
+    report = run([tmp_path], spark=spark, echo=lines.append)
     assert report.ok, "\n".join(lines)

@@ -51,7 +51,7 @@ def test_killed_ten_times_it_equals_the_undisturbed_one(tmp_path: Path, spark: S
     for _ in range(KILLS):
         child = _start(killed)
         try:
-            child.wait(STARTED + chance.uniform(0, seconds / 4))
+            child.wait(STARTED + chance.uniform(0, seconds / 8))
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGKILL)
             interrupted += 1

@@ -19,14 +19,12 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE_POINTS = [
-    "before:stage_files",
     "before:log",
-    "during:log",
     "before:view",
     "during:view",
     "before:forget",
 ]
-JOIN_POINTS = ["before:log", "during:log", "after:log"]
+JOIN_POINTS = ["before:log", "after:log"]
 
 
 @pytest.fixture(scope="module")
