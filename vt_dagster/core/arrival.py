@@ -36,9 +36,7 @@ class Fate:
     APPLIED = "applied"  # in the log; for a join: joined on arrival or out of the buffer
     LATE = "late"  # a table refused it; a join with grace joined it at once
     WAITING = "waiting"  # in the grace buffer
-    DROPPED = (
-        "dropped"  # of no use to an operator: no value or key where one is needed, out of order, closed
-    )
+    DROPPED = "dropped"  # of no use: no value or key where one is needed, out of order, window closed
     NO_RESULT = "no_result"  # an operator took it and had nothing to say
     QUARANTINED = "quarantined"  # not a record: unreadable, no key, no timestamp, far future
 
