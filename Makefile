@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test ui lint bench clean
+.PHONY: install demo test endurance ui lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -20,6 +20,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+endurance: $(STAMP)
+	$(BIN)/python -m pytest -m endurance
 
 ui: export DAGSTER_HOME := $(abspath data/dagster_home)
 ui: $(STAMP)

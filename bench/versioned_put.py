@@ -17,6 +17,7 @@ from vt_dagster.columns import (
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
+    OLD,
     PARTITION,
     TIMESTAMP,
     VALID_FROM,
@@ -38,11 +39,13 @@ def log_of(records: DataFrame) -> DataFrame:
         records,
         None,
         key=["key"],
+        values=["price", "grade"],
+        order=[PARTITION, ARRIVAL],
         stream_time=F.lit(None).cast("timestamp"),
         history_retention=RETENTION,
     )
     accepted = put.where(F.col(FATE) == Fate.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))
-    return accepted.select(*COLUMNS, IS_LATEST)
+    return accepted.select(*COLUMNS, IS_LATEST, OLD)
 
 
 def view_of(log: DataFrame) -> DataFrame:

@@ -35,8 +35,8 @@ def _start(root: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.endurance
+@pytest.mark.timeout(3600)
 def test_killed_ten_times_it_equals_the_undisturbed_one(tmp_path: Path, spark: SparkSession) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     chain = Chain(undisturbed)
