@@ -81,7 +81,7 @@ class Site:
         start = time.perf_counter()
         store = TimedStore(self.warehouse, self.table, self.spark)
         arrival = run_source.pin_files(store, self.source)
-        records = run_source.read_files(store, self.source, arrival)
+        records = run_source.read_records(store, self.source, arrival)
         considered = run_source.consider(store, arrival, records)
         receipt = run_source.commit_records(store, self.source, arrival, considered)
         assert receipt.commit is not None

@@ -150,7 +150,7 @@ def sources(landing: Path) -> tuple[VersionedTable, Table, Stream]:
 
 def partitioned_asset(node: Stream) -> Any:
     """A source asset whose records go to the partition of their scenario."""
-    read, put, write = ops.read_files_op(node), ops.put_op(node), ops.write_op(node)
+    read, put, write = ops.read_op(node), ops.put_op(node), ops.write_op(node)
 
     @dg.op(name=f"partition_{node.name}", out=dg.Out(io_manager_key=ops.OP_MEMORY))
     def partition(records: Any) -> Any:

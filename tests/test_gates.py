@@ -22,7 +22,7 @@ from vt_dagster.storage.store import AssetStore
 
 def custom_asset(table: VersionedTable, change: Callable[[Any], Any], between: str) -> Any:
     """The asset of a table with an op of the user's own in it."""
-    read, put, write = ops.read_files_op(table), ops.put_op(table), ops.write_op(table)
+    read, put, write = ops.read_op(table), ops.put_op(table), ops.write_op(table)
 
     @dg.op(out=dg.Out(io_manager_key=ops.OP_MEMORY))
     def mine(rows: Any) -> Any:

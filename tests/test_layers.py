@@ -18,7 +18,7 @@ LAYERS = [
     },
     {"core"},
     {"contracts", "storage", "jars", "session"},
-    {"audit", "testing", "testing_state", "testing_store"},
+    {"audit", "testing", "testing_kafka", "testing_state", "testing_store"},
     {"types", "resource", "metadata", "checks", "io_manager", "ops", "sensors", "factory"},
     {"conformance", "cli", ""},
     {"resources"},

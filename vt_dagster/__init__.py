@@ -14,13 +14,24 @@ from vt_dagster.operators import (
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.sensors import build_sensor
 from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.formats import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
+from vt_dagster.storage.kafka import KafkaSource
+from vt_dagster.storage.kafka_cluster import KafkaCluster
 from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
 
 __all__ = [
     "Aggregator",
+    "Avro",
+    "Debezium",
     "FilesSource",
     "HoppingWindow",
+    "Json",
+    "KafkaCluster",
+    "KafkaSource",
     "Materialized",
+    "Protobuf",
+    "Raw",
+    "SchemaRegistry",
     "SessionWindow",
     "SparkResource",
     "Stream",

@@ -22,6 +22,10 @@ class SourceError(VtDagsterError):
     """An input cannot be read: a file, a topic, or a range of offsets that is gone."""
 
 
+class RecordsGoneError(SourceError):
+    """A topic has lost records that were not consumed, or is another one than before."""
+
+
 class ContractError(VtDagsterError):
     """Data breaks a schema or an invariant; nothing of it has been committed."""
 

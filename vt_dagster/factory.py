@@ -49,7 +49,7 @@ def _shown(node: Stream) -> dict[str, Any]:
 
 
 def _source_asset(node: Stream) -> dg.AssetsDefinition:
-    read, put, write = ops.read_files_op(node), ops.put_op(node), ops.write_op(node)
+    read, put, write = ops.read_op(node), ops.put_op(node), ops.write_op(node)
 
     @dg.graph_asset(**_shown(node))
     def source_asset() -> Any:

@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,11 @@ from vt_dagster.errors import SparkUnavailableError
 PYSPARK_SERIES = "4.0"
 DELTA = "io.delta:delta-spark_4.0_2.13:4.4.0"
 KAFKA = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0"
-MAVEN_COORDINATES = (DELTA, KAFKA)
+AVRO = "org.apache.spark:spark-avro_2.13:4.0.0"
+MAVEN_COORDINATES = (DELTA, KAFKA, AVRO)
+
+BROKER = ("org.apache.kafka:kafka_2.13:4.1.1",)
+"""A Kafka broker for tests and for trying things out."""
 
 JARS_ENV = "VT_DAGSTER_JARS"
 
@@ -29,7 +34,7 @@ _MANIFEST = "jars.json"
 
 
 def resolve_jars() -> list[Path]:
-    """Jars that Spark needs besides those that PySpark ships: Delta Lake and the Kafka source.
+    """Jars that Spark needs besides those that PySpark ships: Delta Lake, Kafka source and Avro.
 
     The first call on a machine downloads them (some 25 MB) with their dependencies from Maven
     Central, or from the repositories in jgo's own configuration file, into the user's cache
@@ -43,8 +48,24 @@ def resolve_jars() -> list[Path]:
     given = os.environ.get(JARS_ENV)
     if given:
         return _jars_in(Path(given).expanduser())
-    cache = _cache_dir() / "jars" / _cache_key()
-    return _cached(cache) or _fill(cache)
+    key = f"pyspark-{_pyspark_version()}"
+    return _of_cache(key, MAVEN_COORDINATES, _shipped())
+
+
+def resolve_broker_jars() -> list[Path]:
+    """The jars of a Kafka broker (some 35 MB), from the same places, kept in the same cache.
+
+    Raises:
+        SparkUnavailableError: the jars cannot be had.
+    """
+    return _of_cache("broker", BROKER, frozenset())
+
+
+def _of_cache(key: str, coordinates: Sequence[str], shipped: Set[str]) -> list[Path]:
+    """The jars of some coordinates; a new coordinate gets a directory of its own."""
+    pins = [":".join(c.split(":")[1:]).replace(":", "-") for c in coordinates]
+    cache = _cache_dir() / "jars" / "_".join([key, *pins])
+    return _cached(cache) or _fill(cache, coordinates, shipped)
 
 
 def _pyspark_version() -> str:
@@ -60,11 +81,12 @@ def _pyspark_version() -> str:
     return found
 
 
-def _shipped() -> set[str]:
+def _shipped() -> frozenset[str]:
     """Artifact names of the jars in PySpark's own folder."""
     spec = find_spec("pyspark")
     roots = spec.submodule_search_locations if spec else None
-    return {_artifact(jar.name) for root in roots or () for jar in Path(root, "jars").glob("*.jar")}
+    found = [jar.name for root in roots or () for jar in Path(root, "jars").glob("*.jar")]
+    return frozenset(_artifact(name) for name in found)
 
 
 def _artifact(file_name: str) -> str:
@@ -93,12 +115,6 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vt_dagster"
 
 
-def _cache_key() -> str:
-    """A new PySpark or a new coordinate gets a directory of its own."""
-    pins = [":".join(c.split(":")[1:]).replace(":", "-") for c in MAVEN_COORDINATES]
-    return "_".join([f"pyspark-{_pyspark_version()}", *pins])
-
-
 def _cached(cache: Path) -> list[Path] | None:
     """The jars of a complete cache; None where a file is missing or has another size."""
     try:
@@ -110,7 +126,7 @@ def _cached(cache: Path) -> list[Path] | None:
     return jars if complete else None
 
 
-def _fill(cache: Path) -> list[Path]:
+def _fill(cache: Path, coordinates: Sequence[str], shipped: Set[str]) -> list[Path]:
     """Download into a directory beside ``cache``, then rename it: no half-written cache is seen."""
     from filelock import FileLock, Timeout
 
@@ -126,7 +142,8 @@ def _fill(cache: Path) -> list[Path]:
             with tempfile.TemporaryDirectory(dir=cache.parent, prefix=prefix) as temp:
                 fresh = Path(temp, "jars")
                 fresh.mkdir()
-                sizes = {jar.name: jar.stat().st_size for jar in _download(Path(temp), fresh)}
+                jars = _download(Path(temp), fresh, coordinates, shipped)
+                sizes = {jar.name: jar.stat().st_size for jar in jars}
                 (fresh / _MANIFEST).write_text(json.dumps(sizes, indent=1))
                 shutil.rmtree(cache, ignore_errors=True)
                 fresh.rename(cache)
@@ -143,15 +160,14 @@ def _fill(cache: Path) -> list[Path]:
     return [cache / name for name in sizes]
 
 
-def _download(work: Path, target: Path) -> list[Path]:
-    """Resolve the coordinates with all they depend on; put what PySpark lacks into ``target``."""
+def _download(work: Path, target: Path, coordinates: Sequence[str], shipped: Set[str]) -> list[Path]:
+    """Resolve coordinates with all they depend on; put what is not shipped into ``target``."""
     from concurrent.futures import ThreadPoolExecutor
 
     from jgo.config import GlobalSettings
     from jgo.constants import MAVEN_CENTRAL_URL
     from jgo.maven import MavenContext
 
-    shipped = _shipped()
     try:
         # An empty repository of its own: what another program left half-written does no harm.
         maven = MavenContext(
@@ -159,9 +175,7 @@ def _download(work: Path, target: Path) -> list[Path]:
             remote_repos={"central": MAVEN_CENTRAL_URL, **GlobalSettings.load().repositories},
             timeout=_HTTP_SECONDS,
         )
-        direct, transitive = maven.resolver.resolve(
-            [maven.create_dependency(c) for c in MAVEN_COORDINATES]
-        )
+        direct, transitive = maven.resolver.resolve([maven.create_dependency(c) for c in coordinates])
         needed = [d.artifact for d in direct]
         needed += [d.artifact for d in transitive if d.scope in ("compile", "runtime")]
         needed = [a for a in needed if a.artifactId not in shipped]
@@ -170,7 +184,7 @@ def _download(work: Path, target: Path) -> list[Path]:
     # jgo raises plain RuntimeErrors, requests' errors and XML errors alike.
     except Exception as error:
         raise SparkUnavailableError(
-            f"Expected to download {' and '.join(MAVEN_COORDINATES)}, got: {one_line(error)}. "
+            f"Expected to download {' and '.join(coordinates)}, got: {one_line(error)}. "
             "Check the network, name your mirror in jgo's configuration file, or set "
             f"{JARS_ENV} to a directory that has the jars."
         ) from None

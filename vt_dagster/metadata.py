@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -21,6 +22,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.step import log_columns
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators import StreamTableJoin
+from vt_dagster.storage.kafka import KafkaSource, Pinned
 from vt_dagster.storage.runs import Receipt
 from vt_dagster.storage.store import AssetStore
 
@@ -126,6 +128,8 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
     for name in _KIP_328:
         if name in state.counts:
             metadata[name] = counts.get(name, 0)
+    if state.topics:
+        metadata["records_lost"] = counts.get("lost", 0)
     metadata["positions"] = {
         name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
     }
@@ -134,6 +138,10 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
             n: {str(p): list(r) for p, r in ranges.items()} for n, ranges in commit.taken.items()
         }
         metadata["read_versions"] = dict(commit.reads)
+        if commit.gaps:
+            metadata["accepted_gaps"] = {
+                t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
+            }
     if state.stream_time:
         newest = max(state.stream_time.values())
         metadata["stream_time"] = dg.MetadataValue.timestamp(_moment(newest))
@@ -142,6 +150,13 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
             oldest = min(state.stream_time.values())
             metadata["retention_horizon"] = dg.MetadataValue.timestamp(_moment(oldest) - retention)
     return metadata
+
+
+def lag_metadata(source: KafkaSource, pinned: Pinned) -> dict[str, Any]:
+    """How far a run left its topics behind, as of its start: offsets, and the age of the oldest record."""
+    oldest = source.cluster.oldest(pinned.waiting)
+    seconds = 0.0 if oldest is None else max(0.0, time.time() - oldest)
+    return {"lag_records": pinned.behind, "lag_seconds": round(seconds, 3)}
 
 
 _KIP_328 = ("late_records_dropped", "expired_window_records_dropped", "suppression_emit")

@@ -28,10 +28,19 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Source(Protocol):
-    """Where the records of a source asset come from; see ``vt_dagster.storage.files``."""
+    """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``."""
 
     def describe(self) -> str:
         """What is read, for descriptions and messages."""
+        ...
+
+    @property
+    def gives_timestamp(self) -> bool:
+        """Whether it has a ``timestamp`` of its own for each record."""
+        ...
+
+    def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
+        """Refuses columns that it cannot give, by a ``TopologyError``."""
         ...
 
 
@@ -91,14 +100,21 @@ class Stream:
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "owners", tuple(self.owners))
         check_columns(self.name, self._kind(), key, self.schema, self.timestamp)
-        if self.operator is None:
+        if self.operator is None and not (self._timed_by_source and self.timestamp == TIMESTAMP):
             check_timestamp(self.name, self.schema, self.timestamp)
+        if self.source is not None:
+            self.source.check(self.name, key, self.schema)
         if self.partitions < 1:
             raise TopologyError(f"{self.name}: partitions must be 1 or more, got {self.partitions}")
         if self.null_key not in ("quarantine", "keep"):
             raise TopologyError(
                 f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
             )
+
+    @property
+    def _timed_by_source(self) -> bool:
+        given = self.source is not None and self.source.gives_timestamp
+        return given and TIMESTAMP not in self.schema.names
 
     def _kind(self) -> str:
         return type(self).__name__

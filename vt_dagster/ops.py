@@ -13,13 +13,15 @@ import dagster as dg
 from pyspark.sql import DataFrame
 
 from vt_dagster.errors import ExecutorError, TopologyError
-from vt_dagster.metadata import run_metadata
+from vt_dagster.metadata import lag_metadata, run_metadata
 from vt_dagster.model import Stream
 from vt_dagster.operators import Operator, StreamTableJoin
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.storage import run_join, run_operator, run_source
 from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.kafka import KafkaSource, as_ranges
 from vt_dagster.storage.run_operator import Results
+from vt_dagster.storage.run_source import Source
 from vt_dagster.storage.runs import Arrival, Receipt
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.types import ArrivalType, considered_type, log_type, records_type, results_type
@@ -37,13 +39,22 @@ class FilesConfig(dg.Config):
     """Names in the source's directory; those consumed already are left out. None = all new ones."""
 
 
-def files_source(node: Stream) -> FilesSource:
-    """The files source of a node.
+class TopicsConfig(dg.Config):
+    """Which records a run takes from its topics."""
+
+    ranges: dict[str, Any] | None = None
+    """``{topic: {"partition": [start, end]}}``; what was consumed already is left out. None = all."""
+    accept_gap: bool = False
+    """Go on where records are gone that were not consumed; the commit records which."""
+
+
+def source_of(node: Stream) -> Source:
+    """Where a node's records come from.
 
     Raises:
-        TopologyError: it has none.
+        TopologyError: nowhere.
     """
-    if not isinstance(node.source, FilesSource):
+    if not isinstance(node.source, FilesSource | KafkaSource):
         raise TopologyError(
             f"{node.name}: expected a source to read from, got {node.source!r}; give it one, for "
             "example source=FilesSource('data/landing/weather', format='csv')"
@@ -71,6 +82,14 @@ def _require_one_process(context: dg.OpExecutionContext) -> None:
         )
 
 
+def _new_partitions(arrival: Arrival) -> dict[str, list[int]]:
+    before = arrival.before.inputs
+    now = arrival.topics.ranges if arrival.topics else {}
+    return {
+        t: new for t, some in now.items() if t in before and (new := sorted(set(some) - set(before[t])))
+    }
+
+
 def _log_arrival(context: dg.OpExecutionContext, arrival: Arrival) -> None:
     if arrival.empty:
         context.log.info(f"{arrival.node.name}: nothing new since batch {arrival.before.batch}")
@@ -81,37 +100,62 @@ def _log_arrival(context: dg.OpExecutionContext, arrival: Arrival) -> None:
     else:
         taken = {n: sum(e - s for s, e in r.values()) for n, r in arrival.taken.items()}
         context.log.info(f"{arrival.node.name}: takes records {taken}")
+    if arrival.topics is not None and arrival.topics.gaps:
+        context.log.warning(
+            f"{arrival.node.name}: goes on without {arrival.topics.gaps}, as it was told"
+        )
+    for topic, partitions in _new_partitions(arrival).items():
+        context.log.info(f"{arrival.node.name}: topic {topic} has new partitions {partitions}")
 
 
-def read_files_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
-    """Op ``() -> (records, arrival)``: the new files of a source, as prepared records.
+def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+    """Op ``() -> (records, arrival)``: what is new in a source, as prepared records.
 
     ``records`` is lazy and empty where there is nothing new. Rows that are no records (unreadable,
     no key, no timestamp, too far in the future) are among them, with their reason.
     """
-    source = files_source(node)
-
-    @dg.op(
-        name=name or f"read_{node.name}",
-        out={
+    source = source_of(node)
+    shown: dict[str, Any] = {
+        "name": name or f"read_{node.name}",
+        "out": {
             "records": dg.Out(records_type(node), io_manager_key=OP_MEMORY),
             "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
         },
-        description=f"Reads new {source.describe()}.",
-    )
-    def read_files(
+        "description": f"Reads new {source.describe()}.",
+    }
+
+    def read(context: dg.OpExecutionContext, store: AssetStore, arrival: Arrival) -> Any:
+        _log_arrival(context, arrival)
+        return run_source.read_records(store, source, arrival), arrival
+
+    if isinstance(source, FilesSource):
+
+        @dg.op(**shown)
+        def read_files(
+            context: dg.OpExecutionContext,
+            config: FilesConfig,
+            spark: SparkResource,
+            warehouse: WarehouseResource,
+        ) -> tuple[DataFrame, Arrival]:
+            _require_one_process(context)
+            store = AssetStore(warehouse.path, node, spark.spark_session)
+            return read(context, store, run_source.pin_files(store, source, config.files))
+
+        return read_files
+
+    @dg.op(**shown)
+    def read_topics(
         context: dg.OpExecutionContext,
-        config: FilesConfig,
+        config: TopicsConfig,
         spark: SparkResource,
         warehouse: WarehouseResource,
     ) -> tuple[DataFrame, Arrival]:
         _require_one_process(context)
         store = AssetStore(warehouse.path, node, spark.spark_session)
-        arrival = run_source.pin_files(store, source, config.files)
-        _log_arrival(context, arrival)
-        return run_source.read_files(store, source, arrival), arrival
+        wanted = as_ranges(config.ranges)
+        return read(context, store, run_source.pin_topics(store, source, wanted, config.accept_gap))
 
-    return read_files
+    return read_topics
 
 
 def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
@@ -142,7 +186,7 @@ def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     The asset's value is nothing: what it stores is the *whole* table, of which this run added what
     its metadata counts.
     """
-    source = files_source(node)
+    source = source_of(node)
 
     @dg.op(
         name=name or f"write_{node.name}",
@@ -301,7 +345,7 @@ def operator_of(node: Stream) -> Operator:
     """
     if node.operator is None:
         raise TopologyError(
-            f"{node.name}: expected the result of an operator, got a source; read it with read_files_op"
+            f"{node.name}: expected the result of an operator, got a source; read it with read_op"
         )
     return node.operator
 
@@ -321,6 +365,8 @@ def _materialized(
 ) -> dg.Output[None]:
     seconds = time.monotonic() - arrival.started
     metadata = run_metadata(store.node, store, receipt, seconds)
+    if arrival.topics is not None and isinstance(store.node.source, KafkaSource):
+        metadata |= lag_metadata(store.node.source, arrival.topics)
     if receipt.commit is None:
         context.log.info(f"{store.node.name}: nothing new, so there is no commit")
     else:

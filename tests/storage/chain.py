@@ -112,7 +112,7 @@ class Chain:
 def _take(store: AssetStore, source: FilesSource, file: str) -> None:
     arrival = run_source.pin_files(store, source, [file])
     if not arrival.empty:
-        records = run_source.read_files(store, source, arrival)
+        records = run_source.read_records(store, source, arrival)
         considered = run_source.consider(store, arrival, records)
         run_source.commit_records(store, source, arrival, considered)
 

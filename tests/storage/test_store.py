@@ -129,7 +129,7 @@ def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -
     prepared = []
     for _ in range(2):
         arrival = run_source.pin_files(store, source)
-        records = run_source.read_files(store, source, arrival)
+        records = run_source.read_records(store, source, arrival)
         prepared.append((arrival, run_source.consider(store, arrival, records)))
     outcomes: list[Any] = []
     lost: list[Any] = []

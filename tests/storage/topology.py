@@ -77,7 +77,7 @@ class Topology:
         source = node.source
         assert isinstance(source, FilesSource)
         arrival = run_source.pin_files(store, source)
-        records = run_source.read_files(store, source, arrival)
+        records = run_source.read_records(store, source, arrival)
         return run_source.commit_records(
             store, source, arrival, run_source.consider(store, arrival, records)
         )

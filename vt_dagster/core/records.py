@@ -15,10 +15,25 @@ REASON = "_reason"
 """Why a row was quarantined, one of the ``Reason`` codes; null for a record."""
 
 
+SOURCE = "_source"
+"""What a row was read from: a file's name, a topic."""
+POSITION = "_position"
+"""Where in it: the line from 1, the offset."""
+RAW = "_raw"
+"""The row as it was read: the line, the message's bytes."""
+RAW_KEY = "_raw_key"
+"""The bytes of a message's key, where it has one."""
+DELETED = "_deleted"
+"""Whether the source itself says that a row is a tombstone; an optional column of its rows."""
+RECORD_TIME = "_record_time"
+"""When the source got a row: a tombstone's timestamp, where its own columns do not tell one."""
+
+
 class Reason:
     """Why a row is no record, or a record is not in the log."""
 
     UNREADABLE = "unreadable"
+    UNKNOWN_SCHEMA = "unknown_schema"
     NULL_KEY = "null_key"
     NULL_TIMESTAMP = "null_timestamp"
     FUTURE_TIMESTAMP = "future_timestamp"
@@ -30,8 +45,9 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
 
     Args:
         rows: the columns of ``node.schema``, ``_arrival``, and where the source can tell a broken
-            row, ``_reason`` = ``unreadable`` (null else). ``partition`` is kept where the input has
-            one, else it is the key's hash modulo ``node.partitions``.
+            row, ``_reason`` (null else); where it knows tombstones, ``_deleted`` and
+            ``_record_time``. ``partition`` is kept where the input has one, else it is the key's hash
+            modulo ``node.partitions``.
         latest: the largest timestamp that is believed (inclusive); None = any. A far-future
             timestamp would make everything after it late.
 
@@ -39,7 +55,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         the rows with ``timestamp, partition, is_tombstone, _fate, _reason``; ``_fate`` is
         ``quarantined`` where there is a reason, else null.
     """
-    when = F.expr(node.timestamp)
+    when = F.expr(node.timestamp).cast("timestamp")
     broken = F.col(REASON) if REASON in rows.columns else F.lit(None).cast("string")
     reason = F.when(broken.isNotNull(), broken)
     if isinstance(node, Table) or node.null_key == "quarantine":
@@ -47,10 +63,13 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     reason = reason.when(F.col(TIMESTAMP).isNull(), Reason.NULL_TIMESTAMP)
     if latest is not None:
         reason = reason.when(F.col(TIMESTAMP) > latest, Reason.FUTURE_TIMESTAMP)
-    tombstone = F.lit(False) if node.tombstone is None else F.expr(node.tombstone)
-    timed = rows.withColumn(TIMESTAMP, when.cast("timestamp")).withColumn(
-        IS_TOMBSTONE, F.coalesce(tombstone, F.lit(False))
+    tombstone = (
+        F.lit(False) if node.tombstone is None else F.coalesce(F.expr(node.tombstone), F.lit(False))
     )
+    if DELETED in rows.columns:
+        tombstone = tombstone | F.col(DELETED)
+        when = F.coalesce(when, F.when(F.col(DELETED), F.col(RECORD_TIME)))
+    timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
     if PARTITION not in rows.columns:
         timed = timed.withColumn(PARTITION, home_of(node.key, node))
     return timed.withColumn(REASON, reason).withColumn(

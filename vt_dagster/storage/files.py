@@ -21,15 +21,12 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from vt_dagster.columns import ARRIVAL
-from vt_dagster.core.records import REASON, Reason
+from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError
 from vt_dagster.storage import delta
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
 
-SOURCE = "_source"
-POSITION = "_position"
-RAW = "_raw"
 _CORRUPT = "_corrupt"
 _FILE, _BLOCK, _ID, _START, _LINE = "_file", "_block", "_id", "_start", "_line"
 
@@ -67,6 +64,11 @@ class FilesSource:
     max_files_per_run: int | None = None
     max_bad_share: float = 0.1
     max_clock_skew: timedelta = timedelta(days=1)
+
+    gives_timestamp = False
+
+    def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
+        """Files can give any column; what a file lacks shows when it is read."""
 
     def __post_init__(self) -> None:
         if self.format not in ("jsonl", "csv", "parquet"):

@@ -51,6 +51,11 @@ class Commit(BaseModel):
     """Of this run, what cannot be added up: lateness, sizes of buffers."""
     totals: dict[str, int] = Field(default_factory=dict)
     """The same over all runs."""
+    topics: dict[str, str] = Field(default_factory=dict)
+    """Of a Kafka source: the id of each topic; another topic of the same name has another one."""
+    gaps: dict[str, dict[int, tuple[int, int]]] = Field(default_factory=dict)
+    """Of this run: offsets that were gone before they could be consumed, ``[first, next)``; of a topic
+    that was created anew, where it stood. A run has them only where it was told to accept them."""
     files: bool = False
     """Whether the attempt's directory holds the list of files consumed so far."""
     rejected: bool = False

@@ -1,9 +1,10 @@
-"""A run of a source: take the files that are new, decide, commit."""
+"""A run of a source: take the files or offsets that are new, decide, commit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -11,12 +12,15 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, FATE, PARTITION, TIMESTAMP
 from vt_dagster.core import step
 from vt_dagster.core.arrival import Fate, by_partition
-from vt_dagster.core.records import REASON, Reason, prepare
+from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason, prepare
 from vt_dagster.errors import ContractError
 from vt_dagster.model import Stream, Table
-from vt_dagster.storage.files import POSITION, RAW, SOURCE, FilesSource
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.kafka import KafkaSource, Ranges
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
 from vt_dagster.storage.store import AssetStore
+
+Source = FilesSource | KafkaSource
 
 FILES = "files"
 """The name of a files source among a commit's inputs; its offsets count lines."""
@@ -33,11 +37,29 @@ def pin_files(store: AssetStore, source: FilesSource, only: Sequence[str] | None
     return Arrival(store.node, head, store.new_attempt(), files=tuple(files))
 
 
-def read_files(
-    store: AssetStore, source: FilesSource, arrival: Arrival, now: datetime | None = None
+def pin_topics(
+    store: AssetStore, source: KafkaSource, wanted: Ranges | None = None, accept_gap: bool = False
+) -> Arrival:
+    """Repairs what a dead run left, then pins the offsets that this run takes (``KafkaSource.pin``)."""
+    head = store.catch_up()
+    before = None if head is None else head.commit
+    pinned = source.pin(before, wanted, accept_gap)
+    # A first position counts, even where there is nothing to read: else ``latest`` would move on.
+    new = before is None or pinned.gaps or set(pinned.ids) - set(before.topics)
+    taken = pinned.ranges if new else pinned.taken
+    return Arrival(store.node, head, store.new_attempt(), topics=pinned, taken=taken)
+
+
+def read_records(
+    store: AssetStore, source: Source, arrival: Arrival, now: datetime | None = None
 ) -> DataFrame:
-    """The records of a run's files, prepared: timestamps, tombstones, reasons for quarantine."""
-    rows = source.read(store.spark, arrival.files, store.node.schema)
+    """The records that a run takes, prepared: timestamps, tombstones, reasons for quarantine."""
+    node = store.node
+    if isinstance(source, KafkaSource):
+        taken = arrival.topics.taken if arrival.topics else {}
+        rows = source.read(store.spark, taken, key=node.key, schema=node.schema)
+    else:
+        rows = source.read(store.spark, arrival.files, node.schema)
     now = now or datetime.now(timezone.utc)
     limit = F.timestamp_micros(F.lit(int((now + source.max_clock_skew).timestamp()) * 1_000_000))
     return prepare(rows, store.node, limit)
@@ -52,7 +74,7 @@ def consider(store: AssetStore, arrival: Arrival, records: DataFrame) -> DataFra
 
 def commit_records(
     store: AssetStore,
-    source: FilesSource,
+    source: Source,
     arrival: Arrival,
     considered: DataFrame,
     run_id: str | None = None,
@@ -68,7 +90,8 @@ def commit_records(
         return Receipt(None, None)
     node = store.node
     rejected = F.col(FATE).isin(Fate.LATE, Fate.QUARANTINED)
-    kept = considered.withColumn(RAW, F.when(rejected, F.col(RAW))).persist()
+    raw = {c: F.when(rejected, F.col(c)) for c in (RAW, RAW_KEY) if c in considered.columns}
+    kept = considered.withColumns(raw).persist()
     try:
         found = gate(node, kept)
         counts, ends, times = found
@@ -77,20 +100,14 @@ def commit_records(
         bad = counts["late"] + counts["quarantined"]
         if bad:
             store.stage_rejected(arrival.attempt, _rejected(kept.where(rejected)))
-        consumed = store.consumed_files(arrival.previous)
-        consumed.update({f.name: f.size for f in arrival.files})
-        store.stage_files(arrival.attempt, consumed)
-        first = arrival.before.inputs.get(FILES, {}).get(0, 0)
         commit = next_commit(
             arrival,
             counts,
-            taken={FILES: {0: (first, first + counts["in"])}},
-            inputs={FILES: {0: first + counts["in"]}},
             ends=ends,
             stream_time=times,
             run_id=run_id,
-            files=True,
             rejected=bad > 0,
+            **_position(store, arrival, counts),
         )
         store.commit(few_files(rows, counts["applied"]), commit)
     finally:
@@ -98,7 +115,27 @@ def commit_records(
     return finish(store, arrival)
 
 
-def _check_share(node: Stream, source: FilesSource, kept: DataFrame, counts: dict[str, int]) -> None:
+def _position(store: AssetStore, arrival: Arrival, counts: dict[str, int]) -> dict[str, Any]:
+    """What a commit says of how far the run has come in its source."""
+    pinned = arrival.topics
+    if pinned is not None:
+        counts["lost"] = sum(e - s for some in pinned.gaps.values() for s, e in some.values())
+        inputs = {t: {p: e for p, (_, e) in of.items()} for t, of in pinned.ranges.items()}
+        return {
+            "taken": arrival.taken,
+            "inputs": inputs,
+            "topics": pinned.ids,
+            "gaps": pinned.gaps,
+        }
+    consumed = store.consumed_files(arrival.previous)
+    consumed.update({f.name: f.size for f in arrival.files})
+    store.stage_files(arrival.attempt, consumed)
+    first = arrival.before.inputs.get(FILES, {}).get(0, 0)
+    end = first + counts["in"]
+    return {"taken": {FILES: {0: (first, end)}}, "inputs": {FILES: {0: end}}, "files": True}
+
+
+def _check_share(node: Stream, source: Source, kept: DataFrame, counts: dict[str, int]) -> None:
     bad, total = counts["quarantined"], counts["in"]
     if total and bad / total > source.max_bad_share:
         worst = (
@@ -111,7 +148,7 @@ def _check_share(node: Stream, source: FilesSource, kept: DataFrame, counts: dic
         examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {str(r[3])[:80]}" for r in worst)
         raise ContractError(
             f"{node.name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
-            f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the files, or "
+            f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the input, or "
             "raise max_bad_share of the source to send them to quarantine"
         )
 
@@ -123,6 +160,7 @@ def _rejected(rows: DataFrame) -> DataFrame:
         F.col(SOURCE).alias("source"),
         F.col(POSITION).alias("position"),
         F.col(RAW).alias("raw"),
+        *([F.col(RAW_KEY).alias("raw_key")] if RAW_KEY in rows.columns else []),
         TIMESTAMP,
         PARTITION,
     )

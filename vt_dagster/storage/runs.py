@@ -22,6 +22,7 @@ from vt_dagster.core.stream_table_join import MATCHED
 from vt_dagster.model import Stream, Table
 from vt_dagster.operators import WindowedAggregate
 from vt_dagster.storage.files import FileInfo
+from vt_dagster.storage.kafka import Pinned
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.store import AssetStore, Head, shape_of
 
@@ -34,6 +35,7 @@ class Arrival:
     previous: Head | None
     attempt: str
     files: tuple[FileInfo, ...] = ()
+    topics: Pinned | None = None
     inputs: dict[str, Head] = field(default_factory=dict[str, Head])
     """Of each log that is read, the commit up to which."""
     views: dict[str, int] = field(default_factory=dict[str, int])
@@ -131,7 +133,8 @@ def next_commit(
         offsets[partition] = offsets.get(partition, 0) + rows
     for partition, moment in stream_time.items():
         times[partition] = max(times.get(partition, moment), moment)
-    taken = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
+    if arrival.topics is None:  # a topic says all its partitions, and may have fewer than before
+        inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
     if Fate.WAITING in counts:
         totals[Fate.WAITING] = counts[Fate.WAITING]
@@ -140,7 +143,7 @@ def next_commit(
         batch=before.batch + 1,
         attempt=arrival.attempt,
         shape=shape_of(arrival.node),
-        inputs={**before.inputs, **taken},
+        inputs={**before.inputs, **inputs},
         next_offset=offsets,
         stream_time=times,
         counts=counts,

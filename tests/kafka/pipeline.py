@@ -1,0 +1,93 @@
+"""Runs assets of topics through Dagster, and looks at what they wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from pyspark.sql import Row, SparkSession
+
+from tests.kafka.topics import Topics
+from tests.market import materialized, messages, run
+from vt_dagster import (
+    KafkaSource,
+    Stream,
+    WarehouseResource,
+    build_asset,
+    build_checks,
+    build_sensor,
+)
+from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.store import AssetStore
+
+
+@dataclass
+class Pipeline:
+    """A warehouse, and runs of single assets."""
+
+    root: Path
+    spark: SparkSession
+
+    def source(self, topics: Topics, topic: str | Sequence[str], **options: Any) -> KafkaSource:
+        return KafkaSource(topics.cluster, topic, **options)
+
+    def execute(self, node: Stream, **options: Any) -> dg.ExecuteInProcessResult:
+        """A run of one asset with its checks."""
+        return run([build_asset(node), build_checks(node)], self.root / "warehouse", **options)
+
+    def run(self, node: Stream, **config: Any) -> dict[str, Any]:
+        """What a run that succeeds says."""
+        result = self.execute(node, run_config=self._config(node, config))
+        assert result.success, messages(result)
+        return materialized(result, node.name)
+
+    def fails(self, node: Stream, **config: Any) -> str:
+        """What a run that fails says."""
+        result = self.execute(node, run_config=self._config(node, config))
+        assert not result.success
+        return messages(result)
+
+    @staticmethod
+    def _config(node: Stream, config: dict[str, Any]) -> dict[str, Any]:
+        return {"ops": {node.name: {"ops": {f"read_{node.name}": {"config": config}}}}}
+
+    def tick(self, node: Stream, cursor: str | None = None, **options: Any) -> Any:
+        """What a sensor says: a run request, or the text of a skip reason."""
+        with dg.DagsterInstance.ephemeral() as instance:
+            said = build_sensor(node, **options)(
+                dg.build_sensor_context(
+                    instance=options.get("instance", instance),
+                    cursor=cursor,
+                    resources={"warehouse": WarehouseResource(path=str(self.root / "warehouse"))},
+                )
+            )
+        if isinstance(said, dg.SkipReason):
+            return said.skip_message
+        assert isinstance(said, dg.SensorResult)
+        assert said.run_requests is not None
+        (request,) = said.run_requests
+        return request
+
+    def store(self, node: Stream) -> AssetStore:
+        return AssetStore(str(self.root / "warehouse"), node, self.spark)
+
+    def head(self, node: Stream) -> Commit:
+        head = self.store(node).head()
+        assert head is not None
+        return head.commit
+
+    def log(self, node: Stream) -> list[Row]:
+        return self.store(node).read("log").orderBy("partition", "offset").collect()
+
+    def current(self, node: Stream) -> list[Row]:
+        return self.store(node).read("current").orderBy(*node.key).collect()
+
+    def versions(self, node: Stream) -> list[Row]:
+        return self.store(node).read("versions").orderBy(*node.key, "valid_from").collect()
+
+    def quarantine(self, node: Stream) -> list[Row]:
+        found = self.store(node).quarantine()
+        return [] if found is None else found.orderBy("source", "partition", "position").collect()

@@ -1,0 +1,271 @@
+"""Records of topics in the log: what is read, from where, in which order, and what is not."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from confluent_kafka import Producer
+from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType
+
+from tests.kafka.pipeline import Pipeline
+from tests.kafka.topics import SCHEMA, Topics, record, records
+from vt_dagster import KafkaSource, Raw, Stream, Table, TopologyError, VersionedTable
+from vt_dagster.errors import SourceError
+from vt_dagster.storage.kafka import HEADERS
+
+MOMENT = datetime(2024, 5, 1, 12, 0, tzinfo=timezone.utc)
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
+    return Pipeline(tmp_path, spark)
+
+
+def test_offsets_partitions_and_order(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create(partitions=2)
+    topics.produce(topic, records([0, 2, 4], partition=0))
+    topics.produce(topic, records([1, 3], partition=1))
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, topic))
+    first = pipeline.run(node)
+    assert first["taken"] == {topic: {"0": [0, 3], "1": [0, 2]}}
+    assert [(r.partition, r.offset, r.n) for r in pipeline.log(node)] == [
+        *((0, 0, 0), (0, 1, 2), (0, 2, 4)),
+        *((1, 0, 1), (1, 1, 3)),
+    ]
+    assert pipeline.run(node)["status"] == "nothing new: no commit"
+    topics.produce(topic, records([5], partition=1))
+    second = pipeline.run(node)
+    assert second["taken"] == {topic: {"1": [2, 3]}}
+    assert second["positions"] == {topic: {"0": 3, "1": 3}}
+
+
+def test_what_a_message_gives(topics: Topics, pipeline: Pipeline) -> None:
+    """Key and headers are kept where they are wanted; the time is the message's."""
+    schema = StructType(
+        [
+            StructField("id", LongType()),
+            StructField("n", LongType()),
+            StructField("headers", HEADERS),
+        ]
+    )
+    topic = topics.create()
+    millis = int(MOMENT.timestamp() * 1000)
+    topics.produce(
+        topic,
+        [
+            {"key": "7", "value": {"n": 1}, "timestamp": millis, "headers": [("trace", b"\x01")]},
+            {"key": "7", "value": None, "timestamp": millis + 5},
+            {"key": "x", "value": {"n": 3}, "timestamp": millis},
+        ],
+    )
+    source = pipeline.source(topics, topic, key=Raw("id"), headers="headers", max_bad_share=1)
+    node = Table("t", key="id", schema=schema, source=source)
+    assert pipeline.run(node)["records_quarantined"] == 1
+    row, deleted = pipeline.log(node)
+    assert (row.id, row.n, row.timestamp) == (7, 1, MOMENT.replace(tzinfo=None))
+    assert [(h.key, bytes(h.value)) for h in row.headers] == [("trace", b"\x01")]
+    assert (deleted.id, deleted.n, deleted.is_tombstone) == (7, None, True)
+    assert deleted.timestamp == (MOMENT + timedelta(milliseconds=5)).replace(tzinfo=None)
+    assert pipeline.current(node) == []
+
+
+def test_a_tombstone_has_no_time_of_its_own(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    millis = int(MOMENT.timestamp() * 1000)
+    topics.produce(topic, [record("a", 1, 0), {"key": "a", "value": None, "timestamp": millis}])
+    source = pipeline.source(topics, topic, key=Raw("k"))
+    node = VersionedTable(
+        "t",
+        key="k",
+        schema=SCHEMA,
+        timestamp="at",
+        source=source,
+        history_retention=timedelta(days=9999),
+    )
+    pipeline.run(node)
+    assert [(r.n, r.valid_from, r.valid_to) for r in pipeline.versions(node)] == [
+        (1, datetime(2020, 1, 1), MOMENT.replace(tzinfo=None)),
+        (None, MOMENT.replace(tzinfo=None), None),
+    ]
+
+
+def test_poison_goes_to_quarantine_with_its_bytes(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create(partitions=2)
+    bad = [
+        {"key": "a", "value": b"\xff\xfenot json", "partition": 1},
+        {"key": "b", "value": b"", "partition": 1},
+        {"key": "c", "value": b"[1, 2]", "partition": 1},
+        {"key": "d", "value": {"k": "d", "n": "many", "at": None}, "partition": 1},
+        record(None, 1, 0, partition=1),
+        {"key": "f", "value": {"k": "f", "n": 1}, "partition": 1},
+        {"key": "g", "value": {"k": "g", "n": 1, "at": "2999-01-01T00:00:00Z"}, "partition": 1},
+    ]
+    topics.produce(topic, [*bad, record("good", 1, 1, partition=1), record("good", 2, 2, partition=0)])
+    strict = Table("t", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, topic))
+    said = pipeline.fails(strict)
+    assert "7 of 9 records are bad (77.8%), expected at most 10.0%; nothing was committed" in said
+    assert f"{topic} row 0: unreadable" in said
+    source = pipeline.source(topics, topic, max_bad_share=0.8)
+    node = Table("t", key="k", schema=SCHEMA, timestamp="at", source=source)
+    done = pipeline.run(node)
+    assert (done["records_in"], done["records_applied"], done["records_quarantined"]) == (9, 2, 7)
+    found = {r.position: r for r in pipeline.quarantine(node)}
+    assert {p: r.reason for p, r in found.items()} == {
+        **dict.fromkeys((0, 1, 2, 3), "unreadable"),
+        4: "null_key",
+        5: "null_timestamp",
+        6: "future_timestamp",
+    }
+    assert {(r.source, r.partition) for r in found.values()} == {(topic, 1)}
+    assert bytes(found[0].raw) == b"\xff\xfenot json"
+    assert bytes(found[0].raw_key) == b"a"
+    assert found[4].raw_key is None
+    assert [r.n for r in pipeline.current(node)] == [1] or [r.n for r in pipeline.current(node)] == [2]
+
+
+def test_several_topics_are_taken_by_time(topics: Topics, pipeline: Pipeline) -> None:
+    """As a task of Kafka Streams takes them: the head with the smallest time, equal: the first topic."""
+    one, two = topics.create(), topics.create()
+    base = int(MOMENT.timestamp() * 1000)
+    for topic, times in ((one, [10, 30, 20, 40]), (two, [15, 25, 40])):
+        topics.produce(
+            topic, [{"value": {"k": "a", "n": t}, "timestamp": base + t} for t in times], acks="all"
+        )
+    schema = StructType([f for f in SCHEMA.fields if f.name != "at"])
+    node = Stream("s", key="k", schema=schema, source=pipeline.source(topics, [one, two]))
+    pipeline.run(node)
+    assert [r.n for r in pipeline.log(node)] == [10, 15, 25, 30, 20, 40, 40]
+
+
+def test_max_records_per_run_is_fair(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create(partitions=3)
+    for partition, count in ((0, 50), (1, 3), (2, 30)):
+        topics.produce(topic, records(range(count), partition=partition))
+    source = pipeline.source(topics, topic, max_records_per_run=33)
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=source)
+    taken = pipeline.run(node)
+    assert taken["taken"] == {topic: {"0": [0, 15], "1": [0, 3], "2": [0, 15]}}
+    assert taken["lag_records"] == 50
+    assert taken["lag_seconds"] >= 0
+    assert pipeline.run(node)["records_in"] == 33
+    last = pipeline.run(node)
+    assert (last["records_in"], last["lag_records"], last["lag_seconds"]) == (17, 0, 0)
+    assert len(pipeline.log(node)) == 83
+
+
+def test_where_the_first_run_begins(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    base = int(MOMENT.timestamp() * 1000)
+    topics.produce(topic, [{**record("a", n, n), "timestamp": base + n * 1000} for n in range(5)])
+
+    def node(name: str, **start: Any) -> Stream:
+        source = pipeline.source(topics, topic, **start)
+        return Stream(name, key="k", schema=SCHEMA, timestamp="at", source=source)
+
+    timed = node("timed", start=MOMENT + timedelta(seconds=3))
+    assert pipeline.run(timed)["taken"] == {topic: {"0": [3, 5]}}
+    latest = node("latest", start="latest")
+    assert pipeline.run(latest)["records_in"] == 0
+    topics.produce(topic, records([9]))
+    # the first run has committed where it begins, though there was nothing to read
+    assert pipeline.run(latest)["taken"] == {topic: {"0": [5, 6]}}
+    assert [r.n for r in pipeline.log(latest)] == [9]
+
+
+def test_empty_topic(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create(partitions=2)
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, topic))
+    assert pipeline.run(node)["records_in"] == 0
+    assert "no new records of the Kafka topic" in pipeline.tick(node)
+    topics.produce(topic, records([1]))
+    assert pipeline.run(node)["records_applied"] == 1
+
+
+def test_a_record_of_ten_megabytes(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    schema = StructType([StructField("k", StringType()), StructField("text", StringType())])
+    value = {"k": "a", "text": "x" * 10_000_000}
+    topics.produce(
+        topic, [{"value": value}, {"value": {"k": "b"}}], **{"message.max.bytes": 20_000_000}
+    )
+    node = Stream("s", key="k", schema=schema, source=pipeline.source(topics, topic))
+    pipeline.run(node)
+    assert [len(r.text or "") for r in pipeline.log(node)] == [10_000_000, 0]
+
+
+def test_compacted_topic_with_gaps(topics: Topics, pipeline: Pipeline) -> None:
+    """Offsets that compaction took away are no loss: what is left is all there is to read."""
+    topic = topics.create(
+        cleanup_policy="compact",
+        segment_ms="100",
+        min_cleanable_dirty_ratio="0.01",
+        delete_retention_ms="0",
+    )
+    topics.produce(topic, records(range(100), keys=4))
+    deadline = time.monotonic() + 60
+    while len(topics.consume(topic)) > 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+        topics.produce(topic, records([200], keys=1))  # closes the segment
+    seen = [(m.offset(), json.loads(m.value() or "")["n"]) for m in topics.consume(topic)]
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, topic))
+    done = pipeline.run(node)
+    assert done["records_applied"] == len(seen)
+    assert [r.n for r in pipeline.log(node)] == [n for _, n in seen]
+    assert [r.offset for r in pipeline.log(node)] == list(range(len(seen)))
+
+
+def test_transactions(topics: Topics, pipeline: Pipeline) -> None:
+    """Aborted records are not there, open ones not yet, and control records take offsets."""
+    topic = topics.create()
+    topics.produce(topic, records([1, 2]), **{"transactional.id": "one"})
+    aborted = Producer({"bootstrap.servers": topics.cluster.servers, "transactional.id": "two"})
+    aborted.init_transactions(30)
+    aborted.begin_transaction()
+    topics.send(aborted, topic, records([66, 67]))
+    aborted.flush(10)
+    aborted.abort_transaction(30)
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, topic))
+    assert pipeline.run(node)["records_in"] == 2
+    assert pipeline.head(node).inputs == {topic: {0: 6}}
+    aborted.begin_transaction()
+    topics.send(aborted, topic, records([3]))
+    aborted.flush(10)
+    assert pipeline.run(node)["status"] == "nothing new: no commit"
+    aborted.commit_transaction(30)
+    assert pipeline.run(node)["records_in"] == 1
+    assert [r.n for r in pipeline.log(node)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"key": Raw("id")}, "the message's key is read as Raw"),
+        ({"headers": "n"}, "expected a column 'n' of type array<struct<key:string,value:binary>>"),
+        ({"headers": "nowhere"}, "got no such column"),
+    ],
+)
+def test_refused_when_definitions_load(change: dict[str, Any], said: str) -> None:
+    cluster = Topics.nowhere()
+    with pytest.raises(TopologyError, match=said.replace("(", r"\(")):
+        Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, "t", **change))
+
+
+def test_no_such_topic_and_no_broker(topics: Topics, pipeline: Pipeline) -> None:
+    missing = pipeline.source(topics, "nothing-here")
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=missing)
+    assert "expected a topic 'nothing-here'" in pipeline.fails(node)
+    assert "expected a topic 'nothing-here'" in pipeline.tick(node)
+    away = Stream(
+        "s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(Topics.nowhere(), "t")
+    )
+    assert "did not answer" in pipeline.tick(away)
+    with pytest.raises(SourceError, match="environment variable NO_SUCH_SERVERS"):
+        KafkaSource(type(topics.cluster)(dg.EnvVar("NO_SUCH_SERVERS")), "t").pin(None)

@@ -1,0 +1,280 @@
+"""A Kafka cluster: how to reach it, and what it knows about its topics. Does not use Spark."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from vt_dagster.errors import SourceError
+
+Protocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+
+_SECONDS = 10.0
+"""How long a cluster may take to answer."""
+
+_log = logging.getLogger("vt_dagster.kafka")
+
+
+@dataclass(frozen=True)
+class TopicState:
+    """What a broker says of a topic.
+
+    Args:
+        id: changes when a topic is deleted and created anew under its name.
+        earliest: the first offset that is still there, by partition.
+        ends: the offset after the last committed record, by partition.
+    """
+
+    id: str
+    earliest: dict[int, int]
+    ends: dict[int, int]
+
+
+@dataclass(frozen=True)
+class KafkaCluster:
+    """How to reach a Kafka cluster, from Spark and from sensors alike.
+
+    Every text may be a ``dagster.EnvVar``: it is read when a connection is made, so that no secret is
+    in a definition. Secrets are in no message, log, metadata or table.
+
+    Args:
+        bootstrap_servers: ``host:port``, several with commas.
+        security_protocol: ``SASL_SSL`` and ``SASL_PLAINTEXT`` need ``username`` and ``password``.
+        sasl_mechanism: how name and password are checked.
+        ca_location: file (PEM) with the certificates to trust; None = those of the machine.
+        certificate_location, key_location, key_password: the client's own certificate and key (PEM),
+            where the cluster asks for one.
+        options: further settings of Kafka's clients that librdkafka and the Java client both know,
+            for example ``{"client.id": "warehouse"}``.
+    """
+
+    bootstrap_servers: str
+    security_protocol: Protocol = "PLAINTEXT"
+    sasl_mechanism: Mechanism = "SCRAM-SHA-512"
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    ca_location: str | None = None
+    certificate_location: str | None = None
+    key_location: str | None = None
+    key_password: str | None = field(default=None, repr=False)
+    options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.security_protocol not in ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"):
+            raise SourceError(
+                "security_protocol must be PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL, got "
+                f"{self.security_protocol!r}"
+            )
+        if self._sasl and (self.username is None or self.password is None):
+            raise SourceError(
+                f"expected username and password with security_protocol={self.security_protocol!r}, "
+                "got none; give them, for example as dagster.EnvVar('KAFKA_PASSWORD')"
+            )
+
+    @property
+    def _sasl(self) -> bool:
+        return self.security_protocol.startswith("SASL")
+
+    @property
+    def servers(self) -> str:
+        """Where the cluster is, for messages."""
+        return setting(self.bootstrap_servers, "bootstrap_servers")
+
+    # -- settings --------------------------------------------------------------------------------
+
+    def spark_options(self) -> dict[str, str]:
+        """Options of Spark's Kafka source and sink. Files are read here: executors need none."""
+        options = {"bootstrap.servers": self.servers, **self.options}
+        options["security.protocol"] = self.security_protocol
+        if self._sasl:
+            options["sasl.mechanism"] = self.sasl_mechanism
+            module = "scram.Scram" if self.sasl_mechanism.startswith("SCRAM") else "plain.Plain"
+            name, password = (
+                setting(v, n).replace("\\", "\\\\").replace('"', '\\"')
+                for v, n in ((self.username, "username"), (self.password, "password"))
+            )
+            options["sasl.jaas.config"] = (
+                f"org.apache.kafka.common.security.{module}LoginModule required "
+                f'username="{name}" password="{password}";'
+            )
+        if self.ca_location is not None:
+            options["ssl.truststore.type"] = "PEM"
+            options["ssl.truststore.certificates"] = _file(self.ca_location, "ca_location")
+        if self.key_location is not None:
+            options["ssl.keystore.type"] = "PEM"
+            options["ssl.keystore.key"] = _file(self.key_location, "key_location")
+            chain = _file(self.certificate_location, "certificate_location")
+            options["ssl.keystore.certificate.chain"] = chain
+            if self.key_password is not None:
+                options["ssl.key.password"] = setting(self.key_password, "key_password")
+        return {f"kafka.{name}": value for name, value in options.items()}
+
+    def client_settings(self) -> dict[str, Any]:
+        """Settings of librdkafka, for confluent-kafka."""
+        settings: dict[str, Any] = {"bootstrap.servers": self.servers, **self.options}
+        settings["security.protocol"] = self.security_protocol
+        if self._sasl:
+            settings["sasl.mechanism"] = self.sasl_mechanism
+            settings["sasl.username"] = setting(self.username, "username")
+            settings["sasl.password"] = setting(self.password, "password")
+        for name, value in (
+            ("ssl.ca.location", self.ca_location),
+            ("ssl.certificate.location", self.certificate_location),
+            ("ssl.key.location", self.key_location),
+            ("ssl.key.password", self.key_password),
+        ):
+            if value is not None:
+                settings[name] = setting(value, name)
+        return {**settings, "logger": _log, "log_level": 4}
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    def topics(self, names: Sequence[str]) -> dict[str, TopicState]:
+        """What the brokers say of some topics now.
+
+        Raises:
+            SourceError: the cluster does not answer, or has no such topic.
+        """
+        return self._ask(lambda admin: _states(self, admin, names))
+
+    def offsets_at(self, topic: str, partitions: Sequence[int], moment: datetime) -> dict[int, int]:
+        """The first offset of each partition whose record is of a time or after it."""
+        from confluent_kafka import TopicPartition
+        from confluent_kafka.admin import OffsetSpec  # pyright: ignore[reportPrivateImportUsage]
+
+        millis = int(moment.timestamp() * 1000)
+
+        def ask(admin: Any) -> dict[int, int]:
+            asked = {TopicPartition(topic, p): OffsetSpec.for_timestamp(millis) for p in partitions}
+            found = _offsets(admin, asked)
+            return {p: offset for (_, p), offset in found.items() if offset >= 0}
+
+        return self._ask(ask)
+
+    def oldest(self, positions: Mapping[str, Mapping[int, int]]) -> float | None:
+        """When the oldest record at or after some positions was written; None where none is seen soon.
+
+        Returns:
+            epoch seconds.
+        """
+        from confluent_kafka import Consumer, TopicPartition
+
+        waiting = [TopicPartition(t, p, o) for t, some in positions.items() for p, o in some.items()]
+        if not waiting:
+            return None
+        settings = {
+            **self.client_settings(),
+            "group.id": "vt_dagster_lag",
+            "enable.auto.commit": False,
+            "fetch.message.max.bytes": 65536,
+            "queued.min.messages": 1,
+        }
+        consumer = Consumer(settings)
+        seen: dict[tuple[str, int], float] = {}
+        try:
+            consumer.assign(waiting)
+            while len(seen) < len(waiting):
+                found = consumer.consume(len(waiting), timeout=2.0)
+                if not found:
+                    break
+                for message in found:
+                    if message.error() is None:
+                        place = (str(message.topic()), int(message.partition() or 0))
+                        seen.setdefault(place, message.timestamp()[1] / 1000)
+                        consumer.pause([TopicPartition(*place)])
+        finally:
+            consumer.close()
+        return min(seen.values(), default=None)
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        confluent = _confluent()
+        try:
+            return question(confluent.admin.AdminClient(self.client_settings()))
+        except confluent.KafkaException as error:
+            said = error.args[0]
+            why = said.str() if hasattr(said, "str") else str(said)
+            raise SourceError(
+                f"Kafka at {self.servers} did not answer as expected: {why}; see that it runs and can "
+                "be reached from here, and that the security settings are its own"
+            ) from None
+
+
+def _confluent() -> Any:
+    try:
+        import confluent_kafka
+        import confluent_kafka.admin
+    except ImportError:
+        raise SourceError(
+            'expected the package confluent-kafka, found none; install "vt-dagster[kafka]"'
+        ) from None
+    return confluent_kafka
+
+
+def _states(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str, TopicState]:
+    from confluent_kafka import (
+        IsolationLevel,
+        KafkaError,
+        KafkaException,
+        TopicCollection,
+        TopicPartition,
+    )
+    from confluent_kafka.admin import OffsetSpec  # pyright: ignore[reportPrivateImportUsage]
+
+    asked = admin.describe_topics(TopicCollection(list(names)), request_timeout=_SECONDS)
+    about: dict[str, Any] = {}
+    for name, answer in asked.items():
+        try:
+            about[name] = answer.result(timeout=_SECONDS + 5)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise
+            raise SourceError(
+                f"expected a topic {name!r} at {cluster.servers}, found none; create it, or correct "
+                "the name"
+            ) from None
+    every = [TopicPartition(n, p.id) for n, topic in about.items() for p in topic.partitions]
+    first = _offsets(admin, dict.fromkeys(every, OffsetSpec.earliest()))
+    committed = {"isolation_level": IsolationLevel.READ_COMMITTED}
+    last = _offsets(admin, dict.fromkeys(every, OffsetSpec.latest()), **committed)
+    return {
+        name: TopicState(
+            str(topic.topic_id),
+            {p.id: first[name, p.id] for p in topic.partitions},
+            {p.id: last[name, p.id] for p in topic.partitions},
+        )
+        for name, topic in about.items()
+    }
+
+
+def _offsets(admin: Any, asked: Mapping[Any, Any], **more: Any) -> dict[tuple[str, int], int]:
+    answers = admin.list_offsets(asked, request_timeout=_SECONDS, **more)
+    return {
+        (at.topic, at.partition): answer.result(timeout=_SECONDS + 5).offset
+        for at, answer in answers.items()
+    }
+
+
+def setting(text: Any, name: str) -> str:
+    """A setting's text, out of the environment where it is an ``EnvVar``."""
+    if not hasattr(text, "get_value"):
+        return str(text)
+    found = text.get_value()
+    if found is None:
+        raise SourceError(
+            f"{name}: expected the environment variable {text.env_var_name}, it is not set; set it "
+            "where this process starts"
+        )
+    return found
+
+
+def _file(path: Any, name: str) -> str:
+    where = setting(path, name)
+    try:
+        return Path(where).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SourceError(f"{name}: cannot read {where}: {error.strerror}; correct the path") from None
