@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test endurance ui lint bench clean
+.PHONY: install demo demo-kafka kafka test test-kafka endurance ui lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -17,6 +17,15 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	$(BIN)/vt-dagster demo
+
+demo-kafka: $(STAMP)
+	$(BIN)/vt-dagster demo --kafka
+
+kafka: $(STAMP)
+	$(BIN)/python -m vt_dagster.testing_kafka data/kafka
+
+test-kafka: $(STAMP)
+	$(BIN)/python -m pytest -m kafka
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -52,22 +52,22 @@ def run() -> None:
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
     with dg.DagsterInstance.get() as instance:
         for number, months in enumerate(LANDINGS, 1):
-            _say(started, f"run {number} of {len(LANDINGS)}: months {months[0]} to {months[-1]} land")
+            say(started, f"run {number} of {len(LANDINGS)}: months {months[0]} to {months[-1]} land")
             landed = write_landing(LANDING, months)
             rows = ", ".join(f"{sum(m.values()):,} {name}" for name, m in landed.items() if m)
-            _say(started, f"  landed {rows}; materializing")
+            say(started, f"  landed {rows}; materializing")
             result = job.execute_in_process(instance=instance, run_config=quiet, raise_on_error=False)
             if not result.success:
                 raise VtDagsterError("the run failed; its log above says why")
             for name in SHOWN:
-                _say(started, f"  {name}: {_counts(result, name)}")
+                say(started, f"  {name}: {_counts(result, name)}")
     _summary()
     _explain_late_record()
     _fleet()
     _hours()
     _bad_weather()
     _board()
-    _say(started, "done")
+    say(started, "done")
     console.print(f"\nTables: {warehouse.path}/<asset>/log and /view (Delta Lake)")
     console.print("Look into one:   .venv/bin/vt-dagster history weather --key JFK --limit 5")
     console.print(
@@ -77,7 +77,7 @@ def run() -> None:
     console.print("Open the UI:     make ui   (then http://localhost:3000)")
 
 
-def _say(started: float, text: str) -> None:
+def say(started: float, text: str) -> None:
     console.print(f"[{time.monotonic() - started:6.1f} s] {text}", markup=False)
 
 

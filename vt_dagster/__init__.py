@@ -1,7 +1,13 @@
 """Versioned tables for Dagster on Spark: tables that remember what was true when."""
 
 from vt_dagster.errors import TopologyError, VtDagsterError
-from vt_dagster.factory import build_asset, build_checks, build_definitions, build_resources
+from vt_dagster.factory import (
+    build_asset,
+    build_checks,
+    build_definitions,
+    build_publication,
+    build_resources,
+)
 from vt_dagster.io_manager import TablesIOManager, tables_io_manager
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators import (
@@ -17,6 +23,7 @@ from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.formats import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
 from vt_dagster.storage.kafka import KafkaSource
 from vt_dagster.storage.kafka_cluster import KafkaCluster
+from vt_dagster.storage.kafka_sink import KafkaSink
 from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
 
 __all__ = [
@@ -27,6 +34,7 @@ __all__ = [
     "HoppingWindow",
     "Json",
     "KafkaCluster",
+    "KafkaSink",
     "KafkaSource",
     "Materialized",
     "Protobuf",
@@ -48,6 +56,7 @@ __all__ = [
     "build_asset",
     "build_checks",
     "build_definitions",
+    "build_publication",
     "build_resources",
     "build_sensor",
     "tables_io_manager",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import dagster as dg
@@ -10,11 +11,12 @@ from vt_dagster import ops
 from vt_dagster.checks import build_checks
 from vt_dagster.errors import TopologyError
 from vt_dagster.io_manager import OpMemoryIOManager, tables_io_manager
-from vt_dagster.metadata import definition_metadata, describe
+from vt_dagster.metadata import definition_metadata, describe, publication_metadata
 from vt_dagster.model import Stream, Table, VersionedTable, topological
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.sensors import build_sensor
+from vt_dagster.storage.kafka_sink import KafkaSink, Publication
 
 
 def build_asset(node: Stream) -> dg.AssetsDefinition:
@@ -90,6 +92,37 @@ def _operator_asset(node: Stream) -> dg.AssetsDefinition:
         return write(operate(**given, arrival=arrival), arrival)
 
     return cast(dg.AssetsDefinition, operator_asset)
+
+
+def build_publication(
+    node: Stream, sink: KafkaSink, *, name: str | None = None, group: str | None = None
+) -> dg.AssetsDefinition:
+    """An asset that publishes the log of a stream or table to a Kafka topic; see :class:`KafkaSink`.
+
+    Args:
+        name: of the asset; None = ``<node>_to_kafka``.
+    """
+    named = name or f"{node.name}_to_kafka"
+
+    @dg.asset(
+        name=named,
+        deps=[dg.AssetKey(node.name)],
+        description=f"Publishes the log of `{node.name}` to {sink.describe()}.",
+        group_name=group,
+        kinds={"kafka", "spark"},
+        metadata={"vt_dagster/kind": "Publication", "vt_dagster/topic": sink.topic},
+    )
+    def publication(
+        context: dg.AssetExecutionContext, spark: SparkResource, warehouse: WarehouseResource
+    ) -> dg.MaterializeResult[None]:
+        started = time.monotonic()
+        publication = Publication(warehouse.path, named, node, sink, spark.spark_session)
+        commit = publication.run(context.run_id)
+        return dg.MaterializeResult(
+            metadata=publication_metadata(publication, commit, time.monotonic() - started)
+        )
+
+    return publication
 
 
 def build_resources(

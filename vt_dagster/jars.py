@@ -61,6 +61,15 @@ def resolve_broker_jars() -> list[Path]:
     return _of_cache("broker", BROKER, frozenset())
 
 
+def resolve_maven_jars(*coordinates: str) -> list[Path]:
+    """The jars of some coordinates with all they depend on, kept in the same cache.
+
+    Raises:
+        SparkUnavailableError: the jars cannot be had.
+    """
+    return _of_cache("other", coordinates, frozenset())
+
+
 def _of_cache(key: str, coordinates: Sequence[str], shipped: Set[str]) -> list[Path]:
     """The jars of some coordinates; a new coordinate gets a directory of its own."""
     pins = [":".join(c.split(":")[1:]).replace(":", "-") for c in coordinates]

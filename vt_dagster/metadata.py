@@ -23,6 +23,8 @@ from vt_dagster.core.step import log_columns
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.kafka import KafkaSource, Pinned
+from vt_dagster.storage.kafka_sink import Publication
+from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.runs import Receipt
 from vt_dagster.storage.store import AssetStore
 
@@ -153,10 +155,29 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
 
 
 def lag_metadata(source: KafkaSource, pinned: Pinned) -> dict[str, Any]:
-    """How far a run left its topics behind, as of its start: offsets, and the age of the oldest record."""
+    """How far a run left its topics behind, as of its start: offsets, and the oldest record's age."""
     oldest = source.cluster.oldest(pinned.waiting)
     seconds = 0.0 if oldest is None else max(0.0, time.time() - oldest)
     return {"lag_records": pinned.behind, "lag_seconds": round(seconds, 3)}
+
+
+def publication_metadata(
+    publication: Publication, commit: Commit | None, seconds: float
+) -> dict[str, Any]:
+    """What a run of a publication did."""
+    state = commit or publication.head()
+    metadata: dict[str, Any] = {
+        "status": "committed" if commit else "nothing new: no commit",
+        "seconds": round(seconds, 3),
+        "records_in": commit.counts["in"] if commit else 0,
+        "records_published": commit.counts["published"] if commit else 0,
+    }
+    if state is not None:
+        metadata["batch"] = state.batch
+        metadata["positions"] = {
+            name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
+        }
+    return metadata
 
 
 _KIP_328 = ("late_records_dropped", "expired_window_records_dropped", "suppression_emit")

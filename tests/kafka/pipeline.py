@@ -56,10 +56,11 @@ class Pipeline:
 
     def tick(self, node: Stream, cursor: str | None = None, **options: Any) -> Any:
         """What a sensor says: a run request, or the text of a skip reason."""
-        with dg.DagsterInstance.ephemeral() as instance:
+        with dg.DagsterInstance.ephemeral() as own:
+            instance = options.pop("instance", own)
             said = build_sensor(node, **options)(
                 dg.build_sensor_context(
-                    instance=options.get("instance", instance),
+                    instance=instance,
                     cursor=cursor,
                     resources={"warehouse": WarehouseResource(path=str(self.root / "warehouse"))},
                 )

@@ -131,7 +131,7 @@ def test_poison_goes_to_quarantine_with_its_bytes(topics: Topics, pipeline: Pipe
 
 
 def test_several_topics_are_taken_by_time(topics: Topics, pipeline: Pipeline) -> None:
-    """As a task of Kafka Streams takes them: the head with the smallest time, equal: the first topic."""
+    """As a task of Kafka Streams takes them: the smaller head, of equal ones the first topic's."""
     one, two = topics.create(), topics.create()
     base = int(MOMENT.timestamp() * 1000)
     for topic, times in ((one, [10, 30, 20, 40]), (two, [15, 25, 40])):

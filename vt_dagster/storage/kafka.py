@@ -30,6 +30,10 @@ Ranges = dict[str, dict[int, tuple[int, int]]]
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 """The type of a column that takes a record's headers."""
 
+_MESSAGE = (
+    "key binary, value binary, topic string, partition int, offset long, timestamp timestamp, "
+    "headers array<struct<key:string,value:binary>>"
+)
 _PLACE = "_place"
 
 
@@ -93,8 +97,8 @@ class KafkaSource:
         value: how the message's value is read.
         key: how its key is read; None = it is not.
         headers: the column, of type ``HEADERS``, that takes the message's headers; None = none does.
-        start: where the first run begins: ``earliest``, ``latest``, or a time (inclusive). Partitions
-            that are added later begin at 0.
+        start: where the first run begins: ``earliest``, ``latest``, a time (inclusive), or offsets
+            ``{topic: {partition: offset}}``. Partitions that are not named, or added later, begin at 0.
         max_records_per_run: bounds a run, fairly over partitions; None = all that are there.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
         max_clock_skew: how far in the future a timestamp may lie, by this machine's clock.
@@ -105,7 +109,9 @@ class KafkaSource:
     value: Format = field(default_factory=Json)
     key: Format | None = None
     headers: str | None = None
-    start: Literal["earliest", "latest"] | datetime = "earliest"
+    start: Literal["earliest", "latest"] | datetime | Mapping[str, Mapping[int, int]] = field(
+        default="earliest", hash=False
+    )
     max_records_per_run: int | None = 1_000_000
     max_bad_share: float = 0.1
     max_clock_skew: timedelta = field(default=timedelta(days=1))
@@ -121,10 +127,12 @@ class KafkaSource:
             raise SourceError(f"max_bad_share must be between 0 and 1, got {self.max_bad_share}")
         if self.max_records_per_run is not None and self.max_records_per_run < 1:
             raise SourceError(f"max_records_per_run must be 1 or more, got {self.max_records_per_run}")
-        late = isinstance(self.start, datetime) and self.start.tzinfo is not None
-        if not late and self.start not in ("earliest", "latest"):
+        timed = isinstance(self.start, datetime) and self.start.tzinfo is not None
+        placed = isinstance(self.start, Mapping) and set(self.start) <= set(topics)
+        if not (timed or placed) and self.start not in ("earliest", "latest"):
             raise SourceError(
-                f"start must be 'earliest', 'latest' or a datetime with a time zone, got {self.start!r}"
+                "start must be 'earliest', 'latest', a datetime with a time zone or offsets of the "
+                f"topics {list(topics)}, got {self.start!r}"
             )
 
     @property
@@ -246,7 +254,8 @@ class KafkaSource:
             return dict(state.earliest)
         if self.start == "latest":
             return dict(state.ends)
-        assert isinstance(self.start, datetime)
+        if not isinstance(self.start, datetime):
+            return dict(self.start.get(topic, {}))
         found = self.cluster.offsets_at(topic, list(state.ends), self.start)
         return {p: min(found.get(p, end), end) for p, end in state.ends.items()}
 
@@ -274,7 +283,17 @@ class KafkaSource:
         Raises:
             SourceError: a schema cannot be had.
         """
-        messages = self._messages(spark, ranges)
+        messages = self._arrived(
+            read_messages(self.cluster, spark, ranges, headers=self.headers is not None).select(
+                F.col("topic").alias(SOURCE),
+                PARTITION,
+                F.col(OFFSET).alias(POSITION),
+                F.col(TIMESTAMP).alias(RECORD_TIME),
+                F.col("key").alias(RAW_KEY),
+                F.col("value").alias(RAW),
+                *(["headers"] if self.headers is not None else []),
+            )
+        )
         message, message_key = F.col(RAW), F.col(RAW_KEY)
         own = StructType([f for f in schema.fields if f.name != self.headers])
         keys = StructType([f for f in schema.fields if f.name in key])
@@ -311,41 +330,6 @@ class KafkaSource:
         inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
         return read.select(*columns, *inside)
 
-    def _messages(
-        self, spark: SparkSession, ranges: Mapping[str, Mapping[int, tuple[int, int]]]
-    ) -> DataFrame:
-        def offsets(which: int) -> str:
-            return json.dumps({t: {str(p): r[which] for p, r in s.items()} for t, s in ranges.items()})
-
-        if not ranges:
-            rows = spark.createDataFrame(
-                [],
-                "key binary, value binary, topic string, partition int, "
-                "offset long, timestamp timestamp, headers array<struct<key:string,value:binary>>",
-            )
-        else:
-            rows = (
-                spark.read.format("kafka")
-                .options(**self.cluster.spark_options())
-                .option("assign", json.dumps({t: sorted(some) for t, some in ranges.items()}))
-                .option("startingOffsets", offsets(0))
-                .option("endingOffsets", offsets(1))
-                .option("includeHeaders", str(self.headers is not None).lower())
-                .option("kafka.isolation.level", "read_committed")
-                .option("failOnDataLoss", "true")
-                .load()
-            )
-        named = rows.select(
-            F.col("topic").alias(SOURCE),
-            PARTITION,
-            F.col(OFFSET).alias(POSITION),
-            F.col(TIMESTAMP).alias(RECORD_TIME),
-            F.col("key").alias(RAW_KEY),
-            F.col("value").alias(RAW),
-            *(["headers"] if self.headers is not None else []),
-        )
-        return self._arrived(named)
-
     def _arrived(self, rows: DataFrame) -> DataFrame:
         """With the order of arrival: the offset; of several topics the order of their stream times."""
         if len(self.topics) == 1:
@@ -355,6 +339,36 @@ class KafkaSource:
         merged = W.partitionBy(PARTITION).orderBy("_time", _PLACE, POSITION)
         timed = rows.withColumns({_PLACE: place, "_time": F.max(RECORD_TIME).over(so_far)})
         return timed.withColumn(ARRIVAL, F.row_number().over(merged).cast("long")).drop(_PLACE, "_time")
+
+
+def read_messages(
+    cluster: KafkaCluster,
+    spark: SparkSession,
+    ranges: Mapping[str, Mapping[int, tuple[int, int]]],
+    headers: bool = False,
+) -> DataFrame:
+    """The committed messages of some ranges, as Spark's Kafka source has them.
+
+    Args:
+        ranges: none of them empty.
+    """
+
+    def offsets(which: int) -> str:
+        return json.dumps({t: {str(p): r[which] for p, r in s.items()} for t, s in ranges.items()})
+
+    if not ranges:
+        return spark.createDataFrame([], _MESSAGE)
+    return (
+        spark.read.format("kafka")
+        .options(**cluster.spark_options())
+        .option("assign", json.dumps({t: sorted(some) for t, some in ranges.items()}))
+        .option("startingOffsets", offsets(0))
+        .option("endingOffsets", offsets(1))
+        .option("includeHeaders", str(headers).lower())
+        .option("kafka.isolation.level", "read_committed")
+        .option("failOnDataLoss", "true")
+        .load()
+    )
 
 
 def _bounded(ranges: Ranges, most: int | None) -> Ranges:
@@ -391,4 +405,26 @@ def as_ranges(given: Mapping[str, Any] | None) -> Ranges | None:
         ) from None
 
 
-__all__ = ["HEADERS", "KafkaSource", "Pinned", "Ranges", "as_ranges"]
+def as_offsets(text: str) -> dict[str, dict[int, int]]:
+    """Offsets out of a text: ``{"topic": {"0": 100}}``.
+
+    Raises:
+        SourceError: it has another form.
+    """
+    try:
+        return {t: {int(p): int(o) for p, o in some.items()} for t, some in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise SourceError(
+            f'expected offsets like {{"topic": {{"0": 100}}}}, got {text!r}; correct the text'
+        ) from None
+
+
+__all__ = [
+    "HEADERS",
+    "KafkaSource",
+    "Pinned",
+    "Ranges",
+    "as_offsets",
+    "as_ranges",
+    "read_messages",
+]

@@ -32,6 +32,11 @@ class Commit(BaseModel):
     attempt: str
     """The run that won this batch; names the directory with what it prepared."""
     shape: Shape
+    log: str = ""
+    """The attempt that began this log: another log of the same name (a replay that was swapped in) has
+    another one, and its offsets mean other records."""
+    logs: dict[str, str] = Field(default_factory=dict)
+    """The same of each log that was consumed."""
     run_id: str | None = None
     taken: dict[str, dict[int, tuple[int, int]]] = Field(default_factory=dict)
     """What this run took from each input: ``{input: {partition: [start, end)}}``."""

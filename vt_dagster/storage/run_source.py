@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
@@ -13,7 +16,7 @@ from vt_dagster.columns import ARRIVAL, FATE, PARTITION, TIMESTAMP
 from vt_dagster.core import step
 from vt_dagster.core.arrival import Fate, by_partition
 from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason, prepare
-from vt_dagster.errors import ContractError
+from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.model import Stream, Table
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.kafka import KafkaSource, Ranges
@@ -110,9 +113,22 @@ def commit_records(
             **_position(store, arrival, counts),
         )
         store.commit(few_files(rows, counts["applied"]), commit)
+    except (PySparkException, Py4JJavaError) as error:
+        raise _unreadable(source, error) from error
     finally:
         kept.unpersist()
     return finish(store, arrival)
+
+
+def _unreadable(source: Source, error: Exception) -> Exception:
+    """What happened, where it was Kafka that did not give the records; else the error itself."""
+    said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
+    if not isinstance(source, KafkaSource) or said is None:
+        return error
+    return SourceError(
+        f"the {source.describe()} could not be read to their end: {said[1].strip()}; nothing was "
+        "committed: run again, and see what the topic's retention is"
+    )
 
 
 def _position(store: AssetStore, arrival: Arrival, counts: dict[str, int]) -> dict[str, Any]:

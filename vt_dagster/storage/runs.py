@@ -19,6 +19,7 @@ from vt_dagster.columns import FATE, HOME, PARTITION, SEQUENCE, TIMESTAMP
 from vt_dagster.contracts import Rule, contract_of, refuse
 from vt_dagster.core.arrival import Fate, has_key
 from vt_dagster.core.stream_table_join import MATCHED
+from vt_dagster.errors import StorageError
 from vt_dagster.model import Stream, Table
 from vt_dagster.operators import WindowedAggregate
 from vt_dagster.storage.files import FileInfo
@@ -54,6 +55,16 @@ class Arrival:
     def empty(self) -> bool:
         """Whether there is nothing new: such a run commits nothing."""
         return not self.files and not self.taken
+
+    def __post_init__(self) -> None:
+        for name, head in self.inputs.items():
+            known = self.before.logs.get(name, head.commit.log)
+            if known != head.commit.log:
+                raise StorageError(
+                    f"{self.node.name}: the log of {name} is another one than in batch "
+                    f"{self.before.batch}: its offsets mean other records. Replay {self.node.name} "
+                    "into tables of another name, compare, and swap them too"
+                )
 
     @property
     def before(self) -> Commit:
@@ -143,6 +154,8 @@ def next_commit(
         batch=before.batch + 1,
         attempt=arrival.attempt,
         shape=shape_of(arrival.node),
+        log=before.log or arrival.attempt,
+        logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
         inputs={**before.inputs, **inputs},
         next_offset=offsets,
         stream_time=times,

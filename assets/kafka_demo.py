@@ -1,0 +1,91 @@
+"""``make demo-kafka``: flights and weather through topics of a broker that it starts and ends."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import dagster as dg
+import pandas as pd
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from assets import topology
+from assets.demo import LANDINGS, say
+from assets.landing import DELIVERIES, landing_file, write_landing
+from resources import DATA, LANDING, spark
+from vt_dagster import KafkaCluster, KafkaSink, KafkaSource, build_asset, build_publication
+from vt_dagster.factory import build_resources
+from vt_dagster.testing_kafka import KafkaBroker
+
+PARTITIONS = 3
+
+
+def run() -> None:
+    """Publishes the year in pieces; after each, one run takes what is new from the topics."""
+    started = time.monotonic()
+    for old in ("kafka", "kafka_warehouse"):
+        shutil.rmtree(DATA / old, ignore_errors=True)
+    with KafkaBroker(DATA / "kafka") as broker:
+        say(started, f"a Kafka broker runs on {broker.bootstrap_servers}")
+        names = ("weather", "flights", "flights_with_weather")
+        topics = [NewTopic(name, PARTITIONS, 1) for name in names]
+        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
+        for done in admin.create_topics(topics).values():
+            done.result(timeout=30)
+        assets = _assets(KafkaCluster(broker.bootstrap_servers))
+        producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "linger.ms": 20})
+        for months in LANDINGS:
+            write_landing(LANDING, months)
+            sent = sum(_publish(producer, name, months) for name in ("weather", "flights"))
+            say(started, f"published {sent:,} records of months {months[0]} to {months[-1]}")
+            result = dg.materialize(
+                assets,
+                resources=build_resources(str(DATA / "kafka_warehouse"), spark),
+                run_config={"loggers": {"console": {"config": {"log_level": "WARNING"}}}},
+            )
+            for event in result.get_asset_materialization_events():
+                counts = {k: v.value for k, v in event.materialization.metadata.items()}
+                said = [f"{n:,} {k.removeprefix('records_')}" for k, n in _numbers(counts)]
+                say(started, f"  {event.materialization.label}: {', '.join(said)}")
+    say(started, f"done; tables: {DATA / 'kafka_warehouse'}")
+
+
+def _numbers(counts: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    return ((k, n) for k, n in counts.items() if k.startswith("records_") or k == "lag_records")
+
+
+def _assets(cluster: KafkaCluster) -> list[dg.AssetsDefinition]:
+    """Weather, flights and their join as in the other demo, and the result published again."""
+    weather = replace(topology.weather, source=KafkaSource(cluster, "weather"))
+    flights = replace(topology.flights, source=KafkaSource(cluster, "flights"))
+    operator = topology.flights_with_weather.operator
+    assert operator is not None
+    joined = replace(
+        topology.flights_with_weather, operator=replace(operator, left=flights, right=weather)
+    )
+    sink = KafkaSink(cluster, "flights_with_weather")
+    return [*map(build_asset, (weather, flights, joined)), build_publication(joined, sink)]
+
+
+def _publish(producer: Producer, name: str, months: Iterable[int]) -> int:
+    sent = 0
+    for month in months:
+        if month not in DELIVERIES[name]:
+            continue
+        path = landing_file(LANDING, name, month)
+        rows = pd.read_csv(path) if path.suffix == ".csv" else pd.read_json(path, lines=True)
+        lines = rows.to_json(orient="records", lines=True, date_format="iso").splitlines()
+        for origin, line in zip(rows["origin"], lines, strict=True):
+            while True:
+                try:
+                    producer.produce(name, key=origin, value=line)
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+            sent += 1
+    assert producer.flush(60) == 0
+    return sent

@@ -1,0 +1,173 @@
+"""Topics into tables, beside a bare append of the same topic and beside Kafka Streams.
+
+Needs a JDK for that peer (``java GraceJoin.java``); the broker is started here.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+from confluent_kafka.admin import AdminClient, NewTopic
+from measure import Outputs, Result, compare, take_turns
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import LongType, StringType, StructField, StructType
+
+from vt_dagster import KafkaCluster, KafkaSource, Stream, VersionedTable
+from vt_dagster.jars import resolve_maven_jars
+from vt_dagster.storage.replay import run_once
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.testing_kafka import KafkaBroker
+
+PARTITIONS = 4
+KEYS = 10_000
+RETENTION, GRACE = timedelta(days=365), timedelta(seconds=60)
+SCHEMA = StructType(
+    [StructField("k", StringType()), StructField("n", LongType()), StructField("millis", LongType())]
+)
+APPEND = "Kafka source -> Delta append"
+STREAMS = "Kafka Streams, exactly once, 2 threads, out to a topic"
+STREAMS_JARS = ("org.apache.kafka:kafka-streams:4.1.1",)
+SPAN = 5_000_000
+"""Milliseconds of event time in each topic."""
+
+
+def fill(spark: SparkSession, cluster: KafkaCluster, topic: str, rows: int) -> None:
+    """Records in order of time but for every fifth, which is 20 s late."""
+    n = F.col("id")
+    key = F.concat(F.lit("k"), F.pmod(F.xxhash64(n), F.lit(KEYS)))
+    late = F.when(n % 5 == 0, 20_000).otherwise(0)
+    millis = F.lit(1_700_000_000_000) + n * (SPAN // rows) - late
+    value = F.to_json(F.struct(key.alias("k"), n.alias("n"), millis.alias("millis")))
+    (
+        spark.range(0, rows, 1, 1)
+        .select(key.alias("key"), value.alias("value"))
+        .write.format("kafka")
+        .options(**cluster.spark_options())
+        .option("topic", topic)
+        .save()
+    )
+
+
+def streams(servers: str, topics: list[str], expected: int) -> dict[str, float]:
+    """Runs the peer and returns the seconds from its start to its last result."""
+    classpath = ":".join(str(jar) for jar in resolve_maven_jars(*STREAMS_JARS))
+    with tempfile.TemporaryDirectory() as state:
+        done = subprocess.run(
+            [
+                *("java", "-Xmx2g", "-cp", classpath, str(Path(__file__).with_name("GraceJoin.java"))),
+                *(servers, *topics, str(expected)),
+                *(str(p // timedelta(milliseconds=1)) for p in (RETENTION, GRACE)),
+                *(state, f"bench-{uuid.uuid4().hex}"),
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    found = re.search(r"joined (\d+) seconds ([\d.]+)", done.stdout)
+    if found is None or int(found[1]) < expected:
+        raise AssertionError(
+            f"expected {expected} results of Kafka Streams: {done.stdout}{done.stderr}"
+        )
+    return {"joined": float(found[2])}
+
+
+def run(
+    spark: SparkSession, rows: int, versions: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Times table, stream and join, each from nothing."""
+    with tempfile.TemporaryDirectory() as folder, KafkaBroker(folder) as broker:
+        cluster = KafkaCluster(broker.bootstrap_servers)
+        names = ["stream", "table", "out"]
+        admin = AdminClient({"bootstrap.servers": cluster.servers})
+        for future in admin.create_topics([NewTopic(n, PARTITIONS, 1) for n in names]).values():
+            future.result(timeout=30)
+        fill(spark, cluster, "stream", rows)
+        fill(spark, cluster, "table", versions)
+
+        def source(topic: str) -> KafkaSource:
+            return KafkaSource(cluster, topic, max_records_per_run=None)
+
+        about = {"key": "k", "schema": SCHEMA, "timestamp": "timestamp_millis(millis)"}
+        table = VersionedTable("table", **about, history_retention=RETENTION, source=source("table"))
+        stream = Stream("stream", **about, source=source("stream"))
+        joined = stream.left_join(
+            table, name="joined", grace_period=GRACE, select=["left.*", "right.n as version"]
+        )
+
+        def ours() -> dict[str, float]:
+            from time import perf_counter
+
+            warehouse, parts = outputs.fresh("kafka"), {}
+            for node in (table, stream, joined):
+                start = perf_counter()
+                run_once(warehouse, node, spark)
+                parts[node.name] = perf_counter() - start
+            return parts
+
+        def append(topic: str) -> float:
+            from time import perf_counter
+
+            start = perf_counter()
+            rows = spark.read.format("kafka").options(**cluster.spark_options())
+            messages = rows.option("subscribe", topic).load()
+            messages.write.format("delta").mode("append").save(outputs.fresh(f"append_{topic}"))
+            return perf_counter() - start
+
+        expected = 0
+
+        def peer() -> dict[str, float]:
+            return streams(cluster.servers, names, expected)
+
+        ours()
+        head = AssetStore(outputs.path("kafka"), joined, spark).head()
+        assert head is not None
+        expected = head.commit.totals["out"]
+        times = take_turns(
+            {
+                "ours": ours,
+                APPEND: lambda: {"stream": append("stream"), "table": append("table")},
+                STREAMS: peer,
+            },
+            repeat,
+        )
+    both = [a + b for a, b in zip(times["ours: stream"], times["ours: joined"], strict=True)]
+    results = [
+        compare(
+            f"topic of {versions:,} records -> versioned table",
+            versions,
+            times["ours: table"],
+            APPEND,
+            times[f"{APPEND}: table"],
+            2.0,
+        ),
+        compare(
+            f"topic of {rows:,} records -> stream -> join with grace",
+            rows,
+            both,
+            APPEND,
+            times[f"{APPEND}: stream"],
+            3.0,
+        ),
+        compare(
+            f"both topics ({rows + versions:,} records) -> join with grace",
+            rows + versions,
+            times["ours"],
+            STREAMS,
+            times[f"{STREAMS}: joined"],
+            0.33,
+        ),
+    ]
+    rate = {
+        r.name: f"{r.rows / r.seconds:,.0f} records/s, peer {r.rows / r.peer_seconds:,.0f}"
+        for r in results
+    }
+    waiting = head.commit.totals["waiting"]
+    notes = [f"{name}: {text}" for name, text in rate.items()]
+    notes.append(f"join with grace: Kafka Streams gave the same number of results; {waiting:,} wait")
+    return results, notes

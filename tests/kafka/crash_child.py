@@ -1,0 +1,43 @@
+"""Runs the table of a topic and kills itself at a named point: ``ROOT SERVERS TOPIC POINT``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.kafka.topics import Topics
+from tests.storage.crash_child import arm
+from vt_dagster.session import build_session
+from vt_dagster.storage import delta, run_source
+from vt_dagster.storage.kafka import KafkaSource
+from vt_dagster.storage.store import AssetStore
+
+
+def main() -> None:
+    root, servers, topic, point = sys.argv[1:]
+    when, function = point.split(":")
+    if function == "read":
+        arm(KafkaSource, "read", when, lambda *_, **__: True)
+    else:
+        arm(delta, "write", when, lambda rows, path, **_: path.endswith(function))
+    from tests.kafka.test_faults import crash_table
+
+    node = crash_table(Topics(servers), topic)
+    spark = build_session(
+        "crash",
+        master="local[1]",
+        conf={
+            "spark.sql.shuffle.partitions": "1",
+            "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+        },
+    )
+    store, source = AssetStore(str(Path(root) / "warehouse"), node, spark), node.source
+    assert isinstance(source, KafkaSource)
+    arrival = run_source.pin_topics(store, source)
+    rows = run_source.consider(store, arrival, run_source.read_records(store, source, arrival))
+    run_source.commit_records(store, source, arrival, rows)
+    print("survived")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Publishes to two topics: ``SERVERS PRICES SALES COUNT``, a thousandth of it poison."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from confluent_kafka import Producer
+
+
+def main() -> None:
+    servers, *topics, count = sys.argv[1:]
+    producer = Producer({"bootstrap.servers": servers, "linger.ms": 20, "enable.idempotence": True})
+    chance = random.Random(7)
+    start = 1_700_000_000_000
+    for n in range(int(count)):
+        # out of order by a quarter of an hour, some by an hour, which a table refuses
+        millis = start + n * 20 - chance.randrange(900_000) - (3_600_000 if n % 500 == 0 else 0)
+        key = f"k{chance.randrange(2000)}"
+        value = f'{{"k": "{key}", "n": {n}, "millis": {millis}}}' if n % 1000 else "poison"
+        for topic in topics:
+            while True:
+                try:
+                    producer.produce(topic, key=key, value=value)
+                    break
+                except BufferError:
+                    producer.poll(0.05)
+        producer.poll(0)
+    assert producer.flush(120) == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Publishes a log and kills itself at a named point: ``ROOT SERVERS ORIGIN TARGET POINT``."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.kafka.topics import SCHEMA, Topics
+from tests.storage.crash_child import arm
+from vt_dagster import KafkaSink, KafkaSource, Stream
+from vt_dagster.session import build_session
+from vt_dagster.storage import delta
+from vt_dagster.storage.kafka_sink import Publication
+
+
+def main() -> None:
+    root, servers, origin, target, point = sys.argv[1:]
+    arm(delta, "write", point.split(":")[0], lambda rows, path, **_: path.endswith("log"))
+    cluster = Topics(servers).cluster
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, origin))
+    conf = {
+        "spark.sql.shuffle.partitions": "2",
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    }
+    spark = build_session("crash", master="local[1]", conf=conf)
+    warehouse = f"{root}/warehouse"
+    Publication(warehouse, "s_to_kafka", node, KafkaSink(cluster, target), spark).run()
+    print("survived")
+
+
+if __name__ == "__main__":
+    main()

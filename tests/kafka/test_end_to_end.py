@@ -1,0 +1,136 @@
+"""A million records over eight partitions are published while runs that a sensor asked for consume them
+and are killed in between: the tables equal those of one undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
+
+from tests.kafka.pipeline import Pipeline
+from tests.kafka.topics import Topics
+from vt_dagster import KafkaSource, Stream, VersionedTable
+from vt_dagster.testing_kafka import KafkaBroker
+
+REPOSITORY = Path(__file__).parents[2]
+RECORDS = 1_000_000
+PARTITIONS = 8
+KILLS = 4
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("n", IntegerType()),
+        StructField("millis", LongType()),
+    ]
+)
+
+
+def topology(topics: Topics, prices: str, sales: str, most: int | None = 150_000) -> dict[str, Stream]:
+    """A versioned table and a stream, each of its own topic."""
+
+    def source(topic: str) -> KafkaSource:
+        return KafkaSource(topics.cluster, topic, max_records_per_run=most, max_bad_share=0.01)
+
+    about = {"key": "k", "schema": SCHEMA, "timestamp": "timestamp_millis(millis)"}
+    table = VersionedTable(
+        "prices", **about, source=source(prices), history_retention=timedelta(minutes=30)
+    )
+    return {"prices": table, "sales": Stream("sales", **about, source=source(sales))}
+
+
+@pytest.fixture
+def children() -> Iterator[list[subprocess.Popen[str]]]:
+    running: list[subprocess.Popen[str]] = []
+    yield running
+    for child in running:
+        child.kill()
+        child.wait()
+
+
+def child(module: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tests.kafka.{module}", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.timeout(1800)
+def test_a_million_records_and_kills(
+    topics: Topics,
+    broker: KafkaBroker,
+    tmp_path: Path,
+    spark: SparkSession,
+    children: list[subprocess.Popen[str]],
+) -> None:
+    names = [topics.create(partitions=PARTITIONS) for _ in range(2)]
+    publisher = child("publisher", broker.bootstrap_servers, *names, str(RECORDS // 2))
+    children.append(publisher)
+    chance, kills, runs, published = random.Random(4), 0, 0, False
+    while True:
+        published = published or publisher.poll() is not None
+        worker = child("worker", str(tmp_path), broker.bootstrap_servers, *names)
+        children.append(worker)
+        if kills < KILLS and runs % 2:
+            time.sleep(chance.uniform(12, 40))
+            if worker.poll() is None:
+                os.killpg(worker.pid, signal.SIGKILL)
+                kills += 1
+        said = worker.communicate(timeout=600)[0]
+        runs += 1
+        assert worker.returncode in (0, -signal.SIGKILL), said
+        if worker.returncode == 0 and published and "nothing to do" in said:
+            break
+    assert publisher.returncode == 0
+    assert kills == KILLS
+    disturbed, other = Pipeline(tmp_path, spark), Pipeline(tmp_path / "undisturbed", spark)
+    at_once = topology(topics, *names, most=None)
+    for name, node in topology(topics, *names).items():
+        assert other.run(at_once[name])["batch"] == 1
+        totals = disturbed.head(node).totals
+        assert totals == other.head(node).totals
+        assert totals["in"] == RECORDS // 2
+        assert totals["in"] == totals["applied"] + totals["late"] + totals["quarantined"]
+        assert totals["quarantined"] == RECORDS // 2 // 1000
+        assert disturbed.head(node).next_offset == other.head(node).next_offset
+        for what in ("log", "versions") if name == "prices" else ("log",):
+            mine, theirs = disturbed.store(node).read(what), other.store(node).read(what)
+            assert _digest(mine) == _digest(theirs), f"{name} {what}"
+        rejected = [p.store(node).quarantine() for p in (disturbed, other)]
+        assert rejected[0] is not None
+        assert rejected[1] is not None
+        assert _digest(rejected[0].drop("batch")) == _digest(rejected[1].drop("batch"))
+        # by content: every number that was published is in the log or in quarantine, once
+        log = disturbed.store(node).read("log").select("n")
+        late = (
+            rejected[0]
+            .where("reason = 'late'")
+            .select(F.get_json_object(F.col("raw").cast("string"), "$.n").cast("int").alias("n"))
+        )
+        numbers = log.unionByName(late)
+        good = totals["in"] - totals["quarantined"]
+        assert numbers.count() == good == numbers.distinct().count()
+        if name == "prices":
+            assert totals["late"] > 0
+
+
+def _digest(rows: DataFrame) -> tuple[int, int]:
+    """Number of rows, and a sum over their contents that no order changes."""
+    hashed = F.xxhash64(*[F.to_json(F.struct(c)) for c in sorted(rows.columns)])
+    found = rows.agg(F.count(F.lit(1)), F.sum(hashed.cast("decimal(38,0)"))).collect()[0]
+    return found[0], int(found[1])

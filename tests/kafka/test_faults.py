@@ -1,0 +1,259 @@
+"""What goes wrong with topics, brokers and processes, and what the user sees of it. At the end every
+record is in the log once, or in quarantine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.kafka.pipeline import Pipeline
+from tests.kafka.topics import SCHEMA, Topics, record, records
+from vt_dagster import KafkaSource, Stream, VersionedTable
+from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError
+from vt_dagster.storage import run_source
+from vt_dagster.storage.runs import Arrival, Receipt
+from vt_dagster.testing_kafka import KafkaBroker
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
+    return Pipeline(tmp_path, spark)
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path) -> Iterator[KafkaBroker]:
+    """A broker that the test may stop."""
+    with KafkaBroker(tmp_path / "broker") as running:
+        yield running
+
+
+def stream(pipeline: Pipeline, topics: Topics, topic: str, **options: Any) -> Stream:
+    source = pipeline.source(topics, topic, **options)
+    return Stream("s", key="k", schema=SCHEMA, timestamp="at", source=source)
+
+
+def pin(pipeline: Pipeline, node: Stream) -> Arrival:
+    assert isinstance(node.source, KafkaSource)
+    return run_source.pin_topics(pipeline.store(node), node.source)
+
+
+def finish(pipeline: Pipeline, node: Stream, arrival: Arrival) -> Receipt:
+    source, store = node.source, pipeline.store(node)
+    assert isinstance(source, KafkaSource)
+    rows = run_source.consider(store, arrival, run_source.read_records(store, source, arrival))
+    return run_source.commit_records(store, source, arrival, rows)
+
+
+def test_retention_has_passed(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create(partitions=2)
+    topics.produce(topic, records(range(10), partition=0))
+    topics.produce(topic, records(range(10, 13), partition=1))
+    node = stream(pipeline, topics, topic, max_records_per_run=6)
+    pipeline.run(node)
+    assert pipeline.head(node).inputs == {topic: {0: 3, 1: 3}}
+    topics.expire(topic, {0: 8})
+    said = pipeline.fails(node)
+    assert (
+        f"topic {topic}, partition 0: 5 offsets are gone: 3 is the next one to consume, 8 the" in said
+    )
+    assert "accept_gap=true" in said
+    assert pipeline.head(node).batch == 1
+    with pytest.raises(RecordsGoneError, match="5 offsets are gone"):  # a red tick, not a skipped one
+        pipeline.tick(node)
+    done = pipeline.run(node, accept_gap=True)
+    assert (done["records_lost"], done["records_in"]) == (5, 2)
+    assert done["accepted_gaps"] == {topic: {"0": [3, 8]}}
+    assert pipeline.head(node).gaps == {topic: {0: (3, 8)}}
+    assert sorted(r.n for r in pipeline.log(node)) == [0, 1, 2, 8, 9, 10, 11, 12]
+    assert pipeline.run(node)["status"] == "nothing new: no commit"
+
+
+def test_topic_deleted_and_created_anew(topics: Topics, pipeline: Pipeline) -> None:
+    """The new topic has as many records as the old one: the offsets alone look valid."""
+    topic = topics.create(partitions=2)
+    topics.produce(topic, records(range(4), partition=1))
+    node = stream(pipeline, topics, topic)
+    pipeline.run(node)
+    topics.delete(topic)
+    topics.create(topic)
+    topics.produce(topic, records(range(100, 105), partition=0))
+    said = pipeline.fails(node)
+    assert f"topic {topic} was deleted and created anew since batch 1 (its id was" in said
+    with pytest.raises(RecordsGoneError, match="created anew"):
+        pipeline.tick(node)
+    done = pipeline.run(node, accept_gap=True)
+    assert done["records_in"] == 5
+    assert pipeline.head(node).inputs == {topic: {0: 5}}
+    assert pipeline.run(node)["status"] == "nothing new: no commit"
+    assert sorted(r.n for r in pipeline.log(node)) == [0, 1, 2, 3, *range(100, 105)]
+
+
+def test_partitions_are_added(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    topics.produce(topic, records(range(3)))
+    node = stream(pipeline, topics, topic, start="latest")
+    pipeline.run(node)
+    topics.add_partitions(topic, 3)
+    time.sleep(1)
+    topics.produce(topic, records(range(5), partition=2))
+    # the new partition is read from its beginning, though the first run began at the end
+    assert pipeline.run(node)["taken"] == {topic: {"2": [0, 5]}}
+    assert pipeline.head(node).inputs == {topic: {0: 3, 1: 0, 2: 5}}
+
+
+def test_two_runs_at_once(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    topics.produce(topic, records(range(5)))
+    node = stream(pipeline, topics, topic)
+    one, other = pin(pipeline, node), pin(pipeline, node)
+    assert finish(pipeline, node, one).commit is not None
+    with pytest.raises(ConcurrentRunError, match="another run committed"):
+        finish(pipeline, node, other)
+    assert [r.n for r in pipeline.log(node)] == [0, 1, 2, 3, 4]
+
+
+def test_records_vanish_while_a_run_reads(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    topics.produce(topic, records(range(10)))
+    node = stream(pipeline, topics, topic)
+    arrival = pin(pipeline, node)
+    topics.expire(topic, {0: 4})
+    with pytest.raises(SourceError, match="nothing was committed"):
+        finish(pipeline, node, arrival)
+    assert pipeline.store(node).head() is None
+
+
+def test_broker_stops_and_starts_while_a_run_reads(own_broker: KafkaBroker, pipeline: Pipeline) -> None:
+    topics = Topics(own_broker.bootstrap_servers)
+    topic = topics.create(partitions=2)
+    for partition in (0, 1):
+        topics.produce(topic, records(range(500), partition=partition))
+    node = stream(pipeline, topics, topic)
+    arrival = pin(pipeline, node)
+    own_broker.kill()
+    assert "did not answer" in pipeline.tick(node)
+    assert "did not answer" in pipeline.fails(node)
+    restart = threading.Timer(3, own_broker.start)
+    restart.start()
+    finish(pipeline, node, arrival)
+    restart.join()
+    assert Counter(r.n for r in pipeline.log(node)) == Counter([*range(500), *range(500)])
+    assert pipeline.run(node)["status"] == "nothing new: no commit"
+
+
+@pytest.mark.parametrize("point", ["before:read", "before:log", "after:log", "during:view"])
+def test_run_killed(point: str, topics: Topics, broker: KafkaBroker, pipeline: Pipeline) -> None:
+    """Every record once, in log, view and quarantine, wherever the process was killed."""
+    topic = topics.create(partitions=2)
+    good = [record(f"k{n % 7}", n, (n * 37) % 3600, partition=n % 2) for n in range(200)]
+    topics.produce(topic, [*good, {"value": b"poison", "partition": 1}])
+    child = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.kafka.crash_child"),
+            *(str(pipeline.root), broker.bootstrap_servers, topic, point),
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
+    node = crash_table(topics, topic)
+    pipeline.run(node)
+    assert pipeline.run(node)["status"] == "nothing new: no commit"
+    totals = pipeline.head(node).totals
+    assert totals["in"] == 201 == totals["applied"] + totals["late"] + totals["quarantined"]
+    assert totals["quarantined"] == 1
+    late = [r for r in pipeline.quarantine(node) if r.reason == "late"]
+    assert len(late) == totals["late"] > 0
+    assert len(pipeline.quarantine(node)) == totals["late"] + 1
+    consumed = [(r.partition, r.n) for r in pipeline.log(node)]
+    consumed += [(r.partition, int(bytes(r.raw).split(b'"n": ')[1].split(b",")[0])) for r in late]
+    assert sorted(consumed) == sorted((n % 2, n) for n in range(200))
+    other = Pipeline(pipeline.root / "undisturbed", pipeline.spark)
+    other.run(node)
+    assert pipeline.versions(node) == other.versions(node)
+    assert pipeline.log(node) == other.log(node)
+
+
+def crash_table(topics: Topics, topic: str) -> VersionedTable:
+    source = KafkaSource(topics.cluster, topic)
+    return VersionedTable(
+        "t",
+        key="k",
+        schema=SCHEMA,
+        timestamp="at",
+        history_retention=timedelta(minutes=40),
+        source=source,
+    )
+
+
+def test_sensor_asks_once(topics: Topics, pipeline: Pipeline) -> None:
+    """A doubled tick, a lost cursor, two sensors: the same run. A replay on purpose: another one."""
+    topic = topics.create(partitions=2)
+    node = stream(pipeline, topics, topic)
+    assert "batch 0, 0 records consumed" in pipeline.tick(node)
+    topics.produce(topic, records(range(6), partition=1))
+    first = pipeline.tick(node)
+    config = first.run_config["ops"]["s"]["ops"]["read_s"]["config"]
+    assert config == {"ranges": {topic: {"1": [0, 6]}}}
+    assert first.tags["vt_dagster/asset"] == "s"
+    for cursor in ('{"epoch": 0, "batch": 0}', "somebody's own", None):
+        assert pipeline.tick(node, cursor).run_key == first.run_key
+    assert pipeline.tick(node, '{"epoch": 0, "batch": 3}').run_key != first.run_key
+    # the run takes what it was asked to take, not what has come since
+    topics.produce(topic, records([6, 7], partition=1))
+    assert pipeline.run(node, **config)["records_in"] == 6
+    # asked again, it finds its range consumed
+    assert pipeline.run(node, **config)["status"] == "nothing new: no commit"
+    second = pipeline.tick(node)
+    assert second.run_config["ops"]["s"]["ops"]["read_s"]["config"] == {
+        "ranges": {topic: {"1": [6, 8]}}
+    }
+    assert second.run_key != first.run_key
+
+
+def test_sensor_waits_for_enough_or_long_enough(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    topics.produce(topic, records(range(3)))
+    node = stream(pipeline, topics, topic)
+    options = {"minimum_records": 10, "maximum_wait": timedelta(minutes=1)}
+    said = pipeline.tick(node, **options)
+    assert "3 offsets behind: waits for 10 records, or until 0:01:00 have passed" in said
+    long_ago = f'{{"epoch": 0, "batch": 0, "since": {int(time.time()) - 61}}}'
+    assert isinstance(pipeline.tick(node, long_ago, **options), dg.RunRequest)
+    topics.produce(topic, records(range(7)))
+    assert isinstance(pipeline.tick(node, **options), dg.RunRequest)
+
+
+def test_sensor_lets_an_unfinished_run_finish(topics: Topics, pipeline: Pipeline) -> None:
+    topic = topics.create()
+    topics.produce(topic, records(range(3)))
+    node = stream(pipeline, topics, topic)
+    with dg.DagsterInstance.ephemeral() as instance:
+        asked = pipeline.tick(node, instance=instance)
+        run = instance.create_run_for_job(
+            dg.define_asset_job("nothing").resolve(
+                asset_graph=dg.Definitions(
+                    assets=[dg.asset(name="x")(lambda: None)]
+                ).resolve_asset_graph()
+            ),
+            tags=asked.tags,
+        )
+        assert f"the run {run.run_id} is at work" in pipeline.tick(node, instance=instance)

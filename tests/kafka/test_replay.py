@@ -1,0 +1,150 @@
+"""An asset made anew beside the live one, compared with it, and swapped for it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from typer.testing import CliRunner
+
+from tests.kafka.pipeline import Pipeline
+from tests.kafka.topics import SCHEMA, Topics, record, records
+from vt_dagster import Raw, Stream, Table, VersionedTable
+from vt_dagster.cli import app
+from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.storage.replay import compare, replay, run_once, swap
+from vt_dagster.storage.store import AssetStore
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
+    return Pipeline(tmp_path, spark)
+
+
+def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:
+    topic = topics.create(partitions=2)
+    topics.produce(topic, records(range(60), keys=6))
+    source = pipeline.source(topics, topic, max_records_per_run=25, key=Raw("k"))
+    node = VersionedTable(
+        "t", key="k", schema=SCHEMA, timestamp="at", source=source, history_retention=timedelta(days=1)
+    )
+    big = node.filter("n >= 30", name="big")
+    warehouse = str(pipeline.root / "warehouse")
+    with pytest.raises(StorageError, match="nothing was ever committed"):
+        replay(warehouse, node, "t2", spark)
+    for _ in range(3):
+        run_once(warehouse, node, spark)
+    run_once(warehouse, big, spark)
+    topics.produce(topic, records([999]))  # came after the live table's last run: not replayed
+    # the same definition gives the same table, in as many runs as it takes
+    same = replay(warehouse, node, "t2", spark)
+    assert pipeline.head(node).inputs == same.head().commit.inputs  # pyright: ignore
+    found = compare(AssetStore(warehouse, node, spark), same)
+    assert (found.missing, found.extra) == (0, 0)
+    # another definition gives another one: what differs is told
+    fixed = VersionedTable(
+        "t",
+        key="k",
+        schema=SCHEMA,
+        timestamp="at",
+        source=source,
+        tombstone="n % 10 = 7",
+        history_retention=timedelta(days=1),
+    )
+    mended = replay(warehouse, fixed, "t3", spark)
+    found = compare(AssetStore(warehouse, node, spark), mended)
+    assert (found.missing, found.extra) == (6, 6)
+    assert all('"is_tombstone":' in r.row for r in found.rows.collect())
+    swap(warehouse, "t", "t3")
+    now = AssetStore(warehouse, fixed, spark)
+    assert compare(now, same).extra == 6
+    # the live table goes on where it was
+    assert run_once(warehouse, fixed, spark).commit is not None
+    assert pipeline.head(fixed).batch == 4
+    assert pipeline.head(fixed).totals["in"] == 61
+    # what consumed the old log refuses to take the new one for it
+    with pytest.raises(StorageError, match="the log of t is another one than in batch 1"):
+        run_once(warehouse, big, spark)
+    big_now = fixed.filter("n >= 30", name="big")
+    replay(warehouse, big_now, "big2", spark)
+    swap(warehouse, "big", "big2")
+    assert run_once(warehouse, big_now, spark).commit is None
+    assert {r.n for r in AssetStore(warehouse, big_now, spark).read().collect()} <= {*range(30, 1000)}
+
+
+def test_replay_from_a_place(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:
+    topic = topics.create()
+    base = int(datetime(2024, 5, 1, tzinfo=timezone.utc).timestamp() * 1000)
+    topics.produce(topic, [{**record("a", n, n), "timestamp": base + n * 1000} for n in range(10)])
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, topic))
+    warehouse = str(pipeline.root / "warehouse")
+    run_once(warehouse, node, spark)
+    later = replay(
+        warehouse, node, "late", spark, datetime.fromtimestamp(base / 1000 + 7, timezone.utc)
+    )
+    assert sorted(r.n for r in later.read().collect()) == [7, 8, 9]
+    placed = replay(warehouse, node, "placed", spark, {topic: {0: 8}})
+    assert sorted(r.n for r in placed.read().collect()) == [8, 9]
+    found = compare(AssetStore(warehouse, node, spark), placed)
+    assert (found.missing, found.extra) == (8, 0)
+    files = Table("f", key="k", schema=SCHEMA, timestamp="at")
+    with pytest.raises(StorageError, match="nothing was ever committed"):
+        replay(warehouse, files, "g", spark)
+    with pytest.raises(SourceError, match="start must be"):
+        pipeline.source(topics, topic, start={"another": {0: 1}})
+
+
+def test_an_interrupted_swap_is_brought_to_its_end(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "log").mkdir(parents=True)
+        (tmp_path / name / "is").write_text(name)
+    for renames in (1, 2):
+        copy = tmp_path / f"after{renames}"
+        for name in ("a", "b"):
+            shutil.copytree(tmp_path / name, copy / name)
+        (copy / "a").rename(copy / "_a.swap.b")
+        if renames == 2:
+            (copy / "b").rename(copy / "a")
+        swap(str(copy), "a", "b")
+        assert [(copy / name / "is").read_text() for name in ("a", "b")] == ["b", "a"]
+        assert sorted(p.name for p in copy.iterdir()) == ["a", "b"]
+    with pytest.raises(StorageError, match=r"found no \['c'\]"):
+        swap(str(tmp_path), "a", "c")
+
+
+def test_the_commands(
+    topics: Topics, pipeline: Pipeline, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = topics.create()
+    topics.produce(topic, records(range(5)))
+    (pipeline.root / "shop.py").write_text(
+        "from tests.kafka.topics import SCHEMA, Topics\n"
+        "from vt_dagster import KafkaSource, Stream\n"
+        f"cluster = Topics({topics.cluster.servers!r}).cluster\n"
+        f"source = KafkaSource(cluster, {topic!r})\n"
+        "orders = Stream('orders', key='k', schema=SCHEMA, timestamp='at', source=source)\n"
+    )
+    monkeypatch.chdir(pipeline.root)
+    monkeypatch.setattr(sys, "path", [str(pipeline.root), *sys.path])
+    warehouse = str(pipeline.root / "warehouse")
+    from shop import orders  # pyright: ignore[reportMissingImports]
+
+    run_once(warehouse, orders, spark)
+
+    def said(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [*arguments, "--warehouse", warehouse])
+        return done.exit_code, done.output
+
+    offsets = f'{{"{topic}": {{"0": 3}}}}'
+    made = said("replay", "orders", "--into", "less", "--module", "shop", "--from-offsets", offsets)
+    assert made == (0, "less: 2 records in 1 runs\n")
+    code, text = said("compare", "orders", "less")
+    assert code == 1
+    assert "3 rows only in orders, 0 only in less" in text
+    assert 'only in orders: {"at":"2020-01-01T00:00:00.000Z"' in text
+    assert said("swap", "orders", "less")[0] == 0
+    assert AssetStore(warehouse, orders, spark).read().count() == 2

@@ -1,0 +1,106 @@
+"""A cluster that wants TLS and a password: it works, and the password is nowhere to be read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.kafka.pipeline import Pipeline
+from tests.kafka.topics import SCHEMA, Topics, records
+from tests.market import materialized, messages, run
+from vt_dagster import (
+    KafkaCluster,
+    KafkaSink,
+    KafkaSource,
+    Stream,
+    build_asset,
+    build_publication,
+    build_sensor,
+)
+from vt_dagster.errors import SourceError
+from vt_dagster.testing_kafka import KafkaBroker
+
+PASSWORD = "sesame-4711"
+
+
+@pytest.fixture
+def secure(broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch) -> KafkaCluster:
+    monkeypatch.setenv("TEST_KAFKA_PASSWORD", PASSWORD)
+    return KafkaCluster(
+        broker.secure_servers,
+        security_protocol="SASL_SSL",
+        sasl_mechanism="SCRAM-SHA-256",
+        username="alice",
+        password=dg.EnvVar("TEST_KAFKA_PASSWORD"),
+        ca_location=str(broker.ca_location),
+    )
+
+
+def everything_said(instance: dg.DagsterInstance, run_id: str) -> str:
+    return "\n".join(str(record) for record in instance.all_logs(run_id))
+
+
+def test_no_secret_anywhere(
+    secure: KafkaCluster,
+    topics: Topics,
+    tmp_path: Path,
+    spark: SparkSession,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    origin, target = topics.create(), topics.create()
+    topics.produce(origin, [*records(range(20)), {"value": b"poison"}])
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(secure, origin))
+    assets = [build_asset(node), build_publication(node, KafkaSink(secure, target))]
+    home = tmp_path / "dagster_home"
+    home.mkdir()
+    said = [repr(secure), repr(node), str(node.source)]
+    with dg.DagsterInstance.local_temp(str(home)) as instance:
+        done = run(assets, tmp_path / "warehouse", instance=instance)
+        assert done.success, messages(done)
+        assert materialized(done, "s")["records_applied"] == 20
+        assert len(topics.consume(target)) == 20
+        said.append(everything_said(instance, done.run_id))
+        # a wrong password, a broken authority, a variable that is not set: messages without secrets
+        for wrong in (
+            {"password": "wrong-secret-0815"},
+            {"ca_location": None},
+            {"password": dg.EnvVar("NO_SUCH_VARIABLE")},
+        ):
+            cluster = replace(secure, **wrong)
+            source = KafkaSource(cluster, origin)
+            broken = Stream("b", key="k", schema=SCHEMA, timestamp="at", source=source)
+            failed = run([build_asset(broken)], tmp_path / "warehouse", instance=instance)
+            assert not failed.success
+            assert "did not answer" in messages(failed) or "NO_SUCH_VARIABLE" in messages(failed)
+            said += [messages(failed), everything_said(instance, failed.run_id)]
+        said.append(str(tick(node, tmp_path)))
+    spark.read.format("kafka").options(**secure.spark_options()).option(
+        "subscribe", origin
+    ).load().explain(True)
+    captured = capfd.readouterr()
+    said += [captured.out, captured.err, caplog.text]
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert len(files) > 10
+    for secret in (PASSWORD, "wrong-secret-0815"):
+        assert [str(p) for p in files if secret.encode() in p.read_bytes()] == []
+        assert [text for text in said if secret in text] == []
+
+
+def tick(node: Stream, root: Path) -> Any:
+    pipeline = Pipeline(root, None)  # pyright: ignore[reportArgumentType]
+    assert build_sensor(node)
+    return pipeline.tick(node)
+
+
+def test_password_is_asked_for(broker: KafkaBroker) -> None:
+    with pytest.raises(SourceError, match="expected username and password"):
+        KafkaCluster(broker.secure_servers, security_protocol="SASL_SSL")

@@ -1,0 +1,31 @@
+"""One tick of each sensor and the run that it asks for: ``ROOT SERVERS PRICES SALES``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import dagster as dg
+
+from tests.kafka.pipeline import Pipeline
+from tests.kafka.test_end_to_end import topology
+from tests.kafka.topics import Topics
+from vt_dagster.session import build_session
+
+
+def main() -> None:
+    root, servers, *names = sys.argv[1:]
+    conf = {"spark.sql.shuffle.partitions": "2"}
+    pipeline = Pipeline(Path(root), build_session("worker", master="local[2]", conf=conf))
+    asked = 0
+    for node in topology(Topics(servers), *names).values():
+        said = pipeline.tick(node)
+        if isinstance(said, dg.RunRequest):
+            asked += 1
+            done = pipeline.execute(node, run_config=said.run_config)
+            assert done.success
+    print("asked" if asked else "nothing to do")
+
+
+if __name__ == "__main__":
+    main()
