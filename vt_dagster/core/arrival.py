@@ -42,9 +42,9 @@ class Fate:
 
 
 @contextmanager
-def few_records() -> Generator[None]:
+def few_records(few: bool = True) -> Generator[None]:
     """Within it runs are known to be small: nothing is cut into chunks, and plans are shorter."""
-    token = _few.set(True)
+    token = _few.set(few)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION
 from vt_dagster.core import grace, step
-from vt_dagster.core.arrival import Fate, by_partition, stream_time_of
+from vt_dagster.core.arrival import CHUNK, Fate, by_partition, few_records, stream_time_of
 from vt_dagster.errors import ContractError
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.positions import Offsets
@@ -70,7 +70,8 @@ def read_stream(stream: AssetStore, join: StreamTableJoin, arrival: Arrival) -> 
         held = grace.waiting(rows.where(consumed), key=join.left.key, released=released)
         rows = rows.where(~consumed)
     before, due = by_partition(state.stream_time), by_partition(arrival.released)
-    return step.consider_join(join, rows, held, before, due)
+    with few_records(arrival.few):
+        return step.consider_join(join, rows, held, before, due)
 
 
 def commit_join(
@@ -105,7 +106,8 @@ def commit_join(
         counts["out"] = out
         counts["unmatched"] = found_rows["unmatched"] if join.kind == "left" else joined - out
         first = by_partition(arrival.before.next_offset, "long")
-        rows = step.produce_join(store.node, join, results, first)
+        with few_records(out <= CHUNK):
+            rows = step.produce_join(store.node, join, results, first)
         taken = arrival.taken
         commit = next_commit(
             arrival,

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 
 from vt_dagster.columns import PARTITION
 from vt_dagster.core import operate, step, suppress
-from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.arrival import CHUNK, by_partition, few_records
 from vt_dagster.model import Stream, Table
 from vt_dagster.operators import Operator, Suppress, WindowedAggregate
 from vt_dagster.storage.positions import Commit
@@ -70,7 +70,9 @@ def _own_time(
 ) -> tuple[dict[int, int], dict[str, float]]:
     """An operator's stream time at the end of a run, and how late its records were (seconds)."""
     before = arrival.before.stream_time
-    timed = operate.with_lateness(node, [operate.Taken(rows) for rows in logs], by_partition(before))
+    with few_records(arrival.few):
+        taken = [operate.Taken(rows) for rows in logs]
+        timed = operate.with_lateness(node, taken, by_partition(before))
     times = dict(before)
     found = timed.collect()
     for row in found:
@@ -115,7 +117,8 @@ def results_of(
         stream_time=by_partition(arrival.before.stream_time),
         after=by_partition(arrival.stream_time),
     )
-    return Results(*operate.operate(store.node, taken, before))
+    with few_records(arrival.few):
+        return Results(*operate.operate(store.node, taken, before))
 
 
 def commit_results(
@@ -157,7 +160,8 @@ def commit_results(
             counts["suppression_emit"] = found["applied"]
         if held is not None:
             store.stage_state(arrival.attempt, held)
-        rows = operate.produce(node, kept, by_partition(arrival.before.next_offset, "long"))
+        with few_records(found["applied"] <= CHUNK):
+            rows = operate.produce(node, kept, by_partition(arrival.before.next_offset, "long"))
         commit = next_commit(
             arrival,
             counts,

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, PARTITION, TIMESTAMP
 from vt_dagster.core import step
-from vt_dagster.core.arrival import Fate, by_partition
+from vt_dagster.core.arrival import CHUNK, Fate, by_partition, few_records
 from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason, prepare
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.model import Stream, Table
@@ -72,7 +72,8 @@ def consider(store: AssetStore, arrival: Arrival, records: DataFrame) -> DataFra
     """Which records the run applies, which are late; for tables also which are their key's latest."""
     view = store.view() if isinstance(store.node, Table) and arrival.previous else None
     before = by_partition(arrival.before.stream_time)
-    return step.consider_records(store.node, records, None if view is None else view[2], before)
+    with few_records(arrival.few):
+        return step.consider_records(store.node, records, None if view is None else view[2], before)
 
 
 def commit_records(
@@ -99,7 +100,9 @@ def commit_records(
         found = gate(node, kept)
         counts, ends, times = found
         _check_share(node, source, kept, counts)
-        rows = step.produce_records(node, kept, by_partition(arrival.before.next_offset, "long"))
+        first = by_partition(arrival.before.next_offset, "long")
+        with few_records(counts["applied"] <= CHUNK):
+            rows = step.produce_records(node, kept, first)
         bad = counts["late"] + counts["quarantined"]
         if bad:
             store.stage_rejected(arrival.attempt, _rejected(kept.where(rejected)))

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, HOME, PARTITION, SEQUENCE, TIMESTAMP
 from vt_dagster.contracts import Rule, contract_of, refuse
-from vt_dagster.core.arrival import Fate, has_key
+from vt_dagster.core.arrival import CHUNK, Fate, has_key
 from vt_dagster.core.stream_table_join import MATCHED
 from vt_dagster.errors import StorageError
 from vt_dagster.model import Stream, Table
@@ -26,6 +26,9 @@ from vt_dagster.storage.files import FileInfo
 from vt_dagster.storage.kafka import Pinned
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.store import AssetStore, Head, shape_of
+
+_FEW_BYTES = 4_000_000
+"""Of files: so many bytes are some ten thousand lines."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ class Arrival:
                     f"{self.before.batch}: its offsets mean other records. Replay {self.node.name} "
                     "into tables of another name, compare, and swap them too"
                 )
+
+    @property
+    def few(self) -> bool:
+        """Whether one task can well put into order what the run takes."""
+        records = sum(end - start for ranges in self.taken.values() for start, end in ranges.values())
+        waiting = self.before.counts.get(Fate.WAITING, 0)
+        return records + waiting <= CHUNK and sum(f.size for f in self.files) <= _FEW_BYTES
 
     @property
     def before(self) -> Commit:
