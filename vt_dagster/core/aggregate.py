@@ -25,7 +25,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, with_stream_time
+from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, gathered, union, with_stream_time
 from vt_dagster.core.transform import over_old
 from vt_dagster.durations import Duration
 
@@ -206,7 +206,7 @@ def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str])
     )
     if state is None:
         return last
-    return last.unionByName(state.join(last.select(*key), list(key), "left_anti"))
+    return union(last, state.join(last.select(*key), list(key), "left_anti"))
 
 
 def aggregate_by(
@@ -235,7 +235,7 @@ def aggregate_by(
         schema: the aggregate's columns; None = those of a row.
         initializer: None: the first row added to an empty group is its aggregate (Kafka's reduce).
     """
-    known = _with_base(rows, state, key, ("_acc",)).repartition(*key)
+    known = gathered(_with_base(rows, state, key, ("_acc",)), key)
     ordered = known.sortWithinPartitions(*key, *ORDER, TURN)
     row_type = cast(StructType, rows.schema[_ADD].dataType)
     result = schema or StructType([row_type[n] for n in names])

@@ -51,6 +51,20 @@ def few_records() -> Generator[None]:
         _few.reset(token)
 
 
+def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
+    """The rows of both, null in columns that one of them lacks; few records stay in one task, which
+    spares the shuffle that would follow."""
+    if more is None:
+        return rows
+    both = rows.unionByName(more, allowMissingColumns=True)
+    return both.coalesce(1) if _few.get() else both
+
+
+def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
+    """The rows, all those that are equal in some columns in one task: one shuffle."""
+    return rows.coalesce(1) if _few.get() else rows.repartition(*[F.col(c) for c in by])
+
+
 def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> Column:
     """A small mapping ``partition -> number`` as a column of the row's own partition.
 

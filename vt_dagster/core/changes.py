@@ -29,7 +29,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, union
 
 LEFT, RIGHT = "left", "right"
 TAKEN = "_taken"
@@ -123,7 +123,7 @@ def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
     touched = side.current.select(
         *match_columns(side.key), _contain(side.row_state()).alias(found)
     ).join(asked.select(*match_names(side.key)), match_names(side.key), "left_semi")
-    return rows.unionByName(touched, allowMissingColumns=True)
+    return union(rows, touched)
 
 
 def state_of(name: str, by: Sequence[str]) -> Column:

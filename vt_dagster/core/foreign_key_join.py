@@ -19,7 +19,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, union
 from vt_dagster.core.changes import (
     LEFT,
     RIGHT,
@@ -75,8 +75,8 @@ def join(
 
     Source: KIP-914 "Foreign-Key Joins".
     """
-    rows = _after_left(left, right, kind, foreign_key).unionByName(
-        _after_right(left, right, kind, foreign_key)
+    rows = union(
+        _after_left(left, right, kind, foreign_key), _after_right(left, right, kind, foreign_key)
     )
     return result_rows(rows, key=left.key, select=columns)
 
@@ -106,7 +106,7 @@ def _after_left(
         F.struct(*named(left.key)).alias(_KEY),
         *[c for c in keyed.columns if c not in left.key],
     )
-    rows = asking.unionByName(timeline(right, RIGHT, asking), allowMissingColumns=True)
+    rows = union(asking, timeline(right, RIGHT, asking))
     moments = rows.withColumn(_RIGHT_STATE, state_of(RIGHT, [*on, _SALT])).where(
         F.col(ARRIVAL).isNotNull() & ((F.col(INPUT) == 0) | ~F.col(TAKEN))
     )
@@ -203,7 +203,7 @@ def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -
         .join(asked, asked.columns, "left_semi")
         .join(changes.select(*named(left.key)), list(left.key), "left_anti")
     )
-    return rows.unionByName(unchanged, allowMissingColumns=True)
+    return union(rows, unchanged)
 
 
 def _before() -> Column:

@@ -44,6 +44,7 @@ from vt_dagster.core.arrival import (
     arrival_chunk,
     has_key,
     number,
+    union,
     with_stream_time,
 )
 from vt_dagster.core.changes import TableInput
@@ -376,8 +377,7 @@ def _monotone(
     newest = F.greatest(F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far), F.col(last))
     raised = known.withColumn(TIMESTAMP, F.when(applied, newest).otherwise(F.col(TIMESTAMP))).drop(last)
     times = raised.where(applied).select(*key, TIMESTAMP)
-    every = times if state is None else times.unionByName(state)
-    return raised, every.groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))
+    return raised, union(times, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))
 
 
 def _last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:

@@ -35,7 +35,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, with_stream_time
+from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, gathered, union, with_stream_time
 from vt_dagster.core.windows import micros
 from vt_dagster.durations import Duration
 
@@ -209,7 +209,7 @@ def _together(
     if buffer is None:
         return fresh
     waiting = buffer.select(*kept, F.unix_micros(PLACE).alias(_AT), F.lit(False).alias(_FRESH))
-    return fresh.unionByName(waiting, allowMissingColumns=True)
+    return union(fresh, waiting)
 
 
 def _pass_through(
@@ -263,7 +263,7 @@ def _limited(
     group, order = [PARTITION, *key], [_FRESH, *ORDER]
     in_order = W.partitionBy(*group).orderBy(*order)
     grouped = (
-        rows.repartition(*[F.col(c) for c in group])
+        gathered(rows, group)
         .withColumns({_PERIOD: period, _AFTER: after})
         .withColumn(_FIRST, F.row_number().over(in_order) == 1)
         .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())

@@ -9,7 +9,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, INPUT, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, union
 from vt_dagster.core.changes import (
     LEFT,
     RIGHT,
@@ -57,9 +57,7 @@ def join(
     on = match_names(left.key)
     left_keys = left.changes.select(*match_columns(left.key))
     right_keys = right.changes.select(*match_columns(right.key))
-    rows = timeline(left, LEFT, right_keys).unionByName(
-        timeline(right, RIGHT, left_keys), allowMissingColumns=True
-    )
+    rows = union(timeline(left, LEFT, right_keys), timeline(right, RIGHT, left_keys))
     from_left = F.col(INPUT) == 0
     moments = rows.select(
         *on,

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMESTAMP, VALID_TO
-from vt_dagster.core.arrival import Fate, has_key
+from vt_dagster.core.arrival import Fate, gathered, has_key
 from vt_dagster.core.windows import micros
 from vt_dagster.durations import Duration
 
@@ -119,7 +119,7 @@ def told_once(
             _RETENTION: micros(history_retention),
         }
     )
-    ordered = asked.repartition(PARTITION).sortWithinPartitions(PARTITION, *ORDER)
+    ordered = gathered(asked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
     names = (*key, PARTITION, IS_TOMBSTONE, _NEWEST, _ALIVE, _TIME, _BEFORE, _RETENTION)
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:

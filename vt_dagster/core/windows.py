@@ -27,7 +27,7 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core import sessions
-from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, has_key, with_stream_time
+from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, has_key, union, with_stream_time
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
 from vt_dagster.durations import Duration
 from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
@@ -122,10 +122,6 @@ def _accumulators_type(records: DataFrame, aggregates: Aggregates) -> StructType
     return records.agg(*merged).schema
 
 
-def _together(fresh: DataFrame, earlier: DataFrame | None) -> DataFrame:
-    return fresh if earlier is None else fresh.unionByName(earlier, allowMissingColumns=True)
-
-
 def _fixed(
     fresh: DataFrame,
     earlier: DataFrame | None,
@@ -146,7 +142,7 @@ def _fixed(
     )
     if earlier is not None:
         earlier = earlier.withColumn(_MARK, F.col(TIMESTAMP))
-    rows = _together(added, earlier)
+    rows = union(added, earlier)
     group = W.partitionBy(PARTITION, *key, WINDOW_START, WINDOW_END).orderBy(FRESH, *ORDER)
     so_far = group.rowsBetween(W.unboundedPreceding, W.currentRow)
     # Sums are made in order of arrival: those of doubles do not depend on how runs are cut.
@@ -210,7 +206,7 @@ def _sessions(
     )
     if earlier is not None:
         earlier = earlier.drop(TIMESTAMP)
-    merged = sessions.merge(_together(records, earlier), key=key, accumulators=aggregates.accumulators)
+    merged = sessions.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
     updated = F.col(KIND) == sessions.MERGED
     closed = F.col(KIND) == sessions.CLOSED
     ended = F.timestamp_micros(WINDOW_END)
