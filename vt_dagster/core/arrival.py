@@ -82,12 +82,19 @@ def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> C
     return F.timestamp_micros(number) if kind == "timestamp" else number
 
 
+def micros(value: Duration) -> Column:
+    """A duration in microseconds, BIGINT, also where each partition has its own."""
+    one = timedelta(microseconds=1)
+    if isinstance(value, timedelta):
+        return F.lit(value // one).cast("long")
+    return by_partition({p: v // one for p, v in value.items()}, "long")
+
+
 def duration(value: Duration) -> Column:
-    """A duration as an interval column, also where each partition has its own."""
+    """The same as an interval column."""
     if isinstance(value, timedelta):
         return F.lit(value)
-    micros = by_partition({p: v // timedelta(microseconds=1) for p, v in value.items()}, "long")
-    return micros * F.expr("INTERVAL '0.000001' SECOND")
+    return micros(value) * F.expr("INTERVAL '0.000001' SECOND")
 
 
 def arrival_chunk() -> Column:

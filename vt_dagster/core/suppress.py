@@ -35,8 +35,15 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, gathered, union, with_stream_time
-from vt_dagster.core.windows import micros
+from vt_dagster.core.arrival import (
+    STREAM_TIME,
+    Fate,
+    by_partition,
+    gathered,
+    micros,
+    union,
+    with_stream_time,
+)
 from vt_dagster.durations import Duration
 
 pa: Any = pyarrow

@@ -14,8 +14,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMESTAMP, VALID_TO
-from vt_dagster.core.arrival import Fate, gathered, has_key
-from vt_dagster.core.windows import micros
+from vt_dagster.core.arrival import Fate, gathered, has_key, micros
 from vt_dagster.durations import Duration
 
 pa: Any = pyarrow

@@ -8,7 +8,6 @@ itself included, per partition. What a run keeps for the next one are the window
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -27,21 +26,12 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core import sessions
-from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, has_key, union, with_stream_time
+from vt_dagster.core.arrival import STREAM_TIME, Fate, has_key, micros, union, with_stream_time
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
-from vt_dagster.durations import Duration
 from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
 
 _OPEN, _LAST, _MARK = "_open", "_last", "_mark"
 _MERGES = {"sum": F.sum, "min": F.min, "max": F.max}
-
-
-def micros(length: Duration) -> Column:
-    """A length of time in microseconds, BIGINT, also where each partition has its own."""
-    one = timedelta(microseconds=1)
-    if isinstance(length, timedelta):
-        return F.lit(length // one).cast("long")
-    return by_partition({p: v // one for p, v in length.items()}, "long")
 
 
 def aggregate(
