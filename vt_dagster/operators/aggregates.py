@@ -12,7 +12,7 @@ from vt_dagster.aggregation import Aggregates
 from vt_dagster.columns import WINDOW_END, WINDOW_START
 from vt_dagster.errors import TopologyError
 from vt_dagster.model import Table
-from vt_dagster.operators.base import Emit, OneInput, check_emit, mentions, need_table
+from vt_dagster.operators.base import Emit, OneInput, check_emit, need_table
 from vt_dagster.projection import Selection
 from vt_dagster.schema import as_struct
 from vt_dagster.windowing import Window
@@ -127,12 +127,7 @@ class TableAggregate(OneInput):
         if isinstance(self.aggregates, Aggregator):
             every = [(self.source.name, c) for c, _ in self.selection().columns]
             return found | dict.fromkeys(self.result().value_columns, every)
-        sources = dict(self.aggregates)
-        names = set(self.source.schema.names)
-        return found | {
-            c: [(self.source.name, n) for n in sorted(names) if mentions(e, n)]
-            for c, e in sources.items()
-        }
+        return found | {c: self.keys().mentioned(e) for c, e in self.aggregates}
 
     def describe(self) -> str:
         what = (
@@ -220,11 +215,8 @@ class WindowedAggregate(OneInput):
         )
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        names = set(self.source.schema.names)
-        return self.keys().lineage() | {
-            c: [(self.source.name, n) for n in sorted(names) if mentions(e, n)]
-            for c, e in self.aggregates
-        }
+        keys = self.keys()
+        return keys.lineage() | {c: keys.mentioned(e) for c, e in self.aggregates}
 
     def describe(self) -> str:
         what = ", ".join(e for _, e in self.aggregates)

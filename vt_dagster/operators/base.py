@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,8 +154,3 @@ class OneInput(Operator, ABC):
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         return {c: [(self.source.name, c)] for c in self.source.schema.names}
-
-
-def mentions(expression: str, column: str) -> bool:
-    """Whether a SQL expression has a column in it."""
-    return re.search(rf"(?<![\w.]){re.escape(column)}(?!\w)", expression, re.IGNORECASE) is not None
