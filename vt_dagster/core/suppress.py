@@ -9,7 +9,7 @@ place, then key.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -45,14 +45,12 @@ from vt_dagster.core.arrival import (
     with_stream_time,
 )
 from vt_dagster.durations import Duration
+from vt_dagster.operators import Limit, WhenFull
 
 pa: Any = pyarrow
 
 # Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
-
-Limit = int | Mapping[int, int | None] | None
-"""How many records or bytes a partition's buffer may hold; None = any number."""
 
 PLACE, BYTES = "_place", "_bytes"
 _FRESH, _FIRST, _LAST, _AT, _PERIOD, _AFTER = "_fresh", "_first", "_last", "_at", "_period", "_after"
@@ -73,7 +71,7 @@ def suppress(
     window_end_inclusive: bool = False,
     max_records: Limit = None,
     max_bytes: Limit = None,
-    when_full: Literal["emit_early", "shut_down", "unbounded"] = "unbounded",
+    when_full: WhenFull = "unbounded",
     chunk: Column | None = None,
 ) -> tuple[DataFrame, DataFrame]:
     """Decides which updates of a table go on in this run, and which wait.

@@ -15,9 +15,8 @@ from vt_dagster.operators.transform import Filter, MapValues
 from vt_dagster.windowing import SessionWindow, Window
 
 WhenFull = Literal["emit_early", "shut_down", "unbounded"]
-
-
 Limit = int | Mapping[int, int | None] | None
+"""How many records or bytes a partition's buffer may hold; None = any number."""
 
 
 @dataclass(frozen=True)
