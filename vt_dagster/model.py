@@ -296,7 +296,7 @@ class Table(Stream):
         about: dict[str, Any] = {
             "materialized": materialized,
             "monotone_timestamps": monotone,
-            "emits": emit,
+            "emit": emit,
         }
         if foreign_key is None:
             return TableTableJoin(self, table, kind, name, tuple(select), **about).result(**shown)

@@ -57,10 +57,6 @@ class Suppress(OneInput):
 
     until: UntilTimeLimit | UntilWindowCloses = field(kw_only=True)
 
-    @property
-    def stored(self) -> bool:
-        return True
-
     def __post_init__(self) -> None:
         need_table(self.name, "suppress", self.source)
         until: Any = self.until
