@@ -348,6 +348,7 @@ def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> tuple[D
         changes,
         before.state,
         key=list(operator.source.key),
+        values=value_columns(operator.source),
         until="time_limit" if isinstance(until, UntilTimeLimit) else "window_closes",
         duration=operator.period,
         before=before.stream_time,

@@ -28,7 +28,6 @@ from vt_dagster.columns import (
     IS_TOMBSTONE,
     ORDER,
     PARTITION,
-    RESERVED,
     SEQUENCE,
     TIMESTAMP,
     TURN,
@@ -64,6 +63,7 @@ def suppress(
     buffer: DataFrame | None,
     *,
     key: Sequence[str],
+    values: Sequence[str],
     until: Literal["time_limit", "window_closes"],
     duration: Duration,
     before: Column,
@@ -124,7 +124,6 @@ def suppress(
     Source: FORMAT 4.11, section 7; kip328-timer-not-restarted, kip328-probe-ties,
     kip328-window-final-once, kip328-session-final.
     """
-    values = _values(changes, key)
     sized = changes.withColumn(BYTES, F.octet_length(F.to_json(F.struct(*key, *values, TIMESTAMP))))
     kept = [*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE, BYTES]
     if until == "window_closes":
@@ -177,11 +176,6 @@ def _too_much(turn: Sequence[str], max_records: Limit, max_bytes: Limit) -> Colu
     )
     records, size = F.count(F.lit(1)).over(behind), F.sum(BYTES).over(behind)
     return _exceeds(records, max_records) | _exceeds(size, max_bytes)
-
-
-def _values(changes: DataFrame, key: Sequence[str]) -> list[str]:
-    taken = {*key, TIMESTAMP, *RESERVED}
-    return [c for c in changes.columns if c not in taken and not c.startswith("_")]
 
 
 def _turn(key: Sequence[str], window_end_inclusive: bool) -> list[str]:

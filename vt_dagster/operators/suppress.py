@@ -107,23 +107,20 @@ class Suppress(OneInput):
         Raises:
             TopologyError: it has none.
         """
-        node = self.source
-        while isinstance(node.operator, Filter | MapValues):
-            node = node.operator.source
-        if not isinstance(node.operator, WindowedAggregate):
+        if self.windowed is None:
             raise TopologyError(
                 f"{self.name}: until_window_closes needs a windowed table, but {self.source.name!r} "
                 "has no windows; aggregate a stream with windowed_by(...), or use UntilTimeLimit"
             )
-        return node.operator.window
+        return self.windowed
 
     @property
     def windowed(self) -> Window | None:
         """The windows of the table; None where it has none."""
-        try:
-            return self.window()
-        except TopologyError:
-            return None
+        node = self.source
+        while isinstance(node.operator, Filter | MapValues):
+            node = node.operator.source
+        return node.operator.window if isinstance(node.operator, WindowedAggregate) else None
 
     @property
     def period(self) -> Duration:
