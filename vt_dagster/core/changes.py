@@ -11,7 +11,7 @@ field, which itself is null where a row says nothing about that side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspark.sql import Column, DataFrame
@@ -34,7 +34,7 @@ from vt_dagster.core.arrival import Fate, union
 LEFT, RIGHT = "left", "right"
 TAKEN = "_taken"
 """Whether a change counts for a join: it is its key's latest, or its table is not versioned."""
-_STATE = "state"
+_STATE, _ROW, _EXISTS = "state", "_row", "_exists"
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,30 @@ class TableInput:
         """The state that a change row found."""
         fields = [F.col(OLD).getField(c).alias(c) for c in self.state_columns]
         return F.when(F.col(OLD).isNotNull(), F.struct(*fields))
+
+
+def over_struct(
+    rows: DataFrame,
+    key: Sequence[str],
+    struct: Column,
+    fields: Sequence[str],
+    added: Callable[[Column], Mapping[str, Column]],
+) -> DataFrame:
+    """Adds columns that are made of a struct's fields under their own names, besides the key.
+
+    Nothing else is called like them meanwhile: expressions of users name a row's columns.
+
+    Args:
+        added: of a column that says whether there is a struct.
+    """
+    found = rows.select(
+        F.struct(*columns(rows.columns)).alias(_ROW),
+        *columns(key),
+        *[struct.getField(f).alias(f) for f in fields],
+        struct.isNotNull().alias(_EXISTS),
+    )
+    new = added(F.col(_EXISTS))
+    return found.select(f"{_ROW}.*", *[c.alias(name) for name, c in new.items()])
 
 
 def columns(names: Sequence[str]) -> list[Column]:

@@ -27,6 +27,7 @@ from vt_dagster.core.changes import (
     TableInput,
     match_columns,
     match_names,
+    over_struct,
     result_rows,
     state_of,
     timeline,
@@ -35,7 +36,7 @@ from vt_dagster.core.changes import columns as named
 
 _NEW, _OLD, _STATE, _RIGHT_STATE = "_new_state", "_old_state", "_state", "_right_state"
 _NEW_KEY, _OLD_KEY, _REFERS = "_new_foreign_key", "_old_foreign_key", "_foreign_key"
-_KEY, _SALT, _ROW, _EXISTS = "_left_key", "_salt", "_row", "_exists"
+_KEY, _SALT = "_left_key", "_salt"
 _START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
 
 
@@ -234,16 +235,13 @@ def _with_foreign_key(
         rows: the left's key columns, ``state``, and others, none of them a value column.
     """
     parts = [F.expr(e).alias(n) for e, n in zip(foreign_key, match_names(foreign_key), strict=True)]
-    complete = F.col(_EXISTS)
-    for e in foreign_key:
-        complete = complete & F.expr(e).isNotNull()
-    # The expressions name the left's columns, so nothing else may be called like them.
-    return rows.select(
-        F.struct(*named(rows.columns)).alias(_ROW),
-        *named(left.key),
-        *[F.col(state).getField(c).alias(c) for c in left.state_columns],
-        F.col(state).isNotNull().alias(_EXISTS),
-    ).select(f"{_ROW}.*", F.when(complete, F.struct(*parts)).alias(name))
+
+    def whole(exists: Column) -> dict[str, Column]:
+        for e in foreign_key:
+            exists = exists & F.expr(e).isNotNull()
+        return {name: F.when(exists, F.struct(*parts))}
+
+    return over_struct(rows, left.key, F.col(state), left.state_columns, whole)
 
 
 def _left_row(left: TableInput, state: str) -> Column:
