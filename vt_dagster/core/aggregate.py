@@ -32,7 +32,7 @@ from vt_dagster.durations import Duration
 pa: Any = pyarrow  # has no types
 
 Aggregate = dict[str, Any]
-_BASE, _BASE_TIME, _RESULT = "_base", "_base_time", "_result"
+_BASE, _BASE_TIME = "_base", "_base_time"
 _TAKE, _ADD = "_take", "_add"
 
 
@@ -43,7 +43,7 @@ def entries(
     values: Sequence[str],
     group_key: Sequence[tuple[str, str]],
     inputs: Sequence[tuple[str, str]],
-    partition: Column | None,
+    partition: Column,
     versioned: bool,
 ) -> DataFrame:
     """What each change does to a group: one row, or two where the row moves to another group.
@@ -57,7 +57,7 @@ def entries(
     Args:
         group_key: (name, SQL expression) of the new key; a row in which any is null is in no group.
         inputs: (name, SQL expression) of what an aggregate needs of a row.
-        partition: of the group, over its key columns; None = the change's own.
+        partition: of the group, over its key columns.
 
     Returns:
         ``group key columns, _take, _add`` (structs of ``inputs``, null where there is no row to take
@@ -103,7 +103,7 @@ def entries(
         PARTITION,
         *ORDER,
     )
-    return flat if partition is None else flat.withColumn(PARTITION, partition)
+    return flat.withColumn(PARTITION, partition)
 
 
 def aggregate(

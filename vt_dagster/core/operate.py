@@ -1,7 +1,7 @@
 """One run of an operator that consumes logs: its results, what it keeps, and the log rows they become.
 
 Every operator goes the same way: the order in which a task would take the records (``in_order``), the
-operator's own file, then what all results have in common (``settle``): timestamps that do not go back,
+operator's own file, then what all results have in common: timestamps that do not go back,
 one update a run where only the last counts, and what the result's store makes of it.
 """
 
@@ -200,9 +200,7 @@ def operate(node: Stream, taken: Sequence[Taken], before: Before) -> tuple[DataF
     operator = node.operator
     assert operator is not None
     rows, state = _results(node, operator, in_order(operator, taken), taken, before)
-    if not isinstance(node, Table):
-        return rows, state
-    if not operator.stored:
+    if not isinstance(node, Table) or not operator.stored:
         return rows, state
     if isinstance(operator, TableTableJoin) and operator.monotone:
         rows, state = _monotone(rows, before.state, node.key)
