@@ -11,7 +11,7 @@ field, which itself is null where a row says nothing about that side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspark.sql import Column, DataFrame
@@ -34,7 +34,8 @@ from vt_dagster.core.arrival import Fate, union
 LEFT, RIGHT = "left", "right"
 TAKEN = "_taken"
 """Whether a change counts for a join: it is its key's latest, or its table is not versioned."""
-_STATE, _ROW, _EXISTS = "state", "_row", "_exists"
+EXISTS = "_exists"
+_STATE, _ROW = "state", "_row"
 
 
 @dataclass(frozen=True)
@@ -84,23 +85,22 @@ def over_struct(
     key: Sequence[str],
     struct: Column,
     fields: Sequence[str],
-    added: Callable[[Column], Mapping[str, Column]],
+    added: Mapping[str, Column],
 ) -> DataFrame:
     """Adds columns that are made of a struct's fields under their own names, besides the key.
 
     Nothing else is called like them meanwhile: expressions of users name a row's columns.
 
     Args:
-        added: of a column that says whether there is a struct.
+        added: by name, over those columns and ``EXISTS``: whether there is a struct.
     """
     found = rows.select(
         F.struct(*columns(rows.columns)).alias(_ROW),
         *columns(key),
         *[struct.getField(f).alias(f) for f in fields],
-        struct.isNotNull().alias(_EXISTS),
+        struct.isNotNull().alias(EXISTS),
     )
-    new = added(F.col(_EXISTS))
-    return found.select(f"{_ROW}.*", *[c.alias(name) for name, c in new.items()])
+    return found.select(f"{_ROW}.*", *[c.alias(name) for name, c in added.items()])
 
 
 def columns(names: Sequence[str]) -> list[Column]:

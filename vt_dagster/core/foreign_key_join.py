@@ -21,6 +21,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.arrival import Fate, union
 from vt_dagster.core.changes import (
+    EXISTS,
     LEFT,
     RIGHT,
     TAKEN,
@@ -235,13 +236,11 @@ def _with_foreign_key(
         rows: the left's key columns, ``state``, and others, none of them a value column.
     """
     parts = [F.expr(e).alias(n) for e, n in zip(foreign_key, match_names(foreign_key), strict=True)]
-
-    def whole(exists: Column) -> dict[str, Column]:
-        for e in foreign_key:
-            exists = exists & F.expr(e).isNotNull()
-        return {name: F.when(exists, F.struct(*parts))}
-
-    return over_struct(rows, left.key, F.col(state), left.state_columns, whole)
+    complete = F.col(EXISTS)
+    for e in foreign_key:
+        complete = complete & F.expr(e).isNotNull()
+    added = {name: F.when(complete, F.struct(*parts))}
+    return over_struct(rows, left.key, F.col(state), left.state_columns, added)
 
 
 def _left_row(left: TableInput, state: str) -> Column:

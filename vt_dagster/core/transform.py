@@ -34,7 +34,7 @@ def over_old(
             no row, all but the key are null, and what an expression makes of that means nothing.
     """
     added = {name: F.expr(expression) for name, expression in columns.items()}
-    return over_struct(changes, key, F.col(OLD), [*values, TIMESTAMP], lambda _: added)
+    return over_struct(changes, key, F.col(OLD), [*values, TIMESTAMP], added)
 
 
 def filter(
