@@ -244,6 +244,8 @@ def aggregate_by(
     passed = [f.name for f in kept]
 
     arrow = cast(Any, to_arrow_schema(StructType([StructField("_acc", result)])))
+    # The kernel goes to Spark's workers, which need not have this package: it takes plain values.
+    applied_fate = Fate.APPLIED
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         group: tuple[Any, ...] | None = None
@@ -258,7 +260,7 @@ def aggregate_by(
                     base = row[_BASE]
                     group, newest = mine, row[_BASE_TIME]
                     acc = None if base is None else base["_acc"]
-                if row[FATE] == Fate.APPLIED:
+                if row[FATE] == applied_fate:
                     if acc is None and initializer is not None:
                         acc = initializer()
                     if row[_TAKE] is not None and acc is not None:
