@@ -52,7 +52,7 @@ class GroupedTable:
             group_key=self.key,
             aggregates=chosen,
             select=tuple(select),
-            emits=emit,
+            emit=emit,
             partitions=self.partitions,
             partition_by=self.partition_by,
         ).result(**shown)
@@ -119,7 +119,7 @@ class WindowedStream:
             window=self.window,
             aggregates=tuple(aggregates.items()),
             group_key=grouped.key,
-            emits=emit,
+            emit=emit,
             partitions=grouped.partitions,
             partition_by=grouped.partition_by,
         ).result(**shown)

@@ -234,9 +234,17 @@ class Table(Stream):
         refused.
         """
         return self._join(
-            "inner", table, name, select, grace_period, foreign_key, materialized, monotone_timestamps,
-            emit, shown,
-        )  # fmt: skip
+            "inner",
+            table,
+            shown,
+            name=name,
+            select=tuple(select),
+            grace_period=grace_period,
+            foreign_key=foreign_key,
+            materialized=materialized,
+            monotone_timestamps=monotone_timestamps,
+            emit=emit,
+        )
 
     def left_join(
         self,
@@ -253,9 +261,17 @@ class Table(Stream):
     ) -> Table:
         """Left join with another table; see :meth:`join`."""
         return self._join(
-            "left", table, name, select, grace_period, foreign_key, materialized, monotone_timestamps,
-            emit, shown,
-        )  # fmt: skip
+            "left",
+            table,
+            shown,
+            name=name,
+            select=tuple(select),
+            grace_period=grace_period,
+            foreign_key=foreign_key,
+            materialized=materialized,
+            monotone_timestamps=monotone_timestamps,
+            emit=emit,
+        )
 
     def outer_join(
         self,
@@ -270,21 +286,26 @@ class Table(Stream):
     ) -> Table:
         """Outer join with another table by the common key; see ``TableTableJoin``."""
         return self._join(
-            "outer", table, name, select, None, None, materialized, monotone_timestamps, emit, shown
+            "outer",
+            table,
+            shown,
+            name=name,
+            select=tuple(select),
+            materialized=materialized,
+            monotone_timestamps=monotone_timestamps,
+            emit=emit,
         )
 
     def _join(
         self,
         kind: Literal["inner", "left", "outer"],
         table: Table,
-        name: str,
-        select: Sequence[str],
-        grace_period: Duration | None,
-        foreign_key: str | Sequence[str] | None,
-        materialized: Materialized | None,
-        monotone: bool | None,
-        emit: Emit,
         shown: dict[str, Any],
+        *,
+        name: str,
+        grace_period: Duration | None = None,
+        foreign_key: str | Sequence[str] | None = None,
+        **about: Any,
     ) -> Table:
         from vt_dagster.operators import ForeignKeyJoin, TableTableJoin
 
@@ -293,16 +314,10 @@ class Table(Stream):
                 f"{name}: a grace period lets a stream's records wait, but a join of the tables "
                 f"{self.name!r} and {table.name!r} is made anew at each change: leave grace_period out"
             )
-        about: dict[str, Any] = {
-            "materialized": materialized,
-            "monotone_timestamps": monotone,
-            "emits": emit,
-        }
         if foreign_key is None:
-            return TableTableJoin(self, table, kind, name, tuple(select), **about).result(**shown)
+            return TableTableJoin(self, table, kind, name, **about).result(**shown)
         keys = (foreign_key,) if isinstance(foreign_key, str) else tuple(foreign_key)
-        join = ForeignKeyJoin(self, table, kind, name, tuple(select), foreign_key=keys, **about)
-        return join.result(**shown)
+        return ForeignKeyJoin(self, table, kind, name, foreign_key=keys, **about).result(**shown)
 
     def filter(
         self, predicate: str, *, name: str, materialized: Materialized | None = None, **shown: Any

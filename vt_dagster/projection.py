@@ -126,14 +126,16 @@ class Selection:
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         """For each column the (asset, column) pairs that it is made of."""
-        return {
-            name: [
-                (self.source, f.name)
-                for f in self.fields
-                if re.search(rf"(?<!\w){re.escape(f.name)}(?!\w)", expression, re.IGNORECASE)
-            ]
-            for name, expression in self.columns
-        }
+        return {name: self.mentioned(expression) for name, expression in self.columns}
+
+    def mentioned(self, expression: str) -> list[tuple[str, str]]:
+        """The (asset, column) pairs that a SQL expression over the columns has in it."""
+
+        def has(column: str) -> bool:
+            pattern = rf"(?<![\w.]){re.escape(column)}(?!\w)"
+            return re.search(pattern, expression, re.IGNORECASE) is not None
+
+        return [(self.source, f.name) for f in self.fields if has(f.name)]
 
 
 @dataclass(frozen=True)

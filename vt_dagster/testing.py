@@ -47,7 +47,7 @@ from vt_dagster.operators import Operator, StreamTableJoin, Suppress, WindowedAg
 from vt_dagster.testing_state import State, advance, see
 from vt_dagster.testing_store import REFUSED, Row, VersionedStore, to_micros, to_value
 
-_DELETED, _HOME = "_deleted", "_home"
+_SAID, _HOME = "_said", "_home"
 """What a record says beside its columns: that it is a tombstone, and its partition."""
 
 _SETTINGS = {
@@ -332,10 +332,10 @@ class TopologyTestDriver:
             kinds[TIMESTAMP] = TimestampType()
         rows = [
             {name: to_value(r.get(name), kind) for name, kind in kinds.items()}
-            | {ARRIVAL: i, _DELETED: bool(r.get(IS_TOMBSTONE)), _HOME: r.get(PARTITION)}
+            | {ARRIVAL: i, _SAID: bool(r.get(IS_TOMBSTONE)), _HOME: r.get(PARTITION)}
             for i, r in enumerate(records)
         ]
-        kinds |= {ARRIVAL: LongType(), _DELETED: BooleanType(), _HOME: IntegerType()}
+        kinds |= {ARRIVAL: LongType(), _SAID: BooleanType(), _HOME: IntegerType()}
         schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
         try:
             table = pa.Table.from_pylist(rows, schema=to_arrow_schema(schema))
@@ -345,10 +345,10 @@ class TopologyTestDriver:
                 f"({node.schema.simpleString()}), got: {error}; correct the record"
             ) from None
         said = {
-            IS_TOMBSTONE: F.col(IS_TOMBSTONE) | F.col(_DELETED),
+            IS_TOMBSTONE: F.col(IS_TOMBSTONE) | F.col(_SAID),
             PARTITION: F.coalesce(_HOME, PARTITION),
         }
-        return prepare(self._frame(table), node).withColumns(said).drop(_DELETED, _HOME)
+        return prepare(self._frame(table), node).withColumns(said).drop(_SAID, _HOME)
 
     def _frame(self, table: pa.Table | None) -> DataFrame:
         assert table is not None

@@ -25,14 +25,14 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, with_stream_time
+from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, gathered, union, with_stream_time
 from vt_dagster.core.transform import over_old
 from vt_dagster.durations import Duration
 
 pa: Any = pyarrow  # has no types
 
 Aggregate = dict[str, Any]
-_BASE, _BASE_TIME, _RESULT = "_base", "_base_time", "_result"
+_BASE, _BASE_TIME = "_base", "_base_time"
 _TAKE, _ADD = "_take", "_add"
 
 
@@ -43,7 +43,7 @@ def entries(
     values: Sequence[str],
     group_key: Sequence[tuple[str, str]],
     inputs: Sequence[tuple[str, str]],
-    partition: Column | None,
+    partition: Column,
     versioned: bool,
 ) -> DataFrame:
     """What each change does to a group: one row, or two where the row moves to another group.
@@ -57,7 +57,7 @@ def entries(
     Args:
         group_key: (name, SQL expression) of the new key; a row in which any is null is in no group.
         inputs: (name, SQL expression) of what an aggregate needs of a row.
-        partition: of the group, over its key columns; None = the change's own.
+        partition: of the group, over its key columns.
 
     Returns:
         ``group key columns, _take, _add`` (structs of ``inputs``, null where there is no row to take
@@ -103,7 +103,7 @@ def entries(
         PARTITION,
         *ORDER,
     )
-    return flat if partition is None else flat.withColumn(PARTITION, partition)
+    return flat.withColumn(PARTITION, partition)
 
 
 def aggregate(
@@ -206,7 +206,7 @@ def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str])
     )
     if state is None:
         return last
-    return last.unionByName(state.join(last.select(*key), list(key), "left_anti"))
+    return union(last, state.join(last.select(*key), list(key), "left_anti"))
 
 
 def aggregate_by(
@@ -235,7 +235,7 @@ def aggregate_by(
         schema: the aggregate's columns; None = those of a row.
         initializer: None: the first row added to an empty group is its aggregate (Kafka's reduce).
     """
-    known = _with_base(rows, state, key, ("_acc",)).repartition(*key)
+    known = gathered(_with_base(rows, state, key, ("_acc",)), key)
     ordered = known.sortWithinPartitions(*key, *ORDER, TURN)
     row_type = cast(StructType, rows.schema[_ADD].dataType)
     result = schema or StructType([row_type[n] for n in names])
@@ -244,6 +244,8 @@ def aggregate_by(
     passed = [f.name for f in kept]
 
     arrow = cast(Any, to_arrow_schema(StructType([StructField("_acc", result)])))
+    # The kernel goes to Spark's workers, which need not have this package: it takes plain values.
+    applied_fate = Fate.APPLIED
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         group: tuple[Any, ...] | None = None
@@ -258,7 +260,7 @@ def aggregate_by(
                     base = row[_BASE]
                     group, newest = mine, row[_BASE_TIME]
                     acc = None if base is None else base["_acc"]
-                if row[FATE] == Fate.APPLIED:
+                if row[FATE] == applied_fate:
                     if acc is None and initializer is not None:
                         acc = initializer()
                     if row[_TAKE] is not None and acc is not None:

@@ -51,6 +51,20 @@ def few_records(few: bool = True) -> Generator[None]:
         _few.reset(token)
 
 
+def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
+    """The rows of both, null in columns that one of them lacks; few records stay in one task, which
+    spares the shuffle that would follow."""
+    if more is None:
+        return rows
+    both = rows.unionByName(more, allowMissingColumns=True)
+    return both.coalesce(1) if _few.get() else both
+
+
+def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
+    """The rows, all those that are equal in some columns in one task: one shuffle."""
+    return rows.coalesce(1) if _few.get() else rows.repartition(*[F.col(c) for c in by])
+
+
 def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> Column:
     """A small mapping ``partition -> number`` as a column of the row's own partition.
 
@@ -68,12 +82,19 @@ def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> C
     return F.timestamp_micros(number) if kind == "timestamp" else number
 
 
+def micros(value: Duration) -> Column:
+    """A duration in microseconds, BIGINT, also where each partition has its own."""
+    one = timedelta(microseconds=1)
+    if isinstance(value, timedelta):
+        return F.lit(value // one).cast("long")
+    return by_partition({p: v // one for p, v in value.items()}, "long")
+
+
 def duration(value: Duration) -> Column:
-    """A duration as an interval column, also where each partition has its own."""
+    """The same as an interval column."""
     if isinstance(value, timedelta):
         return F.lit(value)
-    micros = by_partition({p: v // timedelta(microseconds=1) for p, v in value.items()}, "long")
-    return micros * F.expr("INTERVAL '0.000001' SECOND")
+    return micros(value) * F.expr("INTERVAL '0.000001' SECOND")
 
 
 def arrival_chunk() -> Column:

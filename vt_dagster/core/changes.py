@@ -11,7 +11,7 @@ field, which itself is null where a row says nothing about that side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspark.sql import Column, DataFrame
@@ -29,12 +29,13 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, union
 
 LEFT, RIGHT = "left", "right"
 TAKEN = "_taken"
 """Whether a change counts for a join: it is its key's latest, or its table is not versioned."""
-_STATE = "state"
+EXISTS = "_exists"
+_STATE, _ROW = "state", "_row"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,29 @@ class TableInput:
         """The state that a change row found."""
         fields = [F.col(OLD).getField(c).alias(c) for c in self.state_columns]
         return F.when(F.col(OLD).isNotNull(), F.struct(*fields))
+
+
+def over_struct(
+    rows: DataFrame,
+    key: Sequence[str],
+    struct: Column,
+    fields: Sequence[str],
+    added: Mapping[str, Column],
+) -> DataFrame:
+    """Adds columns that are made of a struct's fields under their own names, besides the key.
+
+    Nothing else is called like them meanwhile: expressions of users name a row's columns.
+
+    Args:
+        added: by name, over those columns and ``EXISTS``: whether there is a struct.
+    """
+    found = rows.select(
+        F.struct(*columns(rows.columns)).alias(_ROW),
+        *columns(key),
+        *[struct.getField(f).alias(f) for f in fields],
+        struct.isNotNull().alias(EXISTS),
+    )
+    return found.select(f"{_ROW}.*", *[c.alias(name) for name, c in added.items()])
 
 
 def columns(names: Sequence[str]) -> list[Column]:
@@ -123,7 +147,7 @@ def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
     touched = side.current.select(
         *match_columns(side.key), _contain(side.row_state()).alias(found)
     ).join(asked.select(*match_names(side.key)), match_names(side.key), "left_semi")
-    return rows.unionByName(touched, allowMissingColumns=True)
+    return union(rows, touched)
 
 
 def state_of(name: str, by: Sequence[str]) -> Column:

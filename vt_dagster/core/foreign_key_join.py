@@ -19,14 +19,16 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, union
 from vt_dagster.core.changes import (
+    EXISTS,
     LEFT,
     RIGHT,
     TAKEN,
     TableInput,
     match_columns,
     match_names,
+    over_struct,
     result_rows,
     state_of,
     timeline,
@@ -35,7 +37,7 @@ from vt_dagster.core.changes import columns as named
 
 _NEW, _OLD, _STATE, _RIGHT_STATE = "_new_state", "_old_state", "_state", "_right_state"
 _NEW_KEY, _OLD_KEY, _REFERS = "_new_foreign_key", "_old_foreign_key", "_foreign_key"
-_KEY, _SALT, _ROW, _EXISTS = "_left_key", "_salt", "_row", "_exists"
+_KEY, _SALT = "_left_key", "_salt"
 _START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
 
 
@@ -75,8 +77,8 @@ def join(
 
     Source: KIP-914 "Foreign-Key Joins".
     """
-    rows = _after_left(left, right, kind, foreign_key).unionByName(
-        _after_right(left, right, kind, foreign_key)
+    rows = union(
+        _after_left(left, right, kind, foreign_key), _after_right(left, right, kind, foreign_key)
     )
     return result_rows(rows, key=left.key, select=columns)
 
@@ -106,7 +108,7 @@ def _after_left(
         F.struct(*named(left.key)).alias(_KEY),
         *[c for c in keyed.columns if c not in left.key],
     )
-    rows = asking.unionByName(timeline(right, RIGHT, asking), allowMissingColumns=True)
+    rows = union(asking, timeline(right, RIGHT, asking))
     moments = rows.withColumn(_RIGHT_STATE, state_of(RIGHT, [*on, _SALT])).where(
         F.col(ARRIVAL).isNotNull() & ((F.col(INPUT) == 0) | ~F.col(TAKEN))
     )
@@ -203,7 +205,7 @@ def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -
         .join(asked, asked.columns, "left_semi")
         .join(changes.select(*named(left.key)), list(left.key), "left_anti")
     )
-    return rows.unionByName(unchanged, allowMissingColumns=True)
+    return union(rows, unchanged)
 
 
 def _before() -> Column:
@@ -234,16 +236,11 @@ def _with_foreign_key(
         rows: the left's key columns, ``state``, and others, none of them a value column.
     """
     parts = [F.expr(e).alias(n) for e, n in zip(foreign_key, match_names(foreign_key), strict=True)]
-    complete = F.col(_EXISTS)
+    complete = F.col(EXISTS)
     for e in foreign_key:
         complete = complete & F.expr(e).isNotNull()
-    # The expressions name the left's columns, so nothing else may be called like them.
-    return rows.select(
-        F.struct(*named(rows.columns)).alias(_ROW),
-        *named(left.key),
-        *[F.col(state).getField(c).alias(c) for c in left.state_columns],
-        F.col(state).isNotNull().alias(_EXISTS),
-    ).select(f"{_ROW}.*", F.when(complete, F.struct(*parts)).alias(name))
+    added = {name: F.when(complete, F.struct(*parts))}
+    return over_struct(rows, left.key, F.col(state), left.state_columns, added)
 
 
 def _left_row(left: TableInput, state: str) -> Column:

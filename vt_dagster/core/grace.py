@@ -19,7 +19,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, TIMESTAMP
-from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, has_key, with_stream_time
+from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, has_key, union, with_stream_time
 from vt_dagster.durations import Duration
 from vt_dagster.operators import JoinKind
 
@@ -78,5 +78,4 @@ def hold(
         late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(grace)
         fate = fate.when(late, Fate.LATE).when(F.col(TIMESTAMP) <= due, Fate.APPLIED)
         fate = fate.otherwise(Fate.WAITING)
-    everything = seen if waiting is None else seen.unionByName(waiting, allowMissingColumns=True)
-    return everything.withColumn(FATE, fate).drop(STREAM_TIME)
+    return union(seen, waiting).withColumn(FATE, fate).drop(STREAM_TIME)

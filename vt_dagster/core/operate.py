@@ -1,7 +1,7 @@
 """One run of an operator that consumes logs: its results, what it keeps, and the log rows they become.
 
 Every operator goes the same way: the order in which a task would take the records (``in_order``), the
-operator's own file, then what all results have in common (``settle``): timestamps that do not go back,
+operator's own file, then what all results have in common: timestamps that do not go back,
 one update a run where only the last counts, and what the result's store makes of it.
 """
 
@@ -44,6 +44,7 @@ from vt_dagster.core.arrival import (
     arrival_chunk,
     has_key,
     number,
+    union,
     with_stream_time,
 )
 from vt_dagster.core.changes import TableInput
@@ -199,9 +200,7 @@ def operate(node: Stream, taken: Sequence[Taken], before: Before) -> tuple[DataF
     operator = node.operator
     assert operator is not None
     rows, state = _results(node, operator, in_order(operator, taken), taken, before)
-    if not isinstance(node, Table):
-        return rows, state
-    if not operator.stored:
+    if not isinstance(node, Table) or not operator.stored:
         return rows, state
     if isinstance(operator, TableTableJoin) and operator.monotone:
         rows, state = _monotone(rows, before.state, node.key)
@@ -347,6 +346,7 @@ def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> tuple[D
         changes,
         before.state,
         key=list(operator.source.key),
+        values=value_columns(operator.source),
         until="time_limit" if isinstance(until, UntilTimeLimit) else "window_closes",
         duration=operator.period,
         before=before.stream_time,
@@ -376,8 +376,7 @@ def _monotone(
     newest = F.greatest(F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far), F.col(last))
     raised = known.withColumn(TIMESTAMP, F.when(applied, newest).otherwise(F.col(TIMESTAMP))).drop(last)
     times = raised.where(applied).select(*key, TIMESTAMP)
-    every = times if state is None else times.unionByName(state)
-    return raised, every.groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))
+    return raised, union(times, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))
 
 
 def _last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:

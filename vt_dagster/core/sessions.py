@@ -25,6 +25,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.aggregation import Accumulator
 from vt_dagster.columns import ORDER, PARTITION, TURN, WINDOW_END, WINDOW_START
+from vt_dagster.core.arrival import gathered
 
 pa: Any = pyarrow
 
@@ -65,7 +66,7 @@ def merge(rows: DataFrame, *, key: Sequence[str], accumulators: Sequence[Accumul
     order = [FRESH, *ORDER, WINDOW_START]
     in_order = W.partitionBy(*group).orderBy(*order)
     grouped = (
-        rows.repartition(*[F.col(c) for c in group])
+        gathered(rows, group)
         .withColumn(_FIRST, F.row_number().over(in_order) == 1)
         .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
         .sortWithinPartitions(*group, *order)

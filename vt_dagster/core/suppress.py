@@ -9,7 +9,7 @@ place, then key.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -28,24 +28,28 @@ from vt_dagster.columns import (
     IS_TOMBSTONE,
     ORDER,
     PARTITION,
-    RESERVED,
     SEQUENCE,
     TIMESTAMP,
     TURN,
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, with_stream_time
-from vt_dagster.core.windows import micros
+from vt_dagster.core.arrival import (
+    STREAM_TIME,
+    Fate,
+    by_partition,
+    gathered,
+    micros,
+    union,
+    with_stream_time,
+)
 from vt_dagster.durations import Duration
+from vt_dagster.operators import Limit, WhenFull
 
 pa: Any = pyarrow
 
 # Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
-
-Limit = int | Mapping[int, int | None] | None
-"""How many records or bytes a partition's buffer may hold; None = any number."""
 
 PLACE, BYTES = "_place", "_bytes"
 _FRESH, _FIRST, _LAST, _AT, _PERIOD, _AFTER = "_fresh", "_first", "_last", "_at", "_period", "_after"
@@ -59,6 +63,7 @@ def suppress(
     buffer: DataFrame | None,
     *,
     key: Sequence[str],
+    values: Sequence[str],
     until: Literal["time_limit", "window_closes"],
     duration: Duration,
     before: Column,
@@ -66,7 +71,7 @@ def suppress(
     window_end_inclusive: bool = False,
     max_records: Limit = None,
     max_bytes: Limit = None,
-    when_full: Literal["emit_early", "shut_down", "unbounded"] = "unbounded",
+    when_full: WhenFull = "unbounded",
     chunk: Column | None = None,
 ) -> tuple[DataFrame, DataFrame]:
     """Decides which updates of a table go on in this run, and which wait.
@@ -119,7 +124,6 @@ def suppress(
     Source: FORMAT 4.11, section 7; kip328-timer-not-restarted, kip328-probe-ties,
     kip328-window-final-once, kip328-session-final.
     """
-    values = _values(changes, key)
     sized = changes.withColumn(BYTES, F.octet_length(F.to_json(F.struct(*key, *values, TIMESTAMP))))
     kept = [*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE, BYTES]
     if until == "window_closes":
@@ -174,11 +178,6 @@ def _too_much(turn: Sequence[str], max_records: Limit, max_bytes: Limit) -> Colu
     return _exceeds(records, max_records) | _exceeds(size, max_bytes)
 
 
-def _values(changes: DataFrame, key: Sequence[str]) -> list[str]:
-    taken = {*key, TIMESTAMP, *RESERVED}
-    return [c for c in changes.columns if c not in taken and not c.startswith("_")]
-
-
 def _turn(key: Sequence[str], window_end_inclusive: bool) -> list[str]:
     """The key as Kafka orders it: of windows the start last, of sessions the end before it."""
     window = (WINDOW_END, WINDOW_START) if window_end_inclusive else (WINDOW_START, WINDOW_END)
@@ -209,7 +208,7 @@ def _together(
     if buffer is None:
         return fresh
     waiting = buffer.select(*kept, F.unix_micros(PLACE).alias(_AT), F.lit(False).alias(_FRESH))
-    return fresh.unionByName(waiting, allowMissingColumns=True)
+    return union(fresh, waiting)
 
 
 def _pass_through(
@@ -263,7 +262,7 @@ def _limited(
     group, order = [PARTITION, *key], [_FRESH, *ORDER]
     in_order = W.partitionBy(*group).orderBy(*order)
     grouped = (
-        rows.repartition(*[F.col(c) for c in group])
+        gathered(rows, group)
         .withColumns({_PERIOD: period, _AFTER: after})
         .withColumn(_FIRST, F.row_number().over(in_order) == 1)
         .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())

@@ -9,7 +9,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, union
 
 BEFORE, NEWEST = "_before", "_newest"
 _LAST = "_last"
@@ -87,7 +87,7 @@ def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataF
         log: log rows after those that made ``rows``; a tombstone removes its key.
     """
     fresh = log.drop(IS_LATEST, OLD)
-    everything = fresh if rows is None else rows.unionByName(fresh)
+    everything = union(fresh, rows)
     newest_first = W.partitionBy(*key).orderBy(F.col(OFFSET).desc(), F.col(PARTITION).desc())
     return (
         everything.withColumn(_LAST, F.row_number().over(newest_first))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, INPUT, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, union
 from vt_dagster.core.changes import (
     LEFT,
     RIGHT,
@@ -22,6 +21,7 @@ from vt_dagster.core.changes import (
     state_of,
     timeline,
 )
+from vt_dagster.operators import JoinKind
 
 _LEFT_STATE, _RIGHT_STATE, _OLD_STATE = "_left_state", "_right_state", "_old_state"
 
@@ -30,7 +30,7 @@ def join(
     left: TableInput,
     right: TableInput,
     *,
-    kind: Literal["inner", "left", "outer"],
+    kind: JoinKind,
     columns: Sequence[tuple[str, str]],
 ) -> DataFrame:
     """Joins two tables that have the same key, under whatever names.
@@ -57,9 +57,7 @@ def join(
     on = match_names(left.key)
     left_keys = left.changes.select(*match_columns(left.key))
     right_keys = right.changes.select(*match_columns(right.key))
-    rows = timeline(left, LEFT, right_keys).unionByName(
-        timeline(right, RIGHT, left_keys), allowMissingColumns=True
-    )
+    rows = union(timeline(left, LEFT, right_keys), timeline(right, RIGHT, left_keys))
     from_left = F.col(INPUT) == 0
     moments = rows.select(
         *on,
@@ -94,7 +92,7 @@ def join(
     return result_rows(joined, key=left.key, select=columns)
 
 
-def _outcome(kind: Literal["inner", "left", "outer"]) -> tuple[Column, Column]:
+def _outcome(kind: JoinKind) -> tuple[Column, Column]:
     """Whether a change gives a result, and whether that is a tombstone."""
     has_left, has_right = F.col(_LEFT_STATE).isNotNull(), F.col(_RIGHT_STATE).isNotNull()
     anything = has_left | has_right | F.col(_OLD_STATE)

@@ -14,13 +14,12 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMESTAMP, VALID_TO
-from vt_dagster.core.arrival import Fate, has_key
-from vt_dagster.core.windows import micros
+from vt_dagster.core.arrival import Fate, gathered, has_key, micros
+from vt_dagster.core.changes import over_struct
 from vt_dagster.durations import Duration
 
 pa: Any = pyarrow
 
-_ROW = "_row"
 _NEWEST, _ALIVE, _TIME, _BEFORE, _RETENTION = "_newest", "_alive", "_time", "_before", "_retention"
 _REPEATED = "_repeated"
 
@@ -34,11 +33,8 @@ def over_old(
         columns: name -> expression over key columns, value columns and ``timestamp``. Where there was
             no row, all but the key are null, and what an expression makes of that means nothing.
     """
-    row = F.struct(*[F.col(f"`{c}`") for c in changes.columns]).alias(_ROW)
-    old = [F.col(OLD)[v].alias(v) for v in [*values, TIMESTAMP]]
-    found = changes.select(row, *[F.col(f"`{k}`") for k in key], *old)
-    added = [F.expr(expression).alias(name) for name, expression in columns.items()]
-    return found.select(f"{_ROW}.*", *added)
+    added = {name: F.expr(expression) for name, expression in columns.items()}
+    return over_struct(changes, key, F.col(OLD), [*values, TIMESTAMP], added)
 
 
 def filter(
@@ -119,7 +115,7 @@ def told_once(
             _RETENTION: micros(history_retention),
         }
     )
-    ordered = asked.repartition(PARTITION).sortWithinPartitions(PARTITION, *ORDER)
+    ordered = gathered(asked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
     names = (*key, PARTITION, IS_TOMBSTONE, _NEWEST, _ALIVE, _TIME, _BEFORE, _RETENTION)
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:

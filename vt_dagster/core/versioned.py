@@ -27,7 +27,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, with_stream_time
+from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, union, with_stream_time
 from vt_dagster.core.table import BEFORE, NEWEST, row_before, with_row_before
 from vt_dagster.durations import Duration
 
@@ -99,7 +99,7 @@ def fold(
         horizon: after these log rows.
     """
     fresh = log.drop(IS_LATEST, OLD).withColumn(VALID_FROM, F.col(TIMESTAMP))
-    everything = fresh if versions is None else versions.drop(VALID_TO).unionByName(fresh)
+    everything = union(fresh, None if versions is None else versions.drop(VALID_TO))
     in_order = W.partitionBy(*key).orderBy(VALID_FROM, OFFSET, PARTITION)
     # Superseded or not: else what is left would depend on when the successor was folded in.
     expired = (F.col(VALID_TO) <= horizon) | (F.col(IS_TOMBSTONE) & (F.col(VALID_FROM) < horizon))
@@ -220,7 +220,7 @@ def as_of_join(
     )
     so_far = W.partitionBy(*keys).orderBy(at, side).rowsBetween(W.unboundedPreceding, W.currentRow)
     found = (
-        stream.unionByName(table, allowMissingColumns=True)
+        union(stream, table)
         .withColumn(candidate, F.last(candidate, ignorenulls=True).over(so_far))
         .where(F.col(side) == 1)
     )

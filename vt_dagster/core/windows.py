@@ -8,7 +8,6 @@ itself included, per partition. What a run keeps for the next one are the window
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -27,21 +26,12 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core import sessions
-from vt_dagster.core.arrival import STREAM_TIME, Fate, by_partition, has_key, with_stream_time
+from vt_dagster.core.arrival import STREAM_TIME, Fate, has_key, micros, union, with_stream_time
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
-from vt_dagster.durations import Duration
 from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
 
 _OPEN, _LAST, _MARK = "_open", "_last", "_mark"
 _MERGES = {"sum": F.sum, "min": F.min, "max": F.max}
-
-
-def micros(length: Duration) -> Column:
-    """A length of time in microseconds, BIGINT, also where each partition has its own."""
-    one = timedelta(microseconds=1)
-    if isinstance(length, timedelta):
-        return F.lit(length // one).cast("long")
-    return by_partition({p: v // one for p, v in length.items()}, "long")
 
 
 def aggregate(
@@ -122,10 +112,6 @@ def _accumulators_type(records: DataFrame, aggregates: Aggregates) -> StructType
     return records.agg(*merged).schema
 
 
-def _together(fresh: DataFrame, earlier: DataFrame | None) -> DataFrame:
-    return fresh if earlier is None else fresh.unionByName(earlier, allowMissingColumns=True)
-
-
 def _fixed(
     fresh: DataFrame,
     earlier: DataFrame | None,
@@ -146,7 +132,7 @@ def _fixed(
     )
     if earlier is not None:
         earlier = earlier.withColumn(_MARK, F.col(TIMESTAMP))
-    rows = _together(added, earlier)
+    rows = union(added, earlier)
     group = W.partitionBy(PARTITION, *key, WINDOW_START, WINDOW_END).orderBy(FRESH, *ORDER)
     so_far = group.rowsBetween(W.unboundedPreceding, W.currentRow)
     # Sums are made in order of arrival: those of doubles do not depend on how runs are cut.
@@ -210,7 +196,7 @@ def _sessions(
     )
     if earlier is not None:
         earlier = earlier.drop(TIMESTAMP)
-    merged = sessions.merge(_together(records, earlier), key=key, accumulators=aggregates.accumulators)
+    merged = sessions.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
     updated = F.col(KIND) == sessions.MERGED
     closed = F.col(KIND) == sessions.CLOSED
     ended = F.timestamp_micros(WINDOW_END)

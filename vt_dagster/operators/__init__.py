@@ -8,9 +8,11 @@ from vt_dagster.operators.aggregates import Aggregator, Row, TableAggregate, Win
 from vt_dagster.operators.base import Emit, Materialized, Operator
 from vt_dagster.operators.joins import ForeignKeyJoin, JoinKind, StreamTableJoin, TableTableJoin
 from vt_dagster.operators.suppress import (
+    Limit,
     Suppress,
     UntilTimeLimit,
     UntilWindowCloses,
+    WhenFull,
     is_session,
 )
 from vt_dagster.operators.transform import Filter, MapValues, ToStream, ToTable
@@ -21,6 +23,7 @@ __all__ = [
     "Filter",
     "ForeignKeyJoin",
     "JoinKind",
+    "Limit",
     "MapValues",
     "Materialized",
     "Operator",
@@ -33,6 +36,7 @@ __all__ = [
     "ToTable",
     "UntilTimeLimit",
     "UntilWindowCloses",
+    "WhenFull",
     "WindowedAggregate",
     "is_session",
 ]

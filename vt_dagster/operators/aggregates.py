@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from vt_dagster.aggregation import Aggregates
 from vt_dagster.columns import WINDOW_END, WINDOW_START
 from vt_dagster.errors import TopologyError
 from vt_dagster.model import Table
-from vt_dagster.operators.base import Emit, OneInput, check_emit, mentions, need_table
+from vt_dagster.operators.base import Emit, Materialized, OneInput, check_emit, need_table
 from vt_dagster.projection import Selection
 from vt_dagster.schema import as_struct
 from vt_dagster.windowing import Window
@@ -42,7 +43,47 @@ class Aggregator:
 
 
 @dataclass(frozen=True)
-class TableAggregate(OneInput):
+class _Aggregate(OneInput, ABC):
+    """Rows aggregated by a key, which may be another than the input's.
+
+    Args:
+        group_key: the key's columns as ``column`` or ``expression as name``.
+        partitions: number of partitions of a result with another key, which the key's hash
+            chooses; None = as many as the input has. ``partition_by``: a SQL expression instead
+            of the hash.
+    """
+
+    group_key: tuple[str, ...] = field(default=(), kw_only=True)
+    emit: Emit = field(default="every_update", kw_only=True)
+    partitions: int | None = field(default=None, kw_only=True)
+    partition_by: str | None = field(default=None, kw_only=True)
+
+    def keys(self) -> Selection:
+        """The columns of the key, of windows without their ends."""
+        fields = tuple(self.source.schema.fields)
+        chosen = self.group_key or tuple(self.source.key)
+        return Selection(self.name, self.source.name, fields, chosen)
+
+    def _grouped(
+        self,
+        keys: Sequence[StructField],
+        values: Sequence[StructField],
+        materialized: Materialized | None,
+        shown: dict[str, Any],
+    ) -> Table:
+        about: dict[str, Any] = {"key": [k.name for k in keys]}
+        if self.group_key:
+            about["partitions"] = self.partitions or self.source.partitions
+            about["partition_by"] = self.partition_by
+        return self._table(self.source, StructType([*keys, *values]), materialized, shown, **about)
+
+    def _lineage(self, aggregates: tuple[tuple[str, str], ...]) -> dict[str, list[tuple[str, str]]]:
+        keys = self.keys()
+        return keys.lineage() | {c: keys.mentioned(e) for c, e in aggregates}
+
+
+@dataclass(frozen=True)
+class TableAggregate(_Aggregate):
     """A table's rows aggregated by another key (KIP-914).
 
     A change takes the old row out of its group and adds the new one. Out-of-order records of a
@@ -50,32 +91,17 @@ class TableAggregate(OneInput):
     stays.
 
     Args:
-        group_key: the new key's columns as ``column`` or ``expression as name``; a row in which any
-            is null belongs to no group.
+        group_key: the new key's columns; a row in which any is null belongs to no group.
         select: the columns that an :class:`Aggregator` sees.
         aggregates: (name, SQL aggregate) pairs, of count, sum, avg; or an Aggregator.
-        partitions: number of partitions of the result, which the new key's hash chooses; None =
-            as many as the table has. ``partition_by``: a SQL expression instead of the hash.
     """
 
-    group_key: tuple[str, ...] = field(kw_only=True)
     aggregates: tuple[tuple[str, str], ...] | Aggregator = field(kw_only=True)
     select: tuple[str, ...] = field(default=("*",), kw_only=True)
-    emits: Emit = field(default="every_update", kw_only=True)
-    partitions: int | None = field(default=None, kw_only=True)
-    partition_by: str | None = field(default=None, kw_only=True)
-
-    @property
-    def stored(self) -> bool:
-        return True
-
-    @property
-    def emit(self) -> Emit:
-        return self.emits
 
     def __post_init__(self) -> None:
         need_table(self.name, "group_by", self.source)
-        check_emit(self.name, self.emits)
+        check_emit(self.name, self.emit)
         if not self.group_key:
             raise TopologyError(
                 f"{self.name}: group_by needs the columns or expressions of the new key, for example "
@@ -89,10 +115,6 @@ class TableAggregate(OneInput):
                 "table by count, sum and avg, or with an Aggregator of your own"
             )
         self.keys()
-
-    def keys(self) -> Selection:
-        """The columns of the new key."""
-        return Selection(self.name, self.source.name, tuple(self.source.schema.fields), self.group_key)
 
     def selection(self) -> Selection:
         """The columns that an Aggregator sees."""
@@ -112,27 +134,13 @@ class TableAggregate(OneInput):
             values = [f for f in self.selection().fields_of_result() if f.name not in names]
         else:
             values = list(as_struct(self.aggregates.schema, self.name).fields)
-        return self._table(
-            self.source,
-            StructType([*keys, *values]),
-            self.materialized,
-            shown,
-            key=[k.name for k in keys],
-            partitions=self.partitions or self.source.partitions,
-            partition_by=self.partition_by,
-        )
+        return self._grouped(keys, values, self.materialized, shown)
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        found = self.keys().lineage()
-        if isinstance(self.aggregates, Aggregator):
-            every = [(self.source.name, c) for c, _ in self.selection().columns]
-            return found | dict.fromkeys(self.result().value_columns, every)
-        sources = dict(self.aggregates)
-        names = set(self.source.schema.names)
-        return found | {
-            c: [(self.source.name, n) for n in sorted(names) if mentions(e, n)]
-            for c, e in sources.items()
-        }
+        if not isinstance(self.aggregates, Aggregator):
+            return self._lineage(self.aggregates)
+        every = [(self.source.name, c) for c, _ in self.selection().columns]
+        return self.keys().lineage() | dict.fromkeys(self.result().value_columns, every)
 
     def describe(self) -> str:
         what = (
@@ -144,7 +152,7 @@ class TableAggregate(OneInput):
 
 
 @dataclass(frozen=True)
-class WindowedAggregate(OneInput):
+class WindowedAggregate(_Aggregate):
     """A stream's records aggregated by key and window (KIP-328's window grace).
 
     A window is updated while it is open; a record whose window has closed is dropped and counted.
@@ -152,24 +160,12 @@ class WindowedAggregate(OneInput):
 
     Args:
         window: tumbling, hopping or session.
-        group_key: ``column`` or ``expression as name``; empty = the stream's own key.
+        group_key: empty = the stream's own key.
         aggregates: (name, SQL aggregate) pairs, of count, sum, min, max, avg.
     """
 
     window: Window = field(kw_only=True)
     aggregates: tuple[tuple[str, str], ...] = field(kw_only=True)
-    group_key: tuple[str, ...] = field(default=(), kw_only=True)
-    emits: Emit = field(default="every_update", kw_only=True)
-    partitions: int | None = field(default=None, kw_only=True)
-    partition_by: str | None = field(default=None, kw_only=True)
-
-    @property
-    def stored(self) -> bool:
-        return True
-
-    @property
-    def emit(self) -> Emit:
-        return self.emits
 
     def __post_init__(self) -> None:
         if isinstance(self.source, Table):
@@ -177,7 +173,7 @@ class WindowedAggregate(OneInput):
                 f"{self.name}: windows hold records of a stream, but {self.source.name!r} is a table; "
                 "use its changes, to_stream(name=...), or group_by without a window"
             )
-        check_emit(self.name, self.emits)
+        check_emit(self.name, self.emit)
         self.parsed()
         keys = self.keys()
         taken = [n for n, _ in keys.columns if n.lower() in (WINDOW_START, WINDOW_END)]
@@ -186,12 +182,6 @@ class WindowedAggregate(OneInput):
                 f"{self.name}: the key columns {taken} have the names of the window's ends; rename "
                 "them, for example 'window_start as asked_from'"
             )
-
-    def keys(self) -> Selection:
-        """The columns of the key, without the window."""
-        fields = tuple(self.source.schema.fields)
-        chosen = self.group_key or tuple(self.source.key)
-        return Selection(self.name, self.source.name, fields, chosen)
 
     def parsed(self) -> Aggregates:
         """The aggregates, parsed."""
@@ -203,28 +193,10 @@ class WindowedAggregate(OneInput):
             StructField(WINDOW_START, TimestampType()),
             StructField(WINDOW_END, TimestampType()),
         ]
-        more: dict[str, Any] = {}
-        if self.group_key:
-            more = {
-                "partitions": self.partitions or self.source.partitions,
-                "partition_by": self.partition_by,
-            }
-        values = self.parsed().fields(self.source.schema)
-        return self._table(
-            self.source,
-            StructType([*keys, *values]),
-            None,
-            shown,
-            key=[k.name for k in keys],
-            **more,
-        )
+        return self._grouped(keys, self.parsed().fields(self.source.schema), None, shown)
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        names = set(self.source.schema.names)
-        return self.keys().lineage() | {
-            c: [(self.source.name, n) for n in sorted(names) if mentions(e, n)]
-            for c, e in self.aggregates
-        }
+        return self._lineage(self.aggregates)
 
     def describe(self) -> str:
         what = ", ".join(e for _, e in self.aggregates)

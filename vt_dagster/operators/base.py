@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ class Operator(ABC):
     """What a stream or table is the result of."""
 
     name: str
+    emit: Emit = "every_update"
+    """Which of a run's results count: every one, or the last of each key."""
 
     @property
     @abstractmethod
@@ -59,11 +60,6 @@ class Operator(ABC):
         """Whether the result has a store of its own, which decides what is latest and what was
         before; else it passes on what its input says (filter, map_values)."""
         return True
-
-    @property
-    def emit(self) -> Emit:
-        """Which of a run's results count: every one, or the last of each key."""
-        return "every_update"
 
     def _table(
         self,
@@ -145,18 +141,5 @@ class OneInput(Operator, ABC):
     def inputs(self) -> tuple[Stream, ...]:
         return (self.source,)
 
-    @property
-    def stored(self) -> bool:
-        return self.materialized is not None
-
-    @property
-    def _inherited(self) -> Duration | None:
-        return self.source.history_retention if isinstance(self.source, VersionedTable) else None
-
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         return {c: [(self.source.name, c)] for c in self.source.schema.names}
-
-
-def mentions(expression: str, column: str) -> bool:
-    """Whether a SQL expression has a column in it."""
-    return re.search(rf"(?<![\w.]){re.escape(column)}(?!\w)", expression, re.IGNORECASE) is not None

@@ -149,20 +149,16 @@ class TableTableJoin(_Join):
     left: Table
     materialized: Materialized | None = None
     monotone_timestamps: bool | None = None
-    emits: Emit = "every_update"
+    emit: Emit = "every_update"
 
     def __post_init__(self) -> None:
         need_table(self.name, "the left side of a table-table join", self.left)
         need_table(self.name, "the right side of a table-table join", self.right)
         check_kind(self.name, "table-table join", self.kind, ("inner", "left", "outer"))
-        check_emit(self.name, self.emits)
+        check_emit(self.name, self.emit)
         object.__setattr__(self, "select", tuple(self.select))
         check_keys(self.name, self.left, self.right)
         self.projection()
-
-    @property
-    def emit(self) -> Emit:
-        return self.emits
 
     @property
     def monotone(self) -> bool:
@@ -203,7 +199,7 @@ class ForeignKeyJoin(TableTableJoin):
         need_table(self.name, "the left side of a foreign-key join", self.left)
         need_table(self.name, "the right side of a foreign-key join", self.right)
         check_kind(self.name, "foreign-key join", self.kind, ("inner", "left"))
-        check_emit(self.name, self.emits)
+        check_emit(self.name, self.emit)
         object.__setattr__(self, "select", tuple(self.select))
         if len(self.foreign_key) != len(self.right.key):
             raise TopologyError(

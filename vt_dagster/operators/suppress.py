@@ -15,9 +15,8 @@ from vt_dagster.operators.transform import Filter, MapValues
 from vt_dagster.windowing import SessionWindow, Window
 
 WhenFull = Literal["emit_early", "shut_down", "unbounded"]
-
-
 Limit = int | Mapping[int, int | None] | None
+"""How many records or bytes a partition's buffer may hold; None = any number."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,6 @@ class Suppress(OneInput):
     """Holds back updates of a table: until a time limit, or until a window closes (KIP-328)."""
 
     until: UntilTimeLimit | UntilWindowCloses = field(kw_only=True)
-
-    @property
-    def stored(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         need_table(self.name, "suppress", self.source)
@@ -112,23 +107,20 @@ class Suppress(OneInput):
         Raises:
             TopologyError: it has none.
         """
-        node = self.source
-        while isinstance(node.operator, Filter | MapValues):
-            node = node.operator.source
-        if not isinstance(node.operator, WindowedAggregate):
+        if self.windowed is None:
             raise TopologyError(
                 f"{self.name}: until_window_closes needs a windowed table, but {self.source.name!r} "
                 "has no windows; aggregate a stream with windowed_by(...), or use UntilTimeLimit"
             )
-        return node.operator.window
+        return self.windowed
 
     @property
     def windowed(self) -> Window | None:
         """The windows of the table; None where it has none."""
-        try:
-            return self.window()
-        except TopologyError:
-            return None
+        node = self.source
+        while isinstance(node.operator, Filter | MapValues):
+            node = node.operator.source
+        return node.operator.window if isinstance(node.operator, WindowedAggregate) else None
 
     @property
     def period(self) -> Duration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +10,26 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.model import Stream, Table
+from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators.base import OneInput, need_table
 from vt_dagster.projection import Selection
 
 
+class _RowByRow(OneInput, ABC):
+    """What passes on what its input says of a row, unless it is materialized."""
+
+    @property
+    def stored(self) -> bool:
+        return self.materialized is not None
+
+    def _rows(self, schema: StructType, shown: dict[str, Any]) -> Table:
+        source = self.source
+        inherited = source.history_retention if isinstance(source, VersionedTable) else None
+        return self._table(source, schema, self.materialized, shown, inherited=inherited)
+
+
 @dataclass(frozen=True)
-class Filter(OneInput):
+class Filter(_RowByRow):
     """The rows of a table for which a condition holds (KIP-914).
 
     A row that does not pass is a tombstone in the result. Of a versioned table every record goes out,
@@ -40,16 +54,14 @@ class Filter(OneInput):
             )
 
     def result(self, **shown: Any) -> Table:
-        return self._table(
-            self.source, self.source.schema, self.materialized, shown, inherited=self._inherited
-        )
+        return self._rows(self.source.schema, shown)
 
     def describe(self) -> str:
         return f"{self.source.name} where {'not ' if self.negate else ''}{self.predicate}."
 
 
 @dataclass(frozen=True)
-class MapValues(OneInput):
+class MapValues(_RowByRow):
     """A table with other values: ``select`` gives the value columns, the key stays (KIP-914).
 
     Args:
@@ -70,8 +82,7 @@ class MapValues(OneInput):
         return Selection(self.name, self.source.name, fields, self.select, tuple(self.source.key))
 
     def result(self, **shown: Any) -> Table:
-        schema = StructType(self.selection().fields_of_result())
-        return self._table(self.source, schema, self.materialized, shown, inherited=self._inherited)
+        return self._rows(StructType(self.selection().fields_of_result()), shown)
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         return self.selection().lineage()
@@ -87,10 +98,6 @@ class ToTable(OneInput):
     Versioned only with a history retention of its own. Records without a key are dropped and
     counted.
     """
-
-    @property
-    def stored(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         if isinstance(self.source, Table):

@@ -12,9 +12,8 @@ from vt_dagster.core import operate, step, suppress
 from vt_dagster.core.arrival import CHUNK, by_partition, few_records
 from vt_dagster.model import Stream, Table
 from vt_dagster.operators import Operator, Suppress, WindowedAggregate
-from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
-from vt_dagster.storage.store import AssetStore, Head, shape_of
+from vt_dagster.storage.store import AssetStore, Head
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,8 @@ def pin_logs(store: AssetStore, inputs: Sequence[AssetStore]) -> Arrival:
     """Pins the ends of the logs that this run of an operator takes, and the views that go with them."""
     node, previous = store.node, store.catch_up()
     operator = _operator(node)
-    before = (
-        previous.commit
-        if previous
-        else Commit(asset=node.name, batch=0, attempt="", shape=shape_of(node))
-    )
+    pinned = Arrival(node, previous, store.new_attempt())
+    before = pinned.before
     heads: dict[str, Head] = {}
     views: dict[str, int] = {}
     taken: dict[str, dict[int, tuple[int, int]]] = {}
@@ -59,7 +55,7 @@ def pin_logs(store: AssetStore, inputs: Sequence[AssetStore]) -> Arrival:
         if ranges:
             taken[name] = ranges
     times, gauges = dict(before.stream_time), dict[str, float]()
-    arrival = Arrival(node, previous, store.new_attempt(), inputs=heads, views=views, taken=taken)
+    arrival = replace(pinned, inputs=heads, views=views, taken=taken)
     if taken and operate.goes_by_time(operator):
         times, gauges = _own_time(node, arrival, read_logs(inputs, arrival))
     return replace(arrival, stream_time=times, gauges=gauges)

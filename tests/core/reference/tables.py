@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from tests.core.reference.run import (
@@ -71,7 +72,7 @@ class Source(Table):
             self.settle(Change(record.key, record.value, old, record.timestamp))
 
 
-class _Derived(Table):
+class _Derived(Table, ABC):
     """A table that is a function of each value of another; without a store it reads upstream."""
 
     def __init__(self, run: Run, parent: Table, materialize: Config | None) -> None:
@@ -87,8 +88,8 @@ class _Derived(Table):
     def retention(self) -> int:
         return self.store.retention if self.store else self.parent.retention
 
-    def apply(self, value: str) -> str | None:
-        raise NotImplementedError
+    @abstractmethod
+    def apply(self, value: str) -> str | None: ...
 
     def of(self, value: str | None) -> str | None:
         return None if value is None else self.apply(value)

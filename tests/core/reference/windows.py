@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from tests.core.reference.run import Config, Record, Refused, Run, number
@@ -19,7 +20,7 @@ class Result:
     timestamp: int
 
 
-class Windows:
+class Windows(ABC):
     """What all windows share: stream time, what a record adds, where results go."""
 
     def __init__(self, run: Run, config: Config) -> None:
@@ -50,8 +51,8 @@ class Windows:
         self.time = max(self.time, record.timestamp)
         self.add(record.key, 1 if self.counts else number(record.value) or 0, record.timestamp)
 
-    def add(self, key: str, amount: int, timestamp: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def add(self, key: str, amount: int, timestamp: int) -> None: ...
 
     def forward(self, result: Result) -> None:
         if self.buffer is None:
