@@ -1,4 +1,4 @@
-"""``vt-dagster``: look into tables, run the demo, compare with Kafka Streams."""
+"""``vt-dagster``: look into tables, check them in CI, run the demo, compare with Kafka Streams."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vt_dagster.ci import check
 from vt_dagster.conformance import conformance
 from vt_dagster.errors import VtDagsterError
 
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 
 app.command()(conformance)
+app.command()(check)
 
 Warehouse = Annotated[
     str,
