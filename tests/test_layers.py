@@ -20,7 +20,7 @@ LAYERS = [
     {"contracts", "storage", "jars", "session"},
     {"audit", "testing", "testing_state", "testing_store"},
     {"types", "resource", "metadata", "checks", "io_manager", "ops", "sensors", "factory"},
-    {"conformance", "ci", "cli", ""},
+    {"conformance", "components", "ci", "cli", ""},
     {"resources"},
     {"assets"},
 ]
