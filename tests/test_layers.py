@@ -19,7 +19,7 @@ LAYERS = [
     {"core"},
     {"contracts", "storage", "jars", "session"},
     {"audit", "testing", "testing_state", "testing_store"},
-    {"types", "resource", "metadata", "checks", "io_manager", "ops", "sensors", "factory"},
+    {"types", "resource", "metadata", "pictures", "checks", "io_manager", "ops", "sensors", "factory"},
     {"conformance", "components", "ci", "cli", ""},
     {"resources"},
     {"assets"},

@@ -16,6 +16,7 @@ from vt_dagster.errors import ExecutorError, TopologyError
 from vt_dagster.metadata import run_metadata
 from vt_dagster.model import Stream
 from vt_dagster.operators import Operator, StreamTableJoin
+from vt_dagster.pictures import pictures
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.storage import run_join, run_operator, run_source
 from vt_dagster.storage.files import FilesSource
@@ -326,4 +327,5 @@ def _materialized(
     else:
         counts = ", ".join(f"{n} {k}" for k, n in receipt.commit.counts.items())
         context.log.info(f"{store.node.name}: committed batch {receipt.commit.batch}: {counts}")
+        metadata |= pictures(store, arrival, receipt, context.log)
     return dg.Output(None, metadata=metadata)
