@@ -139,6 +139,11 @@ class Product(pa.DataFrameModel):
     product: T.StringType
     maker: T.StringType
     at: T.TimestampType
+
+class Order(pa.DataFrameModel):
+    product: T.StringType
+    amount: T.IntegerType
+    ordered_at: T.TimestampType
 """
 
 
@@ -384,6 +389,18 @@ def test_every_parameter_is_there() -> None:
             *("name", "description", "group", "owners", "operator", "contract")
         }
         assert CONCEPTS[name].yaml.model_fields["key"].description
+
+
+def test_the_readme_is_right() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"## The same in YAML.*?```yaml\n(.*?)```", readme, re.DOTALL)
+    assert found is not None
+    with project(found.group(1).replace("my_project.schemas", ".schemas")) as defs:
+        dg.Definitions.validate_loadable(defs)
+        names = {k.to_user_string() for k in defs.resolve_asset_graph().get_all_asset_keys()}
+        assert names == {"prices", "orders", "priced_orders", "hourly", "final"}
+    for name in CONCEPTS:
+        assert f"`{name}`" in readme
 
 
 def test_scaffold() -> None:
