@@ -39,7 +39,7 @@ from vt_dagster.storage.store import AssetStore
 
 SAMPLE = 20_000
 """At most so many rows of a run are looked at."""
-_LANES, _BARS, _MARKS = 4, 40, 60
+_LANES, _SHOWN, _MARKS, _BARS = 4, 30, 60, 80
 _LARGEST_FILE = 64_000_000
 _WIDTH, _LEFT, _LANE = 720, 110, 44
 _BLUE, _RED, _GREY, _BAND = "#4f7cf0", "#e0483e", "#8a8f98", "#7fa5f8"
@@ -90,6 +90,7 @@ def _draw(store: AssetStore, arrival: Arrival, version: int) -> dict[str, str]:
         lanes = _lanes(node, rows, join is not None)
         if isinstance(versions, VersionedTable):
             _add_bars(lanes, view, versions)
+        lanes = {key: lane for key, lane in lanes.items() if lane.marks}
         if lanes:
             found["timeline"] = timeline(list(lanes.values()), "late" if join else "out of order")
     if node.operator is None:
@@ -150,11 +151,23 @@ def _lanes(node: Stream, rows: pa.Table, join: bool) -> dict[tuple[Any, ...], La
     for key, moment, is_odd in zip(keys, times, odd, strict=True):
         if key in lanes and moment is not None:
             lanes[key].marks.append((moment, is_odd))
+    window = _window([sorted(lane.marks) for lane in lanes.values()])
     for lane in lanes.values():
-        in_order = sorted(lane.marks)
-        newest_odd = [mark for mark in in_order if mark[1]][-_MARKS // 4 :]
-        lane.marks = sorted({*in_order[-_MARKS:], *newest_odd})
+        lane.marks = sorted({m for m in lane.marks if window[0] <= m[0] <= window[1]})[-_MARKS:]
     return lanes
+
+
+def _window(lanes: list[list[tuple[int, bool]]]) -> tuple[int, int]:
+    """The times of some records of the first key, the latest with the most late ones among them.
+
+    Where it has few, those of all records of all keys.
+    """
+    marks = lanes[0] if lanes and len(lanes[0]) >= _SHOWN else sorted(m for lane in lanes for m in lane)
+    if not marks or len(marks) < _SHOWN:
+        return (marks[0][0], marks[-1][0]) if marks else (0, 0)
+    starts = range(len(marks) - _SHOWN + 1)
+    best = max(starts, key=lambda start: (sum(odd for _, odd in marks[start : start + _SHOWN]), start))
+    return marks[best][0], marks[best + _SHOWN - 1][0]
 
 
 def _add_bars(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: VersionedTable) -> None:
@@ -206,8 +219,8 @@ def timeline(lanes: Sequence[Lane], odd: str) -> str:
         odd: what the red dots are.
     """
     times = [moment for lane in lanes for moment, _ in lane.marks]
-    low, high = min(times), max(times)
-    low, high = low - (high - low) // 20 - 1, high + (high - low) // 20 + 1
+    margin = (max(times) - min(times)) // 20 + 1
+    low, high = min(times) - margin, max(times) + margin
     scale = (_WIDTH - _LEFT - 20) / (high - low)
 
     def x(moment: int) -> float:
@@ -218,11 +231,10 @@ def timeline(lanes: Sequence[Lane], odd: str) -> str:
         y = 24 + number * _LANE
         drawn.append(_text(4, y + 26, lane.key[:16]))
         seen = [b for b in sorted(lane.bars) if b[0] <= high and (b[1] is None or b[1] >= low)]
-        for start, end, deleted in seen[-_BARS:]:
-            width = max(1.0, x(high if end is None else end) - x(start) - 1)
-            style = (
-                f'fill="none" stroke="{_GREY}"' if deleted else f'fill="{_BAND}" fill-opacity="0.45"'
-            )
+        for turn, (start, end, deleted) in enumerate(seen[-_BARS:]):
+            width = max(1.0, round(x(high if end is None else end) - x(start) - 1, 1))
+            band = f'fill="{_BAND}" fill-opacity="{0.6 if turn % 2 else 0.35}"'
+            style = f'fill="none" stroke="{_GREY}"' if deleted else band
             drawn.append(f'<rect x="{x(start)}" y="{y + 16}" width="{width}" height="12" {style}/>')
         for moment, is_odd in lane.marks:
             colour = _RED if is_odd else _BLUE
@@ -252,7 +264,7 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta]) -> str:
     for seconds in lateness:
         counts[_bucket(seconds)] += 1
     step = (_WIDTH - 40) / len(_LABELS)
-    top, height = 34, 90
+    top, height = 52, 90
     drawn = [
         _text(20, 12, f"lateness of {len(lateness):,} records: how far behind stream time they came")
     ]
@@ -270,8 +282,8 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta]) -> str:
     for name, limit in limits.items():
         left = round(20 + _position(limit.total_seconds()) * step, 1)
         drawn.append(
-            f'<path d="M{left} {top - 12}V{top + height}" stroke="{_RED}" stroke-dasharray="4 3"/>'
-            + _text(left - 4, top - 8, f"{name} {limit}", "end", _RED)
+            f'<path d="M{left} {top - 28}V{top + height}" stroke="{_RED}" stroke-dasharray="4 3"/>'
+            + _text(left - 4, top - 20, f"{name} {limit}", "end", _RED)
         )
     return _svg(top + height + 24, drawn)
 
