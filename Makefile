@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo demo-kafka kafka test test-kafka endurance ui lint bench clean
+.PHONY: install demo demo-kafka kafka test test-kafka browser endurance ui lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -29,6 +29,13 @@ test-kafka: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Chromium, where there is none, for the tests that look at Dagster's pages.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    chromium fonts-dejavu-core; } || { \
+	  echo "Expected Chromium on PATH, found none, and it could not be installed: install it yourself."; exit 1; }
 
 endurance: $(STAMP)
 	$(BIN)/python -m pytest -m endurance

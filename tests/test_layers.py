@@ -19,8 +19,8 @@ LAYERS = [
     {"core"},
     {"contracts", "storage", "jars", "session"},
     {"audit", "testing", "testing_kafka", "testing_state", "testing_store"},
-    {"types", "resource", "metadata", "checks", "io_manager", "ops", "sensors", "factory"},
-    {"conformance", "cli", ""},
+    {"types", "resource", "metadata", "pictures", "checks", "io_manager", "ops", "sensors", "factory"},
+    {"conformance", "components", "ci", "cli", ""},
     {"resources"},
     {"assets"},
 ]

@@ -1,4 +1,4 @@
-"""``vt-dagster``: look into tables, run the demo, compare with Kafka Streams."""
+"""``vt-dagster``: look into tables, check them in CI, run the demo, compare with Kafka Streams."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vt_dagster.ci import check
 from vt_dagster.conformance import conformance
 from vt_dagster.errors import TopologyError, VtDagsterError
 from vt_dagster.model import Stream
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 
 app.command()(conformance)
+app.command()(check)
 
 Warehouse = Annotated[
     str,

@@ -14,6 +14,10 @@ class TopologyError(VtDagsterError):
     """A table, stream or operator is declared in a way that has no meaning; raised at load."""
 
 
+class DefinitionsError(VtDagsterError):
+    """A command or a YAML file names definitions that are not there, or not what it takes."""
+
+
 class SparkUnavailableError(VtDagsterError):
     """No usable Spark session: Java, jars, the master or the session's settings are wrong."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, cast
 
 import dagster as dg
@@ -11,12 +10,12 @@ from vt_dagster import ops
 from vt_dagster.checks import build_checks
 from vt_dagster.errors import TopologyError
 from vt_dagster.io_manager import OpMemoryIOManager, tables_io_manager
-from vt_dagster.metadata import definition_metadata, describe, publication_metadata
+from vt_dagster.metadata import definition_metadata, describe
 from vt_dagster.model import Stream, Table, VersionedTable, topological
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.sensors import build_sensor
-from vt_dagster.storage.kafka_sink import KafkaSink, Publication
+from vt_dagster.storage.kafka_sink import KafkaSink
 
 
 def build_asset(node: Stream) -> dg.AssetsDefinition:
@@ -104,25 +103,20 @@ def build_publication(
     """
     named = name or f"{node.name}_to_kafka"
 
-    @dg.asset(
+    publish = ops.publish_op(node, sink, named)
+
+    @dg.graph_asset(
         name=named,
-        deps=[dg.AssetKey(node.name)],
+        ins={node.name: dg.AssetIn(dg.AssetKey(node.name), dagster_type=dg.Nothing)},
         description=f"Publishes the log of `{node.name}` to {sink.describe()}.",
         group_name=group,
         kinds={"kafka", "spark"},
         metadata={"vt_dagster/kind": "Publication", "vt_dagster/topic": sink.topic},
     )
-    def publication(
-        context: dg.AssetExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-    ) -> dg.MaterializeResult[None]:
-        started = time.monotonic()
-        publication = Publication(warehouse.path, named, node, sink, spark.spark_session)
-        commit = publication.run(context.run_id)
-        return dg.MaterializeResult(
-            metadata=publication_metadata(publication, commit, time.monotonic() - started)
-        )
+    def publication(**after: Any) -> Any:
+        return publish(**after)
 
-    return publication
+    return cast(dg.AssetsDefinition, publication)
 
 
 def build_resources(

@@ -13,13 +13,15 @@ import dagster as dg
 from pyspark.sql import DataFrame
 
 from vt_dagster.errors import ExecutorError, TopologyError
-from vt_dagster.metadata import lag_metadata, run_metadata
+from vt_dagster.metadata import lag_metadata, publication_metadata, run_metadata
 from vt_dagster.model import Stream
 from vt_dagster.operators import Operator, StreamTableJoin
+from vt_dagster.pictures import pictures
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.storage import run_join, run_operator, run_source
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.kafka import KafkaSource, as_ranges
+from vt_dagster.storage.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.run_operator import Results
 from vt_dagster.storage.run_source import Source
 from vt_dagster.storage.runs import Arrival, Receipt
@@ -337,6 +339,31 @@ def write_results_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     return write_results
 
 
+def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefinition:
+    """Op ``(after the node) -> asset``: sends what is new in a log to a topic, and commits how far.
+
+    Args:
+        publication: the name under which the warehouse keeps the position.
+    """
+
+    @dg.op(
+        name=f"publish_{publication}",
+        ins={node.name: dg.In(dg.Nothing)},
+        out=dg.Out(dg.Nothing, io_manager_key=TABLES),
+        description=f"Sends the log of {node.name} to {sink.describe()}.",
+    )
+    def publish(
+        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
+    ) -> dg.Output[None]:
+        started = time.monotonic()
+        way = Publication(warehouse.path, publication, node, sink, spark.spark_session)
+        commit = way.run(context.run_id)
+        seconds = time.monotonic() - started
+        return dg.Output(None, metadata=publication_metadata(way, commit, seconds))
+
+    return publish
+
+
 def operator_of(node: Stream) -> Operator:
     """The operator of a node.
 
@@ -372,4 +399,5 @@ def _materialized(
     else:
         counts = ", ".join(f"{n} {k}" for k, n in receipt.commit.counts.items())
         context.log.info(f"{store.node.name}: committed batch {receipt.commit.batch}: {counts}")
+        metadata |= pictures(store, arrival, receipt, context.log)
     return dg.Output(None, metadata=metadata)

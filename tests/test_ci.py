@@ -1,0 +1,173 @@
+"""``vt-dagster check``: what it prints, what it writes, and how it exits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import dagster as dg
+import pytest
+from typer.testing import CliRunner
+
+from tests.market import Market
+from vt_dagster import SparkResource, build_definitions
+from vt_dagster.ci import run_checks
+from vt_dagster.cli import app
+from vt_dagster.errors import DefinitionsError
+
+DEFINITIONS = """
+import dagster as dg
+
+@dg.asset(group_name="odd")
+def one(): ...
+
+@dg.asset
+def other(): raise AssertionError("nothing is to be materialized")
+
+@dg.asset_check(asset=one, description="there is nothing to say")
+def fine():
+    return dg.AssetCheckResult(passed=True)
+
+@dg.asset_check(asset=one, description="keys are small", blocking=True)
+def small():
+    rows = dg.MetadataValue.table([dg.TableRecord({"key": "1000", "value": "x"})])
+    return dg.AssetCheckResult(passed=False, metadata={"offending_rows": 3, "sample": rows})
+
+@dg.asset_check(asset=other)
+def strange():
+    return dg.AssetCheckResult(passed=False, severity=dg.AssetCheckSeverity.WARN, description="hm")
+
+@dg.asset_check(asset=other)
+def broken():
+    raise ValueError("no such thing")
+"""
+WHOLE = (
+    DEFINITIONS + "\ndefs = dg.Definitions([one, other], asset_checks=[fine, small, strange, broken])\n"
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    return tmp_path
+
+
+def check(*arguments: str) -> tuple[int, str]:
+    """The exit code, and what is printed or raised."""
+    done = CliRunner().invoke(app, ["check", *arguments])
+    if isinstance(done.exception, DefinitionsError):
+        return 2, str(done.exception)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def test_what_it_prints_and_writes(here: Path) -> None:
+    (here / "defs_of_check.py").write_text(WHOLE)
+    code, said = check("-f", "defs_of_check.py", "--junit", "out/junit.xml")
+    assert code == 1
+    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in said.splitlines() if "│" in row]
+    assert ["one", "fine", "passed", ""] in rows
+    assert ["one", "small", "failed", "3"] in rows
+    assert ["1000", "x"] in rows
+    assert ["other", "strange", "warned", ""] in rows
+    assert ["other", "broken", "broken", ""] in rows
+    assert "one: small: expected that keys are small" in said
+    assert "other: broken: ValueError: no such thing" in said
+    assert "other: strange: hm" in said
+
+    suites = ElementTree.parse(here / "out" / "junit.xml").getroot()
+    counts = {s.attrib["name"]: [s.attrib[k] for k in ("tests", "failures", "errors")] for s in suites}
+    assert counts == {"one": ["2", "1", "0"], "other": ["2", "0", "1"]}
+    cases = {c.attrib["name"]: c for c in suites.iter("testcase")}
+    assert cases["small"].attrib["classname"] == "one"
+    (failure,) = cases["small"]
+    assert (failure.tag, failure.attrib["message"]) == ("failure", "3 offending rows")
+    assert "{'key': '1000', 'value': 'x'}" in (failure.text or "")
+    assert [e.tag for e in cases["broken"]] == ["error"]
+    assert [e.tag for e in cases["strange"]] == ["system-out"]
+    assert list(cases["fine"]) == []
+
+
+@pytest.mark.parametrize(
+    ("selection", "code", "names"),
+    [
+        ("*", 1, {"fine", "small", "strange", "broken"}),
+        ("one", 1, {"fine", "small"}),
+        ("group:odd", 1, {"fine", "small"}),
+    ],
+)
+def test_selection(here: Path, selection: str, code: int, names: set[str]) -> None:
+    (here / "defs_of_check.py").write_text(WHOLE)
+    assert check(selection, "-m", "defs_of_check")[0] == code
+    from defs_of_check import defs  # pyright: ignore[reportMissingImports]
+
+    assert {r.name for r in run_checks(defs, selection)} == names
+
+
+def test_only_errors_stop(here: Path) -> None:
+    text = DEFINITIONS + "\ndefs = dg.Definitions([one, other], asset_checks=[fine, strange])\n"
+    (here / "defs_of_warnings.py").write_text(text)
+    assert check("-f", "defs_of_warnings.py")[0] == 0
+
+
+def test_workspace_and_lazy_definitions(here: Path) -> None:
+    lazy = "\n@dg.definitions\ndef defs():\n    return dg.Definitions([one], asset_checks=[fine])\n"
+    (here / "defs_of_module.py").write_text(DEFINITIONS + lazy)
+    (here / "defs_of_file.py").write_text(
+        DEFINITIONS + "\ndefs = dg.Definitions([other], asset_checks=[strange])\n"
+    )
+    (here / "workspace.yaml").write_text(
+        "load_from:\n  - python_module: defs_of_module\n"
+        "  - python_file: {relative_path: defs_of_file.py}\n"
+    )
+    code, said = check()
+    assert code == 0
+    assert "fine" in said
+    assert "strange" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected Definitions to check, found no workspace.yaml"),
+        (["-f", "none.py"], "expected a Python file with Definitions, got none.py"),
+        (["-m", "nowhere.definitions"], "expected a module 'nowhere.definitions', found none"),
+        (["-f", "empty.py"], "expected one Definitions object in empty.py, found 0"),
+        (["three", "-f", "whole.py"], "got 'three'; choose from ['one', 'other']"),
+        (["((", "-f", "whole.py"], "got '(('; choose from ['one', 'other']"),
+        (["group:none", "-f", "whole.py"], "expected assets with checks in the selection 'group:none'"),
+    ],
+)
+def test_what_is_refused(here: Path, arguments: list[str], said: str) -> None:
+    (here / "empty.py").write_text("")
+    (here / "whole.py").write_text(WHOLE)
+    code, message = check(*arguments)
+    assert code == 2
+    assert said in message
+
+
+def test_results_are_in_the_instance(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "home").mkdir()
+    monkeypatch.setenv("DAGSTER_HOME", str(here / "home"))
+    (here / "defs_of_check.py").write_text(WHOLE)
+    check("-f", "defs_of_check.py")
+    with dg.DagsterInstance.get() as instance:
+        (record,) = instance.get_run_records()
+    assert record.dagster_run.job_name == "vt_dagster_check"
+
+
+def test_of_real_tables(market: Market, tmp_path: Path) -> None:
+    """Green on a healthy market, red where a version was changed behind its back."""
+    copy = market.copy(tmp_path / "copy")
+    spark = SparkResource(master="local[2]")
+    defs = build_definitions(copy.priced, copy.rates, warehouse=str(copy.warehouse), spark=spark)
+    assert {r.verdict for r in run_checks(defs)} == {"passed"}
+    path = str(copy.warehouse / "prices" / "view")
+    rows = copy.spark.read.format("delta").load(path)
+    rows.union(rows).write.format("delta").mode("overwrite").save(path)
+    found = {r.name: r for r in run_checks(defs, "prices")}
+    assert found["one_version_per_key_and_timestamp"].stops
+    assert found["one_version_per_key_and_timestamp"].sample
+    assert not found["every_record_is_accounted_for"].stops

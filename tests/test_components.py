@@ -1,0 +1,476 @@
+"""Topologies in YAML: they are what Python makes, and errors point to the line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster.components.testing import create_defs_folder_sandbox
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
+
+from vt_dagster.components import TopologyComponent
+from vt_dagster.components.assets import CONCEPTS, SOURCES
+from vt_dagster.components.parts import as_duration
+from vt_dagster.model import Stream, Table, VersionedTable
+
+# Dagster's components warn of each other.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning"),
+    pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.PreviewWarning"),
+    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
+]
+
+SHOP = """\
+type: vt_dagster.components.TopologyComponent
+attributes:
+  warehouse: {warehouse}
+  spark: {{master: "local[2]"}}
+  assets:
+    - name: priced_orders
+      group: joined
+      left_join:
+        left: orders
+        right: prices
+        grace_period: 1h
+        select: [left.*, right.price, right.valid_from as priced_from]
+    - name: prices
+      description: What things cost.
+      owners: team:shop
+      versioned_table:
+        key: product
+        columns:
+          product: string
+          price: {{type: double, ge: 0, nullable: true, description: in euros}}
+          at: timestamp
+          unit: {{type: string, nullable: true, isin: [kg, piece]}}
+        timestamp: at
+        tombstone: price is null
+        history_retention: "{{{{ env.RETENTION }}}}"
+        source:
+          files: {{path: {landing}/prices, format: csv}}
+        sensor: {{running: true, minimum_interval_seconds: 60}}
+    - name: orders
+      stream:
+        key: product
+        columns: {{product: string, ordered_at: timestamp, amount: "decimal(10,2)", tags: array<int>}}
+        timestamp: ordered_at
+        source:
+          files: {{path: {landing}/orders}}
+    - name: products
+      table:
+        key: product
+        schema: .schemas.Product
+        timestamp: at
+        source: {{files: {{path: {landing}/products}}}}
+    - name: cheap
+      filter: {{input: prices, predicate: price < 100}}
+    - name: dear
+      filter_not: {{input: prices, predicate: price < 100}}
+    - name: euros
+      map_values:
+        input: prices
+        select: price * 0.9 as price
+        materialized: {{}}
+    - name: remembered
+      map_values:
+        input: prices
+        select: [price, unit]
+        materialized: {{history_retention: 1d}}
+    - name: listed
+      outer_join: {{left: products, right: prices, emit: per_run, select: [left.maker, right.price]}}
+    - name: made
+      join: {{left: products, right: makers, foreign_key: maker, select: [right.country]}}
+    - name: makers
+      table:
+        key: maker
+        columns: {{maker: string, country: string, at: timestamp}}
+        timestamp: at
+        source: {{files: {{path: {landing}/makers}}}}
+    - name: by_maker
+      aggregate:
+        input: listed
+        group_by: maker
+        aggregates: {{n: count(*), mean: avg(price)}}
+    - name: hourly
+      aggregate:
+        input: orders
+        window:
+          tumbling: {{size: 1h, grace: 5m}}
+        aggregates: {{n: count(*), amount: sum(amount)}}
+    - name: hopping
+      aggregate:
+        input: orders
+        group_by: product
+        window:
+          hopping: {{size: 1h, advance: 10m}}
+        aggregates: {{n: count(*)}}
+    - name: final
+      suppress:
+        input: hourly
+        until: window_closes
+    - name: alerts
+      suppress:
+        input: by_maker
+        until:
+          time_limit: {{duration: 10m, max_records: 10, when_full: shut_down}}
+    - name: reports
+      to_stream: {{input: alerts}}
+    - name: sessions
+      aggregate:
+        input: reports
+        window:
+          session: {{gap: 2h}}
+        aggregates: {{n: count(*)}}
+    - name: board
+      to_table: {{input: orders, materialized: {{history_retention: 1d}}}}
+"""
+SCHEMAS = """
+import pandera.pyspark as pa
+import pyspark.sql.types as T
+
+class Product(pa.DataFrameModel):
+    product: T.StringType
+    maker: T.StringType
+    at: T.TimestampType
+
+class Order(pa.DataFrameModel):
+    product: T.StringType
+    amount: T.IntegerType
+    ordered_at: T.TimestampType
+"""
+
+
+RESOURCES = """
+import dagster as dg
+from vt_dagster import build_resources
+
+@dg.definitions
+def resources():
+    return dg.Definitions(resources=build_resources("here"), executor=dg.in_process_executor)
+"""
+
+
+@contextmanager
+def project(text: str, python: str = "") -> Iterator[dg.Definitions]:
+    """The definitions of a project with a ``defs.yaml``."""
+    with create_defs_folder_sandbox() as box:
+        (box.defs_folder_path / "schemas.py").write_text(SCHEMAS)
+        (box.defs_folder_path / "resources.py").write_text(python)
+        folder = box.defs_folder_path / "shop"
+        folder.mkdir(parents=True)
+        (folder / "defs.yaml").write_text(text)
+        with box.build_all_defs() as defs:
+            yield defs
+
+
+@pytest.fixture(autouse=True)
+def _retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETENTION", "30d")
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> str:
+    return SHOP.format(warehouse=tmp_path / "warehouse", landing=tmp_path / "landing")
+
+
+def test_everything_is_there(shop: str) -> None:
+    with project(shop) as defs:
+        dg.Definitions.validate_loadable(defs)
+        graph = defs.resolve_asset_graph()
+        names = set(re.findall(r"- name: (\w+)", shop))
+        assert {k.to_user_string() for k in graph.get_all_asset_keys()} == names
+        assert {k.asset_key.to_user_string() for k in graph.asset_check_keys} == names
+        prices = graph.get(dg.AssetKey("prices"))
+        assert prices.owners == ["team:shop"]
+        assert (prices.description or "").startswith("What things cost.")
+        assert prices.metadata["vt_dagster/history_retention"] == "30 days, 0:00:00"
+        columns = {c.name: c for c in prices.metadata["dagster/column_schema"].columns}
+        assert columns["price"].type == "double"
+        assert columns["price"].description == "in euros"
+        orders = graph.get(dg.AssetKey("orders")).metadata["dagster/column_schema"].columns
+        assert {"amount": "decimal(10,2)", "tags": "array<int>"}.items() <= {
+            c.name: c.type for c in orders
+        }.items()
+        joined = graph.get(dg.AssetKey("priced_orders"))
+        assert joined.group_name == "joined"
+        assert joined.metadata["vt_dagster/grace_period"] == "1:00:00"
+        assert {k.to_user_string() for k in joined.parent_keys} == {"orders", "prices"}
+        assert graph.get(dg.AssetKey("euros")).metadata["vt_dagster/kind"] == "Table"
+        assert graph.get(dg.AssetKey("cheap")).metadata["vt_dagster/kind"] == "VersionedTable"
+        sensor = defs.resolve_sensor_def("prices_sensor")
+        assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
+        assert sensor.minimum_interval_seconds == 60
+        other = defs.resolve_sensor_def("orders_sensor")
+        assert other.default_status == dg.DefaultSensorStatus.STOPPED
+
+
+def errors(text: str) -> str:
+    """The messages of an error and its causes."""
+    with pytest.raises(Exception) as caught, project(text) as defs:  # noqa: PT011 - Dagster's own
+        dg.Definitions.validate_loadable(defs)
+    said: list[str] = []
+    error: BaseException | None = caught.value
+    while error is not None:
+        said.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(said)
+
+
+BROKEN = {
+    "unknown setting": (
+        "history_retention:",
+        "hist_retention:",
+        "'hist_retention' is not known here; did you mean 'history_retention'? expected",
+    ),
+    "missing setting": (
+        'history_retention: "{{ env.RETENTION }}"',
+        "partitions: 2",
+        "'history_retention' is missing",
+    ),
+    "length of time": (
+        "grace_period: 1h",
+        "grace_period: 1x",
+        "expected a length of time like 7d, 1h30m or 250ms (units: w, d, h, m, s, ms), got '1x",
+    ),
+    "grace": (
+        "grace_period: 1h",
+        "grace_period: 40d",
+        "the grace period 40 days, 0:00:00 is longer than the history retention 30 days",
+    ),
+    "template": ("{{ env.RETENTION }}", "{{ nowhere.x }}", "'nowhere' not found in scope"),
+    "rendered": ("{{ env.RETENTION }}", "{{ 'long' + 'er' }}", "expected a length of time like 7d"),
+    "key": ("key: product", "key: produkt", "key columns ['produkt'] are not in the schema"),
+    "input": ("left: orders", "left: order", "expected one of the assets of this file (alerts, board,"),
+    "path": (
+        "left: orders",
+        "left: my.own.orders",
+        "expected left to be the Python path of an object, like my_project.schemas.Price",
+    ),
+    "no node": (
+        "left: orders",
+        "left: os.path.sep",
+        "expected os.path.sep to be a Stream or Table, got str",
+    ),
+    "no schema": (".schemas.Product", ".schemas.Produkt", "got '.schemas.Produkt'"),
+    "type of column": (
+        "at: timestamp\n          unit",
+        "at: timestam\n          unit",
+        "column 'at' has the type 'timestam'; expected string, boolean,",
+    ),
+    "check of column": ("ge: 0", "gee: 0", "'gee' is not known here; did you mean 'ge'?"),
+    "until": (
+        "until: window_closes",
+        "until: never",
+        "expected one of time_limit, window_closes, got 'never'",
+    ),
+    "empty": (
+        "until: window_closes",
+        "until:",
+        "until is empty: give a value, {} for defaults, or leave it out",
+    ),
+    "size": ("size: 1h, grace", "size: 0h, grace", "size must be longer than 0"),
+    "format": ("format: csv", "format: xml", "Input should be 'jsonl', 'csv' or 'parquet'"),
+    "share": ("format: csv", "max_bad_share: 3", "max_bad_share must be between 0 and 1, got 3"),
+    "concept": ("      filter:", "      filtr:", "'filtr' is not known here; did you mean 'filter'?"),
+    "no concept": (
+        "      filter: {",
+        "      group: x # {",
+        "expected one of stream, table, versioned_table, join",
+    ),
+    "two concepts": (
+        "      to_stream: {input: alerts}",
+        "      to_stream: {input: alerts}\n      to_table: {input: orders}",
+        "got to_table and to_stream",
+    ),
+    "kind of input": (
+        "filter: {input: prices",
+        "filter: {input: orders",
+        "filter needs a Table, got the Stream 'orders'",
+    ),
+    "twice": ("- name: dear", "- name: cheap", "two assets have the name 'cheap'; rename one of them"),
+    "circle": ("input: hourly", "input: final", "final -> final goes in a circle; break it"),
+    "column": ("right.price,", "right.prise,", "'prices' has no column 'prise'"),
+    "no window": (
+        "window:\n          tumbling: {size: 1h, grace: 5m}",
+        "emit: per_run",
+        "are aggregated in windows; give a window, for example {tumbling: {size: 1h}}",
+    ),
+    "window of a table": (
+        "input: listed",
+        "input: listed\n        window: {session: {gap: 1h}}",
+        "windows hold records of a stream, but 'listed' is a table",
+    ),
+    "aggregate": ("n: count(*), amount: sum", "n: median(n), amount: sum", "'n' is 'median(n)'"),
+    "not of streams": (
+        "grace_period: 1h",
+        "foreign_key: unit",
+        "the left_join of a Stream, here 'orders', has no foreign_key; leave it out",
+    ),
+    "not of windows": (
+        "size: 1h, grace: 5m}",
+        "size: 1h, grace: 5m}\n        materialized: {}",
+        "the aggregate of a Stream, here 'orders', has no materialized",
+    ),
+    "columns and schema": (
+        "schema: .schemas.Product",
+        "partitions: 1",
+        "expected either columns or schema, got neither",
+    ),
+    "sensor": ("minimum_interval_seconds: 60", "interval: 60", "'interval' is not known here; "),
+    "suppress": ("input: by_maker", "input: prices", "suppress would lose versions of 'prices'"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_error_points_to_the_line(shop: str, name: str) -> None:
+    old, new, said = BROKEN[name]
+    assert old in shop
+    text = shop.replace(old, new, 1)
+    message = errors(text)
+    assert said in message
+    places = {int(n) for n in re.findall(r"shop/defs\.yaml:(\d+)", message)}
+    lines = text.splitlines()
+    first = 1 + shop[: shop.index(old)].count("\n")
+    exact = range(first, first + new.count("\n") + 1)
+    begin = max(i for i, line in enumerate(lines, 1) if i <= exact[-1] and "- name" in line)
+    assert places, message
+    assert places & set(range(begin, exact[-1] + 1) if name in NEAR else exact), (places, exact)
+
+
+NEAR = {
+    "missing setting",
+    "no concept",
+    "two concepts",
+    "no window",
+    "columns and schema",
+    "kind of input",
+    "suppress",
+    "until",
+    "empty",
+}
+"""Where something is missing, or the whole does not fit, the error points to what surrounds it."""
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ("7d", timedelta(days=7)),
+        ("1h30m", timedelta(minutes=90)),
+        ("1h 30m", timedelta(minutes=90)),
+        ("2w", timedelta(days=14)),
+        ("250ms", timedelta(milliseconds=250)),
+        ("1.5h", timedelta(minutes=90)),
+        ("0s", timedelta(0)),
+    ],
+)
+def test_durations(text: str, length: timedelta) -> None:
+    assert as_duration(text) == length
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "7 days", "-1h", "1h1h", "P1D", 90])
+def test_no_durations(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        as_duration(text)
+
+
+def test_every_parameter_is_there() -> None:
+    """The YAML has what Python has: no setting is forgotten when one is added."""
+    assert set(SOURCES) <= {"files", "kafka"}
+    for name, kind in (("stream", Stream), ("table", Table), ("versioned_table", VersionedTable)):
+        fields = set(CONCEPTS[name].yaml.model_fields)
+        assert fields - {"columns", "sensor"} == set(kind.__dataclass_fields__) - {
+            *("name", "description", "group", "owners", "operator", "contract")
+        }
+        assert CONCEPTS[name].yaml.model_fields["key"].description
+
+
+def test_the_readme_is_right() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"## The same in YAML.*?```yaml\n(.*?)```", readme, re.DOTALL)
+    assert found is not None
+    with project(found.group(1).replace("my_project.schemas", ".schemas")) as defs:
+        dg.Definitions.validate_loadable(defs)
+        names = {k.to_user_string() for k in defs.resolve_asset_graph().get_all_asset_keys()}
+        assert names == {"prices", "orders", "priced_orders", "hourly", "final"}
+    for name in CONCEPTS:
+        assert f"`{name}`" in readme
+
+
+def test_scaffold() -> None:
+    with create_defs_folder_sandbox() as box:
+        made = box.scaffold_component(component_cls=TopologyComponent)
+        assert "versioned_table" in (made / "defs.yaml").read_text()
+        with box.build_all_defs() as defs:
+            dg.Definitions.validate_loadable(defs)
+            assert defs.resolve_asset_graph().get_all_asset_keys() == {dg.AssetKey("prices")}
+
+
+def test_files_share_their_resources(shop: str, tmp_path: Path) -> None:
+    """Two files with one warehouse are merged, and one may use the assets of Python."""
+    other = f"""\
+type: vt_dagster.components.TopologyComponent
+attributes:
+  warehouse: {tmp_path / "warehouse"}
+  spark: {{master: "local[2]"}}
+  assets:
+    - name: others
+      table:
+        key: k
+        columns: {{k: string, at: timestamp}}
+        timestamp: at
+        source: {{files: {{path: landing}}}}
+"""
+    with project(f"{shop}---\n{other}") as defs:
+        dg.Definitions.validate_loadable(defs)
+        assert dg.AssetKey("others") in defs.resolve_asset_graph().get_all_asset_keys()
+
+
+def test_python_and_yaml_together() -> None:
+    """A node of Python is an input in YAML; its asset stays where Python defines it."""
+    text = """\
+type: vt_dagster.components.TopologyComponent
+attributes:
+  assets:
+    - name: long
+      filter: {input: tests.test_components.WORDS, predicate: length(word) > 9}
+"""
+    with project(text, RESOURCES) as defs:
+        dg.Definitions.validate_loadable(defs)
+        graph = defs.resolve_asset_graph()
+        assert {k.to_user_string() for k in graph.materializable_asset_keys} == {"long"}
+        assert {k.to_user_string() for k in graph.external_asset_keys} == {"words"}
+
+
+WORDS = Table(
+    "words",
+    key="word",
+    schema=StructType([StructField("word", StringType()), StructField("at", TimestampType())]),
+    timestamp="at",
+)
+
+
+def test_no_spark_is_started(shop: str, tmp_path: Path) -> None:
+    code = f"""
+import os
+os.environ["RETENTION"] = "30d"
+from tests.test_components import project
+with project({shop!r}):
+    pass
+from pyspark import SparkContext
+assert SparkContext._gateway is None, "a JVM was started"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,50 @@
+"""What the wheel and the sdist hold: the library, and nothing of this repository's own."""
+
+from __future__ import annotations
+
+import configparser
+import tarfile
+import zipfile
+from email.parser import Parser
+
+import pytest
+
+from tests.built import ROOT, distributions
+
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
+LIBRARY = {
+    *(p.relative_to(ROOT).as_posix() for p in (ROOT / "vt_dagster").rglob("*") if p.suffix == ".py"),
+    *("vt_dagster/py.typed", "vt_dagster/log4j2.properties", "vt_dagster_pytest.py"),
+}
+
+
+def test_wheel() -> None:
+    wheel, _ = distributions()
+    with zipfile.ZipFile(wheel) as opened:
+        names = {n for n in opened.namelist() if not n.endswith("/")}
+        info = {n.split("/")[0] for n in names if ".dist-info/" in n}
+        assert {n for n in names if ".dist-info/" not in n} == LIBRARY
+        (info_folder,) = info
+        entries = configparser.ConfigParser()
+        entries.read_string(opened.read(f"{info_folder}/entry_points.txt").decode())
+        about = Parser().parsestr(opened.read(f"{info_folder}/METADATA").decode())
+        assert f"{info_folder}/licenses/LICENSE" in names
+    assert {s: dict(entries[s]) for s in entries.sections()} == {
+        "console_scripts": {"vt-dagster": "vt_dagster.cli:main"},
+        "pytest11": {"vt_dagster": "vt_dagster_pytest"},
+        "dagster_dg_cli.registry_modules": {"vt_dagster": "vt_dagster.components"},
+    }
+    assert {"dg", "ui", "demo"} <= set(about.get_all("Provides-Extra") or [])
+    assert about["Requires-Python"] == ">=3.10"
+    assert "Versioned tables" in about.get_payload()
+    needs = [n.split(";")[0] for n in about.get_all("Requires-Dist") or [] if "extra ==" not in n]
+    assert not [n for n in needs if n.startswith(("pytest", "ruff", "pyright", "playwright"))]
+
+
+def test_sdist() -> None:
+    _, sdist = distributions()
+    with tarfile.open(sdist) as opened:
+        names = {n.partition("/")[2] for n in opened.getnames()}
+    more = {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
+    assert names - {""} == LIBRARY | more

@@ -1,0 +1,89 @@
+"""Pictures in a materialization: what they show, and that they never fail a run."""
+
+from __future__ import annotations
+
+import base64
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.market import Market, materialized, record
+from vt_dagster import pictures
+from vt_dagster.pictures import Lane, histogram, timeline
+
+HOUR = 3_600_000_000
+
+
+def drawn(markdown: str) -> ElementTree.Element:
+    """The picture in a piece of markdown."""
+    found = re.fullmatch(r"!\[\w+\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown)
+    assert found is not None, markdown[:100]
+    return ElementTree.fromstring(base64.b64decode(found.group(1)))
+
+
+def parts(svg: ElementTree.Element, tag: str) -> list[ElementTree.Element]:
+    return svg.findall(f"{{http://www.w3.org/2000/svg}}{tag}")
+
+
+def texts(svg: ElementTree.Element) -> list[str]:
+    return [t.text or "" for t in parts(svg, "text")]
+
+
+def test_timeline() -> None:
+    lane = Lane(
+        "<JFK>", [(0, 2 * HOUR, False), (2 * HOUR, None, True)], [(HOUR, True), (3 * HOUR, False)]
+    )
+    svg = ElementTree.fromstring(timeline([lane], "late"))
+    assert "<JFK>" in texts(svg)
+    (first, second) = parts(svg, "rect")
+    assert float(first.attrib["x"]) < float(second.attrib["x"])
+    assert second.attrib["fill"] == "none"  # a deletion is empty
+    late, in_order = parts(svg, "circle")
+    assert late.attrib["fill"] != in_order.attrib["fill"]
+    assert float(late.attrib["cx"]) < float(in_order.attrib["cx"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "label"),
+    [(0, "0"), (1, "< 1m"), (60, "< 10m"), (3_599, "< 1h"), (3_600, "< 6h"), (86_400 * 400, "more")],
+)
+def test_histogram(seconds: float, label: str) -> None:
+    svg = ElementTree.fromstring(histogram([seconds] * 1_234, {"grace period": timedelta(hours=2)}))
+    bars = [float(r.attrib["height"]) for r in parts(svg, "rect")]
+    assert bars == [90.0 if name == label else 0.0 for name in pictures._LABELS]
+    assert "1,234" in texts(svg)
+    assert "grace period 2:00:00" in texts(svg)
+
+
+def test_of_runs(market: Market) -> None:
+    said = materialized(market.results[-1], "prices")
+    line = drawn(said["timeline"])
+    assert {"a", "b"} <= set(texts(line))
+    colours = {c.attrib["fill"] for c in parts(line, "circle")}
+    assert colours == {pictures._BLUE, pictures._RED}  # q2 came after its time
+    assert parts(line, "rect")
+    late = drawn(said["lateness"])
+    assert any("history retention 1 day" in text for text in texts(late))
+
+    joined = materialized(market.results[-1], "priced")
+    assert parts(drawn(joined["timeline"]), "circle")
+    assert any("grace period 1:00:00" in text for text in texts(drawn(joined["lateness"])))
+    assert "timeline" not in materialized(market.results[-1], "rates")
+
+
+def test_they_never_fail_a_run(market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no ink")
+
+    copy = market.copy(tmp_path / "copy")
+    monkeypatch.setattr(pictures, "_draw", broken)
+    copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"))
+    result = copy.run([copy.prices])
+    assert result.success
+    assert "timeline" not in materialized(result, "prices")
+    # nothing new: nothing is drawn, and nothing is tried
+    assert "timeline" not in materialized(copy.run([copy.prices]), "prices")

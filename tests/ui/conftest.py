@@ -1,0 +1,107 @@
+"""Dagster on a small instance of the worked example, and a browser to look at it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+]
+"""A browser in a container, that asks nobody outside for anything."""
+
+CONFIG = "telemetry:\n  enabled: false\nnux:\n  enabled: false\n"
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that works on the instance, which is filled."""
+    data = tmp_path_factory.mktemp("ui")
+    home = data / "dagster_home"
+    home.mkdir()
+    (home / "dagster.yaml").write_text(CONFIG)
+    about = {
+        **os.environ,
+        "VT_DAGSTER_DATA": str(data),
+        "DAGSTER_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ui.small_demo"],
+        cwd=ROOT,
+        env=about,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return about
+
+
+@pytest.fixture(scope="session")
+def server(environment: dict[str, str]) -> Iterator[str]:
+    """The address of a ``dagster dev`` on the instance, webserver and daemon."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = Path(environment["DAGSTER_HOME"]) / "dev.log"
+    command = [str(Path(sys.executable).parent / "dagster"), "dev", "-p", str(port), "-h", "127.0.0.1"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 180
+        while not _answers(address):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(1)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/server_info", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of a Chromium; ``make browser`` installs one."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        said = f"expected one of {names} on PATH, found none: make browser installs it"
+        assert not os.environ.get("CI"), said
+        pytest.skip(said)
+    return found
+
+
+@pytest.fixture(scope="session")
+def screenshots(environment: dict[str, str]) -> Path:
+    """Where pictures of the pages go; ``VT_DAGSTER_SCREENSHOTS`` keeps them."""
+    where = os.environ.get("VT_DAGSTER_SCREENSHOTS")
+    folder = Path(where) if where else Path(environment["VT_DAGSTER_DATA"]) / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,39 @@
+"""A small instance of the worked example: two months consumed, a third landed, one table damaged.
+
+Run as a process of its own, with ``VT_DAGSTER_DATA`` and ``DAGSTER_HOME``: it starts Spark.
+"""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from assets.definitions import defs
+from assets.landing import write_landing
+from resources import LANDING, spark, warehouse
+from vt_dagster.ci import run_checks
+
+SHOWN = ("weather", "flights", "airlines", "flights_with_weather")
+DAMAGED = "airlines"
+
+
+def main() -> None:
+    """Fills the instance."""
+    job = defs.resolve_job_def("main")
+    quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
+    with dg.DagsterInstance.get() as instance:
+        for month in (1, 2):
+            write_landing(LANDING, (month,))
+            job.execute_in_process(
+                instance=instance,
+                run_config=quiet,
+                asset_selection=[dg.AssetKey(name) for name in SHOWN],
+            )
+    write_landing(LANDING, (3,))
+    path = f"{warehouse.path}/{DAMAGED}/view"
+    rows = spark.spark_session.read.format("delta").load(path)
+    rows.union(rows.limit(3)).write.format("delta").mode("overwrite").save(path)
+    assert any(found.stops for found in run_checks(defs, DAMAGED))
+
+
+if __name__ == "__main__":
+    main()

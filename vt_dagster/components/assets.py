@@ -1,0 +1,239 @@
+"""What an entry of the YAML's ``assets`` may be, and the stream or table that it makes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from vt_dagster.components.columns import Column, contract
+from vt_dagster.components.parts import Choice, Part, Texts, choice, part
+from vt_dagster.errors import TopologyError
+from vt_dagster.grouping import GroupedStream, GroupedTable, WindowedStream
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.operators import Emit, Materialized, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.sensors import build_sensor
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
+
+SOURCES: dict[str, type] = {"files": FilesSource}
+"""Where records come from; a new kind of source is one more entry."""
+
+_SHOWN = ("name", "description", "group", "owners")
+_NAMES: dict[str, Any] = {
+    "Operator": Any,
+    "Materialized": Materialized,
+    "Emit": Emit,
+    "UntilTimeLimit": UntilTimeLimit,
+    "UntilWindowCloses": UntilWindowCloses,
+    "GroupedStream": GroupedStream,
+    "GroupedTable": GroupedTable,
+}
+"""What annotations name and their modules import for type checkers alone."""
+
+
+def _part(name: str, *targets: Callable[..., Any], **more: Any) -> type[Part]:
+    types = {Materialized: _materialized} if name != "Materialized" else {}
+    leave_out = (*_SHOWN, "table", "operator", "contract")
+    if name == "Sensor":
+        leave_out = ("node", "target")
+    return part(name, targets, leave_out, types, _NAMES, **more)
+
+
+_materialized = _part("Materialized", Materialized)
+_source = choice(
+    "Source", "Where records come from.", {n: _part(n.title(), kind) for n, kind in SOURCES.items()}
+)
+_sensor = _part("Sensor", build_sensor)
+_window = choice(
+    "Window",
+    "The windows that records are cut into.",
+    {
+        "tumbling": _part("Tumbling", TumblingWindow),
+        "hopping": _part("Hopping", HoppingWindow),
+        "session": _part("Session", SessionWindow),
+    },
+)
+_until = choice(
+    "Until",
+    "How long updates are held back.",
+    {
+        "time_limit": _part("TimeLimit", UntilTimeLimit),
+        "window_closes": _part("WindowCloses", UntilWindowCloses),
+    },
+)
+
+_NODE: Any = (
+    str,
+    Field(description="An asset of this file, or the Python path of one: my.module.name."),
+)
+
+
+def _declared(name: str, kind: type[Stream]) -> type[Part]:
+    """A stream or table with a source."""
+    return _part(
+        name,
+        kind,
+        schema=(str | None, Field(default=None, description="Python path of a pandera model.")),
+        columns=(dict[str, Column] | None, Field(default=None, description="Instead of schema.")),
+        source=(_source, Field(description="Where its records come from.")),
+        sensor=(_sensor | None, Field(default=None, description="How its sensor looks for more.")),
+    )
+
+
+@dataclass(frozen=True)
+class Concept:
+    """One thing that an entry may be: its YAML, and how the result follows from it."""
+
+    yaml: type[Part]
+    inputs: tuple[str, ...]
+    make: Callable[[str, dict[str, Any], dict[str, Stream], dict[str, Any]], Stream]
+    """``(name, values, inputs, shown) -> result``."""
+
+
+def _source_concept(title: str, kind: type[Stream]) -> Concept:
+    def make(name: str, values: dict[str, Any], _: Any, shown: dict[str, Any]) -> Stream:
+        values.pop("sensor", None)
+        columns, schema = values.pop("columns", None), values.pop("schema", None)
+        if (columns is None) == (schema is None):
+            raise TopologyError(
+                f"{name}: expected either columns or schema, got {'both' if columns else 'neither'}; "
+                "list the columns as name: type, or name a pandera model: my_project.schemas.Price"
+            )
+        return kind(name, schema=schema or contract(name, columns), **values, **shown)
+
+    return Concept(_declared(title, kind), (), make)
+
+
+def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
+    """A method of streams or tables: ``left`` and ``right`` where it takes a table, else ``input``."""
+    targets = [getattr(kind, method) for kind in kinds]
+    joins = "table" in inspect.signature(targets[0]).parameters
+    inputs = ("left", "right") if joins else ("input",)
+    more: dict[str, Any] = dict.fromkeys(inputs, _NODE)
+    if method == "suppress":
+        more["until"] = (_until, ...)
+
+    def make(
+        name: str, values: dict[str, Any], nodes: dict[str, Stream], shown: dict[str, Any]
+    ) -> Stream:
+        first, *others = (nodes[role] for role in inputs)
+        called = getattr(first, method, None)
+        if called is None:
+            raise TopologyError(
+                f"{name}: {method} needs a {' or a '.join(k.__name__ for k in kinds)}, got the "
+                f"{type(first).__name__} {first.name!r}; make a table of a stream by to_table"
+            )
+        _refuse_foreign(name, method, called, values, first)
+        takes = inspect.signature(called).parameters
+        spread = [n for n, p in takes.items() if p.kind is p.VAR_POSITIONAL]
+        others += [item for n in spread for item in values.pop(n)]
+        return called(*others, name=name, **values, **shown)
+
+    return Concept(_part(title, *targets, **more), inputs, make)
+
+
+def _aggregate(
+    name: str, values: dict[str, Any], nodes: dict[str, Stream], shown: dict[str, Any]
+) -> Stream:
+    node, window = nodes["input"], values.pop("window", None)
+    about = {n: values.pop(n) for n in ("partitions", "partition_by") if n in values}
+    grouped = node.group_by(*values.pop("group_by", ()), **about)
+    if isinstance(grouped, GroupedTable):
+        if window is not None:
+            raise TopologyError(
+                f"{name}: windows hold records of a stream, but {node.name!r} is a table; leave window "
+                "out, or make a stream of the table's changes by to_stream"
+            )
+        return grouped.aggregate(name=name, **values, **shown)
+    if window is None:
+        raise TopologyError(
+            f"{name}: the records of the stream {node.name!r} are aggregated in windows; give a "
+            "window, for example {tumbling: {size: 1h}}, or make a table of the stream by to_table"
+        )
+    made = grouped.windowed_by(window)
+    _refuse_foreign(name, "aggregate", made.aggregate, values, node)
+    return made.aggregate(name=name, **values, **shown)
+
+
+def _refuse_foreign(
+    name: str, method: str, called: Callable[..., Any], values: dict[str, Any], node: Stream
+) -> None:
+    """Refuses settings that belong to the method of another kind of node."""
+    foreign = [n for n in values if n not in inspect.signature(called).parameters]
+    if foreign:
+        raise TopologyError(
+            f"{name}: the {method} of a {type(node).__name__}, here {node.name!r}, has no "
+            f"{' and no '.join(foreign)}; leave it out"
+        )
+
+
+_AGGREGATE = part(
+    "Aggregate",
+    [GroupedTable.aggregate, WindowedStream.aggregate],
+    (*_SHOWN, "select"),
+    {Materialized: _materialized},
+    _NAMES,
+    input=_NODE,
+    group_by=(Texts | None, Field(default=None, description="column, or expression as name.")),
+    window=(_window | None, Field(default=None, description="Of a stream: its windows.")),
+    aggregates=(
+        dict[str, str],
+        Field(description="By name: count(*), sum(x), avg(x), min(x), max(x)."),
+    ),
+    partitions=(int | None, None),
+    partition_by=(str | None, None),
+)
+
+CONCEPTS: dict[str, Concept] = {
+    "stream": _source_concept("Stream", Stream),
+    "table": _source_concept("Table", Table),
+    "versioned_table": _source_concept("VersionedTable", VersionedTable),
+    "join": _method_concept("Join", "join", Stream, Table),
+    "left_join": _method_concept("LeftJoin", "left_join", Stream, Table),
+    "outer_join": _method_concept("OuterJoin", "outer_join", Table),
+    "filter": _method_concept("Filter", "filter", Table),
+    "filter_not": _method_concept("FilterNot", "filter_not", Table),
+    "map_values": _method_concept("MapValues", "map_values", Table),
+    "aggregate": Concept(_AGGREGATE, ("input",), _aggregate),
+    "suppress": _method_concept("Suppress", "suppress", Table),
+    "to_table": _method_concept("ToTable", "to_table", Stream),
+    "to_stream": _method_concept("ToStream", "to_stream", Table),
+}
+
+AssetPart: type[Choice] = choice(
+    "Asset",
+    "A stream or table: its name, how it is shown, and one thing that it is.",
+    {name: concept.yaml for name, concept in CONCEPTS.items()},
+    name=(str, ...),
+    description=(str | None, None),
+    group=(str | None, None),
+    owners=(Texts | None, None),
+)
+
+
+def make_asset(
+    entry: Choice, inputs: Mapping[str, Stream], found: Callable[[str, str], Any]
+) -> tuple[Stream, dict[str, Any]]:
+    """The stream or table of an entry, and the options of its sensor.
+
+    Args:
+        inputs: what it is made of, by role.
+        found: gives what a setting names by a Python path.
+    """
+    given: Any = entry
+    concept, about = CONCEPTS[entry.chosen], getattr(entry, entry.chosen)
+    columns = getattr(about, "columns", None)
+    sensor = getattr(about, "sensor", None)
+    about = about.model_copy(update={"columns": None, "sensor": None})
+    values = {n: v for n, v in about.values().items() if n not in concept.inputs}
+    if columns is not None:
+        values["columns"] = columns
+    if values.get("schema") is not None:
+        values["schema"] = found("schema", values["schema"])
+    shown = {n: v for n in _SHOWN[1:] if (v := getattr(given, n)) is not None}
+    node = concept.make(given.name, values, dict(inputs), shown)
+    return node, {} if sensor is None else sensor.values()
