@@ -6,7 +6,7 @@ import dagster as dg
 
 from assets.topology import PUBLISHED
 from resources import spark, warehouse
-from vt_dagster import build_definitions
+from vt_dagster import build_definitions, build_maintenance
 
 main = dg.define_asset_job(
     "main", description="Takes what has landed and brings all tables up to date."
@@ -15,5 +15,6 @@ hourly = dg.ScheduleDefinition(name="hourly", job=main, cron_schedule="0 * * * *
 
 defs = dg.Definitions.merge(
     build_definitions(*PUBLISHED, warehouse=warehouse, spark=spark),
+    build_maintenance(),
     dg.Definitions(jobs=[main], schedules=[hourly]),
 )

@@ -5,6 +5,7 @@ from vt_dagster.factory import (
     build_asset,
     build_checks,
     build_definitions,
+    build_maintenance,
     build_publication,
     build_resources,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "build_asset",
     "build_checks",
     "build_definitions",
+    "build_maintenance",
     "build_publication",
     "build_resources",
     "build_sensor",

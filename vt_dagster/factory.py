@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, cast
 
 import dagster as dg
@@ -16,6 +17,7 @@ from vt_dagster.operators import StreamTableJoin
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.sensors import build_sensor
 from vt_dagster.storage.kafka_sink import KafkaSink
+from vt_dagster.storage.maintenance import KEEP
 
 
 def build_asset(node: Stream) -> dg.AssetsDefinition:
@@ -117,6 +119,35 @@ def build_publication(
         return publish(**after)
 
     return cast(dg.AssetsDefinition, publication)
+
+
+def build_maintenance(
+    *, cron_schedule: str = "0 3 * * *", keep: timedelta = KEEP, running: bool = False
+) -> dg.Definitions:
+    """A job, and its schedule, that keeps the tables of a whole warehouse in shape.
+
+    It compacts logs, and removes files and prepared results that no table has needed for a while.
+
+    Args:
+        cron_schedule: when; 3 o'clock in the morning by default.
+        keep: how long files that are in no current table version stay: longer than any run takes.
+        running: whether the schedule is on from the start.
+    """
+    upkeep = ops.maintenance_op(keep)
+
+    @dg.job(
+        name="maintenance",
+        executor_def=dg.in_process_executor,
+        description="Compacts logs and removes files that nobody needs any more.",
+    )
+    def job() -> None:
+        upkeep()
+
+    status = dg.DefaultScheduleStatus.RUNNING if running else dg.DefaultScheduleStatus.STOPPED
+    schedule = dg.ScheduleDefinition(
+        name="nightly_maintenance", job=job, cron_schedule=cron_schedule, default_status=status
+    )
+    return dg.Definitions(jobs=[job], schedules=[schedule])
 
 
 def build_resources(

@@ -7,6 +7,7 @@ pass between ops in one process, so the job needs ``in_process_executor``. Every
 
 import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import dagster as dg
@@ -22,6 +23,7 @@ from vt_dagster.storage import run_join, run_operator, run_source
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.kafka import KafkaSource, as_ranges
 from vt_dagster.storage.kafka_sink import KafkaSink, Publication
+from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.storage.run_operator import Results
 from vt_dagster.storage.run_source import Source
 from vt_dagster.storage.runs import Arrival, Receipt
@@ -362,6 +364,21 @@ def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefiniti
         return dg.Output(None, metadata=publication_metadata(way, commit, seconds))
 
     return publish
+
+
+def maintenance_op(keep: timedelta) -> dg.OpDefinition:
+    """Op ``() -> numbers``: compacts and cleans every asset of the warehouse; see ``maintain``."""
+
+    @dg.op(name="maintain", description="Compacts logs and removes files that nobody needs any more.")
+    def maintain(
+        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
+    ) -> dict[str, dict[str, int]]:
+        done = maintain_all(warehouse.path, spark.spark_session, keep)
+        for name, numbers in done.items():
+            context.log.info(f"{name}: {', '.join(f'{n} {what}' for what, n in numbers.items())}")
+        return done
+
+    return maintain
 
 
 def operator_of(node: Stream) -> Operator:

@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
 from tests.market import materialized, messages, run
-from vt_dagster import KafkaSink, Raw, Stream, Table, build_asset, build_publication
+from vt_dagster import Json, KafkaSink, Raw, Stream, Table, build_asset, build_publication
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,8 +63,10 @@ def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
     assert (deleted.partition(), deleted.key()) == (first.partition(), first.key())
     assert publish(pipeline, node, sink)["status"] == "nothing new: no commit"
     # what was published is a source again
-    again = Table("u", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, target))
+    back = pipeline.source(topics, target, key=Json())
+    again = Table("u", key="k", schema=SCHEMA, timestamp="at", source=back)
     assert pipeline.run(again)["records_quarantined"] == 0
+    assert [(r.k, r.n) for r in pipeline.current(again)] == [("b", 2)]
 
 
 @pytest.mark.parametrize("point", ["before:log", "after:log"])

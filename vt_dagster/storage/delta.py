@@ -21,6 +21,7 @@ MARK = "vt_dagster"
 """The key under which a commit's ``userMetadata`` carries our document."""
 
 _COMMIT_FILE = re.compile(r"(\d{20})\.json")
+_UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END"}
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 
 
@@ -30,16 +31,21 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 
 def last_commit(path: str) -> tuple[int, dict[str, Any]] | None:
-    """The newest commit of ours: the table's version and the document it carries.
+    """The newest commit of ours: the table's version at it and the document it carries.
 
     Returns:
-        None where there is no table yet.
+        None where there is no table yet. Commits after ours that only compact or clean up change no
+        rows: the version is then the newest one, whose files are sure to be there.
 
     Raises:
         StorageError: there is a table, but none of its commits that are still there is ours.
     """
     names = _commit_files(path)
     found = next(_ours(path, names), None)
+    if found is not None:
+        newer = names[: names.index(f"{found[0]:020d}.json")]
+        if newer and all(_operation(path, name) in _UPKEEP for name in newer):
+            return int(newer[0][:20]), found[1]
     if found is None and names:
         raise StorageError(
             f"{path} is a Delta table, but none of its {len(names)} commits was written by "
@@ -67,6 +73,25 @@ def _ours(path: str, names: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]
             document = _document(lines)
         if document is not None:
             yield int(name[:20]), document
+
+
+def exists(path: str) -> bool:
+    """Whether there is a table. Does not use Spark."""
+    return bool(_commit_files(path))
+
+
+def is_conflict(error: Exception) -> bool:
+    """Whether Delta refused a commit because of another one at the same time."""
+    return _CONFLICT.search(str(error)) is not None
+
+
+def _operation(path: str, name: str) -> str | None:
+    fs, root = filesystem(path)
+    with fs.open(posixpath.join(root, "_delta_log", name), "rt", encoding="utf-8") as lines:
+        for line in lines:
+            if '"commitInfo"' in line:
+                return json.loads(line).get("commitInfo", {}).get("operation")
+    return None
 
 
 def _wrote(path: str, batch: int, attempt: str) -> bool:
@@ -131,7 +156,7 @@ def write(
     try:
         writer.option(schema, "true").save(path)
     except Exception as error:
-        if _CONFLICT.search(str(error)):
+        if is_conflict(error):
             raise _conflict(asset, batch) from None
         raise
     if not _wrote(path, batch, document["attempt"]):
