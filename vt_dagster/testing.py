@@ -39,7 +39,14 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import grace, operate, step, versioned
-from vt_dagster.core.arrival import Fate, by_partition, duration, few_records, stream_time_of
+from vt_dagster.core.arrival import (
+    Fate,
+    by_partition,
+    duration,
+    few_records,
+    small_tables,
+    stream_time_of,
+)
 from vt_dagster.core.records import prepare
 from vt_dagster.errors import ContractError
 from vt_dagster.model import Stream, Table, VersionedTable, topological
@@ -129,7 +136,7 @@ class TopologyTestDriver:
             )
         before = {name: state.copy() for name, state in self._states.items()}
         try:
-            with self._session(), few_records():
+            with self._session(), few_records(), small_tables():
                 for node in self.nodes.values():
                     self._run_node(node, list(inputs.get(node.name, ())))
         except BaseException:

@@ -24,6 +24,7 @@ CHUNK = 100_000
 """Arrivals handled by one task at a time."""
 
 _few: ContextVar[bool] = ContextVar("_few", default=False)
+_small: ContextVar[bool] = ContextVar("_small", default=False)
 
 STREAM_TIME = "_stream_time"
 _CHUNK = "_chunk"
@@ -51,18 +52,28 @@ def few_records(few: bool = True) -> Generator[None]:
         _few.reset(token)
 
 
+@contextmanager
+def small_tables() -> Generator[None]:
+    """Within it the tables and states that records meet are known to be small as well: one task
+    takes everything, which spares the shuffle after each union."""
+    token = _small.set(True)
+    try:
+        yield
+    finally:
+        _small.reset(token)
+
+
 def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
-    """The rows of both, null in columns that one of them lacks; few records stay in one task, which
-    spares the shuffle that would follow."""
+    """The rows of both, null in columns that one of them lacks."""
     if more is None:
         return rows
     both = rows.unionByName(more, allowMissingColumns=True)
-    return both.coalesce(1) if _few.get() else both
+    return both.coalesce(1) if _small.get() else both
 
 
 def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
     """The rows, all those that are equal in some columns in one task: one shuffle."""
-    return rows.coalesce(1) if _few.get() else rows.repartition(*[F.col(c) for c in by])
+    return rows.coalesce(1) if _small.get() else rows.repartition(*[F.col(c) for c in by])
 
 
 def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> Column:
