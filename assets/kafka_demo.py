@@ -11,13 +11,21 @@ from typing import Any
 import dagster as dg
 import pandas as pd
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 
 from assets import topology
 from assets.demo import LANDINGS, say
 from assets.landing import DELIVERIES, landing_file, write_landing
 from resources import DATA, LANDING, spark
-from vt_dagster import KafkaCluster, KafkaSink, KafkaSource, build_asset, build_publication
+from vt_dagster import (
+    KafkaCluster,
+    KafkaSink,
+    KafkaSource,
+    StreamTableJoin,
+    build_asset,
+    build_publication,
+)
 from vt_dagster.factory import build_resources
 from vt_dagster.testing_kafka import KafkaBroker
 
@@ -63,7 +71,7 @@ def _assets(cluster: KafkaCluster) -> list[dg.AssetsDefinition]:
     weather = replace(topology.weather, source=KafkaSource(cluster, "weather"))
     flights = replace(topology.flights, source=KafkaSource(cluster, "flights"))
     operator = topology.flights_with_weather.operator
-    assert operator is not None
+    assert isinstance(operator, StreamTableJoin)
     joined = replace(
         topology.flights_with_weather, operator=replace(operator, left=flights, right=weather)
     )
@@ -78,7 +86,7 @@ def _publish(producer: Producer, name: str, months: Iterable[int]) -> int:
             continue
         path = landing_file(LANDING, name, month)
         rows = pd.read_csv(path) if path.suffix == ".csv" else pd.read_json(path, lines=True)
-        lines = rows.to_json(orient="records", lines=True, date_format="iso").splitlines()
+        lines = str(rows.to_json(orient="records", lines=True, date_format="iso")).splitlines()
         for origin, line in zip(rows["origin"], lines, strict=True):
             while True:
                 try:

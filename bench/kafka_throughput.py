@@ -12,7 +12,8 @@ import uuid
 from datetime import timedelta
 from pathlib import Path
 
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 from measure import Outputs, Result, compare, take_turns
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F

@@ -119,14 +119,14 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     no key, no timestamp, too far in the future) are among them, with their reason.
     """
     source = source_of(node)
-    shown: dict[str, Any] = {
-        "name": name or f"read_{node.name}",
-        "out": {
+    op = dg.op(
+        name=name or f"read_{node.name}",
+        out={
             "records": dg.Out(records_type(node), io_manager_key=OP_MEMORY),
             "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
         },
-        "description": f"Reads new {source.describe()}.",
-    }
+        description=f"Reads new {source.describe()}.",
+    )
 
     def read(context: dg.OpExecutionContext, store: AssetStore, arrival: Arrival) -> Any:
         _log_arrival(context, arrival)
@@ -134,7 +134,7 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
 
     if isinstance(source, FilesSource):
 
-        @dg.op(**shown)
+        @op
         def read_files(
             context: dg.OpExecutionContext,
             config: FilesConfig,
@@ -147,7 +147,7 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
 
         return read_files
 
-    @dg.op(**shown)
+    @op
     def read_topics(
         context: dg.OpExecutionContext,
         config: TopicsConfig,

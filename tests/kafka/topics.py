@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions, NewTopic
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster import KafkaCluster
@@ -52,10 +53,6 @@ class Topics:
     def expire(self, name: str, before: Mapping[int, int]) -> None:
         """Removes the records before some offsets, as a topic's retention does."""
         self._wait(self._admin.delete_records([TopicPartition(name, p, o) for p, o in before.items()]))
-
-    def set_config(self, name: str, key: str, value: str) -> None:
-        resource = ConfigResource(ConfigResource.Type.TOPIC, name, set_config={key: value})
-        self._wait(self._admin.alter_configs([resource]))
 
     @staticmethod
     def _wait(futures: Mapping[Any, Any]) -> None:

@@ -66,7 +66,8 @@ def decoded(
 
 def avro(spark: SparkSession, schema: dict[str, Any], *columns: str) -> bytes:
     row = spark.range(1).select(F.struct(*[F.expr(c) for c in columns]).alias("row"))
-    return bytes(row.select(to_avro("row", json.dumps(schema))).head()[0])
+    (found,) = row.select(to_avro("row", json.dumps(schema))).collect()
+    return bytes(found[0])
 
 
 @pytest.fixture(scope="module")

@@ -333,7 +333,7 @@ def _projected(
         parts = one["type"] if isinstance(one["type"], list) else [one["type"]]
         for part in parts:
             kind = known.get(part) if isinstance(part, str) else part
-            if _is_record(kind):
+            if isinstance(kind, dict) and _is_record(kind):
                 known[kind["name"]] = kinds[one["name"]] = kind
                 known[f"{record.get('namespace', '')}.{kind['name']}"] = kind
     names = {one["name"] for one in record["fields"]}

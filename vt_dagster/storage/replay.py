@@ -50,8 +50,10 @@ def run_once(
     if isinstance(source, FilesSource):
         arrival = run_source.pin_files(store, source)
     elif isinstance(source, KafkaSource):
-        ends = wanted and {t: {p: (0, e) for p, e in some.items()} for t, some in wanted.items()}
-        arrival = run_source.pin_topics(store, source, ends or None)
+        ends = None
+        if wanted is not None:
+            ends = {t: {p: (0, e) for p, e in some.items()} for t, some in wanted.items()}
+        arrival = run_source.pin_topics(store, source, ends)
     else:
         raise SourceError(f"{node.name}: expected a source or an operator, got neither")
     records = run_source.read_records(store, source, arrival)
