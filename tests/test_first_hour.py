@@ -13,7 +13,7 @@ import pytest
 
 from tests.built import ROOT, distributions
 
-pytestmark = [pytest.mark.slow, pytest.mark.network]
+pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(2_400)]
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PRICES = "product,price,at\napple,1.0,2026-01-31T10:00:00Z\napple,1.2,2026-01-31T14:00:00Z\n"
@@ -175,7 +175,10 @@ def test_in_yaml(newcomer: Newcomer) -> None:
     defs.write_text(whole.replace("history_retention", "retention"))
     said = newcomer.types("dg check yaml", fails=True, where=project)
     assert re.search(rf"defs\.yaml:{line}\b", said)
+    assert "'retention' was unexpected" in said
+    said = newcomer.types("dg check defs", fails=True, where=project)
     assert "did you mean 'history_retention'?" in said
+    assert re.search(rf"defs\.yaml:{line}\b", said)
     defs.write_text(whole.replace("30d", "30 days"))
     said = newcomer.types("dg check defs", fails=True, where=project)
     assert "expected a length of time like 7d, 1h30m or 250ms" in said

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from vt_dagster.components.columns import Column, contract
-from vt_dagster.components.parts import Choice, Part, Texts, choice, part
+from vt_dagster.components.parts import Choice, Part, Texts, choice, optional, part
 from vt_dagster.errors import TopologyError
 from vt_dagster.grouping import GroupedStream, GroupedTable, WindowedStream
 from vt_dagster.model import Stream, Table, VersionedTable
@@ -77,10 +77,10 @@ def _declared(name: str, kind: type[Stream]) -> type[Part]:
     return _part(
         name,
         kind,
-        schema=(str | None, Field(default=None, description="Python path of a pandera model.")),
-        columns=(dict[str, Column] | None, Field(default=None, description="Instead of schema.")),
+        schema=(optional(str), Field(default=None, description="Python path of a pandera model.")),
+        columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
         source=(_source, Field(description="Where its records come from.")),
-        sensor=(_sensor | None, Field(default=None, description="How its sensor looks for more.")),
+        sensor=(optional(_sensor), Field(default=None, description="How its sensor looks for more.")),
     )
 
 
@@ -178,14 +178,14 @@ _AGGREGATE = part(
     {Materialized: _materialized},
     _NAMES,
     input=_NODE,
-    group_by=(Texts | None, Field(default=None, description="column, or expression as name.")),
-    window=(_window | None, Field(default=None, description="Of a stream: its windows.")),
+    group_by=(optional(Texts), Field(default=None, description="column, or expression as name.")),
+    window=(optional(_window), Field(default=None, description="Of a stream: its windows.")),
     aggregates=(
         dict[str, str],
         Field(description="By name: count(*), sum(x), avg(x), min(x), max(x)."),
     ),
-    partitions=(int | None, None),
-    partition_by=(str | None, None),
+    partitions=(optional(int), None),
+    partition_by=(optional(str), None),
 )
 
 CONCEPTS: dict[str, Concept] = {
@@ -209,9 +209,9 @@ AssetPart: type[Choice] = choice(
     "A stream or table: its name, how it is shown, and one thing that it is.",
     {name: concept.yaml for name, concept in CONCEPTS.items()},
     name=(str, ...),
-    description=(str | None, None),
-    group=(str | None, None),
-    owners=(Texts | None, None),
+    description=(optional(str), None),
+    group=(optional(str), None),
+    owners=(optional(Texts), None),
 )
 
 

@@ -11,7 +11,7 @@ import pandera.pyspark as pa
 import pyspark.sql.types as T
 from pydantic import BeforeValidator, Field, create_model
 
-from vt_dagster.components.parts import Part
+from vt_dagster.components.parts import Part, optional
 from vt_dagster.errors import TopologyError
 
 _TYPES: dict[str, type[T.DataType]] = {
@@ -50,8 +50,8 @@ def _fields() -> dict[str, Any]:
             Field(description="A Spark type: " + ", ".join(_TYPES) + ", decimal(p,s), array<…>"),
         ),
         "nullable": (bool, Field(default=False, description="Whether the column may be null.")),
-        "description": (str | None, Field(default=None, description="Shown in Dagster.")),
-        **{c: (list[Any] | None if c in lists else Any, None) for c in CHECKS if c in kinds},
+        "description": (optional(str), Field(default=None, description="Shown in Dagster.")),
+        **{c: (optional(list[Any]) if c in lists else Any, None) for c in CHECKS if c in kinds},
     }
 
 
@@ -59,15 +59,13 @@ def _typed(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-Column = Annotated[
-    create_model(
-        "Column",
-        __base__=Part,
-        __doc__="A column: the text of its type alone, or that and what its values must be like.",
-        **_fields(),
-    ),
-    BeforeValidator(_typed),
-]
+_Settings = create_model(
+    "Column",
+    __base__=Part,
+    __doc__="A column: the text of its type alone, or that and what its values must be like.",
+    **_fields(),
+)
+Column = Annotated[_Settings, BeforeValidator(_typed, json_schema_input_type=str | _Settings)]
 
 
 def spark_type(name: str, column: str, text: str) -> T.DataType:

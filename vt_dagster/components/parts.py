@@ -56,8 +56,23 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-DurationText = Annotated[timedelta | str, BeforeValidator(as_duration)]
-Texts = Annotated[list[str], BeforeValidator(_as_list)]
+DurationText = Annotated[timedelta | str, BeforeValidator(as_duration, json_schema_input_type=str)]
+Texts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str)]
+
+
+class _NotNull:
+    """Null is refused, so the schema that editors and `dg check yaml` go by is without it."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(core_schema: Any, handler: Any) -> Any:
+        found = handler(core_schema)
+        kept = [one for one in found.pop("anyOf", []) if one != {"type": "null"}]
+        return found | (kept[0] if len(kept) == 1 else {"anyOf": kept} if kept else {})
+
+
+def optional(kind: Any) -> Any:
+    """A type that may be left out."""
+    return Annotated[kind | None, _NotNull]
 
 
 class Part(BaseModel):
@@ -126,14 +141,21 @@ class Choice(Part):
     """A piece of YAML that gives exactly one of several, by its name."""
 
     choices: ClassVar[tuple[str, ...]] = ()
+    alone: ClassVar[tuple[str, ...]] = ()
+    """Those that need no settings, for which the name alone will do."""
 
     @classmethod
     def _spelled_out(cls, value: Any) -> Any:
-        if isinstance(value, str) and value in cls.choices:
+        if isinstance(value, str) and value in cls.alone:
             return {value: {}}
         if not isinstance(value, dict):
             raise ValueError(f"expected one of {', '.join(cls.choices)}, got {value!r}")
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+        own = handler(core_schema)
+        return {"anyOf": [own, {"enum": list(cls.alone)}]} if cls.alone else own
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Choice:
@@ -165,9 +187,12 @@ def _python(value: Any) -> Any:
 
 def choice(name: str, doc: str, of: Mapping[str, type[Part]], /, **more: Any) -> type[Choice]:
     """A model that gives one of ``of``; ``more``: other fields, as pydantic's create_model has them."""
-    fields: dict[str, Any] = {n: (part | None, None) for n, part in of.items()}
+    fields: dict[str, Any] = {n: (optional(p), None) for n, p in of.items()}
     made = create_model(name, __base__=Choice, __doc__=doc, **(more | fields))
     made.choices = tuple(of)
+    made.alone = tuple(
+        n for n, p in of.items() if not any(f.is_required() for f in p.model_fields.values())
+    )
     return made
 
 
@@ -203,7 +228,7 @@ def part(
                 default=... if required else None,
                 description=_described(target, parameter.name),
             )
-            fields.setdefault(parameter.name, (kind if required else kind | None, about))
+            fields.setdefault(parameter.name, (kind if required else optional(kind), about))
     doc = inspect.getdoc(targets[0])
     with warnings.catch_warnings():  # pydantic's own BaseModel.schema is deprecated, ours is a field
         warnings.filterwarnings("ignore", 'Field name "schema"')

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from vt_dagster.checks import build_checks
 from vt_dagster.components.assets import CONCEPTS, AssetPart, make_asset
-from vt_dagster.components.parts import Choice, Part, is_template, part
+from vt_dagster.components.parts import Choice, Part, is_template, optional, part
 from vt_dagster.errors import DefinitionsError, VtDagsterError
 from vt_dagster.factory import build_asset, build_resources
 from vt_dagster.model import Stream
@@ -50,12 +50,12 @@ class TopologyAttributes(Part):
     assets: list[AssetPart] = Field(  # pyright: ignore[reportInvalidTypeForm]
         description="Streams and tables; one may be made of others, wherever they stand in the list."
     )
-    warehouse: str | None = Field(
+    warehouse: optional(str) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None,
         description="The directory or URL of the tables. Left out: the project's own definitions give "
         "the resources, by vt_dagster.build_resources, and an in-process executor.",
     )
-    spark: _SPARK | None = Field(  # pyright: ignore[reportInvalidTypeForm]
+    spark: optional(_SPARK) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None, description="The Spark session, with a warehouse only."
     )
 
