@@ -5,19 +5,19 @@ Run as a process of its own, with ``VT_DAGSTER_DATA`` and ``DAGSTER_HOME``: it s
 
 from __future__ import annotations
 
-import dagster as dg
-
-from assets.definitions import defs
-from assets.landing import write_landing
-from resources import LANDING, spark, warehouse
-from vt_dagster.ci import run_checks
-
 SHOWN = ("weather", "flights", "airlines", "flights_with_weather")
 DAMAGED = "airlines"
 
 
 def main() -> None:
     """Fills the instance."""
+    import dagster as dg
+
+    from assets.definitions import defs
+    from assets.landing import write_landing
+    from resources import LANDING, spark, warehouse
+    from vt_dagster.ci import run_checks
+
     job = defs.resolve_job_def("main")
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
     with dg.DagsterInstance.get() as instance:

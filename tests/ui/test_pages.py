@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.ui.conftest import FLAGS
+from tests.ui.small_demo import DAMAGED
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -44,9 +45,46 @@ def test_asset(page: Page, screenshots: Path) -> None:
     expect(page.get_by_text("Delta Lake").first).to_be_visible()
     expect(page.get_by_text("wind_speed", exact=True).first).to_be_visible()
     page.screenshot(path=screenshots / "asset.png")
-    page.goto("/assets/flights_with_weather?view=events")
-    for name in ("timeline", "lateness"):
-        picture = page.locator(f'img[alt="{name}"]').first
+    page.get_by_text("Plots", exact=True).first.scroll_into_view_if_needed()
+    page.get_by_text("Plots", exact=True).first.click()
+    for name in ("records_late", "records_waiting", "seconds", "dagster/row_count"):
+        expect(page.get_by_text(name, exact=True).first).to_be_visible()
+    expect(page.locator("canvas").first).to_be_visible()
+    page.screenshot(path=screenshots / "plots.png")
+
+
+def test_pictures_of_a_run(page: Page, screenshots: Path) -> None:
+    for number, name in enumerate(("timeline", "lateness")):
+        page.goto("/assets/flights_with_weather?view=events")
+        page.get_by_text("[Show Markdown]").nth(number).click()
+        picture = page.locator(f'img[alt="{name}"]')
         expect(picture).to_be_visible()
         assert picture.evaluate("image => image.naturalWidth") == 720
-    page.screenshot(path=screenshots / "pictures.png")
+        page.screenshot(path=screenshots / f"{name}.png")
+
+
+def test_a_failing_check_shows_the_rows(page: Page, screenshots: Path) -> None:
+    page.goto(f"/assets/{DAMAGED}?view=checks&checkDetail=one_row_per_key")
+    expect(page.get_by_text("no key has two current rows")).to_be_visible()
+    expect(page.get_by_text("Failed", exact=True).first).to_be_visible()
+    expect(page.get_by_text("offending_rows").first).to_be_visible()
+    rows = page.get_by_role("row").filter(has_text="2013-01-01 00:00:00")
+    expect(rows.first).to_be_visible()
+    assert rows.count() == 6  # three keys, twice each
+    page.screenshot(path=screenshots / "check.png")
+
+
+@pytest.mark.timeout(900)
+def test_materialize(page: Page, screenshots: Path) -> None:
+    """A click launches a run of what has landed; it succeeds, and its numbers are there."""
+    page.goto("/assets/weather?view=overview")
+    expect(page.get_by_text("remembers what was true when")).to_be_visible()
+    page.get_by_role("button", name="Materialize").first.click()
+    expect(page.get_by_text("Launched run")).to_be_visible()
+    page.get_by_role("button", name="View").or_(page.get_by_role("link", name="View")).last.click()
+    page.wait_for_url("**/runs/**")
+    expect(page.get_by_text("Success", exact=True).first).to_be_visible(timeout=600_000)
+    page.screenshot(path=screenshots / "run.png")
+    page.goto("/assets/weather?view=events")
+    expect(page.get_by_text("Materialized in run").first).to_be_visible()
+    expect(page.get_by_text("records_applied", exact=True).first).to_be_visible()
