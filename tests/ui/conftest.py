@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -71,11 +72,13 @@ def server(environment: dict[str, str]) -> Iterator[str]:
             time.sleep(1)
         yield address
     finally:
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
+        # It is asked to end, then its group is ended: it may leave a server of code behind.
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait(15)
 
 
 def _answers(address: str) -> bool:
