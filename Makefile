@@ -25,7 +25,7 @@ kafka: $(STAMP)
 	$(BIN)/python -m vt_dagster.testing_kafka data/kafka
 
 test-kafka: $(STAMP)
-	$(BIN)/python -m pytest -m kafka
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m kafka
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

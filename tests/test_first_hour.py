@@ -13,7 +13,7 @@ import pytest
 
 from tests.built import ROOT, distributions
 
-pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(2_400)]
+pytestmark = [pytest.mark.endurance, pytest.mark.network, pytest.mark.timeout(2_400)]
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PRICES = "product,price,at\napple,1.0,2026-01-31T10:00:00Z\napple,1.2,2026-01-31T14:00:00Z\n"

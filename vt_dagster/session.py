@@ -199,6 +199,8 @@ def _settings(app_name: str, master: str, jars: list[Path], conf: Mapping[str, s
     cores = _local_cores(master)
     if cores:
         settings["spark.sql.shuffle.partitions"] = str(max(2, 2 * cores))
+        # Delta's VACUUM lists a directory in so many tasks; Spark's own default is 10,000.
+        settings["spark.sql.sources.parallelPartitionDiscovery.parallelism"] = str(2 * cores)
     if re.match(r"local(\[|$)", master):  # works where the host's own name does not resolve
         settings |= {"spark.driver.host": "localhost", "spark.driver.bindAddress": "127.0.0.1"}
     settings |= dict(conf)
