@@ -185,7 +185,7 @@ class Aggregates:
         if name not in types:
             raise TopologyError(
                 f"{self.asset}: {call.column!r} is {call.function}({call.inside}), but there is no "
-                f"column {call.inside!r}; there are {list(names)}"
+                f"column {call.inside!r}; name one of {list(names)}"
             )
         return types[name]
 

@@ -68,10 +68,13 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
             "column or declare timestamp='timestamp'"
         )
     if not key:
-        raise TopologyError(f"{name}: a {kind} needs at least one key column")
+        raise TopologyError(f"{name}: a {kind} needs at least one key column, got none; name one")
     missing = [k for k in key if k not in names]
     if missing:
-        raise TopologyError(f"{name}: key columns {missing} are not in the schema, which has {names}")
+        raise TopologyError(
+            f"{name}: key columns {missing} are not in the schema, which has {names}; correct the key, "
+            "or add them to the schema"
+        )
     for k in key:
         if _holds_map(schema[k].dataType):
             raise TopologyError(
@@ -85,7 +88,8 @@ def check_timestamp(name: str, schema: StructType, timestamp: str) -> None:
     if timestamp.isidentifier():
         if timestamp not in schema.names:
             raise TopologyError(
-                f"{name}: timestamp column {timestamp!r} is not in the schema, which has {schema.names}"
+                f"{name}: timestamp column {timestamp!r} is not in the schema, which has "
+                f"{schema.names}; name one of them, or an expression over them"
             )
         if not isinstance(schema[timestamp].dataType, TimestampType):
             got = schema[timestamp].dataType.simpleString()

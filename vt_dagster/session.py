@@ -97,7 +97,7 @@ def _connect(app_name: str, remote: str, conf: Mapping[str, str]) -> SparkSessio
     if not remote.startswith("sc://"):
         raise SparkUnavailableError(
             f"Expected a Spark Connect address like sc://host:15002, got {remote!r}; "
-            "a Spark master goes into the argument master."
+            "pass a Spark master as master=... instead."
         )
     if _running() and not is_remote():
         raise SparkUnavailableError(

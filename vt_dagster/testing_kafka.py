@@ -80,7 +80,9 @@ class KafkaBroker:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = output.read_text(errors="replace")[-500:]
                 self.kill()
-                raise SourceError(f"expected a Kafka broker on port {self._port}, it ended: {tail}")
+                raise SourceError(
+                    f"expected a Kafka broker on port {self._port}, it ended: {tail}; see {output}"
+                )
             time.sleep(0.1)
         return self
 

@@ -173,7 +173,7 @@ class FilesSource:
             ]
             if wrong:
                 raise SourceError(
-                    f"{f.name}: {'; '.join(wrong)}; change the schema's types or the file's"
+                    f"{f.name}: {'; '.join(wrong)}; correct the schema's types or the file's"
                 )
         rows = spark.read.schema(schema).parquet(*paths)
         located = rows.select(

@@ -306,7 +306,8 @@ def _from_avro(message: Column, schema: str, wanted: StructType) -> Column:
         value = from_avro(message, schema, {"mode": "PERMISSIVE"})
         if len(wanted.fields) != 1:
             raise SourceError(
-                f"Avro: the schema is {schema}, expected a record with the fields {wanted.names}"
+                f"Avro: the schema is {schema}, expected a record with the fields {wanted.names}; "
+                "give another schema, or a single column for such a value"
             )
         only = value.cast(wanted.fields[0].dataType)
         return F.struct(only.alias(wanted.names[0]), value.isNotNull().alias(_READ))

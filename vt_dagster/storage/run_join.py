@@ -47,7 +47,9 @@ def _released(join: StreamTableJoin, before: dict[int, int], times: dict[int, in
     """The due time of each partition: stream time - grace period, and never before what it was."""
     period = join.grace_period or timedelta(0)
     if not isinstance(period, timedelta):
-        raise ContractError(f"{join.name}: an asset has one grace_period for all partitions")
+        raise ContractError(
+            f"{join.name}: an asset has one grace_period for all partitions; give a timedelta"
+        )
     due = {p: moment - period // timedelta(microseconds=1) for p, moment in times.items()}
     return {p: max(moment, before.get(p, moment)) for p, moment in due.items()}
 

@@ -56,7 +56,9 @@ def shape_of(node: Stream) -> Shape:
         return Shape(kind="table", key=list(node.key))
     retention = node.history_retention
     if not isinstance(retention, timedelta):
-        raise StorageError(f"{node.name}: an asset has one history_retention for all partitions")
+        raise StorageError(
+            f"{node.name}: an asset has one history_retention for all partitions; give a timedelta"
+        )
     return Shape(
         kind="versioned",
         key=list(node.key),

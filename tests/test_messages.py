@@ -1,0 +1,90 @@
+"""Every error message of the library, in ``error_messages.txt``: what was expected, what came, what
+to do. After one was changed or added ``python -m tests.test_messages`` writes the list anew; read it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import vt_dagster.errors as errors
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_name("error_messages.txt")
+
+OURS = {
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.VtDagsterError)
+}
+"""Names of our errors."""
+
+TO_DO = re.compile(
+    r"\b(add|aggregate|break|cast|check|choose|convert|copy|correct|create|declare|deliver|end|find|give|"
+    r"install|keep|leave|lengthen|limit|look|make|materialize|mend|move|name|nothing was|pass|pipe|put|"
+    r"raise|read|remove|rename|replay|reprocess|return|run|see|select|set|shorten|start|stop|take|try|"
+    r"unset|use|write)\b",
+    re.IGNORECASE,
+)
+"""Words that tell what to do."""
+
+PLAIN = re.compile(
+    r"(must be|must have|expected|is one of|takes|needs)\b.*(got|has|found|none|example)"
+)
+"""A wrong value: what it must be and what it is says what to do."""
+
+
+def text_of(node: ast.AST, constants: dict[str, str]) -> str:
+    """A message as it stands in the source, what is put into it as ``…``, but for constant texts."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(value, constants) for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left, constants) + text_of(node.right, constants)
+    if isinstance(node, ast.IfExp):
+        return f"{text_of(node.body, constants)}|{text_of(node.orelse, constants)}"
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+        return constants.get(node.value.id, "…")
+    return "…"
+
+
+def messages() -> Iterator[tuple[str, str, str]]:
+    """Module, error and message, in the order of the sources."""
+    for path in sorted((ROOT / "vt_dagster").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = {
+            str(getattr(one.targets[0], "id", "")): text_of(one.value, {})
+            for one in tree.body
+            if isinstance(one, ast.Assign)
+            and isinstance(one.value, ast.Constant | ast.BinOp | ast.JoinedStr)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id in OURS and node.args:
+                module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+                text = text_of(node.args[0], constants)
+                if text.strip("…|"):
+                    yield module, node.func.id, text
+
+
+def listed() -> str:
+    """All of them, one a line, by module and text."""
+    return "".join(f"{module} {kind}: {text}\n" for module, kind, text in sorted(set(messages())))
+
+
+def test_every_message_is_listed() -> None:
+    assert listed() == LIST.read_text(encoding="utf-8"), "python -m tests.test_messages, then read it"
+
+
+def test_every_message_says_what_to_do() -> None:
+    assert len(list(messages())) > 150
+    mute = [m for m in messages() if not TO_DO.search(m[2]) and not PLAIN.search(m[2])]
+    assert mute == []
+
+
+if __name__ == "__main__":
+    LIST.write_text(listed(), encoding="utf-8")
