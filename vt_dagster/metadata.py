@@ -156,9 +156,16 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
 
 def lag_metadata(source: KafkaSource, pinned: Pinned) -> dict[str, Any]:
     """How far a run left its topics behind, as of its start: offsets, and the oldest record's age."""
-    oldest = source.cluster.oldest(pinned.waiting)
-    seconds = 0.0 if oldest is None else max(0.0, time.time() - oldest)
-    return {"lag_records": pinned.behind, "lag_seconds": round(seconds, 3)}
+    waiting = pinned.waiting
+    if not waiting:
+        return {"lag_records": 0, "lag_seconds": 0.0}
+    oldest = source.cluster.oldest(waiting)
+    if oldest is None:  # the broker has gone since
+        return {"lag_records": pinned.behind}
+    return {
+        "lag_records": pinned.behind,
+        "lag_seconds": round(max(0.0, time.time() - oldest), 3),
+    }
 
 
 def publication_metadata(

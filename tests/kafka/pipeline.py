@@ -11,7 +11,7 @@ import dagster as dg
 from pyspark.sql import Row, SparkSession
 
 from tests.kafka.topics import Topics
-from tests.market import materialized, messages, run
+from tests.market import checks, materialized, messages, run
 from vt_dagster import (
     KafkaSource,
     Stream,
@@ -42,6 +42,7 @@ class Pipeline:
         """What a run that succeeds says."""
         result = self.execute(node, run_config=self._config(node, config))
         assert result.success, messages(result)
+        assert [name for name, check in checks(result).items() if not check.passed] == []
         return materialized(result, node.name)
 
     def fails(self, node: Stream, **config: Any) -> str:

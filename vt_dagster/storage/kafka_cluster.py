@@ -157,12 +157,12 @@ class KafkaCluster:
         return self._ask(ask)
 
     def oldest(self, positions: Mapping[str, Mapping[int, int]]) -> float | None:
-        """When the oldest record at or after some positions was written; None where none is seen soon.
+        """When the oldest record at or after some positions was written; None where nobody says.
 
         Returns:
             epoch seconds.
         """
-        from confluent_kafka import Consumer, TopicPartition
+        from confluent_kafka import Consumer, KafkaException, TopicPartition
 
         waiting = [TopicPartition(t, p, o) for t, some in positions.items() for p, o in some.items()]
         if not waiting:
@@ -187,6 +187,8 @@ class KafkaCluster:
                         place = (str(message.topic()), int(message.partition() or 0))
                         seen.setdefault(place, message.timestamp()[1] / 1000)
                         consumer.pause([TopicPartition(*place)])
+        except KafkaException:
+            return None
         finally:
             consumer.close()
         return min(seen.values(), default=None)
