@@ -17,10 +17,10 @@ from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators import Emit, Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.sensors import build_sensor
 from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
+from vt_dagster.storage.kafka import KafkaSource
+from vt_dagster.storage.kafka_cluster import KafkaCluster
 from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
-
-SOURCES: dict[str, type] = {"files": FilesSource}
-"""Where records come from; a new kind of source is one more entry."""
 
 _SHOWN = ("name", "description", "group", "owners")
 _NAMES: dict[str, Any] = {
@@ -35,8 +35,10 @@ _NAMES: dict[str, Any] = {
 """What annotations name and their modules import for type checkers alone."""
 
 
-def _part(name: str, *targets: Callable[..., Any], **more: Any) -> type[Part]:
-    types = {Materialized: _materialized} if name != "Materialized" else {}
+def _part(
+    name: str, *targets: Callable[..., Any], types: Mapping[Any, Any] = {}, **more: Any
+) -> type[Part]:
+    types = dict(types) if types or name == "Materialized" else {Materialized: _materialized}
     leave_out = (*_SHOWN, "table", "operator", "contract")
     if name == "Sensor":
         leave_out = ("node", "target")
@@ -44,8 +46,29 @@ def _part(name: str, *targets: Callable[..., Any], **more: Any) -> type[Part]:
 
 
 _materialized = _part("Materialized", Materialized)
+_plain_formats = {
+    "json": _part("Json", Json),
+    "avro": _part("Avro", Avro, types={SchemaRegistry: _part("SchemaRegistry", SchemaRegistry)}),
+}
+_event = choice("Event", "How the bytes of a change event are read.", _plain_formats)
+_format = choice(
+    "Format",
+    "How the bytes of a message are read.",
+    {
+        **_plain_formats,
+        "raw": _part("Raw", Raw),
+        "protobuf": _part("Protobuf", Protobuf),
+        "debezium": _part("Debezium", Debezium, types={Json: _event}),
+    },
+)
+_kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
 _source = choice(
-    "Source", "Where records come from.", {n: _part(n.title(), kind) for n, kind in SOURCES.items()}
+    "Source",
+    "Where records come from.",
+    {
+        "files": _part("Files", FilesSource),
+        "kafka": _part("Kafka", KafkaSource, types=_kafka_types),
+    },
 )
 _sensor = _part("Sensor", build_sensor)
 _window = choice(

@@ -188,7 +188,9 @@ def _python(value: Any) -> Any:
 def choice(name: str, doc: str, of: Mapping[str, type[Part]], /, **more: Any) -> type[Choice]:
     """A model that gives one of ``of``; ``more``: other fields, as pydantic's create_model has them."""
     fields: dict[str, Any] = {n: (optional(p), None) for n, p in of.items()}
-    made = create_model(name, __base__=Choice, __doc__=doc, **(more | fields))
+    with warnings.catch_warnings():  # pydantic's own BaseModel.json is deprecated, ours is a field
+        warnings.filterwarnings("ignore", 'Field name "json"')
+        made = create_model(name, __base__=Choice, __doc__=doc, **(more | fields))
     made.choices = tuple(of)
     made.alone = tuple(
         n for n, p in of.items() if not any(f.is_required() for f in p.model_fields.values())
