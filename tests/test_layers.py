@@ -20,7 +20,7 @@ LAYERS = [
     {"contracts", "storage", "jars", "session"},
     {"audit", "testing", "testing_kafka", "testing_state", "testing_store"},
     {"types", "resource", "metadata", "pictures", "checks", "io_manager", "ops", "sensors", "factory"},
-    {"conformance", "components", "ci", "cli", ""},
+    {"conformance", "components", "ci", "cli", "kafka", ""},
     {"resources"},
     {"assets"},
 ]

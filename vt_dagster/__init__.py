@@ -6,7 +6,6 @@ from vt_dagster.factory import (
     build_checks,
     build_definitions,
     build_maintenance,
-    build_publication,
     build_resources,
 )
 from vt_dagster.io_manager import TablesIOManager, tables_io_manager
@@ -21,26 +20,13 @@ from vt_dagster.operators import (
 from vt_dagster.resource import SparkResource, WarehouseResource
 from vt_dagster.sensors import build_sensor
 from vt_dagster.storage.files import FilesSource
-from vt_dagster.storage.formats import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
-from vt_dagster.storage.kafka import KafkaSource
-from vt_dagster.storage.kafka_cluster import KafkaCluster
-from vt_dagster.storage.kafka_sink import KafkaSink
 from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
 
 __all__ = [
     "Aggregator",
-    "Avro",
-    "Debezium",
     "FilesSource",
     "HoppingWindow",
-    "Json",
-    "KafkaCluster",
-    "KafkaSink",
-    "KafkaSource",
     "Materialized",
-    "Protobuf",
-    "Raw",
-    "SchemaRegistry",
     "SessionWindow",
     "SparkResource",
     "Stream",
@@ -58,7 +44,6 @@ __all__ = [
     "build_checks",
     "build_definitions",
     "build_maintenance",
-    "build_publication",
     "build_resources",
     "build_sensor",
     "tables_io_manager",

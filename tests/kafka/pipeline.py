@@ -12,14 +12,8 @@ from pyspark.sql import Row, SparkSession
 
 from tests.kafka.topics import Topics
 from tests.market import checks, materialized, messages, run
-from vt_dagster import (
-    KafkaSource,
-    Stream,
-    WarehouseResource,
-    build_asset,
-    build_checks,
-    build_sensor,
-)
+from vt_dagster import Stream, WarehouseResource, build_asset, build_checks, build_sensor
+from vt_dagster.kafka import KafkaSource
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 

@@ -6,7 +6,8 @@ import sys
 
 from tests.kafka.topics import SCHEMA, Topics
 from tests.storage.crash_child import arm
-from vt_dagster import KafkaSink, KafkaSource, Stream
+from vt_dagster import Stream
+from vt_dagster.kafka import KafkaSink, KafkaSource
 from vt_dagster.session import build_session
 from vt_dagster.storage import delta
 from vt_dagster.storage.kafka_sink import Publication

@@ -20,7 +20,8 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import Topics
-from vt_dagster import KafkaSource, Stream, VersionedTable
+from vt_dagster import Stream, VersionedTable
+from vt_dagster.kafka import KafkaSource
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
-from vt_dagster import Raw, Stream, Table, VersionedTable
+from vt_dagster import Stream, Table, VersionedTable
 from vt_dagster.cli import app
 from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.kafka import Raw
 from vt_dagster.storage.replay import compare, replay, run_once, swap
 from vt_dagster.storage.store import AssetStore
 
@@ -123,7 +124,8 @@ def test_the_commands(
     topics.produce(topic, records(range(5)))
     (pipeline.root / "shop.py").write_text(
         "from tests.kafka.topics import SCHEMA, Topics\n"
-        "from vt_dagster import KafkaSource, Stream\n"
+        "from vt_dagster import Stream\n"
+        "from vt_dagster.kafka import KafkaSource\n"
         f"cluster = Topics({topics.cluster.servers!r}).cluster\n"
         f"source = KafkaSource(cluster, {topic!r})\n"
         "orders = Stream('orders', key='k', schema=SCHEMA, timestamp='at', source=source)\n"

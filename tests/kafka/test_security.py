@@ -14,16 +14,9 @@ from pyspark.sql import SparkSession
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, records
 from tests.market import materialized, messages, run
-from vt_dagster import (
-    KafkaCluster,
-    KafkaSink,
-    KafkaSource,
-    Stream,
-    build_asset,
-    build_publication,
-    build_sensor,
-)
+from vt_dagster import Stream, build_asset, build_sensor
 from vt_dagster.errors import SourceError
+from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource, build_publication
 from vt_dagster.testing_kafka import KafkaBroker
 
 PASSWORD = "sesame-4711"

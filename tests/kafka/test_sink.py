@@ -17,7 +17,8 @@ from pyspark.sql import SparkSession
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
 from tests.market import materialized, messages, run
-from vt_dagster import Json, KafkaSink, Raw, Stream, Table, build_asset, build_publication
+from vt_dagster import Stream, Table, build_asset
+from vt_dagster.kafka import Json, KafkaSink, Raw, build_publication
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster import KafkaCluster
+from vt_dagster.kafka import KafkaCluster
 
 SCHEMA = StructType(
     [

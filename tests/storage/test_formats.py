@@ -19,8 +19,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.avro.functions import to_avro
 from pyspark.sql.types import ArrayType, StringType, StructType
 
-from vt_dagster import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
 from vt_dagster.errors import SourceError
+from vt_dagster.kafka import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
 from vt_dagster.storage.formats import Format
 
 ROW = StructType().add("id", "long").add("name", "string")
