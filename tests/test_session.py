@@ -134,9 +134,11 @@ def test_jars_from_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SparkUnavailableError, match=r"spark-sql-kafka-0-10.* found 1 other jar"):
         session.resolve_jars()
     (tmp_path / "spark-sql-kafka-0-10_2.13-4.0.0.jar").touch()
+    (tmp_path / "spark-avro_2.13-4.0.0.jar").touch()
     (tmp_path / "log4j-1.2-api-2.0.0.jar").touch()  # ships with PySpark, in another version
     assert [jar.name for jar in session.resolve_jars()] == [
         "delta-spark_4.0_2.13-4.4.0.jar",
+        "spark-avro_2.13-4.0.0.jar",
         "spark-sql-kafka-0-10_2.13-4.0.0.jar",
     ]
 
@@ -159,7 +161,7 @@ class Repository:
     def __init__(self) -> None:
         self.asked = 0
 
-    def download(self, work: Path, target: Path) -> list[Path]:
+    def download(self, work: Path, target: Path, *_: object) -> list[Path]:
         self.asked += 1
         time.sleep(0.2)
         for name in ("delta", "kafka"):
