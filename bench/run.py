@@ -15,6 +15,7 @@ from pathlib import Path
 
 import as_of_join
 import incremental_run
+import kafka_throughput
 import versioned_put
 from measure import Outputs, Result
 
@@ -33,17 +34,25 @@ class Sizes:
     tables: tuple[int, ...]
     new: int
     put: int
+    topic: int
 
 
 FULL = Sizes(
-    stream=5_000_000, versions=1_000_000, tables=(100_000, 1_000_000), new=10_000, put=5_000_000
+    stream=5_000_000,
+    versions=1_000_000,
+    tables=(100_000, 1_000_000),
+    new=10_000,
+    put=5_000_000,
+    topic=1_000_000,
 )
-QUICK = Sizes(stream=500_000, versions=100_000, tables=(10_000, 100_000), new=10_000, put=500_000)
-TINY = Sizes(stream=20_000, versions=4_000, tables=(2_000,), new=500, put=20_000)
+QUICK = Sizes(
+    stream=500_000, versions=100_000, tables=(10_000, 100_000), new=10_000, put=500_000, topic=100_000
+)
+TINY = Sizes(stream=20_000, versions=4_000, tables=(2_000,), new=500, put=20_000, topic=5_000)
 
 
-def benchmarks(sizes: Sizes, repeat: int) -> tuple[list[Result], list[str]]:
-    """Runs all of them in one session."""
+def benchmarks(sizes: Sizes, repeat: int, kafka: bool = False) -> tuple[list[Result], list[str]]:
+    """Runs all of them in one session, or those that need a Kafka broker."""
     spark = build_session(
         "vt_dagster bench", master=f"local[{CORES}]", conf={"spark.driver.memory": "4g"}
     )
@@ -52,6 +61,8 @@ def benchmarks(sizes: Sizes, repeat: int) -> tuple[list[Result], list[str]]:
     try:
         with tempfile.TemporaryDirectory(prefix="vt_dagster-bench-") as folder:
             outputs = Outputs(Path(folder))
+            if kafka:
+                return kafka_throughput.run(spark, sizes.topic, sizes.topic // 5, repeat, outputs)
             for found, said in (
                 as_of_join.run(spark, sizes.stream, sizes.versions, repeat, outputs),
                 incremental_run.run(spark, sizes.tables, sizes.new, repeat, outputs),
@@ -107,12 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         const=TINY,
         help="a few rows: only shows that everything runs and agrees",
     )
+    parser.add_argument(
+        "--kafka",
+        action="store_true",
+        help="those with topics instead: starts a broker, and Kafka Streams as a peer (needs a JDK)",
+    )
     parser.add_argument("--repeat", type=int, default=3, help="counted repetitions (default: 3)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
     options = parser.parse_args(arguments)
     if options.repeat < 1:
         parser.error(f"--repeat must be 1 or more, got {options.repeat}")
-    results, notes = benchmarks(options.sizes, options.repeat)
+    results, notes = benchmarks(options.sizes, options.repeat, options.kafka)
     print(table(results))
     print()
     print("\n".join(notes))
