@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -73,15 +75,22 @@ def _assets(cluster: KafkaCluster) -> list[dg.AssetsDefinition]:
     return [*map(build_asset, (weather, flights, joined)), build_publication(joined, sink)]
 
 
+def _lines(path: Path) -> list[str]:
+    """The records of a file as JSON objects."""
+    if path.suffix != ".csv":
+        return path.read_text(encoding="utf-8").splitlines()
+    rows = pd.read_csv(path).convert_dtypes()
+    return str(rows.to_json(orient="records", lines=True)).splitlines()
+
+
 def _publish(producer: Producer, name: str, months: Iterable[int]) -> int:
     sent = 0
     for month in months:
         if month not in DELIVERIES[name]:
             continue
         path = landing_file(LANDING, name, month)
-        rows = pd.read_csv(path) if path.suffix == ".csv" else pd.read_json(path, lines=True)
-        lines = str(rows.to_json(orient="records", lines=True, date_format="iso")).splitlines()
-        for origin, line in zip(rows["origin"], lines, strict=True):
+        for line in _lines(path):
+            origin = json.loads(line)["origin"]
             while True:
                 try:
                     producer.produce(name, key=origin, value=line)

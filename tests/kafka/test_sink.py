@@ -107,9 +107,12 @@ def test_killed_publication_repeats_nothing(
 
 
 def test_a_run_is_bounded(topics: Topics, pipeline: Pipeline) -> None:
+    """Also where the topic has the name of the asset."""
     origin, target = topics.create(), topics.create()
     topics.produce(origin, records(range(25)))
-    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
+    node = Stream(
+        target, key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin)
+    )
     pipeline.run(node)
     sink = KafkaSink(topics.cluster, target, max_records_per_run=10)
     assert [publish(pipeline, node, sink)["records_published"] for _ in range(3)] == [10, 10, 5]

@@ -66,6 +66,7 @@ class Publication:
     ) -> None:
         self.name, self.node, self.sink = name, node, sink
         self._log_path = posixpath.join(str(warehouse), name, "log")
+        self._target = f"topic {sink.topic}"
         self._store = AssetStore(warehouse, node, spark)
         self._spark = spark
 
@@ -92,7 +93,7 @@ class Publication:
         for partition, end in ends.items():
             upto = upto | ((F.col(PARTITION) == partition) & (F.col(OFFSET) < end))
         rows = self._store.log(done, head).where(upto)
-        sent = {} if before is None else before.inputs.get(self.sink.topic, {})
+        sent = {} if before is None else before.inputs.get(self._target, {})
         if before is None or before.topics != {self.sink.topic: topic.id}:
             sent = topic.earliest
         arrived = self._arrived(sent, topic.ends)
@@ -107,7 +108,7 @@ class Publication:
             shape=Shape(kind="stream", key=list(self.node.key)),
             run_id=run_id,
             taken={self.node.name: {p: (done.get(p, 0), e) for p, e in ends.items()}},
-            inputs={self.node.name: {**done, **ends}, self.sink.topic: after.ends},
+            inputs={self.node.name: {**done, **ends}, self._target: after.ends},
             topics={self.sink.topic: after.id},
             counts={
                 "in": sum(e - done.get(p, 0) for p, e in ends.items()),

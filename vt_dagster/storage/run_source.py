@@ -164,12 +164,16 @@ def _check_share(node: Stream, source: Source, kept: DataFrame, counts: dict[str
             .limit(3)
             .collect()
         )
-        examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {str(r[3])[:80]}" for r in worst)
+        examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
         raise ContractError(
             f"{node.name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
             f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the input, or "
             "raise max_bad_share of the source to send them to quarantine"
         )
+
+
+def _text(raw: Any) -> str:
+    return bytes(raw).decode("utf-8", "backslashreplace") if isinstance(raw, bytearray) else str(raw)
 
 
 def _rejected(rows: DataFrame) -> DataFrame:
