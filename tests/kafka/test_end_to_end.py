@@ -27,7 +27,7 @@ from vt_dagster.testing_kafka import KafkaBroker
 REPOSITORY = Path(__file__).parents[2]
 RECORDS = 1_000_000
 PARTITIONS = 8
-KILLS = 4
+KILLS = 3
 SCHEMA = StructType(
     [
         StructField("k", StringType()),
@@ -87,8 +87,8 @@ def test_a_million_records_and_kills(
         published = published or publisher.poll() is not None
         worker = child("worker", str(tmp_path), broker.bootstrap_servers, *names)
         children.append(worker)
-        if kills < KILLS and runs % 2:
-            time.sleep(chance.uniform(12, 40))
+        if kills < KILLS and runs % 2 == 0:
+            time.sleep(chance.uniform(10, 30))
             if worker.poll() is None:
                 os.killpg(worker.pid, signal.SIGKILL)
                 kills += 1
