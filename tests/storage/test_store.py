@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
@@ -117,6 +119,21 @@ def test_reading_what_is_not_there_says_so(done: Topology, spark: SparkSession) 
         AssetStore.open(done.warehouse, "nowhere", spark)
     with pytest.raises(StorageError, match="as_of only of a VersionedTable"):
         done.store("orders", spark).read(as_of="2020-01-01")
+
+
+def test_an_error_of_spark_is_told_as_it_is(tmp_path: Path, spark: SparkSession) -> None:
+    """Not as its own cause, which whoever follows causes would follow for ever."""
+    topology = Topology(tmp_path)
+    land_first(topology)
+    source = topology.rates.source
+    assert isinstance(source, FilesSource)
+    store = topology.store("rates", spark)
+    arrival = run_source.pin_files(store, source)
+    rows = run_source.consider(store, arrival, run_source.read_records(store, source, arrival))
+    broken = rows.withColumn("n", F.raise_error(F.lit("poison")).cast("int"))
+    with pytest.raises((PySparkException, Py4JJavaError), match="poison") as caught:
+        run_source.commit_records(store, source, arrival, broken)
+    assert caught.value.__cause__ is not caught.value
 
 
 def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -> None:

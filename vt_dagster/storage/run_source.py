@@ -117,17 +117,20 @@ def commit_records(
         )
         store.commit(few_files(rows, counts["applied"]), commit)
     except (PySparkException, Py4JJavaError) as error:
-        raise _unreadable(source, error) from error
+        gone = _unreadable(source, error)
+        if gone is None:
+            raise
+        raise gone from error
     finally:
         kept.unpersist()
     return finish(store, arrival)
 
 
-def _unreadable(source: Source, error: Exception) -> Exception:
-    """What happened, where it was Kafka that did not give the records; else the error itself."""
+def _unreadable(source: Source, error: Exception) -> SourceError | None:
+    """What happened, where it was Kafka that did not give the records."""
     said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
     if not isinstance(source, KafkaSource) or said is None:
-        return error
+        return None
     return SourceError(
         f"the {source.describe()} could not be read to their end: {said[1].strip()}; nothing was "
         "committed: run again, and see what the topic's retention is"
