@@ -12,8 +12,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster.model import Stream, VersionedTable
-from vt_dagster.storage import run_join, run_source
 from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.replay import run_once
 from vt_dagster.storage.runs import Receipt
 from vt_dagster.storage.store import AssetStore
 
@@ -66,21 +66,7 @@ class Topology:
 
     def run(self, name: str, spark: SparkSession) -> Receipt:
         """One run of an asset."""
-        node: Stream = getattr(self, name)
-        store = self.store(name, spark)
-        if node.operator is not None:
-            join = node.operator
-            stream, table = self.store("orders", spark), self.store("rates", spark)
-            arrival = run_join.pin_join(store, join, stream)
-            considered = run_join.read_stream(stream, join, arrival)
-            return run_join.commit_join(store, join, arrival, considered, table)
-        source = node.source
-        assert isinstance(source, FilesSource)
-        arrival = run_source.pin_files(store, source)
-        records = run_source.read_records(store, source, arrival)
-        return run_source.commit_records(
-            store, source, arrival, run_source.consider(store, arrival, records)
-        )
+        return run_once(self.warehouse, getattr(self, name), spark)
 
     def tables(self, name: str, spark: SparkSession) -> Mapping[str, list[Any]]:
         """Everything that an asset shows, in a comparable form."""

@@ -7,6 +7,7 @@ read give ``broken``, never an error: the record goes to quarantine.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,9 +43,10 @@ class Decoded(NamedTuple):
     time: Column | None = None
 
 
-class Format:
+class Format(ABC):
     """How the bytes of a message are read."""
 
+    @abstractmethod
     def decode(self, message: Column, wanted: StructType, subject: str) -> Decoded:
         """The columns that are wanted out of a message that is not null.
 
@@ -54,7 +56,6 @@ class Format:
         Raises:
             SourceError: a schema cannot be had.
         """
-        raise NotImplementedError
 
     def columns(self, wanted: StructType) -> list[str]:
         """Those of the columns that are wanted that a message can give."""
