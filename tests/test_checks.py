@@ -107,6 +107,13 @@ CASES = {
         forgotten,
         {"k": "z", "valid_from": "2023-01-01 00:00:00", "valid_to": "2023-01-02 00:00:00"},
     ),
+    "history in another segment": Case(
+        "versions_lie_in_their_segment",
+        "prices",
+        "view",
+        lambda rows: changed(rows, "v = 'p3'", history_segment=F.lit(7)),
+        {"k": "a", "valid_from": "2024-01-01 06:00:00"},
+    ),
     "duplicate current row": Case(
         "one_row_per_key",
         "rates",

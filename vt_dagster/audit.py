@@ -14,6 +14,7 @@ from vt_dagster.columns import (
     IS_LATE,
     OFFSET,
     PARTITION,
+    SEGMENT,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
@@ -30,6 +31,8 @@ from vt_dagster.operators import (
     UntilWindowCloses,
 )
 from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Applied
+from vt_dagster.storage.segments import Segments
 from vt_dagster.storage.store import AssetStore, Head
 
 SAMPLE = 10
@@ -62,6 +65,10 @@ OVERLAP = Check("versions_do_not_overlap", "no version ends after the next one b
 CONTIGUOUS = Check("versions_are_contiguous", "every version ends where the next one begins")
 DUPLICATE = Check("one_version_per_key_and_timestamp", "no key has two versions at one time")
 INTERVAL = Check("valid_from_before_valid_to", "every version begins before it ends")
+SEGMENTED = Check(
+    "versions_lie_in_their_segment",
+    "current versions are stored apart, and history by the time it ended: else readers would miss it",
+)
 CURRENT = Check("one_current_version_per_key", "no key has two versions that are open")
 RETENTION = Check("nothing_older_than_retention", "no version ended before the retention began")
 ONE_ROW = Check("one_row_per_key", "no key has two current rows")
@@ -80,7 +87,7 @@ def checks_of(node: Stream) -> list[Check]:
     """The checks that an asset has."""
     found: list[Check] = []
     if isinstance(node, VersionedTable):
-        found = [OVERLAP, CONTIGUOUS, DUPLICATE, INTERVAL, CURRENT, RETENTION]
+        found = [OVERLAP, CONTIGUOUS, DUPLICATE, INTERVAL, CURRENT, RETENTION, SEGMENTED]
     elif isinstance(node, Table):
         found = [ONE_ROW]
     if _goes_forward(node):
@@ -147,27 +154,33 @@ def _sample(rows: DataFrame) -> list[dict[str, Any]]:
     return [row.asDict() for row in texts.limit(SAMPLE).collect()]
 
 
-def _stored_view(store: AssetStore) -> tuple[DataFrame, dict[int, int]]:
-    """The view as it lies there, whoever wrote to it last."""
+def _stored_view(store: AssetStore) -> tuple[DataFrame, Applied]:
+    """The view as it lies there, whoever wrote to it last, and what its last commit of ours says."""
     found = store.view()
     assert found is not None
-    return delta.read(store.spark, store.view_path), found[1].stream_time
+    return delta.read(store.spark, store.view_path), found[1]
 
 
 def _versions(store: AssetStore, node: VersionedTable) -> list[Finding]:
-    rows, times = _stored_view(store)
+    rows, applied = _stored_view(store)
     in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
     following = F.col("_next")
-    horizon = by_partition(times) - duration(node.history_retention)
+    horizon = by_partition(applied.stream_time) - duration(node.history_retention)
+    layout = applied.segments or Segments()
+    # Segments are forgotten as a whole; readers leave out what has expired in the others.
+    gone = F.coalesce(F.col(SEGMENT) < layout.first, F.lit(True))
+    expired = F.coalesce(F.col(VALID_TO) <= horizon, F.lit(False))
     chained = rows.withColumn("_next", F.lead(VALID_FROM).over(in_order))
     is_open = F.col(VALID_TO).isNull()
     offending = {
         OVERLAP.name: (following > F.col(VALID_FROM)) & ~is_open & (F.col(VALID_TO) > following),
-        CONTIGUOUS.name: F.when(following.isNull(), ~is_open).otherwise(F.col(VALID_TO) < following),
+        CONTIGUOUS.name: ~expired
+        & F.when(following.isNull(), ~is_open).otherwise(F.col(VALID_TO) < following),
         DUPLICATE.name: following == F.col(VALID_FROM),
         INTERVAL.name: F.col(VALID_TO) <= F.col(VALID_FROM),
         CURRENT.name: is_open & following.isNotNull(),
-        RETENTION.name: F.col(VALID_TO) <= horizon,
+        RETENTION.name: expired & gone,
+        SEGMENTED.name: ~F.col(SEGMENT).eqNullSafe(layout.column()),
     }
     shown = [*node.key, VALID_FROM, VALID_TO, PARTITION, OFFSET]
     return _in_one_pass(

@@ -22,6 +22,9 @@ VALID_FROM = "valid_from"
 """Start of a version, inclusive: the record's timestamp."""
 VALID_TO = "valid_to"
 """End of a version, exclusive: the next version's ``valid_from``; null = current."""
+SEGMENT = "history_segment"
+"""The part of a versioned table's view that a row is stored in: INT, a Delta partition; null = current.
+The library's own reads leave it out."""
 
 OLD = "old"
 """In a table's log: STRUCT of the value columns and ``timestamp`` of the key's row before this record;
@@ -48,4 +51,6 @@ FATE = "_fate"
 """What became of a record in a run, one of the ``Fate`` names. Only inside a run."""
 
 LOG_COLUMNS = (TIMESTAMP, PARTITION, OFFSET, IS_TOMBSTONE)
-RESERVED = frozenset({PARTITION, OFFSET, IS_TOMBSTONE, IS_LATEST, IS_LATE, VALID_FROM, VALID_TO, OLD})
+RESERVED = frozenset(
+    {PARTITION, OFFSET, IS_TOMBSTONE, IS_LATEST, IS_LATE, VALID_FROM, VALID_TO, OLD, SEGMENT}
+)

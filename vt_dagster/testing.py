@@ -51,34 +51,12 @@ from vt_dagster.core.records import prepare
 from vt_dagster.errors import ContractError
 from vt_dagster.model import Stream, Table, VersionedTable, topological
 from vt_dagster.operators import Operator, StreamTableJoin, Suppress, WindowedAggregate
+from vt_dagster.storage.small_runs import SETTINGS
 from vt_dagster.testing_state import State, advance, see
 from vt_dagster.testing_store import REFUSED, Row, VersionedStore, to_micros, to_value
 
 _SAID, _HOME = "_said", "_home"
 """What a record says beside its columns: that it is a tombstone, and its partition."""
-
-_SETTINGS = {
-    # A run has a handful of rows: compiling, shuffling and re-planning cost more than computing.
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.sql.shuffle.partitions": "1",
-    "spark.sql.leafNodeDefaultParallelism": "1",
-    # A broadcast is a Spark job of its own.
-    "spark.sql.autoBroadcastJoinThreshold": "-1",
-    "spark.sql.optimizer.disableHints": "true",
-    # Planning costs most: leave out what is of no use to a few rows in memory.
-    "spark.sql.constraintPropagation.enabled": "false",
-    "spark.sql.optimizer.nestedSchemaPruning.enabled": "false",
-    "spark.sql.optimizer.expression.nestedPruning.enabled": "false",
-    "spark.sql.optimizer.dynamicPartitionPruning.enabled": "false",
-    "spark.sql.optimizer.runtime.bloomFilter.enabled": "false",
-    "spark.sql.subexpressionElimination.enabled": "false",
-    "spark.sql.exchange.reuse": "false",
-    # Nobody looks at the plans.
-    "spark.sql.ui.explainMode": "simple",
-    "spark.sql.maxPlanStringLength": "100",
-}
 
 
 class TopologyTestDriver:
@@ -387,7 +365,7 @@ def _own_session(spark: SparkSession) -> SparkSession:
         own = spark.newSession()
     except PySparkException:
         return spark
-    for key, value in _SETTINGS.items():
+    for key, value in SETTINGS.items():
         own.conf.set(key, value)
     return own
 

@@ -93,7 +93,8 @@ def fold(
     Plan: one shuffle and sort by key.
 
     Args:
-        versions: the versions before; None = none.
+        versions: the versions before; None = none. It is enough to give those that end after the
+            earliest of the new rows that are out of order, and all that are current.
         log: log rows, ``key columns, value columns, timestamp, partition, offset, is_tombstone``,
             after those that made ``versions``; rows that are in there already change nothing.
         horizon: after these log rows.
@@ -101,13 +102,16 @@ def fold(
     fresh = log.drop(IS_LATEST, OLD).withColumn(VALID_FROM, F.col(TIMESTAMP))
     everything = union(fresh, None if versions is None else versions.drop(VALID_TO))
     in_order = W.partitionBy(*key).orderBy(VALID_FROM, OFFSET, PARTITION)
+    chained = everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
+    replaced = F.col(VALID_TO) <= F.col(VALID_FROM)
+    return remembered(chained.where(~F.coalesce(replaced, F.lit(False))), horizon)
+
+
+def remembered(versions: DataFrame, horizon: Column) -> DataFrame:
+    """Without the versions that have expired."""
     # Superseded or not: else what is left would depend on when the successor was folded in.
     expired = (F.col(VALID_TO) <= horizon) | (F.col(IS_TOMBSTONE) & (F.col(VALID_FROM) < horizon))
-    return (
-        everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
-        .where(F.col(VALID_TO).isNull() | (F.col(VALID_TO) > F.col(VALID_FROM)))
-        .where(~F.coalesce(expired, F.lit(False)))
-    )
+    return versions.where(~F.coalesce(expired, F.lit(False)))
 
 
 def valid_at(as_of: Column, horizon: Column) -> Column:

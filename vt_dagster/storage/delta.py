@@ -6,10 +6,12 @@ at a position in milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Literal
 
 import fsspec
@@ -22,6 +24,7 @@ MARK = "vt_dagster"
 
 _COMMIT_FILE = re.compile(r"(\d{20})\.json")
 _UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END"}
+_one_at_a_time = threading.Lock()
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 
 
@@ -131,6 +134,8 @@ def write(
     batch: int,
     asset: str,
     stats: tuple[str, ...] = (),
+    partitioned_by: str | None = None,
+    replaced: str | None = None,
 ) -> None:
     """One commit with a document. A batch is written once: another run's is a conflict.
 
@@ -138,6 +143,9 @@ def write(
         document: goes into the commit's ``userMetadata``; must hold ``batch`` and ``attempt``.
         batch: Delta refuses (append) a batch number that the table has already.
         stats: the columns that files are pruned by; Delta's default where empty.
+        partitioned_by: a column by whose values files are kept apart.
+        replaced: an overwrite takes the place of these rows alone, a condition on ``partitioned_by``;
+            None = of all.
 
     Raises:
         ConcurrentRunError: another run committed this batch, or wrote at the same time.
@@ -152,15 +160,35 @@ def write(
     )
     if stats:
         writer = writer.option("delta.dataSkippingStatsColumns", ",".join(stats))
-    schema = "mergeSchema" if mode == "append" else "overwriteSchema"
+    if partitioned_by:
+        writer = writer.partitionBy(partitioned_by)
+    if replaced:
+        writer = writer.option("replaceWhere", replaced)
+    schema = "mergeSchema" if mode == "append" or replaced else "overwriteSchema"
     try:
-        writer.option(schema, "true").save(path)
+        with _rows_beside(rows.sparkSession, replaced is not None):
+            writer.option(schema, "true").save(path)
     except Exception as error:
         if is_conflict(error):
             raise _conflict(asset, batch) from None
         raise
     if not _wrote(path, batch, document["attempt"]):
         raise _conflict(asset, batch)
+
+
+@contextlib.contextmanager
+def _rows_beside(spark: SparkSession, allowed: bool) -> Generator[None]:
+    """Lets an overwrite of some partitions add rows to others in the same commit."""
+    if not allowed:
+        yield
+        return
+    check = "spark.databricks.delta.replaceWhere.constraintCheck.enabled"
+    with _one_at_a_time:  # it is a setting of the session, and other threads may share that
+        spark.conf.set(check, "false")
+        try:
+            yield
+        finally:
+            spark.conf.unset(check)
 
 
 def _conflict(asset: str, batch: int) -> ConcurrentRunError:

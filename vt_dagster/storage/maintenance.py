@@ -1,4 +1,4 @@
-"""Keeps tables in shape as they grow: compacts logs, removes files that nobody needs any more.
+"""Keeps tables in shape as they grow: compacts logs and history, removes files that nobody needs any more.
 
 Safe beside runs of the assets. Compaction changes no rows and is not a batch; whoever reads a log's
 last commit reads it compacted. Files are removed only when they have been out of every table version
@@ -40,13 +40,12 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
         path = posixpath.join(root, table)
         if not delta.exists(path):
             continue
-        if table != "view":  # which every run writes anew
-            try:
-                done["files_compacted"] += _compact(spark, path)
-            except PySparkException as error:
-                if not delta.is_conflict(error):
-                    raise
-                done["conflicts"] += 1
+        try:
+            done["files_compacted"] += _compact(spark, path)
+        except PySparkException as error:
+            if not delta.is_conflict(error):
+                raise
+            done["conflicts"] += 1
         hours = keep / timedelta(hours=1)
         spark.sql(f"VACUUM delta.`{path}` RETAIN {hours:g} HOURS")
     done["attempts_removed"] = _forget_attempts(root, keep)

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from vt_dagster.storage.segments import Segments
+
 Offsets = dict[int, int]
 """Partition -> offset."""
 
@@ -58,6 +60,8 @@ class Commit(BaseModel):
     """The same over all runs."""
     topics: dict[str, str] = Field(default_factory=dict)
     """Of a Kafka source: the id of each topic; another topic of the same name has another one."""
+    earliest: int | None = None
+    """Of this run: the smallest timestamp of a record that was not its key's latest; None = of none."""
     gaps: dict[str, dict[int, tuple[int, int]]] = Field(default_factory=dict)
     """Of this run: offsets that were gone before they could be consumed, ``[first, next)``; of a topic
     that was created anew, where it stood. A run has them only where it was told to accept them."""
@@ -77,3 +81,5 @@ class Applied(BaseModel):
     attempt: str
     next_offset: Offsets = Field(default_factory=dict)
     stream_time: dict[int, int] = Field(default_factory=dict)
+    segments: Segments | None = None
+    """Of a versioned table's view: how its rows are laid out for the next run."""

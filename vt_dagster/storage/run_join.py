@@ -7,13 +7,14 @@ from datetime import timedelta
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION
+from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core import grace, step
 from vt_dagster.core.arrival import CHUNK, Fate, by_partition, few_records, stream_time_of
 from vt_dagster.errors import ContractError
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.positions import Offsets
-from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
+from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit, small_logs
+from vt_dagster.storage.small_runs import small_run
 from vt_dagster.storage.store import AssetStore
 
 
@@ -30,7 +31,9 @@ def pin_join(store: AssetStore, join: StreamTableJoin, stream: AssetStore) -> Ar
         return Arrival(store.node, previous, "", stream_time=times)
     arrived = stream.log(start, head)
     latest = stream_time_of(arrived, grace.moves_stream_time(join.left.key))
-    for row in latest.select(PARTITION, F.unix_micros("stream_time").alias("t")).collect():
+    with small_run(stream.spark, small_logs(previous, head)):
+        found = latest.select(PARTITION, F.unix_micros("stream_time").alias("t")).collect()
+    for row in found:
         times[row[PARTITION]] = max(times.get(row[PARTITION], row["t"]), row["t"])
     return Arrival(
         store.node,
@@ -92,52 +95,65 @@ def commit_join(
     """
     if arrival.empty:
         return Receipt(None, None)
-    counts = _fates(considered, arrival, join)
-    reads = {f"{n}/log": head.version for n, head in arrival.inputs.items()}
-    found = table.view()
-    if found is None:
-        schema = step.view_schema(join.right)
-        view, table_time = store.spark.createDataFrame([], schema), by_partition({})
-    else:
-        reads[f"{join.right.name}/view"] = found[0]
-        view, table_time = found[2], by_partition(found[1].stream_time)
-    results = step.join_records(join, considered, view, table_time).persist()
-    try:
-        found_rows, ends, _ = gate(store.node, results.withColumn(FATE, F.lit(Fate.APPLIED)))
-        out, joined = found_rows["applied"], counts["applied"] + counts["late"]
-        counts["out"] = out
-        counts["unmatched"] = found_rows["unmatched"] if join.kind == "left" else joined - out
-        first = by_partition(arrival.before.next_offset, "long")
-        with few_records(out <= CHUNK):
-            rows = step.produce_join(store.node, join, results, first)
-        taken = arrival.taken
-        commit = next_commit(
-            arrival,
-            counts,
-            taken=taken,
-            inputs={n: {p: end for p, (_, end) in ranges.items()} for n, ranges in taken.items()},
-            ends=ends,
-            stream_time=arrival.stream_time,
-            run_id=run_id,
-            released=arrival.released,
-            reads=reads,
-        )
-        store.commit(few_files(rows, out), commit)
-    finally:
-        results.unpersist()
-    return finish(store, arrival)
+    with small_run(store.spark, arrival.small and small_logs(table.head())):
+        counts, oldest = _fates(considered, arrival, join)
+        reads = {f"{n}/log": head.version for n, head in arrival.inputs.items()}
+        found = table.view(since=oldest)
+        if found is None:
+            schema = step.view_schema(join.right)
+            view, table_time = store.spark.createDataFrame([], schema), by_partition({})
+        else:
+            reads[f"{join.right.name}/view"] = found[0]
+            view, table_time = found[2], by_partition(found[1].stream_time)
+        results = step.join_records(join, considered, view, table_time).persist()
+        try:
+            seen = gate(store.node, results.withColumn(FATE, F.lit(Fate.APPLIED)))
+            out, joined = seen.counts["applied"], counts["applied"] + counts["late"]
+            counts["out"] = out
+            counts["unmatched"] = seen.counts["unmatched"] if join.kind == "left" else joined - out
+            first = by_partition(arrival.before.next_offset, "long")
+            with few_records(out <= CHUNK):
+                rows = step.produce_join(store.node, join, results, first)
+            taken = arrival.taken
+            commit = next_commit(
+                arrival,
+                seen,
+                counts,
+                taken=taken,
+                inputs={n: {p: end for p, (_, end) in ranges.items()} for n, ranges in taken.items()},
+                stream_time=arrival.stream_time,
+                run_id=run_id,
+                released=arrival.released,
+                reads=reads,
+            )
+            store.commit(few_files(rows, out), commit)
+        finally:
+            results.unpersist()
+        return finish(store, arrival)
 
 
-def _fates(considered: DataFrame, arrival: Arrival, join: StreamTableJoin) -> dict[str, int]:
-    """How many records a join run has to do with, by fate, and how many of them are new.
+def _fates(
+    considered: DataFrame, arrival: Arrival, join: StreamTableJoin
+) -> tuple[dict[str, int], int | None]:
+    """How many records a join run has to do with, by fate, and how many of them are new; and the
+    smallest timestamp of those that it joins.
 
     A job of its own over few columns: an observation on the join's plan would be lost, and waited for
     without end, where Spark finds that an empty table makes the plan empty.
     """
     start = by_partition(arrival.before.inputs.get(join.left.name, {}), "long")
     new = F.col(OFFSET) >= F.coalesce(start, F.lit(0))
-    counted = considered.groupBy(FATE).agg(F.count(F.lit(1)).alias("all"), F.count_if(new).alias("new"))
-    rows = counted.collect()
+    rows = (
+        considered.groupBy(FATE)
+        .agg(
+            F.count(F.lit(1)).alias("all"),
+            F.count_if(new).alias("new"),
+            F.min(F.unix_micros(TIMESTAMP)).alias("oldest"),
+        )
+        .collect()
+    )
+    oldest = [row["oldest"] for row in rows if row[FATE] in (Fate.APPLIED, Fate.LATE)]
     fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
     found = {row[FATE]: row["all"] for row in rows}
-    return {"in": sum(row["new"] for row in rows), **{f: found.get(f, 0) for f in fates}}
+    counts = {"in": sum(row["new"] for row in rows), **{f: found.get(f, 0) for f in fates}}
+    return counts, min(oldest, default=None)

@@ -13,6 +13,7 @@ from vt_dagster.core.arrival import CHUNK, by_partition, few_records
 from vt_dagster.model import Stream, Table
 from vt_dagster.operators import Operator, Suppress, WindowedAggregate
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
+from vt_dagster.storage.small_runs import small_run
 from vt_dagster.storage.store import AssetStore, Head
 
 
@@ -70,7 +71,8 @@ def _own_time(
         taken = [operate.Taken(rows) for rows in logs]
         timed = operate.with_lateness(node, taken, by_partition(before))
     times = dict(before)
-    found = timed.collect()
+    with small_run(logs[0].sparkSession, arrival.small):
+        found = timed.collect()
     for row in found:
         times[row[PARTITION]] = max(times.get(row[PARTITION], row["time"]), row["time"])
     count = sum(row["records"] for row in found)
@@ -105,11 +107,10 @@ def results_of(
         name = one.node.name
         # Where nothing was consumed before, every row of the table is among the changes.
         known = name in arrival.views and bool(arrival.before.inputs.get(name))
-        taken.append(operate.Taken(rows, one.view_at(arrival.views[name]) if known else None))
-    own = store.view() if isinstance(store.node, Table) and arrival.previous else None
+        taken.append(operate.Taken(rows, one.current_at(arrival.views[name]) if known else None))
     before = operate.Before(
         state=store.state(arrival.previous),
-        view=None if own is None else own[2],
+        view=store.current() if isinstance(store.node, Table) and arrival.previous else None,
         stream_time=by_partition(arrival.before.stream_time),
         after=by_partition(arrival.stream_time),
     )
@@ -135,48 +136,50 @@ def commit_results(
         return Receipt(None, None)
     node = store.node
     operator = _operator(node)
-    kept = results.rows.persist()
-    held = None if results.state is None else results.state.persist()
-    try:
-        found, ends, times = gate(node, kept)
-        taken = arrival.taken
-        counts = {
-            "in": sum(end - start for ranges in taken.values() for start, end in ranges.values()),
-            "out": found["applied"],
-            "late": found["late"],
-            "dropped": found["dropped"],
-        }
-        gauges = dict(arrival.gauges)
-        if isinstance(operator, WindowedAggregate):
-            counts["late_records_dropped"] = found["late_records_dropped"]
-            counts["expired_window_records_dropped"] = found["expired_window_records_dropped"]
-        if isinstance(operator, Suppress):
-            assert held is not None
-            gauges |= _buffer(operator, held, arrival)
-            counts["suppression_emit"] = found["applied"]
-        if held is not None:
-            store.stage_state(arrival.attempt, held)
-        with few_records(found["applied"] <= CHUNK):
-            rows = operate.produce(node, kept, by_partition(arrival.before.next_offset, "long"))
-        commit = next_commit(
-            arrival,
-            counts,
-            taken=taken,
-            inputs={n: {p: end for p, (_, end) in ranges.items()} for n, ranges in taken.items()},
-            ends=ends,
-            stream_time=arrival.stream_time if operate.goes_by_time(operator) else times,
-            run_id=run_id,
-            reads={f"{n}/log": head.version for n, head in arrival.inputs.items()}
-            | {f"{n}/view": version for n, version in arrival.views.items()},
-            gauges=gauges,
-            state=held is not None,
-        )
-        store.commit(few_files(rows, found["applied"]), commit)
-    finally:
-        kept.unpersist()
-        if held is not None:
-            held.unpersist()
-    return finish(store, arrival)
+    with small_run(store.spark, arrival.small):
+        kept = results.rows.persist()
+        held = None if results.state is None else results.state.persist()
+        try:
+            found = gate(node, kept)
+            done = found.counts
+            taken = arrival.taken
+            counts = {
+                "in": sum(end - start for ranges in taken.values() for start, end in ranges.values()),
+                "out": done["applied"],
+                "late": done["late"],
+                "dropped": done["dropped"],
+            }
+            gauges = dict(arrival.gauges)
+            if isinstance(operator, WindowedAggregate):
+                counts["late_records_dropped"] = done["late_records_dropped"]
+                counts["expired_window_records_dropped"] = done["expired_window_records_dropped"]
+            if isinstance(operator, Suppress):
+                assert held is not None
+                gauges |= _buffer(operator, held, arrival)
+                counts["suppression_emit"] = done["applied"]
+            if held is not None:
+                store.stage_state(arrival.attempt, held)
+            with few_records(done["applied"] <= CHUNK):
+                rows = operate.produce(node, kept, by_partition(arrival.before.next_offset, "long"))
+            commit = next_commit(
+                arrival,
+                found,
+                counts,
+                taken=taken,
+                inputs={n: {p: end for p, (_, end) in ranges.items()} for n, ranges in taken.items()},
+                stream_time=arrival.stream_time if operate.goes_by_time(operator) else found.times,
+                run_id=run_id,
+                reads={f"{n}/log": head.version for n, head in arrival.inputs.items()}
+                | {f"{n}/view": version for n, version in arrival.views.items()},
+                gauges=gauges,
+                state=held is not None,
+            )
+            store.commit(few_files(rows, done["applied"]), commit)
+        finally:
+            kept.unpersist()
+            if held is not None:
+                held.unpersist()
+        return finish(store, arrival)
 
 
 def _buffer(operator: Suppress, buffer: DataFrame, arrival: Arrival) -> dict[str, float]:

@@ -21,6 +21,7 @@ from vt_dagster.model import Stream, Table
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.kafka import KafkaSource, Ranges
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
+from vt_dagster.storage.small_runs import small_run
 from vt_dagster.storage.store import AssetStore
 
 Source = FilesSource | KafkaSource
@@ -70,10 +71,10 @@ def read_records(
 
 def consider(store: AssetStore, arrival: Arrival, records: DataFrame) -> DataFrame:
     """Which records the run applies, which are late; for tables also which are their key's latest."""
-    view = store.view() if isinstance(store.node, Table) and arrival.previous else None
+    view = store.current() if isinstance(store.node, Table) and arrival.previous else None
     before = by_partition(arrival.before.stream_time)
     with few_records(arrival.few):
-        return step.consider_records(store.node, records, None if view is None else view[2], before)
+        return step.consider_records(store.node, records, view, before)
 
 
 def commit_records(
@@ -95,35 +96,36 @@ def commit_records(
     node = store.node
     rejected = F.col(FATE).isin(Fate.LATE, Fate.QUARANTINED)
     raw = {c: F.when(rejected, F.col(c)) for c in (RAW, RAW_KEY) if c in considered.columns}
-    kept = considered.withColumns(raw).persist()
-    try:
-        found = gate(node, kept)
-        counts, ends, times = found
-        _check_share(node, source, kept, counts)
-        first = by_partition(arrival.before.next_offset, "long")
-        with few_records(counts["applied"] <= CHUNK):
-            rows = step.produce_records(node, kept, first)
-        bad = counts["late"] + counts["quarantined"]
-        if bad:
-            store.stage_rejected(arrival.attempt, _rejected(kept.where(rejected)))
-        commit = next_commit(
-            arrival,
-            counts,
-            ends=ends,
-            stream_time=times,
-            run_id=run_id,
-            rejected=bad > 0,
-            **_position(store, arrival, counts),
-        )
-        store.commit(few_files(rows, counts["applied"]), commit)
-    except (PySparkException, Py4JJavaError) as error:
-        gone = _unreadable(source, error)
-        if gone is None:
-            raise
-        raise gone from error
-    finally:
-        kept.unpersist()
-    return finish(store, arrival)
+    with small_run(store.spark, arrival.small):
+        kept = considered.withColumns(raw).persist()
+        try:
+            found = gate(node, kept)
+            counts = found.counts
+            _check_share(node, source, kept, counts)
+            first = by_partition(arrival.before.next_offset, "long")
+            with few_records(counts["applied"] <= CHUNK):
+                rows = step.produce_records(node, kept, first)
+            bad = counts["late"] + counts["quarantined"]
+            if bad:
+                store.stage_rejected(arrival.attempt, _rejected(kept.where(rejected)))
+            commit = next_commit(
+                arrival,
+                found,
+                counts,
+                stream_time=found.times,
+                run_id=run_id,
+                rejected=bad > 0,
+                **_position(store, arrival, counts),
+            )
+            store.commit(few_files(rows, counts["applied"]), commit)
+        except (PySparkException, Py4JJavaError) as error:
+            gone = _unreadable(source, error)
+            if gone is None:
+                raise
+            raise gone from error
+        finally:
+            kept.unpersist()
+        return finish(store, arrival)
 
 
 def _unreadable(source: Source, error: Exception) -> SourceError | None:

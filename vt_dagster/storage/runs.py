@@ -15,20 +15,30 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, HOME, PARTITION, SEQUENCE, TIMESTAMP
+from vt_dagster.columns import FATE, HOME, IS_LATEST, PARTITION, SEQUENCE, TIMESTAMP
 from vt_dagster.contracts import Rule, contract_of, refuse
 from vt_dagster.core.arrival import CHUNK, Fate, has_key
 from vt_dagster.core.stream_table_join import MATCHED
 from vt_dagster.errors import StorageError
-from vt_dagster.model import Stream, Table
+from vt_dagster.model import Stream
 from vt_dagster.operators import WindowedAggregate
 from vt_dagster.storage.files import FileInfo
 from vt_dagster.storage.kafka import Pinned
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.store import AssetStore, Head, shape_of
 
-_FEW_BYTES = 4_000_000
+_FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000
 """Of files: so many bytes are some ten thousand lines."""
+
+
+_SMALL = 30_000
+"""Records; with more, compiled code is worth its price."""
+
+
+def small_logs(*heads: Head | None) -> bool:
+    """Whether logs, and so all that follows from them, have few rows."""
+    known = [sum(head.commit.next_offset.values()) for head in heads if head is not None]
+    return sum(known) <= _SMALL
 
 
 @dataclass(frozen=True)
@@ -70,11 +80,23 @@ class Arrival:
                 )
 
     @property
+    def records(self) -> int:
+        """How many records of logs or topics the run takes, those included that waited."""
+        new = sum(end - start for ranges in self.taken.values() for start, end in ranges.values())
+        return new + self.before.counts.get(Fate.WAITING, 0)
+
+    @property
     def few(self) -> bool:
         """Whether one task can well put into order what the run takes."""
-        records = sum(end - start for ranges in self.taken.values() for start, end in ranges.values())
-        waiting = self.before.counts.get(Fate.WAITING, 0)
-        return records + waiting <= CHUNK and sum(f.size for f in self.files) <= _FEW_BYTES
+        return self.records <= CHUNK and sum(f.size for f in self.files) <= _FEW_BYTES
+
+    @property
+    def small(self) -> bool:
+        """Whether there is so little, also in the tables that the run meets, that planning is most of
+        the work."""
+        size = sum(f.size for f in self.files)
+        known = self.records <= _SMALL and size <= _SMALL_BYTES
+        return known and small_logs(self.previous, *self.inputs.values())
 
     @property
     def before(self) -> Commit:
@@ -96,12 +118,25 @@ class Receipt:
 _COUNTED = (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.QUARANTINED)
 
 
-def gate(node: Stream, rows: DataFrame) -> tuple[dict[str, int], dict[int, int], dict[int, int]]:
-    """One pass over what is about to be committed: counts, contract, stream time.
+@dataclass(frozen=True)
+class Found:
+    """What the gate sees of the rows that are about to be committed.
 
-    Returns:
-        counts by fate; the number of applied rows and the largest timestamp of each partition.
+    Args:
+        counts: by fate.
+        ends: of each partition, the number of applied rows.
+        times: of each partition, the largest timestamp.
+        earliest: the smallest timestamp of an applied row that is not its key's latest.
     """
+
+    counts: dict[str, int]
+    ends: dict[int, int]
+    times: dict[int, int]
+    earliest: int | None
+
+
+def gate(node: Stream, rows: DataFrame) -> Found:
+    """One pass over what is about to be committed: counts, contract, stream time."""
     rules, probes = contract_of(node)
     applied = F.col(FATE) == Fate.APPLIED
 
@@ -114,6 +149,9 @@ def gate(node: Stream, rows: DataFrame) -> tuple[dict[str, int], dict[int, int],
         F.max(F.when(applied, F.unix_micros(TIMESTAMP))).alias("_time"),
         *[count(applied & rule.violated).alias(f"_rule{i}") for i, rule in enumerate(rules)],
     ]
+    if IS_LATEST in rows.columns:
+        out_of_order = F.when(applied & ~F.col(IS_LATEST), F.unix_micros(TIMESTAMP))
+        wanted.append(F.min(out_of_order).alias("_earliest"))
     if MATCHED in rows.columns:
         wanted.append(count(~F.col(MATCHED)).alias("unmatched"))
     if isinstance(node.operator, WindowedAggregate):
@@ -131,7 +169,8 @@ def gate(node: Stream, rows: DataFrame) -> tuple[dict[str, int], dict[int, int],
     refuse(node, broken, kept, rules)
     ends = {row[PARTITION]: row[Fate.APPLIED] for row in found if row[Fate.APPLIED]}
     times = {row[PARTITION]: row["_time"] for row in found if row["_time"] is not None}
-    return counts, ends, times
+    earliest = [row["_earliest"] for row in found if row.get("_earliest") is not None]
+    return Found(counts, ends, times, min(earliest, default=None))
 
 
 def _broken(rules: list[Rule], found: list[dict[str, Any]]) -> dict[str, int]:
@@ -141,16 +180,16 @@ def _broken(rules: list[Rule], found: list[dict[str, Any]]) -> dict[str, int]:
 
 def next_commit(
     arrival: Arrival,
+    found: Found,
     counts: dict[str, int],
     *,
     inputs: dict[str, Offsets],
-    ends: dict[int, int],
     stream_time: dict[int, int],
     **more: Any,
 ) -> Commit:
     before = arrival.before
     offsets, times = dict(before.next_offset), dict(before.stream_time)
-    for partition, rows in ends.items():
+    for partition, rows in found.ends.items():
         offsets[partition] = offsets.get(partition, 0) + rows
     for partition, moment in stream_time.items():
         times[partition] = max(times.get(partition, moment), moment)
@@ -169,6 +208,7 @@ def next_commit(
         inputs={**before.inputs, **inputs},
         next_offset=offsets,
         stream_time=times,
+        earliest=found.earliest,
         counts=counts,
         totals=totals,
         **more,
@@ -183,6 +223,5 @@ def few_files(rows: DataFrame, count: int) -> DataFrame:
 def finish(store: AssetStore, arrival: Arrival) -> Receipt:
     head = store.catch_up()
     store.forget(arrival.previous)
-    view = store.view() if isinstance(store.node, Table) else None
     assert head is not None
-    return Receipt(head.commit, head.version, None if view is None else view[0])
+    return Receipt(head.commit, head.version, store.view_version())

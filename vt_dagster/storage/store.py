@@ -21,13 +21,26 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from vt_dagster.columns import IS_LATE, IS_LATEST, LOG_COLUMNS, OFFSET, OLD, PARTITION, TIMESTAMP
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    LOG_COLUMNS,
+    OFFSET,
+    OLD,
+    PARTITION,
+    SEGMENT,
+    TIMESTAMP,
+)
 from vt_dagster.core import step, versioned
 from vt_dagster.core.arrival import by_partition, duration
 from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Applied, Commit, Offsets, Shape
+from vt_dagster.storage.segments import CURRENT, EVERYTHING, plan
+
+_TRIES = 3
+"""How often a view is written where its files are compacted at the same time."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +244,15 @@ class AssetStore:
             if found is not None and found[1].next_offset == head.commit.next_offset:
                 return head, found[0]
 
-    def view_at(self, version: int) -> DataFrame:
-        """The view as of one of its versions."""
-        return delta.read(self.spark, self.view_path, version)
+    def current_at(self, version: int) -> DataFrame:
+        """What the view has of each key as of one of its versions: rows, and of a versioned table
+        also tombstones, without history."""
+        return self._stored(version, CURRENT)
+
+    def _stored(self, version: int, versions: str) -> DataFrame:
+        """The view as it lies there; of a versioned table those of its rows that are asked for."""
+        rows = delta.read(self.spark, self.view_path, version)
+        return rows.where(versions).drop(SEGMENT) if SEGMENT in rows.columns else rows
 
     # -- what follows from the log ---------------------------------------------------------------
 
@@ -278,14 +297,13 @@ class AssetStore:
             asset=commit.asset,
         )
 
-    def _update_view(self, node: Table, head: Head, rebuild: bool = False) -> None:
+    def _update_view(self, node: Table, head: Head, rebuild: bool = False, tries: int = _TRIES) -> None:
         done = None if rebuild else self._applied(self.view_path)
         commit = head.commit
         if done is not None and done[1].next_offset == commit.next_offset:
             return
-        before = None if done is None else delta.read(self.spark, self.view_path, done[0])
         start = {} if done is None else done[1].next_offset
-        rows = step.fold(node, before, self.log(start, head), by_partition(commit.stream_time))
+        log = self.log(start, head)
         document = Applied(
             asset=commit.asset,
             batch=commit.batch,
@@ -293,19 +311,44 @@ class AssetStore:
             next_offset=commit.next_offset,
             stream_time=commit.stream_time,
         )
+        wanted = EVERYTHING
+        segment, replaced = None, None
+        if isinstance(node, VersionedTable):
+            # Where it is more than a batch behind, only the last of them says what was out of order.
+            behind = done is not None and done[1].batch == commit.batch - 1
+            retention = shape_of(node).history_retention or 0
+            change = plan(
+                done[1].segments if done is not None and behind else None,
+                log,
+                records=sum(commit.next_offset.values()) - sum(start.values()),
+                total=sum(commit.next_offset.values()),
+                earliest=commit.earliest,
+                newest=max(commit.stream_time.values(), default=0),
+                horizon=min(commit.stream_time.values(), default=0) - retention,
+            )
+            segment, replaced = change.layout.column(), change.replaced
+            document.segments = change.following
+            wanted = change.read
+        before = None if done is None else self._view_at(*done, wanted)
+        rows = step.fold(node, before, log, by_partition(commit.stream_time))
         try:
             delta.write(
-                rows,
+                rows if segment is None else rows.withColumn(SEGMENT, segment),
                 self.view_path,
                 mode="overwrite",
                 document=document.model_dump(),
                 batch=commit.batch,
                 asset=f"{commit.asset}:{document.attempt if rebuild else 'view'}",
+                partitioned_by=None if segment is None else SEGMENT,
+                replaced=replaced,
             )
         except ConcurrentRunError:
             others = self._applied(self.view_path)
-            if others is None or others[1].batch < commit.batch:
+            if others is not None and others[1].batch >= commit.batch:
+                return
+            if tries == 1:
                 raise
+            self._update_view(node, head, rebuild, tries - 1)  # it was a compaction
 
     def rebuild_view(self) -> None:
         """Makes the view anew from the whole log."""
@@ -313,14 +356,36 @@ class AssetStore:
         if head is not None and isinstance(self.node, Table):
             self._update_view(self.node, head, rebuild=True)
 
-    def view(self) -> tuple[int, Applied, DataFrame] | None:
-        """The view as of the log's last commit, with the Delta version to pin; None before it."""
-        if self.catch_up() is None:
-            return None
-        found = self._applied(self.view_path)
+    def view(self, since: int | None = None) -> tuple[int, Applied, DataFrame] | None:
+        """The view as of the log's last commit, with the Delta version to pin; None before it.
+
+        Args:
+            since: epoch microseconds: versions that ended by then are not needed, and may be left out.
+        """
+        found = None if self.catch_up() is None else self._applied(self.view_path)
         if found is None:
             return None
-        return found[0], found[1], delta.read(self.spark, self.view_path, found[0])
+        version, applied = found
+        layout = applied.segments
+        wanted = EVERYTHING if layout is None or since is None else layout.ending_after(since)
+        return version, applied, self._view_at(version, applied, wanted)
+
+    def _view_at(self, version: int, applied: Applied, versions: str) -> DataFrame:
+        rows = self._stored(version, versions)
+        if not isinstance(self.node, VersionedTable):
+            return rows
+        horizon = by_partition(applied.stream_time) - duration(self.node.history_retention)
+        return versioned.remembered(rows, horizon)
+
+    def view_version(self) -> int | None:
+        """The Delta version of the view as it is now; None where there is none. Does not use Spark."""
+        found = self._applied(self.view_path)
+        return None if found is None else found[0]
+
+    def current(self) -> DataFrame | None:
+        """What the view has of each key, without history: see ``current_at``; None before it."""
+        found = None if self.catch_up() is None else self._applied(self.view_path)
+        return None if found is None else self.current_at(found[0])
 
     def quarantine(self) -> DataFrame | None:
         """What was rejected, and why; None where nothing ever was."""

@@ -1,0 +1,160 @@
+"""A versioned table's view is changed where a run changes it, and is what the whole log makes of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.storage.topology import EPOCH, Topology
+from vt_dagster.audit import audit
+from vt_dagster.errors import ConcurrentRunError
+from vt_dagster.storage import delta, segments
+from vt_dagster.storage.segments import Segments
+from vt_dagster.storage.store import AssetStore
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Segments of a few versions, as a table of many millions has them of many thousands."""
+    monkeypatch.setattr(segments, "SEGMENT_ROWS", 6)
+    return 6
+
+
+def layout(store: AssetStore) -> Segments:
+    found = store.view()
+    assert found is not None
+    assert found[1].segments is not None
+    return found[1].segments
+
+
+def stored(store: AssetStore) -> Counter[int | None]:
+    """How many rows lie in each segment."""
+    rows = delta.read(store.spark, store.view_path).groupBy("history_segment").count().collect()
+    return Counter({row[0]: row[1] for row in rows})
+
+
+def files(store: AssetStore) -> set[str]:
+    """The files that hold history."""
+    rows = delta.read(store.spark, store.view_path).where("history_segment is not null")
+    return {row[0] for row in rows.selectExpr("input_file_name()").distinct().collect()}
+
+
+def as_made_anew(topology: Topology, spark: SparkSession, to: str) -> list[object]:
+    """The versions that the whole log makes."""
+    store = topology.store("rates", spark)
+    head = store.head()
+    assert head is not None
+    copy = AssetStore(str(topology.root / to), topology.rates, spark)
+    copy.commit(store.log({}, head), head.commit.model_copy(update={"rejected": False}))
+    return rows_of(copy)
+
+
+def rows_of(store: AssetStore) -> list[object]:
+    rows = store.read("versions")
+    return sorted(rows.select(*sorted(rows.columns)).collect(), key=repr)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_runs_make_the_view_that_the_whole_log_makes(
+    tmp_path: Path, spark: SparkSession, small: int, seed: int
+) -> None:
+    """Out of order, replaced, deleted and expired records in runs of any size."""
+    dice = random.Random(seed)
+    topology = Topology(tmp_path)
+    now = 0.0
+    forgotten = 0
+    for run in range(8):
+        records = []
+        for _ in range(dice.choice([1, 3, 5, 30])):
+            now += dice.choice([0, 0.5, 1, 2])
+            moment = max(0.0, now - dice.choice([0, 0, 0, 0, 3, 8, 12]))
+            records.append((dice.choice("abcd"), dice.choice([None, 1, 2, 3]), moment))
+        topology.land("rates", f"{run}.jsonl", records)
+        if topology.run("rates", spark).commit is None:
+            continue
+        store = topology.store("rates", spark)
+        assert rows_of(store) == as_made_anew(topology, spark, f"anew{run}")
+        wrong = {f.name: f.sample for f in audit(store) if not f.passed}
+        assert wrong == {}
+        now_there = layout(store)
+        forgotten = now_there.first
+        assert all(n is None or n >= forgotten for n in stored(store))
+    assert forgotten > 0, "segments were forgotten on the way"
+
+
+def test_a_run_in_order_rewrites_no_history(tmp_path: Path, spark: SparkSession, small: int) -> None:
+    topology = Topology(tmp_path)
+    topology.land("rates", "0.jsonl", [("a", i, i / 10) for i in range(20)])
+    topology.run("rates", spark)
+    store = topology.store("rates", spark)
+    before = files(store)
+    assert len(layout(store).ends) >= 3
+    topology.land("rates", "1.jsonl", [("a", 1, 2.5), ("b", 1, 2.4), ("a", 2, 2.6)])
+    topology.run("rates", spark)
+    assert before < files(store)
+    # a record out of order rewrites what ends after it
+    topology.land("rates", "2.jsonl", [("a", 7, 1.51)])
+    topology.run("rates", spark)
+    assert 0 < len(files(store) & before) < len(before)
+    # and what nobody can ask for any more goes, without a look at it
+    topology.land("rates", "3.jsonl", [("a", 8, 60)])
+    topology.run("rates", spark)
+    assert not files(store) & before
+    assert layout(store).first >= 3
+
+
+def test_what_was_deleted_and_forgotten_does_not_come_back(tmp_path: Path, spark: SparkSession) -> None:
+    """A version whose tombstone has expired still lies in a segment that is rewritten."""
+    topology = Topology(tmp_path)
+    topology.land("rates", "0.jsonl", [("a", 1, 0), ("a", None, 1), ("b", 1, 20), ("b", 2, 25)])
+    topology.run("rates", spark)
+    topology.land("rates", "1.jsonl", [("b", 3, 21)])
+    topology.run("rates", spark)
+    store = topology.store("rates", spark)
+    assert {row.k for row in store.read("versions").collect()} == {"b"}
+    assert [f.name for f in audit(store) if not f.passed] == []
+
+
+def test_a_join_reads_the_history_that_it_needs(
+    tmp_path: Path, spark: SparkSession, small: int
+) -> None:
+    topology = Topology(tmp_path)
+    topology.land("rates", "0.jsonl", [("a", i, i / 10) for i in range(40)])
+    topology.run("rates", spark)
+    store = topology.store("rates", spark)
+    found = store.view(since=int((EPOCH + timedelta(minutes=3)).timestamp()) * 1_000_000)
+    assert found is not None
+    ends = [row.valid_to for row in found[2].collect()]
+    assert len(ends) < 40
+    assert sum(end is None for end in ends) == 1
+    topology.land("orders", "0.jsonl", [("a", 1, 3.05), ("a", 2, 3.95), ("a", 3, 9)])
+    topology.run("orders", spark)
+    topology.run("priced", spark)
+    rates = {row.n: row.rate for row in topology.store("priced", spark).read("log").collect()}
+    assert rates == {1: 30, 2: 39}
+
+
+def test_a_compaction_at_the_same_time_does_not_end_a_run(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conflict is made up: Delta's own window for it is too short to be hit on purpose."""
+    topology = Topology(tmp_path)
+    topology.land("rates", "0.jsonl", [("a", 1, 0), ("a", 2, 1)])
+    write, refused = delta.write, list[str]()
+
+    def once_refused(rows: object, path: str, **more: Any) -> None:
+        if path.endswith("/view") and not refused:
+            refused.append(path)
+            raise ConcurrentRunError("compacted")
+        write(rows, path, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(delta, "write", once_refused)
+    topology.run("rates", spark)
+    assert len(refused) == 1
+    assert topology.store("rates", spark).read("versions").count() == 2
