@@ -1,4 +1,4 @@
-"""Keeps tables in shape as they grow: compacts logs and history, removes files that nobody needs any more.
+"""Keeps tables in shape as they grow: compacts logs and history, removes files that nobody needs.
 
 Safe beside runs of the assets. Compaction changes no rows and is not a batch; whoever reads a log's
 last commit reads it compacted. Files are removed only when they have been out of every table version
