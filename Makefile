@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 
 .PHONY: install demo demo-kafka kafka test test-kafka browser endurance ui lint bench clean
@@ -25,10 +26,10 @@ kafka: $(STAMP)
 	$(BIN)/python -m vt_dagster.testing_kafka data/kafka
 
 test-kafka: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m kafka
+	$(BIN)/python -m pytest $(SHARED) -m kafka
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(SHARED)
 
 # Chromium, where there is none, for the tests that look at Dagster's pages.
 browser:

@@ -10,6 +10,17 @@ from pyspark.sql import SparkSession
 from tests.market import Market, healthy_market
 from vt_dagster.session import build_session
 
+_LONGEST_FIRST = (
+    *("test_demo.py", "test_crash.py", "test_pages.py", "test_operator_assets.py", "test_bench.py"),
+    *("test_end_to_end.py", "test_faults.py", "test_sink.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes come first, so that processes that share the tests end together."""
+    places = {name: place for place, name in enumerate(_LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:

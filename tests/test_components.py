@@ -207,7 +207,7 @@ def test_everything_is_there(shop: str) -> None:
         prices = graph.get(dg.AssetKey("prices"))
         assert prices.owners == ["team:shop"]
         assert (prices.description or "").startswith("What things cost.")
-        assert prices.metadata["vt_dagster/history_retention"] == "30 days, 0:00:00"
+        assert prices.metadata["vt_dagster/history_retention"] == "30 days"
         columns = {c.name: c for c in prices.metadata["dagster/column_schema"].columns}
         assert columns["price"].type == "double"
         assert columns["price"].description == "in euros"
@@ -220,7 +220,7 @@ def test_everything_is_there(shop: str) -> None:
         }.items()
         joined = graph.get(dg.AssetKey("priced_orders"))
         assert joined.group_name == "joined"
-        assert joined.metadata["vt_dagster/grace_period"] == "1:00:00"
+        assert joined.metadata["vt_dagster/grace_period"] == "1 hour"
         assert {k.to_user_string() for k in joined.parent_keys} == {"orders", "prices"}
         assert graph.get(dg.AssetKey("euros")).metadata["vt_dagster/kind"] == "Table"
         assert graph.get(dg.AssetKey("cheap")).metadata["vt_dagster/kind"] == "VersionedTable"

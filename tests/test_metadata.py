@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import dagster as dg
 
+from assets.topology import flights_with_weather, weather
 from tests.market import Market, materialized
-from vt_dagster import build_asset
+from vt_dagster import Stream, build_asset
+from vt_dagster.durations import spoken
 
 
 def commits(market: Market) -> set[str]:
@@ -134,3 +136,24 @@ def test_nothing_new_makes_no_commit(market: Market, tmp_path: Path) -> None:
     said = materialized(result, "priced")
     assert said["records_waiting"] == 1
     assert said["dagster/row_count"] == 4
+
+
+def test_a_result_says_what_its_columns_are_made_of() -> None:
+    def told(node: Stream) -> dict[str, str | None]:
+        columns = (
+            build_asset(node).metadata_by_key[dg.AssetKey(node.name)]["dagster/column_schema"].columns
+        )
+        return {c.name: c.description for c in columns}
+
+    assert told(weather)["wind_speed"] == "Wind speed, mph"
+    assert told(flights_with_weather)["wind_speed"] == "Wind speed, mph (from weather.wind_speed)"
+    assert told(flights_with_weather)["timestamp"] == "when the record was true, UTC"
+
+
+def test_durations_are_said_as_people_say_them() -> None:
+    assert spoken(timedelta(days=30)) == "30 days"
+    assert spoken(timedelta(days=1, hours=6)) == "1 day 6 hours"
+    assert spoken(timedelta(minutes=1, seconds=30)) == "1 minute 30 seconds"
+    assert spoken(timedelta(milliseconds=250, microseconds=7)) == "250 ms 7 µs"
+    assert spoken(timedelta(0)) == "0 seconds"
+    assert "own" in spoken({0: timedelta(1)})

@@ -32,7 +32,9 @@ from vt_dagster.operators import (
 )
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Applied
+from vt_dagster.storage.runs import small_logs
 from vt_dagster.storage.segments import Segments
+from vt_dagster.storage.small_runs import small_run
 from vt_dagster.storage.store import AssetStore, Head
 
 SAMPLE = 10
@@ -120,6 +122,11 @@ def audit(store: AssetStore) -> list[Finding]:
     head = store.catch_up()
     if head is None:
         return [Finding(check.name, 0, []) for check in checks_of(store.node)]
+    with small_run(store.spark, small_logs(head)):
+        return _findings(store, head)
+
+
+def _findings(store: AssetStore, head: Head) -> list[Finding]:
     node = store.node
     found: list[Finding] = []
     if isinstance(node, VersionedTable):

@@ -38,6 +38,28 @@ def check_duration(name: str, what: str, value: Any, longest: timedelta = _LONGE
             )
 
 
+_UNITS = (
+    ("day", timedelta(days=1)),
+    ("hour", timedelta(hours=1)),
+    ("minute", timedelta(minutes=1)),
+    ("second", timedelta(seconds=1)),
+    ("ms", timedelta(milliseconds=1)),
+    ("µs", timedelta(microseconds=1)),
+)
+
+
+def spoken(value: Duration) -> str:
+    """A duration as people say it: ``1 day 6 hours``; of a mapping that it differs by partition."""
+    if not isinstance(value, timedelta):
+        return "a length of each partition's own"
+    words: list[str] = []
+    for name, unit in _UNITS:
+        count, value = divmod(value, unit)
+        if count:
+            words.append(f"{count} {name}{'s' if count > 1 and not name.endswith('s') else ''}")
+    return " ".join(words) or "0 seconds"
+
+
 def pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, timedelta]]]:
     """Both durations side by side: once, or once for each partition that either mentions."""
     partitions = sorted(

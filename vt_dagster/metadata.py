@@ -20,6 +20,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.step import log_columns
+from vt_dagster.durations import spoken
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.kafka import KafkaSource, Pinned
@@ -42,12 +43,11 @@ _OURS = {
 
 def column_schema(node: Stream) -> dg.TableSchema:
     """The columns of what people query: a table's view, a stream's log."""
-    contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
     own = [
         dg.TableColumn(
             f.name,
             "decided by Spark" if isinstance(f.dataType, NullType) else f.dataType.simpleString(),
-            description=getattr(contract.get(f.name), "description", None),
+            description=_description(node, f.name),
         )
         for f in node.schema.fields
         if f.name != TIMESTAMP
@@ -60,6 +60,19 @@ def column_schema(node: Stream) -> dg.TableSchema:
     )
 
 
+def _description(node: Stream, column: str) -> str | None:
+    """What the contract says of a column; of a result's, what is said of the one that it is made of."""
+    contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
+    said = getattr(contract.get(column), "description", None)
+    made_of = node.operator.lineage().get(column, []) if node.operator is not None else []
+    if said or len(made_of) != 1:
+        return said
+    asset, origin = made_of[0]
+    up = next((n for n in node.inputs if n.name == asset), None)
+    told = None if up is None else _description(up, origin)
+    return None if told is None else told if " (from " in told else f"{told} (from {asset}.{origin})"
+
+
 def definition_metadata(node: Stream) -> dict[str, Any]:
     """What is known before any run: columns, lineage, semantics."""
     metadata: dict[str, Any] = {
@@ -69,9 +82,9 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         "vt_dagster/key": ", ".join(node.key),
     }
     if isinstance(node, VersionedTable):
-        metadata["vt_dagster/history_retention"] = str(node.history_retention)
+        metadata["vt_dagster/history_retention"] = spoken(node.history_retention)
     if isinstance(node.operator, StreamTableJoin):
-        metadata["vt_dagster/grace_period"] = str(node.operator.grace_period or timedelta(0))
+        metadata["vt_dagster/grace_period"] = spoken(node.operator.grace_period or timedelta(0))
     if node.operator is not None:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
         metadata["dagster/column_lineage"] = dg.TableColumnLineage(
@@ -91,7 +104,7 @@ def describe(node: Stream) -> str:
     if isinstance(node, VersionedTable):
         said = (
             f"Versioned table keyed by {key}: remembers what was true when, "
-            f"for {node.history_retention} of stream time."
+            f"for {spoken(node.history_retention)} of stream time."
         )
     elif isinstance(node, Table):
         said = f"Table keyed by {key}: the latest record per key, by arrival."

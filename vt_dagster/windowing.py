@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from vt_dagster.durations import Duration, check_duration, pairs, plus
+from vt_dagster.durations import Duration, check_duration, pairs, plus, spoken
 from vt_dagster.errors import TopologyError
 
 _NONE = timedelta(0)
@@ -48,7 +48,7 @@ class TumblingWindow:
 
     def describe(self) -> str:
         """The windows in a few words, for descriptions."""
-        return f"tumbling windows of {_shown(self.size)}, grace {_shown(self.grace)}"
+        return f"tumbling windows of {spoken(self.size)}, grace {spoken(self.grace)}"
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class HoppingWindow:
     def describe(self) -> str:
         """The windows in a few words, for descriptions."""
         return (
-            f"hopping windows of {_shown(self.size)} every {_shown(self.advance)}, "
-            f"grace {_shown(self.grace)}"
+            f"hopping windows of {spoken(self.size)} every {spoken(self.advance)}, "
+            f"grace {spoken(self.grace)}"
         )
 
 
@@ -127,7 +127,7 @@ class SessionWindow:
 
     def describe(self) -> str:
         """The windows in a few words, for descriptions."""
-        return f"sessions with a gap of {_shown(self.gap)}, grace {_shown(self.grace)}"
+        return f"sessions with a gap of {spoken(self.gap)}, grace {spoken(self.grace)}"
 
 
 Window = TumblingWindow | HoppingWindow | SessionWindow
@@ -152,7 +152,3 @@ def _check_lengths(window: Window, first: str, *more: str) -> None:
                 f"{kind}: the retention {kept}{partition} is shorter than {first} + grace = {least}, "
                 "so windows would be forgotten while they are open: lengthen it, or leave it out"
             )
-
-
-def _shown(length: Duration) -> str:
-    return str(length) if isinstance(length, timedelta) else "a length for each partition"

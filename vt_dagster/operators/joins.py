@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import TIMESTAMP, VALID_FROM, VALID_TO
-from vt_dagster.durations import Duration, check_duration, pairs
+from vt_dagster.durations import Duration, check_duration, pairs, spoken
 from vt_dagster.errors import TopologyError
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators.base import (
@@ -127,7 +127,7 @@ class StreamTableJoin(_Join):
     def describe(self) -> str:
         how = "as of its own time" if self.right.versioned else "as it is when the run starts"
         missing = "; without a match it gives nothing" if self.kind == "inner" else ""
-        wait = f"; waits {self.grace_period} of stream time first" if self.grace_period else ""
+        wait = f"; waits {spoken(self.grace_period)} of stream time first" if self.grace_period else ""
         return f"{self.left.name}, each record with {self.right.name} {how}{missing}{wait}."
 
 

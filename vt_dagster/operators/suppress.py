@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from vt_dagster.durations import FOREVER, Duration, check_duration
+from vt_dagster.durations import FOREVER, Duration, check_duration, spoken
 from vt_dagster.errors import BufferFullError, TopologyError
 from vt_dagster.model import Table, VersionedTable
 from vt_dagster.operators.aggregates import WindowedAggregate
@@ -164,7 +164,7 @@ class Suppress(OneInput):
     def describe(self) -> str:
         if isinstance(self.until, UntilWindowCloses):
             return f"{self.source.name}, each window once, when it has closed."
-        return f"{self.source.name}, at most one update of a key in {self.until.duration}."
+        return f"{self.source.name}, at most one update of a key in {spoken(self.until.duration)}."
 
 
 def is_session(window: Window | None) -> bool:
