@@ -16,6 +16,7 @@ from pathlib import Path
 import as_of_join
 import incremental_run
 import kafka_throughput
+import operators
 import versioned_put
 from measure import Outputs, Result
 
@@ -67,6 +68,7 @@ def benchmarks(sizes: Sizes, repeat: int, kafka: bool = False) -> tuple[list[Res
                 as_of_join.run(spark, sizes.stream, sizes.versions, repeat, outputs),
                 incremental_run.run(spark, sizes.tables, sizes.new, repeat, outputs),
                 versioned_put.run(spark, sizes.put, repeat, outputs),
+                operators.run(spark, sizes.put, repeat, outputs),
             ):
                 results += found
                 notes += said
