@@ -18,8 +18,9 @@ from vt_dagster.columns import OLD
 from vt_dagster.model import Stream, Table, VersionedTable, topological
 from vt_dagster.operators import UntilWindowCloses
 from vt_dagster.session import build_session
-from vt_dagster.storage import run_operator, run_source
+from vt_dagster.storage import run_source
 from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.replay import run_once
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.windowing import TumblingWindow
 
@@ -80,19 +81,12 @@ class Chain:
 
     def run(self, spark: SparkSession) -> None:
         """Everything that is left to do."""
-        stores = {n.name: AssetStore(self.warehouse, n, spark) for n in self.nodes}
         for i in range(FILES):
             for node in self.nodes:
-                store = stores[node.name]
                 if isinstance(node.source, FilesSource):
-                    _take(store, node.source, f"{i}.parquet")
+                    _take(AssetStore(self.warehouse, node, spark), node.source, f"{i}.parquet")
                 else:
-                    inputs = [stores[n.name] for n in node.inputs]
-                    arrival = run_operator.pin_logs(store, inputs)
-                    logs = run_operator.read_logs(inputs, arrival)
-                    if not arrival.empty:
-                        results = run_operator.results_of(store, inputs, arrival, logs)
-                        run_operator.commit_results(store, arrival, results)
+                    run_once(self.warehouse, node, spark)
 
     def tables(self, spark: SparkSession) -> dict[str, object]:
         """Of each asset how far it has come, and a sum over all rows of its log and view."""
