@@ -29,7 +29,7 @@ OUTPUT = ("key", "quantity", "shop", TIMESTAMP, ARRIVAL, "price", "grade", VALID
 THREADS = 2
 
 
-def operator(stream: DataFrame, versions: DataFrame) -> DataFrame:
+def operator(stream: DataFrame, versions: DataFrame, broadcast: bool = False) -> DataFrame:
     """As a user gets it: left join, all columns of both sides."""
     joined = stream_table_join.join(
         stream,
@@ -42,6 +42,7 @@ def operator(stream: DataFrame, versions: DataFrame) -> DataFrame:
             *[(c, f"right.{c}") for c in ("price", "grade", VALID_FROM)],
         ],
         horizon=F.timestamp_micros(F.lit(generate.START)),
+        broadcast=broadcast,
     )
     return joined.select(*OUTPUT)
 
@@ -155,4 +156,47 @@ def run(
         f"plan of ours: {plan_of(made(operator))}",
         f"plan of {TEMPO}: {plan_of(made(tempo))}",
     ]
-    return results, notes
+    more, said = shapes(spark, rows, table_rows, repeat, outputs)
+    return results + more, notes + said
+
+
+def shapes(
+    spark: SparkSession, rows: int, table_rows: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """The same join with other keys, beside itself: one hot key, few and many keys, few versions."""
+
+    def ours(
+        keys: int, versions: int, hot: bool = False, broadcast: bool = False
+    ) -> Callable[[], None]:
+        left = generate.stream(spark, rows, keys, hot)
+        right = generate.versions(spark, versions, keys, hot)
+
+        def run() -> None:
+            made = operator(spark.read.parquet(str(left)), spark.read.parquet(str(right)), broadcast)
+            made.write.parquet(outputs.fresh(f"{keys}-{versions}-{hot}-{broadcast}"))
+
+        return run
+
+    keys, few = min(KEYS, table_rows // 10), table_rows // 100
+    rare = max(2, table_rows // 10_000)
+    even = f"{keys:,} keys alike"
+    contenders = {
+        even: ours(keys, table_rows),
+        "one key with half of all rows": ours(keys, table_rows, hot=True),
+        f"{rare} keys": ours(rare, table_rows),
+        f"{table_rows:,} keys": ours(table_rows, table_rows),
+        "sorted": ours(few // 10, few),
+        "broadcast": ours(few // 10, few, broadcast=True),
+    }
+    times = take_turns(contenders, repeat)
+    found = [fingerprint(outputs.path(f"{few // 10}-{few}-False-{how}")) for how in (False, True)]
+    if found[0] != found[1]:
+        raise AssertionError(f"as-of join: sorted gave {found[0]}, broadcast {found[1]}")
+    name = f"as-of join, {rows:,} stream rows, {table_rows:,} versions"
+    results = [
+        compare(f"{name}: {what}", rows, times[what], even, times[even], 1.5)
+        for what in list(contenders)[1:4]
+    ]
+    small = f"as-of join, {rows:,} stream rows, {few:,} versions of {few // 10:,} keys, broadcast"
+    results.append(compare(small, rows, times["broadcast"], "sorted", times["sorted"], 0.7))
+    return results, [f"as-of join of {few:,} versions: broadcast and sorted agree on all rows"]

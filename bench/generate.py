@@ -25,7 +25,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival import Fate
 
 DATA = Path(__file__).parent / ".data"
-LAYOUT = 1
+LAYOUT = 2
 """Counts up when the data changes, so that old files are not taken for it."""
 
 START = 1_577_836_800_000_000
@@ -76,12 +76,16 @@ def cached(name: str, rows: DataFrame) -> Path:
     return path
 
 
-def stream(spark: SparkSession, rows: int, keys: int) -> Path:
-    """Stream records due to be joined, as they lie in a log: by arrival, that is roughly by time."""
+def stream(spark: SparkSession, rows: int, keys: int, hot: bool = False) -> Path:
+    """Stream records due to be joined, as they lie in a log: by arrival, that is roughly by time.
+
+    Args:
+        hot: every other record is of one key, which no other has.
+    """
     step = SPAN // rows
     late = part_of(F.lit(SPAN // 100), 3, "id")
     records = spark.range(0, rows, 1, FILES).select(
-        (noise(4, "id") % keys).alias("key"),
+        (F.when(F.lit(hot) & (F.col("id") % 2 == 0), -1).otherwise(noise(4, "id") % keys)).alias("key"),
         (noise(5, "id") % 1_000).cast("double").alias("quantity"),
         F.concat(F.lit("shop-"), (noise(6, "id") % 200).cast("string")).alias("shop"),
         F.timestamp_micros(F.lit(START) + F.col("id") * step - late).alias(TIMESTAMP),
@@ -89,11 +93,23 @@ def stream(spark: SparkSession, rows: int, keys: int) -> Path:
         F.col("id").alias(ARRIVAL),
         F.lit(Fate.APPLIED).alias(FATE),
     )
-    return cached(f"stream-{rows}-{keys}", records)
+    return cached(f"stream-{rows}-{keys}{'-hot' if hot else ''}", records)
 
 
-def versions(spark: SparkSession, rows: int, keys: int) -> Path:
-    """A view: the versions of each key, spread over the time of the stream; 2 % are tombstones."""
+def versions(spark: SparkSession, rows: int, keys: int, hot: bool = False) -> Path:
+    """A view: the versions of each key, spread over the time of the stream; 2 % are tombstones.
+
+    Args:
+        hot: half of them are of one key, which no other has.
+    """
+    if not hot:
+        return cached(f"versions-{rows}-{keys}", _versions(spark, rows, keys))
+    of_one = _versions(spark, rows // 2, 1).withColumn("key", F.lit(-1).cast("long"))
+    both = of_one.unionByName(_versions(spark, rows // 2, keys))
+    return cached(f"versions-{rows}-{keys}-hot", both)
+
+
+def _versions(spark: SparkSession, rows: int, keys: int) -> DataFrame:
     each = rows // keys
     width = SPAN // each
 
@@ -103,7 +119,7 @@ def versions(spark: SparkSession, rows: int, keys: int) -> Path:
     numbered = spark.range(0, each * keys, 1, FILES).withColumn("n", F.col("id") % each)
     numbered = numbered.withColumn("next", F.col("id") + 1)
     following = F.when(F.col("n") < each - 1, begin(F.col("n") + 1, "next"))
-    table = numbered.select(
+    return numbered.select(
         F.floor(F.col("id") / each).alias("key"),
         price().alias("price"),
         grade().alias("grade"),
@@ -114,7 +130,6 @@ def versions(spark: SparkSession, rows: int, keys: int) -> Path:
         begin(F.col("n"), "id").alias(VALID_FROM),
         following.alias(VALID_TO),
     )
-    return cached(f"versions-{rows}-{keys}", table)
 
 
 def arrivals(spark: SparkSession, rows: int, keys: int) -> Path:

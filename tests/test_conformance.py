@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS
+from vt_dagster.core import step
 from vt_dagster.errors import SourceError
 
 SCENARIOS = Path(__file__).parent / "conformance"
@@ -63,6 +64,31 @@ def test_the_worked_examples_are_identical_in_long_runs(spark: SparkSession) -> 
     assert {o.scenario.operator for o in report.outcomes} == set(OPERATORS)
     assert report.identical >= 150
     assert report.ok
+
+
+@pytest.mark.slow
+def test_the_other_way_to_join_is_identical_too(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each record compared with all versions of its key, as where these are few."""
+    asked: list[bool] = []
+
+    def join_records(*given: Any, **more: Any) -> Any:
+        asked.append(True)
+        return plain(*given, **more, broadcast=True)
+
+    plain = step.join_records
+    monkeypatch.setattr(step, "join_records", join_records)
+    lines: list[str] = []
+    report = run(
+        [SCENARIOS / "worked"],
+        operators=["stream_table_join", "chain"],
+        granularity="run",
+        spark=spark,
+        echo=lines.append,
+    )
+    assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
+    assert asked
 
 
 @pytest.mark.slow

@@ -153,6 +153,8 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
             n: {str(p): list(r) for p, r in ranges.items()} for n, ranges in commit.taken.items()
         }
         metadata["read_versions"] = dict(commit.reads)
+        if commit.strategy:
+            metadata["join_strategy"] = commit.strategy
         if commit.gaps:
             metadata["accepted_gaps"] = {
                 t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()

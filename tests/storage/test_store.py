@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from pyspark.sql import functions as F
 
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.storage import delta, run_source
+from vt_dagster.storage import delta, run_join, run_source, runs
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.store import AssetStore
 
@@ -90,6 +91,34 @@ def test_join_results(done: Topology, spark: SparkSession) -> None:
         (4, None, False),  # deleted at minute 12
         (7, None, False),
     ]
+
+
+def test_a_join_of_many_records_looks_for_versions_in_the_cheaper_way(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many is more than none, here. The commit says which way, and why; results are the same."""
+    topology = Topology(tmp_path)
+    for land in (land_first, land_second):
+        land(topology)
+    for name in ("rates", "orders"):
+        topology.run(name, spark)
+
+    def joined() -> tuple[str, list[Any]]:
+        commit = topology.run("priced", spark).commit
+        assert commit is not None
+        rows = topology.store("priced", spark).read("log").orderBy("offset").collect()
+        shutil.rmtree(tmp_path / "warehouse" / "priced")
+        return commit.strategy, [(r.k, r.n, r.rate, r.is_late) for r in rows]
+
+    said, expected = joined()
+    assert said == "sorted: the run has few records"
+    assert len(expected) > 3
+    monkeypatch.setattr(runs, "CHUNK", -1)
+    assert joined() == ("broadcast: the table has at most 7 versions, and 2 of a key", expected)
+    monkeypatch.setattr(run_join, "_FEW_OF_A_KEY", 1)
+    assert joined() == ("sorted: a key has 2 versions, more than 1", expected)
+    monkeypatch.setattr(run_join, "_FEW_VERSIONS", 6)
+    assert joined() == ("sorted: the table may have 7 versions, more than 6", expected)
 
 
 def test_nothing_new_makes_no_commit(done: Topology, spark: SparkSession) -> None:

@@ -116,9 +116,13 @@ def consider_join(
 
 
 def join_records(
-    join: StreamTableJoin, considered: DataFrame, view: DataFrame, table_time: Column
+    join: StreamTableJoin,
+    considered: DataFrame,
+    view: DataFrame,
+    table_time: Column,
+    broadcast: bool = False,
 ) -> DataFrame:
-    """The results of a join run, in no order yet."""
+    """The results of a join run, in no order yet; ``broadcast``: see ``as_of_join``."""
     right, projection = join.right, join.projection()
     horizon = None
     needed = {*right.key, *projection.right_columns(), IS_TOMBSTONE, PARTITION}
@@ -133,6 +137,7 @@ def join_records(
         table_key=right.key,
         columns=projection.columns,
         horizon=horizon,
+        broadcast=broadcast,
     )
 
 

@@ -25,6 +25,7 @@ def join(
     table_key: Sequence[str],
     columns: Sequence[tuple[str, str]],
     horizon: Column | None,
+    broadcast: bool = False,
 ) -> DataFrame:
     """Joins stream records with the table.
 
@@ -38,6 +39,7 @@ def join(
         horizon: ``stream time - history retention`` of the table's partition; None = the table is
             not versioned. A record older than that joins the current version if that is old enough,
             else nothing (kip914-expired-lookup-left).
+        broadcast: of a versioned table, see ``as_of_join``.
 
     Returns:
         ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched``:
@@ -48,7 +50,13 @@ def join(
         found = _current(stream, table, stream_key, table_key)
     else:
         found = as_of_join(
-            stream, table, left_key=stream_key, right_key=table_key, horizon=horizon, name=RIGHT
+            stream,
+            table,
+            left_key=stream_key,
+            right_key=table_key,
+            horizon=horizon,
+            name=RIGHT,
+            broadcast=broadcast,
         )
     if kind == "inner":
         found = found.where(F.col(RIGHT).isNotNull())

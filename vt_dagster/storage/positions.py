@@ -50,6 +50,8 @@ class Commit(BaseModel):
     """Largest timestamp of each partition; of a join with grace, the buffer's own."""
     released: dict[int, int] = Field(default_factory=dict)
     """Of a join: the largest timestamp up to which every record has been joined."""
+    strategy: str = ""
+    """Of a join with a versioned table: how versions were looked for in this run, and why so."""
     reads: dict[str, int] = Field(default_factory=dict)
     """Delta version of every table that was read: ``{'weather/view': 7}``."""
     counts: dict[str, int] = Field(default_factory=dict)

@@ -11,6 +11,7 @@ from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core import grace, step
 from vt_dagster.core.arrival import CHUNK, Fate, by_partition, few_records, stream_time_of
 from vt_dagster.errors import ContractError
+from vt_dagster.model import VersionedTable
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.positions import Offsets
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit, small_logs
@@ -105,7 +106,9 @@ def commit_join(
         else:
             reads[f"{join.right.name}/view"] = found[0]
             view, table_time = found[2], by_partition(found[1].stream_time)
-        results = step.join_records(join, considered, view, table_time).persist()
+        known = 0 if found is None else sum(found[1].next_offset.values())
+        broadcast, strategy = _strategy(join, arrival, view, known)
+        results = step.join_records(join, considered, view, table_time, broadcast).persist()
         try:
             seen = gate(store.node, results.withColumn(FATE, F.lit(Fate.APPLIED)))
             out, joined = seen.counts["applied"], counts["applied"] + counts["late"]
@@ -124,12 +127,37 @@ def commit_join(
                 stream_time=arrival.stream_time,
                 run_id=run_id,
                 released=arrival.released,
+                strategy=strategy,
                 reads=reads,
             )
             store.commit(few_files(rows, out), commit)
         finally:
             results.unpersist()
         return finish(store, arrival)
+
+
+_FEW_VERSIONS, _FEW_OF_A_KEY = 20_000, 100
+
+
+def _strategy(
+    join: StreamTableJoin, arrival: Arrival, view: DataFrame, versions: int
+) -> tuple[bool, str]:
+    """Whether all versions go to each executor, and why.
+
+    Args:
+        versions: no more than these are in the view.
+    """
+    if not isinstance(join.right, VersionedTable):
+        return False, ""
+    if arrival.few:
+        return False, "sorted: the run has few records"
+    if versions > _FEW_VERSIONS:
+        return False, f"sorted: the table may have {versions:,} versions, more than {_FEW_VERSIONS:,}"
+    counts = view.groupBy(*join.right.key).count()
+    most = counts.agg(F.max("count")).collect()[0][0] or 0
+    if most > _FEW_OF_A_KEY:
+        return False, f"sorted: a key has {most:,} versions, more than {_FEW_OF_A_KEY}"
+    return True, f"broadcast: the table has at most {versions:,} versions, and {most} of a key"
 
 
 def _fates(
