@@ -137,6 +137,7 @@ def commit_join(
 
 
 _FEW_VERSIONS, _FEW_OF_A_KEY = 20_000, 100
+_NEVER = 2**62
 
 
 def _strategy(
@@ -162,7 +163,7 @@ def _strategy(
 
 def _fates(
     considered: DataFrame, arrival: Arrival, join: StreamTableJoin
-) -> tuple[dict[str, int], int | None]:
+) -> tuple[dict[str, int], int]:
     """How many records a join run has to do with, by fate, and how many of them are new; and the
     smallest timestamp of those that it joins.
 
@@ -184,4 +185,4 @@ def _fates(
     fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
     found = {row[FATE]: row["all"] for row in rows}
     counts = {"in": sum(row["new"] for row in rows), **{f: found.get(f, 0) for f in fates}}
-    return counts, min(oldest, default=None)
+    return counts, min(oldest, default=_NEVER)
