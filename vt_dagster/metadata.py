@@ -63,7 +63,7 @@ def column_schema(node: Stream) -> dg.TableSchema:
 def _description(node: Stream, column: str) -> str | None:
     """What the contract says of a column; of a result's, what is said of the one that it is made of."""
     contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
-    said = getattr(contract.get(column), "description", None)
+    said = getattr(contract.get(column), "description", None) or _OURS.get(column, (None, None))[1]
     made_of = node.operator.lineage().get(column, []) if node.operator is not None else []
     if said or len(made_of) != 1:
         return said
