@@ -38,10 +38,12 @@ Times = dict[str, list[float]]
 def take_turns(contenders: Mapping[str, Callable[[], dict[str, float] | None]], repeat: int) -> Times:
     """Times contenders in turns, A B A B …, after one round that is not counted.
 
+    Where there is but one round, it is counted.
+
     A contender may return times of its own parts; they are kept as ``contender: part``.
     """
     times: Times = {}
-    for turn in range(repeat + 1):
+    for turn in range(repeat + 1) if repeat > 1 else (1,):
         for name, run in contenders.items():
             start = time.perf_counter()
             parts = run() or {}

@@ -125,7 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="those with topics instead: starts a broker, and Kafka Streams as a peer (needs a JDK)",
     )
-    parser.add_argument("--repeat", type=int, default=3, help="counted repetitions (default: 3)")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=3,
+        help="counted repetitions (default: 3); where it is 1, there is none before it",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
     options = parser.parse_args(arguments)
     if options.repeat < 1:

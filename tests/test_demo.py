@@ -13,9 +13,12 @@ from typing import Any
 import duckdb
 import pandas as pd
 import pytest
+from pyspark.sql import SparkSession
+from typer.testing import CliRunner
 
 from tests import reference
 from tests.reference import WEATHER_VALUES, as_of_join
+from vt_dagster.cli import app
 
 pytestmark = pytest.mark.slow
 
@@ -271,27 +274,29 @@ def test_it_tells_what_happened(demo: tuple[Path, str]) -> None:
     assert "make ui" in text
 
 
-def test_the_command_line_looks_into_its_tables(demo: tuple[Path, str]) -> None:
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "vt_dagster.cli", *arguments],
-            env={**os.environ, "VT_DAGSTER_WAREHOUSE": str(demo[0] / "warehouse"), "COLUMNS": "200"},
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    found = call("get", "weather", "--key", "JFK", "--as-of", "2013-11-05T12:30:00Z")
-    assert found.returncode == 0, found.stderr
+def test_the_command_line_looks_into_its_tables(demo: tuple[Path, str], spark: SparkSession) -> None:
+    about = {"VT_DAGSTER_WAREHOUSE": str(demo[0] / "warehouse"), "COLUMNS": "200"}
+    found = CliRunner().invoke(
+        app, ["get", "weather", "--key", "JFK", "--as-of", "2013-11-05T12:30:00Z"], env=about
+    )
+    assert found.exit_code == 0, found.output
     assert re.search(r"valid_from +2013-11-05 12:00:00", found.stdout)
-    timeline = call("history", "weather", "--key", "JFK", "--limit", "3")
-    assert timeline.returncode == 0, timeline.stderr
+    timeline = CliRunner().invoke(
+        app, ["history", "weather", "--key", "JFK", "--limit", "3"], env=about
+    )
+    assert timeline.exit_code == 0, timeline.output
     assert timeline.stdout.count("2013-12-30") >= 5
     assert "now" in timeline.stdout
-    wrong = call("get", "wether", "--key", "JFK")
+    nothing = CliRunner().invoke(app, ["get", "weather", "--key", "SFO"], env=about)
+    assert nothing.exit_code == 1
+    assert "no value for SFO" in nothing.stderr
+    wrong = subprocess.run(  # a process: what comes out where, in the end
+        [sys.executable, "-m", "vt_dagster.cli", "get", "wether", "--key", "JFK"],
+        env={**os.environ, **about},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: expected one of ['aircraft', 'airline_fleet',")
-    nothing = call("get", "weather", "--key", "SFO")
-    assert nothing.returncode == 1
-    assert "no value for SFO" in nothing.stderr
