@@ -35,6 +35,7 @@ class Sizes:
     tables: tuple[int, ...]
     new: int
     put: int
+    operators: int
     topic: int
 
 
@@ -44,12 +45,21 @@ FULL = Sizes(
     tables=(100_000, 1_000_000),
     new=10_000,
     put=5_000_000,
+    operators=1_000_000,
     topic=1_000_000,
 )
 QUICK = Sizes(
-    stream=500_000, versions=100_000, tables=(10_000, 100_000), new=10_000, put=500_000, topic=100_000
+    stream=500_000,
+    versions=100_000,
+    tables=(10_000, 100_000),
+    new=10_000,
+    put=500_000,
+    operators=100_000,
+    topic=100_000,
 )
-TINY = Sizes(stream=20_000, versions=4_000, tables=(2_000,), new=500, put=20_000, topic=5_000)
+TINY = Sizes(
+    stream=20_000, versions=4_000, tables=(2_000,), new=500, put=20_000, operators=20_000, topic=5_000
+)
 
 
 def benchmarks(sizes: Sizes, repeat: int, kafka: bool = False) -> tuple[list[Result], list[str]]:
@@ -68,7 +78,7 @@ def benchmarks(sizes: Sizes, repeat: int, kafka: bool = False) -> tuple[list[Res
                 as_of_join.run(spark, sizes.stream, sizes.versions, repeat, outputs),
                 incremental_run.run(spark, sizes.tables, sizes.new, repeat, outputs),
                 versioned_put.run(spark, sizes.put, repeat, outputs),
-                operators.run(spark, sizes.put, repeat, outputs),
+                operators.run(spark, sizes.operators, repeat, outputs),
             ):
                 results += found
                 notes += said
