@@ -3,7 +3,7 @@ BIN := .venv/bin
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 
-.PHONY: install demo demo-kafka kafka test test-kafka browser endurance ui lint bench clean
+.PHONY: install demo demo-kafka kafka test test-kafka browser endurance ui lint bench bench-quick clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -53,6 +53,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/run.py
+
+bench-quick: $(STAMP)
+	$(BIN)/python bench/run.py --quick
 
 clean:
 	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis spark-warehouse metastore_db derby.log *.egg-info

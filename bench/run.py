@@ -17,6 +17,7 @@ import as_of_join
 import incremental_run
 import kafka_throughput
 import operators
+import plot
 import versioned_put
 from measure import Outputs, Result
 
@@ -58,7 +59,13 @@ QUICK = Sizes(
     topic=100_000,
 )
 TINY = Sizes(
-    stream=20_000, versions=4_000, tables=(2_000,), new=500, put=20_000, operators=20_000, topic=5_000
+    stream=20_000,
+    versions=4_000,
+    tables=(2_000,),
+    new=500,
+    put=20_000,
+    operators=20_000,
+    topic=5_000,
 )
 
 
@@ -151,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(notes))
     print(f"load of this machine over the last 5 minutes: {os.getloadavg()[1]:.1f}")
     options.output.write_text(json.dumps([r.as_json() for r in results], indent=2) + "\n")
+    plot.draw(results, options.output.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,16 +16,21 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.maintenance import maintain
 
 
-@pytest.fixture
-def grown(tmp_path: Path, spark: SparkSession) -> Topology:
-    """A table and a stream after several small runs."""
-    topology = Topology(tmp_path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Topology:
+    topology = Topology(tmp_path_factory.mktemp("made"))
     for i in range(4):
         topology.land("rates", f"{i}.jsonl", [("a", i, i), (None, 1, i)])
         topology.land("orders", f"{i}.jsonl", [("a", i, i)])
         for name in ("rates", "orders"):
             topology.run(name, spark)
     return topology
+
+
+@pytest.fixture
+def grown(made: Topology, tmp_path: Path) -> Topology:
+    """A table and a stream after several small runs."""
+    return Topology(Path(shutil.copytree(made.root, tmp_path / "grown")))
 
 
 def files(topology: Topology, table: str) -> int:
