@@ -8,7 +8,7 @@ from pathlib import Path
 
 from measure import Result
 
-ROW, LEFT, WIDTH = 22, 560, 360
+ROW, LEFT, WIDTH = 22, 640, 360
 MET, MISSED, NONE = "#2e8b57", "#c0504d", "#8899aa"
 
 
