@@ -18,15 +18,13 @@ from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions
 
 def evaluate(market: Market, node: Stream | None = None, cursor: str | None = None) -> Any:
     """What a sensor says: a run request, or the text of a skip reason."""
-    said = build_sensor(node or market.prices)(
-        dg.build_sensor_context(
-            cursor=cursor, resources={"warehouse": WarehouseResource(path=str(market.warehouse))}
-        )
+    where = WarehouseResource(path=str(market.warehouse))
+    # As Dagster's daemon evaluates it: what it does not accept must not pass here.
+    said = build_sensor(node or market.prices).evaluate_tick(
+        dg.build_sensor_context(cursor=cursor, resources={"warehouse": where})
     )
-    if isinstance(said, dg.SkipReason):
+    if not said.run_requests:
         return said.skip_message
-    assert isinstance(said, dg.SensorResult)
-    assert said.run_requests is not None
     (request,) = said.run_requests
     assert json.loads(said.cursor or "")["batch"] == int(request.run_key.split(":")[2])
     return request
@@ -50,7 +48,7 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     first = evaluate(copy)
     assert files(first) == ["3.jsonl", "4.jsonl"]
     assert first.run_key.startswith("prices:0:2:")
-    assert first.tags == {"vt_dagster/asset": "prices", "vt_dagster/batch": "3"}
+    assert first.tags.items() >= {"vt_dagster/asset": "prices", "vt_dagster/batch": "3"}.items()
     # a tick once more, a cursor that was lost, and one of long ago: the same run
     for cursor in ('{"epoch": 0, "batch": 2}', '{"epoch": 0, "batch": 1}', "somebody's own"):
         assert evaluate(copy, cursor=cursor).run_key == first.run_key

@@ -120,8 +120,7 @@ def build_sensor(
                     },
                     tags={**tags, "vt_dagster/batch": str(batch + 1)},
                 )
-            ],
-            cursor=seen.text,
+            ]
         )
 
     return sense

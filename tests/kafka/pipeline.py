@@ -53,17 +53,15 @@ class Pipeline:
         """What a sensor says: a run request, or the text of a skip reason."""
         with dg.DagsterInstance.ephemeral() as own:
             instance = options.pop("instance", own)
-            said = build_sensor(node, **options)(
+            said = build_sensor(node, **options).evaluate_tick(
                 dg.build_sensor_context(
                     instance=instance,
                     cursor=cursor,
                     resources={"warehouse": WarehouseResource(path=str(self.root / "warehouse"))},
                 )
             )
-        if isinstance(said, dg.SkipReason):
+        if not said.run_requests:
             return said.skip_message
-        assert isinstance(said, dg.SensorResult)
-        assert said.run_requests is not None
         (request,) = said.run_requests
         return request
 
