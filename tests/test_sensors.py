@@ -48,7 +48,11 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     first = evaluate(copy)
     assert files(first) == ["3.jsonl", "4.jsonl"]
     assert first.run_key.startswith("prices:0:2:")
-    assert first.tags.items() >= {"vt_dagster/asset": "prices", "vt_dagster/batch": "3"}.items()
+    assert first.tags == {
+        "vt_dagster/asset": "prices",
+        "vt_dagster/batch": "3",
+        "dagster/sensor_name": "prices_sensor",
+    }
     # a tick once more, a cursor that was lost, and one of long ago: the same run
     for cursor in ('{"epoch": 0, "batch": 2}', '{"epoch": 0, "batch": 1}', "somebody's own"):
         assert evaluate(copy, cursor=cursor).run_key == first.run_key

@@ -315,10 +315,10 @@ class AssetStore:
         segment, replaced = None, None
         if isinstance(node, VersionedTable):
             # Where it is more than a batch behind, only the last of them says what was out of order.
-            behind = done is not None and done[1].batch == commit.batch - 1
+            one_behind = done is not None and done[1].batch == commit.batch - 1
             retention = shape_of(node).history_retention or 0
             change = plan(
-                done[1].segments if done is not None and behind else None,
+                done[1].segments if done is not None and one_behind else None,
                 log,
                 records=sum(commit.next_offset.values()) - sum(start.values()),
                 total=sum(commit.next_offset.values()),
