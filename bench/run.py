@@ -18,6 +18,7 @@ import incremental_run
 import kafka_throughput
 import operators
 import plot
+import upkeep
 import versioned_put
 from measure import Outputs, Result
 
@@ -43,7 +44,7 @@ class Sizes:
 FULL = Sizes(
     stream=5_000_000,
     versions=1_000_000,
-    tables=(100_000, 1_000_000),
+    tables=(100_000, 1_000_000, 10_000_000),
     new=10_000,
     put=5_000_000,
     operators=1_000_000,
@@ -69,8 +70,10 @@ TINY = Sizes(
 )
 
 
-def benchmarks(sizes: Sizes, repeat: int, kafka: bool = False) -> tuple[list[Result], list[str]]:
-    """Runs all of them in one session, or those that need a Kafka broker."""
+def benchmarks(
+    sizes: Sizes, repeat: int, kafka: bool = False, runs: int = 0
+) -> tuple[list[Result], list[str]]:
+    """Runs all of them in one session; or those that need a Kafka broker, or many runs of one table."""
     spark = build_session(
         "vt_dagster bench", master=f"local[{CORES}]", conf={"spark.driver.memory": "4g"}
     )
@@ -81,11 +84,15 @@ def benchmarks(sizes: Sizes, repeat: int, kafka: bool = False) -> tuple[list[Res
             outputs = Outputs(Path(folder))
             if kafka:
                 return kafka_throughput.run(spark, sizes.topic, sizes.topic // 5, repeat, outputs)
+            if runs:
+                return upkeep.many_runs(spark, runs, 100, outputs)
             for found, said in (
                 as_of_join.run(spark, sizes.stream, sizes.versions, repeat, outputs),
                 incremental_run.run(spark, sizes.tables, sizes.new, repeat, outputs),
                 versioned_put.run(spark, sizes.put, repeat, outputs),
                 operators.run(spark, sizes.operators, repeat, outputs),
+                upkeep.gates(spark, sizes.tables[0], sizes.new, repeat, outputs),
+                upkeep.expiry(spark, sizes.tables[:2], sizes.new, repeat, outputs),
             ):
                 results += found
                 notes += said
@@ -143,6 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="those with topics instead: starts a broker, and Kafka Streams as a peer (needs a JDK)",
     )
     parser.add_argument(
+        "--runs",
+        type=int,
+        default=0,
+        help="so many small runs of one table instead, the last ones beside the tenth (20 or more)",
+    )
+    parser.add_argument(
         "--repeat",
         type=int,
         default=3,
@@ -152,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.repeat < 1:
         parser.error(f"--repeat must be 1 or more, got {options.repeat}")
-    results, notes = benchmarks(options.sizes, options.repeat, options.kafka)
+    if options.runs and options.runs < 20:
+        parser.error(f"--runs must be 20 or more, got {options.runs}")
+    results, notes = benchmarks(options.sizes, options.repeat, options.kafka, options.runs)
     print(table(results))
     print()
     print("\n".join(notes))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from typer import Typer
 from typer.testing import CliRunner
 
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS
 from vt_dagster.core import step
+from vt_dagster.core.as_of_join import Way, tiles_of
 from vt_dagster.errors import SourceError
+from vt_dagster.operators import StreamTableJoin
 
 SCENARIOS = Path(__file__).parent / "conformance"
 
@@ -67,15 +71,17 @@ def test_the_worked_examples_are_identical_in_long_runs(spark: SparkSession) -> 
 
 
 @pytest.mark.slow
-def test_the_other_way_to_join_is_identical_too(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["broadcast", "tiled"])
+def test_the_other_ways_to_join_are_identical_too(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, way: Literal["broadcast", "tiled"]
 ) -> None:
-    """With each record compared with all versions of its key, as where these are few."""
-    asked: list[bool] = []
+    """Each way in which a run of many records may look for versions, with the few of the scenarios."""
+    asked: list[Way] = []
 
-    def join_records(*given: Any, **more: Any) -> Any:
-        asked.append(True)
-        return plain(*given, **more, broadcast=True)
+    def join_records(join: StreamTableJoin, records: Any, view: Any, *given: Any) -> Any:
+        chosen: Way = way if way == "broadcast" else tiles(records, view, join.right.key)
+        asked.append(chosen)
+        return plain(join, records, view, *given, chosen)
 
     plain = step.join_records
     monkeypatch.setattr(step, "join_records", join_records)
@@ -89,6 +95,14 @@ def test_the_other_way_to_join_is_identical_too(
     )
     assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
     assert asked
+
+
+def tiles(records: DataFrame, view: DataFrame, key: Sequence[str]) -> Way:
+    if "valid_from" not in view.columns:
+        return "sorted"
+    time = F.unix_micros("timestamp")
+    first, last = records.agg(F.min(time), F.max(time)).collect()[0]
+    return tiles_of(view, key=key, first=first or 0, last=last or 0, tasks=2)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import threading
 from datetime import timedelta
@@ -116,9 +117,15 @@ def test_a_join_of_many_records_looks_for_versions_in_the_cheaper_way(
     monkeypatch.setattr(runs, "CHUNK", -1)
     assert joined() == ("broadcast: the table has at most 7 versions, and 2 of a key", expected)
     monkeypatch.setattr(run_join, "_FEW_OF_A_KEY", 1)
-    assert joined() == ("sorted: a key has 2 versions, more than 1", expected)
+    said, rows = joined()
+    assert re.fullmatch(r"tiled: at most \d versions of a key in a tile of time", said)
+    assert rows == expected
     monkeypatch.setattr(run_join, "_FEW_VERSIONS", 6)
-    assert joined() == ("sorted: the table may have 7 versions, more than 6", expected)
+    assert joined() == (said, expected)
+    monkeypatch.setattr(run_join, "_FEW_IN_A_TILE", 1)
+    said, rows = joined()
+    assert re.fullmatch(r"sorted: \d versions of a key may be in one tile of time, more than 1", said)
+    assert rows == expected
 
 
 def test_nothing_new_makes_no_commit(done: Topology, spark: SparkSession) -> None:

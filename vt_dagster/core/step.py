@@ -37,6 +37,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import grace, stream_table_join, table, versioned
 from vt_dagster.core.arrival import Fate, arrival_chunk, duration, number
+from vt_dagster.core.as_of_join import Way
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators import StreamTableJoin
 
@@ -120,9 +121,9 @@ def join_records(
     considered: DataFrame,
     view: DataFrame,
     table_time: Column,
-    broadcast: bool = False,
+    way: Way = "sorted",
 ) -> DataFrame:
-    """The results of a join run, in no order yet; ``broadcast``: see ``as_of_join``."""
+    """The results of a join run, in no order yet; ``way``: see ``as_of_join``."""
     right, projection = join.right, join.projection()
     horizon = None
     needed = {*right.key, *projection.right_columns(), IS_TOMBSTONE, PARTITION}
@@ -137,7 +138,7 @@ def join_records(
         table_key=right.key,
         columns=projection.columns,
         horizon=horizon,
-        broadcast=broadcast,
+        way=way,
     )
 
 

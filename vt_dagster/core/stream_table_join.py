@@ -9,7 +9,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, IS_LATE, IS_TOMBSTONE, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import Fate
-from vt_dagster.core.versioned import as_of_join
+from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 from vt_dagster.operators import JoinKind
 
 LEFT, RIGHT = "left", "right"
@@ -25,12 +25,11 @@ def join(
     table_key: Sequence[str],
     columns: Sequence[tuple[str, str]],
     horizon: Column | None,
-    broadcast: bool = False,
+    way: Way = "sorted",
 ) -> DataFrame:
     """Joins stream records with the table.
 
-    Plan: versioned, one shuffle and sort by key of both sides together (``as_of_join``);
-    unversioned, a plain equi-join, which Spark may broadcast.
+    Plan: versioned, that of ``as_of_join``; unversioned, a plain equi-join, which Spark may broadcast.
 
     Args:
         stream: ``key columns, timestamp, partition, _arrival, _fate, …``: records that are due.
@@ -39,7 +38,7 @@ def join(
         horizon: ``stream time - history retention`` of the table's partition; None = the table is
             not versioned. A record older than that joins the current version if that is old enough,
             else nothing (kip914-expired-lookup-left).
-        broadcast: of a versioned table, see ``as_of_join``.
+        way: of a versioned table, see ``as_of_join``.
 
     Returns:
         ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched``:
@@ -56,10 +55,10 @@ def join(
             right_key=table_key,
             horizon=horizon,
             name=RIGHT,
-            broadcast=broadcast,
+            way=way,
         )
     if kind == "inner":
-        found = found.where(F.col(RIGHT).isNotNull())
+        found = found.where(F.col(FOUND))
     rows = found.select(
         F.struct(*[F.col(f"`{c}`") for c in stream.columns]).alias(LEFT),
         RIGHT,
@@ -67,6 +66,7 @@ def join(
         PARTITION,
         ARRIVAL,
         (F.col(FATE) == Fate.LATE).alias(IS_LATE),
+        FOUND,
     )
     return rows.select(
         *[F.expr(expression).alias(name) for name, expression in columns],
@@ -75,7 +75,7 @@ def join(
         F.lit(False).alias(IS_TOMBSTONE),
         ARRIVAL,
         IS_LATE,
-        F.col(RIGHT).isNotNull().alias(MATCHED),
+        F.col(FOUND).alias(MATCHED),
     )
 
 
@@ -88,4 +88,5 @@ def _current(
     matches = F.lit(True)
     for k, n in zip(stream_key, keys, strict=True):
         matches = matches & (F.col(k) == F.col(n))
-    return stream.join(rows, matches, "left").drop(*keys)
+    found = stream.join(rows, matches, "left").drop(*keys)
+    return found.withColumn(FOUND, F.col(RIGHT).isNotNull())

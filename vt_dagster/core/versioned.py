@@ -28,10 +28,9 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, union, with_stream_time
+from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.table import BEFORE, NEWEST, row_before, with_row_before
 from vt_dagster.durations import Duration
-
-_AT, _VERSION = "_at", "_version"
 
 
 def put(
@@ -183,78 +182,5 @@ def delete(
     horizon = stream_time - duration(history_retention)
     found = as_of_join(requests, versions, left_key=key, right_key=key, horizon=horizon, name="removed")
     refused = F.coalesce(F.col(TIMESTAMP) < horizon, F.lit(False))
-    return found.withColumn("removed", F.when(~refused, F.col("removed")))
-
-
-def as_of_join(
-    left: DataFrame,
-    versions: DataFrame,
-    *,
-    left_key: Sequence[str],
-    right_key: Sequence[str],
-    horizon: Column,
-    name: str,
-    broadcast: bool = False,
-) -> DataFrame:
-    """For each row of ``left`` the version as of its ``timestamp`` (inclusive), as one struct.
-
-    The whole version travels as one value, so that columns of different versions never mix. A key
-    with a null in it finds nothing.
-
-    Plan: one shuffle and sort by key of both sides together, whatever the distribution of keys; no
-    row is compared with more than one version. With ``broadcast``, which is for few versions, no
-    shuffle and no sort: all versions go to each executor, and a row is compared with all of its key.
-
-    Returns:
-        every row of ``left`` once, with ``name``: the struct of the version's columns, null where
-        the table has no value then or has forgotten it.
-    """
-    keys = [f"_key{i}" for i in range(len(right_key))]
-    stream = left.select(
-        *[F.col(f"`{c}`") for c in left.columns],
-        *[F.col(k).alias(n) for k, n in zip(left_key, keys, strict=True)],
-        F.col(TIMESTAMP).alias(_AT),
-    )
-    table = versions.select(
-        *[F.col(k).alias(n) for k, n in zip(right_key, keys, strict=True)],
-        F.col(VALID_FROM).alias(_AT),
-        F.struct(
-            *[F.col(f"`{c}`") for c in versions.columns],
-            horizon.alias("_horizon"),
-        ).alias(_VERSION),
-    )
-    found = (_compared if broadcast else _sorted)(stream, table, keys)
-    version = F.col(_VERSION)
-    valid = (
-        (
-            version[VALID_TO].isNull()
-            | version["_horizon"].isNull()
-            | (F.col(_AT) >= version["_horizon"])
-        )
-        & ~version[IS_TOMBSTONE]
-        & F.col(keys[0]).isNotNull()
-    )
-    return found.select(
-        *[F.col(f"`{c}`") for c in left.columns],
-        F.when(valid, version.dropFields("_horizon")).alias(name),
-    )
-
-
-def _sorted(stream: DataFrame, table: DataFrame, keys: Sequence[str]) -> DataFrame:
-    """The last version of the key that begins before or with each row."""
-    side = "_side"
-    both = union(stream.withColumn(side, F.lit(1)), table.withColumn(side, F.lit(0)))
-    so_far = W.partitionBy(*keys).orderBy(_AT, side).rowsBetween(W.unboundedPreceding, W.currentRow)
-    last = F.last(_VERSION, ignorenulls=True).over(so_far)
-    return both.withColumn(_VERSION, last).where(F.col(side) == 1)
-
-
-def _compared(stream: DataFrame, table: DataFrame, keys: Sequence[str]) -> DataFrame:
-    """The version of the key in whose time each row lies."""
-    begin = "_begin"
-    others = table.withColumnsRenamed({_AT: begin} | {k: f"{k}_of" for k in keys})
-    end = F.col(_VERSION)[VALID_TO]
-    matches = (F.col(_AT) >= F.col(begin)) & (end.isNull() | (F.col(_AT) < end))
-    for k in keys:
-        matches = matches & (F.col(k) == F.col(f"{k}_of"))
-    return stream.join(F.broadcast(others), matches, "left")
+    removed = F.when(F.col(FOUND) & ~refused, F.col("removed"))
+    return found.withColumn("removed", removed).drop(FOUND)

@@ -10,6 +10,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core import grace, step
 from vt_dagster.core.arrival import CHUNK, Fate, by_partition, few_records, stream_time_of
+from vt_dagster.core.as_of_join import Way, tiles_of
 from vt_dagster.errors import ContractError
 from vt_dagster.model import VersionedTable
 from vt_dagster.operators import StreamTableJoin
@@ -97,9 +98,9 @@ def commit_join(
     if arrival.empty:
         return Receipt(None, None)
     with small_run(store.spark, arrival.small and small_logs(table.head())):
-        counts, oldest = _fates(considered, arrival, join)
+        counts, due = _fates(considered, arrival, join)
         reads = {f"{n}/log": head.version for n, head in arrival.inputs.items()}
-        found = table.view(since=oldest)
+        found = table.view(since=_NEVER if due is None else due[0])
         if found is None:
             schema = step.view_schema(join.right)
             view, table_time = store.spark.createDataFrame([], schema), by_partition({})
@@ -107,8 +108,8 @@ def commit_join(
             reads[f"{join.right.name}/view"] = found[0]
             view, table_time = found[2], by_partition(found[1].stream_time)
         known = 0 if found is None else sum(found[1].next_offset.values())
-        broadcast, strategy = _strategy(join, arrival, view, known)
-        results = step.join_records(join, considered, view, table_time, broadcast).persist()
+        way, strategy = _way(join, arrival, view, known, due)
+        results = step.join_records(join, considered, view, table_time, way).persist()
         try:
             seen = gate(store.node, results.withColumn(FATE, F.lit(Fate.APPLIED)))
             out, joined = seen.counts["applied"], counts["applied"] + counts["late"]
@@ -136,36 +137,51 @@ def commit_join(
         return finish(store, arrival)
 
 
-_FEW_VERSIONS, _FEW_OF_A_KEY = 20_000, 100
+_FEW_VERSIONS, _FEW_OF_A_KEY, _FEW_IN_A_TILE = 20_000, 100, 128
 _NEVER = 2**62
 
 
-def _strategy(
-    join: StreamTableJoin, arrival: Arrival, view: DataFrame, versions: int
-) -> tuple[bool, str]:
-    """Whether all versions go to each executor, and why.
+def _way(
+    join: StreamTableJoin,
+    arrival: Arrival,
+    view: DataFrame,
+    versions: int,
+    due: tuple[int, int] | None,
+) -> tuple[Way, str]:
+    """In which way the join looks for versions, and why.
 
     Args:
         versions: no more than these are in the view.
+        due: the smallest and the largest timestamp of the records that it joins.
     """
-    if not isinstance(join.right, VersionedTable):
-        return False, ""
-    if arrival.few:
-        return False, "sorted: the run has few records"
-    if versions > _FEW_VERSIONS:
-        return False, f"sorted: the table may have {versions:,} versions, more than {_FEW_VERSIONS:,}"
-    counts = view.groupBy(*join.right.key).count()
-    most = counts.agg(F.max("count")).collect()[0][0] or 0
-    if most > _FEW_OF_A_KEY:
-        return False, f"sorted: a key has {most:,} versions, more than {_FEW_OF_A_KEY}"
-    return True, f"broadcast: the table has at most {versions:,} versions, and {most} of a key"
+    right = join.right
+    if not isinstance(right, VersionedTable):
+        return "sorted", ""
+    if arrival.few or due is None:
+        return "sorted", "sorted: the run has few records"
+    if versions <= _FEW_VERSIONS:
+        counts = view.groupBy(*right.key).count()
+        most = counts.agg(F.max("count")).collect()[0][0] or 0
+        if most <= _FEW_OF_A_KEY:
+            said = f"broadcast: the table has at most {versions:,} versions, and {most} of a key"
+            return "broadcast", said
+    least = int(view.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
+    tiles = tiles_of(
+        view, key=right.key, first=due[0], last=due[1], tasks=least, crowd=_FEW_IN_A_TILE // 2
+    )
+    if tiles.most > _FEW_IN_A_TILE:
+        return "sorted", (
+            f"sorted: {tiles.most:,} versions of a key may be in one tile of time, "
+            f"more than {_FEW_IN_A_TILE}"
+        )
+    return tiles, f"tiled: at most {tiles.most} versions of a key in a tile of time"
 
 
 def _fates(
     considered: DataFrame, arrival: Arrival, join: StreamTableJoin
-) -> tuple[dict[str, int], int]:
+) -> tuple[dict[str, int], tuple[int, int] | None]:
     """How many records a join run has to do with, by fate, and how many of them are new; and the
-    smallest timestamp of those that it joins.
+    smallest and the largest timestamp of those that it joins, None where it joins none.
 
     A job of its own over few columns: an observation on the join's plan would be lost, and waited for
     without end, where Spark finds that an empty table makes the plan empty.
@@ -178,11 +194,13 @@ def _fates(
             F.count(F.lit(1)).alias("all"),
             F.count_if(new).alias("new"),
             F.min(F.unix_micros(TIMESTAMP)).alias("oldest"),
+            F.max(F.unix_micros(TIMESTAMP)).alias("newest"),
         )
         .collect()
     )
-    oldest = [row["oldest"] for row in rows if row[FATE] in (Fate.APPLIED, Fate.LATE)]
+    due = [row for row in rows if row[FATE] in (Fate.APPLIED, Fate.LATE)]
     fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
     found = {row[FATE]: row["all"] for row in rows}
     counts = {"in": sum(row["new"] for row in rows), **{f: found.get(f, 0) for f in fates}}
-    return counts, min(oldest, default=_NEVER)
+    span = (min(row["oldest"] for row in due), max(row["newest"] for row in due)) if due else None
+    return counts, span

@@ -1,0 +1,115 @@
+"""What a table's keeping costs: gates and checks, expiry of history, and many runs after each other."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pandera.pyspark as pa
+import pyspark.sql.types as T
+from incremental_run import Site, prepare
+from measure import Outputs, Result, compare, take_turns
+from pyspark.sql import SparkSession
+
+from vt_dagster.audit import audit
+from vt_dagster.storage.maintenance import maintain
+
+GATES, EXPIRY, RUNS = 1.25, 1.3, 1.3
+
+
+class Price(pa.DataFrameModel):
+    """The records with a contract."""
+
+    key: T.LongType = pa.Field(ge=0)
+    price: T.DoubleType = pa.Field(ge=0, le=1_000)
+    grade: T.StringType = pa.Field(str_startswith="grade-")
+    at: T.TimestampType
+
+
+def gates(
+    spark: SparkSession, versions: int, new: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Runs of a table with a contract, and all its checks after each; beside one that has none."""
+    bare = Site(spark, versions, new, Path(outputs.fresh("without")))
+    gated = Site(spark, versions, new, Path(outputs.fresh("with")), schema=Price)
+    for site in (bare, gated):
+        prepare(site, repeat + 1)
+
+    def without() -> None:
+        bare.deliver(new)
+        bare.run()
+
+    def with_them() -> dict[str, float]:
+        gated.deliver(new)
+        gated.run()
+        start = time.perf_counter()
+        failed = [finding.name for finding in audit(gated.store()) if not finding.passed]
+        if failed:
+            raise AssertionError(f"gates: {failed}")
+        return {"checks": time.perf_counter() - start}
+
+    times = take_turns({"with": with_them, "without": without}, repeat)
+    name, peer = f"gates and checks, run of {new:,} on {versions:,} versions", "no contract, no checks"
+    results = [
+        compare(name, new, times["with"], peer, times["without"], GATES),
+        compare(f"{name}: checks alone", new, times["with: checks"], peer, times["without"], None),
+    ]
+    return results, [f"gates: {len(audit(gated.store()))} checks after each run, all passed"]
+
+
+def expiry(
+    spark: SparkSession, sizes: tuple[int, ...], new: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """A run after which all history before it is forgotten, of a small and of a large table."""
+    times: dict[int, list[float]] = {}
+    notes: list[str] = []
+    for size in sizes:
+        home = Path(outputs.fresh(f"expiry-{size}"))
+        retention = timedelta(days=500)
+        site = Site(spark, size, new, home, history_retention=retention)
+        site.delivered = 3 * size  # three years after the start: everything so far is older
+        prepare(site, 1)
+        site.deliver(new)
+        fresh = Path(site.warehouse).rename(home / "fresh")
+
+        def forgets(site: Site = site, fresh: Path = fresh) -> dict[str, float]:
+            shutil.rmtree(site.warehouse, ignore_errors=True)
+            shutil.copytree(fresh, site.warehouse)
+            start = time.perf_counter()
+            site.run()
+            return {"run": time.perf_counter() - start}
+
+        times[size] = take_turns({"ours": forgets}, repeat)["ours: run"]
+        found = site.store().view()
+        assert found is not None
+        left = found[2].count()
+        if left > site.keys + 2 * new:
+            raise AssertionError(f"expiry: {left:,} of {size:,} versions are left")
+        notes.append(f"expiry: of {size:,} versions {left:,} are left after a run of {new:,}")
+    small, large = sizes[0], sizes[-1]
+    if small == large:
+        return [], notes
+    name, peer = f"run after which {large:,} versions have expired", f"the same of {small:,}"
+    return [compare(name, new, times[large], peer, times[small], EXPIRY)], notes
+
+
+def many_runs(
+    spark: SparkSession, count: int, new: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """One small run after the other, with maintenance every hundred; the last ones beside the tenth."""
+    site = Site(spark, 10_000, new, Path(outputs.fresh("many")))
+    times: list[float] = []
+    for turn in range(count):
+        site.deliver(new)
+        start = time.perf_counter()
+        site.run()
+        times.append(time.perf_counter() - start)
+        if turn % 100 == 99:
+            maintain(site.warehouse, site.table.name, spark)
+    last, first = times[-10:], times[5:15]
+    peer = "the 6th to 15th"
+    return [
+        compare(f"runs {count - 9:,} to {count:,} of {new} records", new, last, peer, first, RUNS)
+    ], [f"many runs: {count:,} runs of {new} records in {sum(times):.0f} s"]

@@ -1,0 +1,122 @@
+"""The ways to look a version up give the same, whatever the keys and times are like."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.core import as_of_join
+from vt_dagster.core.as_of_join import Tiles, Way, tiles_of
+
+START = datetime(1969, 12, 31, 23, 59, 59, 999_900, tzinfo=timezone.utc)
+"""Times are on both sides of 1970, where epoch microseconds change their sign."""
+
+VERSIONS = (
+    "key string, partition int, valid_from timestamp, valid_to timestamp, is_tombstone boolean, n int"
+)
+ROWS = "key string, timestamp timestamp, i int"
+KEY = ["key"]
+
+
+def at(moment: int) -> datetime:
+    return START + timedelta(microseconds=moment)
+
+
+moments = st.one_of(st.integers(0, 200), st.integers(0, 10**12))
+histories = st.dictionaries(
+    st.sampled_from("abc"), st.lists(moments, min_size=1, max_size=20, unique=True), min_size=1
+)
+rows_of_a_run = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", "d", None]), moments), min_size=1, max_size=40
+)
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(histories, rows_of_a_run, moments)
+def test_every_way_finds_the_same(
+    spark: SparkSession,
+    table: dict[str, list[int]],
+    looked_up: list[tuple[str | None, int]],
+    horizon: int,
+) -> None:
+    stored: list[tuple[str, int, datetime, datetime | None, bool, int]] = []
+    for key, times in table.items():
+        for n, (begin, end) in enumerate(zip(sorted(times), [*sorted(times)[1:], None], strict=True)):
+            ends = None if end is None else at(end)
+            stored.append((key, 0, at(begin), ends, n % 5 == 4, n))
+    versions = spark.createDataFrame(stored, VERSIONS)
+    left = spark.createDataFrame([(k, at(t), i) for i, (k, t) in enumerate(looked_up)], ROWS)
+    first, last = left.agg(
+        F.min(F.unix_micros("timestamp")), F.max(F.unix_micros("timestamp"))
+    ).collect()[0]
+
+    def found(way: Way) -> list[tuple[int, int | None, bool]]:
+        joined = as_of_join.as_of_join(
+            left,
+            versions,
+            left_key=KEY,
+            right_key=KEY,
+            horizon=F.timestamp_micros(F.lit((at(horizon) - at(0)) // timedelta(microseconds=1) - 100)),
+            name="found",
+            way=way,
+        )
+        rows = joined.select("i", "found.n", as_of_join.FOUND).collect()
+        return sorted((row.i, row.n, row._found) for row in rows)
+
+    expected = found("sorted")
+    assert [i for i, _, _ in expected] == list(range(len(looked_up)))
+    assert found("broadcast") == expected
+    for crowd in (0, 100):  # tiles of each bucket's own, tiles for all
+        tiles = tiles_of(versions, key=KEY, first=first, last=last, tasks=2, crowd=crowd)
+        assert isinstance(tiles.level, int) == (crowd == 100)
+        assert found(tiles) == expected
+
+
+def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:
+    """Each key's tiles fit its own rhythm: few versions in one, and few copies of a version."""
+    often = F.struct(F.lit("often").alias("key"), F.lit(1).alias("step"))
+    seldom = F.struct(F.lit("seldom").alias("key"), F.lit(1_000).alias("step"))
+    rows = (
+        spark.range(10_000)
+        .select("id", F.explode(F.array(often, seldom)).alias("of"))
+        .where(F.col("id") % F.col("of.step") == 0)
+        .select(
+            F.col("of.key").alias("key"),
+            F.lit(0).alias("partition"),
+            F.timestamp_micros(F.col("id") * 1_000_000).alias("valid_from"),
+            F.timestamp_micros((F.col("id") + F.col("of.step")) * 1_000_000).alias("valid_to"),
+        )
+    )
+    tiles = tiles_of(rows, key=KEY, first=0, last=9_999_999_999, tasks=1, crowd=4)
+    assert levels(tiles) == [20, 30]  # some one second, some one thousand
+    assert 2 < tiles.most < 40  # an upper bound
+    early = tiles_of(rows, key=KEY, first=0, last=4_999_999, tasks=1)
+    assert levels(early) == [20, 23]  # what is not looked for does not count
+
+
+def levels(tiles: Tiles) -> list[int]:
+    assert not isinstance(tiles.level, int)
+    return sorted(row._level for row in tiles.level.collect())
+
+
+@pytest.mark.parametrize(("rows", "tasks"), [(10, 3), (400, 8)])
+def test_tasks_have_a_bounded_number_of_versions(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, rows: int, tasks: int
+) -> None:
+    monkeypatch.setattr(as_of_join, "VERSIONS_OF_A_TASK", 100)
+    versions = spark.range(rows).select(
+        F.col("id").alias("key"),
+        F.timestamp_micros(F.lit(0)).alias("valid_from"),
+        F.lit(None).cast("timestamp").alias("valid_to"),
+    )
+    tiles = tiles_of(versions, key=KEY, first=0, last=9, tasks=3)
+    assert tiles.tasks == tasks

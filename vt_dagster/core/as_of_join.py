@@ -1,0 +1,227 @@
+"""The version of a table as of each row's time, found in one of three ways that give the same.
+
+*Sorted*: rows and versions are shuffled and sorted together, by key and time. Any distribution of
+keys and times will do, and nothing has to fit into memory. *Broadcast*: all versions go to each
+executor, and a row is compared with all of its key: for few versions. *Tiled*: time is cut into tiles,
+so that few versions of a key are in one; rows and versions are shuffled by key and tile, and a row is
+compared with the versions in its tile. Nothing is sorted, and the rows of one key are in many tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.core.arrival import union
+
+BUCKETS = 1 << 16
+"""Of keys, by hash: those of one bucket have tiles of one length."""
+
+VERSIONS_OF_A_TASK = 500_000
+"""A task of the tiled way keeps so many versions in memory, more or less."""
+
+FOUND = "_found"
+_BEGIN, _END, _HORIZON = "_begin", "_end", "_horizon"
+_VERSION, _SIDE = "_version", "_side"
+_BUCKET, _LEVEL = "_bucket", "_level"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How time is cut: a tile of level n is a stretch of 2**n microseconds of epoch time.
+
+    Args:
+        level: of all keys; or, where keys differ much, ``_bucket`` (of keys) and ``_level``, without
+            the buckets that have no versions in that time.
+        first: epoch microseconds of the rows that look for versions, inclusive.
+        last: likewise, inclusive.
+        tasks: so many partitions of rows and versions.
+        most: so many versions of a key are in one tile, at most.
+    """
+
+    level: int | DataFrame
+    first: int
+    last: int
+    tasks: int
+    most: int
+
+
+Way = Literal["sorted", "broadcast"] | Tiles
+
+
+def as_of_join(
+    left: DataFrame,
+    versions: DataFrame,
+    *,
+    left_key: Sequence[str],
+    right_key: Sequence[str],
+    horizon: Column,
+    name: str,
+    way: Way = "sorted",
+) -> DataFrame:
+    """For each row of ``left`` the version as of its ``timestamp`` (inclusive).
+
+    A key with a null in it finds nothing.
+
+    Plan: sorted, one shuffle and sort by key of both sides together; tiled, one shuffle of each side
+    and a hash join; broadcast, neither shuffle nor sort.
+
+    Args:
+        way: see the head of this file; of ``Tiles``, every timestamp of ``left`` must be in their time.
+
+    Returns:
+        every row of ``left`` once, with ``_found``, whether the table has a value then, and has not
+        forgotten it; and ``name``: a struct of the version's columns, each null where it has not.
+    """
+    names = {c: f"_version{i}" for i, c in enumerate(versions.columns)}
+    table = versions.select(
+        *[F.col(k).alias(n) for k, n in zip(right_key, _keys(right_key), strict=True)],
+        F.col(VALID_FROM).alias(_BEGIN),
+        F.col(VALID_TO).alias(_END),
+        *[F.col(f"`{c}`").alias(n) for c, n in names.items()],
+        horizon.alias(_HORIZON),
+    )
+    if isinstance(way, Tiles):
+        rows = _tiled(left, table, left_key, way)
+    else:
+        rows = (_sorted if way == "sorted" else _compared)(left, table, left_key)
+    in_time = F.col(_END).isNull() | F.col(_HORIZON).isNull() | (F.col(TIMESTAMP) >= F.col(_HORIZON))
+    value = F.col(left_key[0]).isNotNull() & ~F.col(names[IS_TOMBSTONE])
+    found = F.coalesce(in_time & value, F.lit(False))
+    # A condition for each column, and not one for a struct of them: Spark then makes no struct.
+    return rows.select(
+        *[F.col(f"`{c}`") for c in left.columns],
+        F.struct(*[F.when(found, F.col(n)).alias(c) for c, n in names.items()]).alias(name),
+        found.alias(FOUND),
+    )
+
+
+def tiles_of(
+    versions: DataFrame,
+    *,
+    key: Sequence[str],
+    first: int,
+    last: int,
+    tasks: int,
+    crowd: int = 0,
+) -> Tiles:
+    """Tiles for a table's versions and rows from ``first`` to ``last`` (epoch microseconds, inclusive).
+
+    Tiles are up to twice as long as versions live on average in that time, but not shorter. So there
+    are at most as many copies as versions, of those that reach into more than one tile, and a tile
+    has some three versions of a key. Where one has more than ``crowd``, each bucket of keys gets tiles
+    by what its own versions live on average; a tile has many more then only of a key that changes much
+    more often at some times than at others, or than the other keys of its bucket.
+
+    Runs two jobs, an aggregate and one by a hash of key and tile, so that ``most`` is at least the
+    true number; or four.
+
+    Args:
+        tasks: at least so many partitions.
+    """
+    lives = versions.select(_bucket(key), _life(first, last).alias("life")).where("life > 0")
+    level = F.floor(F.log2(2 * F.avg("life"))).cast("int").alias(_LEVEL)
+    count, common = lives.agg(F.count(F.lit(1)), level).collect()[0]
+    tasks = max(tasks, math.ceil(2 * count / VERSIONS_OF_A_TASK))
+
+    def tiles(level: int | DataFrame) -> Tiles:
+        begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
+        there = _with_level(versions.where(begin <= end), key, level)
+        place = F.pmod(F.xxhash64(*key, _tile(begin)), F.lit(max(1, count // 8)))
+        most = there.groupBy(place).count().agg(F.max("count")).collect()[0][0] or 0
+        return Tiles(level, first, last, tasks, most + 1)
+
+    alike = tiles(common or 0)
+    if alike.most <= crowd:
+        return alike
+    # At most as many rows as there are buckets, and no user's: so that they are not made twice.
+    found: Any = lives.groupBy(_BUCKET).agg(level).toArrow()
+    return tiles(cast(Any, versions.sparkSession).createDataFrame(found))
+
+
+def _keys(key: Sequence[str]) -> list[str]:
+    return [f"_key{i}" for i in range(len(key))]
+
+
+def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str]) -> DataFrame:
+    """The last version of the key that begins before or with each row.
+
+    The whole version travels as one value, so that columns of different versions never mix.
+    """
+    keys, at = _keys(key), "_at"
+    rows = left.select(
+        *[F.col(f"`{c}`") for c in left.columns],
+        *[F.col(k).alias(n) for k, n in zip(key, keys, strict=True)],
+        F.col(TIMESTAMP).alias(at),
+        F.lit(1).alias(_SIDE),
+    )
+    version = [c for c in table.columns if c not in keys]
+    there = table.select(
+        *keys, F.col(_BEGIN).alias(at), F.lit(0).alias(_SIDE), F.struct(*version).alias(_VERSION)
+    )
+    so_far = W.partitionBy(*keys).orderBy(at, _SIDE).rowsBetween(W.unboundedPreceding, W.currentRow)
+    last = F.last(_VERSION, ignorenulls=True).over(so_far)
+    found = union(rows, there).withColumn(_VERSION, last).where(F.col(_SIDE) == 1)
+    return found.select(*[F.col(f"`{c}`") for c in left.columns], f"{_VERSION}.*")
+
+
+def _compared(left: DataFrame, table: DataFrame, key: Sequence[str]) -> DataFrame:
+    """The version of the key in whose time each row lies."""
+    return left.join(F.broadcast(table), _matches(key), "left")
+
+
+def _tiled(left: DataFrame, table: DataFrame, key: Sequence[str], tiles: Tiles) -> DataFrame:
+    """The same, of the versions in the row's tile."""
+    mine, theirs, keys = "_of", "_tile", _keys(key)
+    rows = _with_level(left, key, tiles.level).withColumn(mine, _tile(F.unix_micros(TIMESTAMP)))
+    begin, end = _clipped(F.col(_BEGIN), F.col(_END), tiles.first, tiles.last)
+    there = _with_level(table.where(begin <= end), keys, tiles.level)
+    there = there.withColumn(theirs, F.explode(F.sequence(_tile(begin), _tile(end))))
+    rows = rows.select(*[F.col(f"`{c}`") for c in left.columns], mine)
+    there = there.select(*table.columns, theirs)
+    return rows.repartition(tiles.tasks, *[F.col(k) for k in key], mine).join(
+        there.repartition(tiles.tasks, *keys, theirs).hint("shuffle_hash"),
+        _matches(key) & (F.col(mine) == F.col(theirs)),
+        "left",
+    )
+
+
+def _matches(key: Sequence[str]) -> Column:
+    end = F.col(_END)
+    matches = (F.col(TIMESTAMP) >= F.col(_BEGIN)) & (end.isNull() | (F.col(TIMESTAMP) < end))
+    for k, n in zip(key, _keys(key), strict=True):
+        matches = matches & (F.col(k) == F.col(n))
+    return matches
+
+
+def _clipped(begin: Column, end: Column, first: int, last: int) -> tuple[Column, Column]:
+    """The first and the last microsecond of a version within some time; it has none if they cross."""
+    ends = F.coalesce(F.unix_micros(end) - 1, F.lit(last))
+    return F.greatest(F.unix_micros(begin), F.lit(first)), F.least(ends, F.lit(last))
+
+
+def _life(first: int, last: int) -> Column:
+    begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
+    return end - begin + 1
+
+
+def _bucket(key: Sequence[str]) -> Column:
+    return F.pmod(F.xxhash64(*key), F.lit(BUCKETS)).cast("int").alias(_BUCKET)
+
+
+def _with_level(rows: DataFrame, key: Sequence[str], level: int | DataFrame) -> DataFrame:
+    if isinstance(level, int):
+        return rows.withColumn(_LEVEL, F.lit(level))
+    return rows.withColumn(_BUCKET, _bucket(key)).join(F.broadcast(level), _BUCKET, "left")
+
+
+def _tile(moment: Column) -> Column:
+    """The number of the tile of an epoch time in microseconds, of a row with its ``_level``."""
+    return F.call_function("shiftright", moment, F.col(_LEVEL))
