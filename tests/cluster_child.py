@@ -1,6 +1,7 @@
 """``python -m tests.cluster_child ADDRESS FOLDER``: worked scenarios, and real tables, on some Spark.
 
-ADDRESS is a master, or a Spark Connect address. Prints what came out, one line each.
+ADDRESS is a master, or a Spark Connect address. FOLDER has the landed files of ``storage/chain.py``.
+Prints what came out, one line each.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tests.storage.chain import Chain
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.conformance.runner import run
 from vt_dagster.session import build_session
@@ -28,6 +30,9 @@ def main(address: str, folder: Path) -> None:
             topology.run(name, spark)
     for name in ("rates", "orders", "priced"):
         print(name, topology.tables(name, spark))
+    chain = Chain(folder)
+    chain.run(spark)
+    print("chain", chain.tables(spark))
     report = run([WORKED], None, "run", None, spark=spark, echo=lambda line: None)
     print(list(report.lines())[-1])
 

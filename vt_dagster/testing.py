@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import (
     BooleanType,
     IntegerType,
@@ -337,7 +337,8 @@ class TopologyTestDriver:
 
     def _frame(self, table: pa.Table | None) -> DataFrame:
         assert table is not None
-        return self._own.createDataFrame(table).coalesce(1)
+        # Spark Connect makes no DataFrame of an empty Arrow table that comes without a Spark schema.
+        return self._own.createDataFrame(table, from_arrow_schema(table.schema)).coalesce(1)
 
     def _view(self, node: Stream) -> DataFrame | None:
         """A table's view, made from its log; None before the first record."""

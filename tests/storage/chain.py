@@ -60,11 +60,11 @@ class Chain:
         )
         self.nodes = topological([hourly.suppress(UntilWindowCloses(), name="final")])
 
-    def land(self, spark: SparkSession) -> None:
-        """A million records in two files: out of order within a few hours, some deletions."""
+    def land(self, spark: SparkSession, records: int = RECORDS) -> None:
+        """So many records in two files: out of order within a few hours, some deletions."""
         self.landing.mkdir(parents=True)
         for i in range(FILES):
-            size = RECORDS // FILES
+            size = records // FILES
             ids = spark.range(i * size, (i + 1) * size, numPartitions=1)
             mixed = F.xxhash64("id")
             seconds = F.col("id") / 4 - F.pmod(F.shiftright(mixed, 7), F.lit(2000))

@@ -1,0 +1,103 @@
+"""``python -m tests.memory_child MASTER FOLDER``: a shop's runs with a driver and executors of 1 GB.
+
+FOLDER has the landed files. Prints as JSON what is in the tables at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import LongType, StructField, StructType, TimestampType
+
+from vt_dagster.model import Stream, VersionedTable
+from vt_dagster.session import build_session
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.replay import run_once
+from vt_dagster.storage.store import AssetStore
+
+START = 1_600_000_000
+FILES = 4
+SETTINGS = {
+    "spark.driver.memory": "1g",
+    "spark.executor.memory": "1g",
+    "spark.sql.shuffle.partitions": "8",
+}
+
+
+def _schema(value: str) -> StructType:
+    types = {"product": LongType(), value: LongType(), "at": TimestampType()}
+    return StructType([StructField(name, kind) for name, kind in types.items()])
+
+
+class Shop:
+    """``prices`` (versioned), ``orders`` (stream), ``priced``: each order with the price of its time.
+
+    A product has a new price each second: the number of that second. So an order knows what is ``due``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.warehouse = folder, str(folder / "warehouse")
+        self.prices = VersionedTable(
+            "prices",
+            key="product",
+            schema=_schema("price"),
+            timestamp="at",
+            history_retention=timedelta(days=3650),
+            source=FilesSource(str(folder / "prices"), pattern="*.txt"),
+        )
+        self.orders = Stream(
+            "orders",
+            key="product",
+            schema=_schema("due"),
+            timestamp="at",
+            source=FilesSource(str(folder / "orders"), pattern="*.txt"),
+        )
+        self.priced = self.orders.left_join(
+            self.prices, name="priced", select=["left.*", "right.price"]
+        )
+
+    def land(self, spark: SparkSession, prices: int, orders: int, products: int) -> None:
+        """Writes the files. Prices come in pairs, the later one first; orders up to 600 s late."""
+        seconds = prices // products
+        assert seconds % 2 == 0, "prices come in pairs"
+        price = F.expr(f"(id div {products}) ^ 1")
+        self._write(spark, "prices", prices, F.col("id") % products, "price", price)
+        late = F.pmod(F.xxhash64("id"), F.lit(600))
+        due = F.greatest(F.expr(f"id * {seconds} div {orders}") - late, F.lit(0))
+        product = F.pmod(F.xxhash64(F.lit(1), "id"), F.lit(products))
+        self._write(spark, "orders", orders, product, "due", due)
+
+    def _write(
+        self, spark: SparkSession, name: str, rows: int, product: Column, field: str, value: Column
+    ) -> None:
+        at = F.timestamp_seconds(value + START)
+        row = F.struct(product.alias("product"), value.alias(field), at.alias("at"))
+        lines = spark.range(0, rows, numPartitions=FILES).select(F.to_json(row))
+        lines.write.text(str(self.folder / name))
+
+    def run(self, spark: SparkSession) -> dict[str, int]:
+        """One run of each asset; what is in the tables then."""
+        for node in (self.prices, self.orders, self.priced):
+            run_once(self.warehouse, node, spark)
+        versions = AssetStore(self.warehouse, self.prices, spark).read("versions")
+        joined = AssetStore(self.warehouse, self.priced, spark).read()
+        wrong = ~F.col("price").eqNullSafe(F.col("due"))
+        found = joined.agg(F.count(F.lit(1)), F.count_if(wrong), F.sum("price")).collect()[0]
+        ends = versions.agg(
+            F.count(F.lit(1)), F.count_if(F.col("valid_to").isNull()), F.sum("price")
+        ).collect()[0]
+        names = ["joined", "wrong", "joined_sum", "versions", "current", "versions_sum"]
+        return dict(zip(names, [*found, *ends], strict=True))
+
+
+if __name__ == "__main__":
+    session = build_session("memory", master=sys.argv[1], conf=SETTINGS)
+    jvm: Any = session.sparkContext._jvm
+    assert jvm.java.lang.Runtime.getRuntime().maxMemory() <= 2**30, "the driver has more than 1 GB"
+    print(json.dumps(Shop(Path(sys.argv[2])).run(session)))
