@@ -36,8 +36,10 @@ import dagster as dg
 @dg.asset_check(asset="prices", description="no price is above 100")
 def prices_are_plausible(prices):
     dear = [row.asDict() for row in prices.where("price > 100").collect()]
-    sample = dg.MetadataValue.table([dg.TableRecord({k: str(v) for k, v in r.items()}) for r in dear])
-    about = {"offending_rows": len(dear), "sample": sample} if dear else {}
+    about = {"offending_rows": len(dear)}
+    if dear:
+        rows = [dg.TableRecord({k: str(v) for k, v in row.items()}) for row in dear]
+        about["sample"] = dg.MetadataValue.table(rows)
     return dg.AssetCheckResult(passed=not dear, metadata=about)
 
 defs = dg.Definitions.merge(defs, dg.Definitions(asset_checks=[prices_are_plausible]))
@@ -178,6 +180,10 @@ def test_in_yaml(newcomer: Newcomer) -> None:
     assert "'retention' was unexpected" in said
     said = newcomer.types("dg check defs", fails=True, where=project)
     assert "'retention' was unexpected" in said  # dg looks at the YAML first; loading says more
+    assert re.search(rf"defs\.yaml:{line}\b", said)
+    validate = "dagster definitions validate -m shop.definitions"
+    said = newcomer.types(validate, fails=True, where=project)
+    assert "'retention' is not known here; did you mean 'history_retention'?" in said
     assert re.search(rf"defs\.yaml:{line}\b", said)
     defs.write_text(whole.replace("30d", "30 days"))
     said = newcomer.types("dg check defs", fails=True, where=project)

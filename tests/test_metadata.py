@@ -116,6 +116,8 @@ def test_definitions_carry_columns_and_lineage(market: Market) -> None:
     lineage = priced["dagster/column_lineage"].deps_by_column
     assert lineage["price"] == [dg.TableColumnDep(dg.AssetKey("prices"), "v")]
     assert lineage["v"] == [dg.TableColumnDep(dg.AssetKey("sales"), "v")]
+    of_run = materialized(market.results[0], "priced")["dagster/column_lineage"]
+    assert of_run.deps_by_column == lineage
     log = market.store(market.priced).read("log")
     assert [c.name for c in priced["dagster/column_schema"].columns] == log.columns
 

@@ -7,8 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pyspark.sql import SparkSession
+
+from vt_dagster.testing import TopologyTestDriver
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +68,25 @@ def test_your_own_table_in_15_lines(tmp_path: Path) -> None:
     assert "nothing was committed" in broken.stdout + broken.stderr
     assert "greater_than_or_equal_to(0)" in broken.stdout + broken.stderr
     assert '"price":-1.0' in broken.stdout + broken.stderr
+
+
+ORDER = """
+from vt_dagster import Stream
+
+class Order(pa.DataFrameModel):
+    product: T.StringType
+    ordered_at: T.TimestampType
+
+"""
+
+
+def test_the_join_and_its_test(spark: SparkSession) -> None:
+    table, join = (_block(a, "python") for a in ("## Your own table", "A join is one more value"))
+    test = _block("In pytest, two fixtures are simply there", "python")
+    code = table + ORDER + join.replace("FilesSource(...)", "FilesSource('landing/orders')") + test
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec", dont_inherit=True), names)
+    names["test_orders_get_the_price_of_their_time"](lambda node: TopologyTestDriver(node, spark=spark))
 
 
 def test_the_files_that_it_names_are_there() -> None:

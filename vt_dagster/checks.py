@@ -1,5 +1,6 @@
 """Asset checks: one ``multi_asset_check`` per table, blocking, with a sample of offending rows."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,15 +19,28 @@ def build_checks(node: Stream) -> dg.AssetChecksDefinition:
     does not undo the commit; the checks before it (op types and contract) prevent one.
     """
     key = dg.AssetKey(node.name)
+    promises = {check.name: check.promise for check in checks_of(node)}
     specs = [
-        dg.AssetCheckSpec(check.name, asset=key, blocking=True, description=check.promise)
-        for check in checks_of(node)
+        dg.AssetCheckSpec(name, asset=key, blocking=True, description=promise)
+        for name, promise in promises.items()
     ]
 
     @dg.multi_asset_check(specs=specs, name=f"check_{node.name}")
-    def check(spark: SparkResource, warehouse: WarehouseResource) -> Iterator[dg.AssetCheckResult]:
-        for finding in audit(AssetStore(warehouse.path, node, spark.spark_session)):
-            yield _result(finding, key)
+    def check(
+        context: dg.AssetCheckExecutionContext, spark: SparkResource, warehouse: WarehouseResource
+    ) -> Iterator[dg.AssetCheckResult]:
+        started = time.monotonic()
+        found = audit(AssetStore(warehouse.path, node, spark.spark_session))
+        for one in found:
+            if not one.passed:
+                context.log.error(
+                    f"{node.name}: expected that {promises[one.name]}, got {one.offending:,} offending "
+                    f"row(s): see the sample of the check {one.name}"
+                )
+        passed, seconds = sum(one.passed for one in found), time.monotonic() - started
+        context.log.info(f"{node.name}: {passed} of {len(found)} checks passed ({seconds:.1f} s)")
+        for one in found:
+            yield _result(one, key)
 
     return check
 

@@ -123,10 +123,10 @@ def replay(
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Make an asset anew beside the live one, as far as that has come; then compare and swap."""
+    from vt_dagster.durations import parse_time
     from vt_dagster.session import build_session
     from vt_dagster.storage import replay as replays
     from vt_dagster.storage.kafka import as_offsets
-    from vt_dagster.storage.store import parse_time
 
     node = _node(module, asset)
     start: Any = None if start_offsets is None else as_offsets(start_offsets)

@@ -1,12 +1,12 @@
-"""Lengths of stream time, as users give them."""
+"""Lengths and points of time, as users give them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any, cast
 
-from vt_dagster.errors import TopologyError
+from vt_dagster.errors import ContractError, TopologyError
 
 Duration = timedelta | Mapping[int, timedelta]
 """A length of stream time. A mapping gives each partition a length of its own, as the conformance
@@ -86,3 +86,17 @@ def plus(one: Duration, other: Duration) -> Duration:
         return value[partition] if isinstance(value, Mapping) else value
 
     return {p: at(one, p) + at(other, p) for p in sorted(partitions)}
+
+
+def parse_time(text: str) -> int:
+    """Epoch microseconds of an ISO 8601 time; UTC where it has no offset.
+
+    Raises:
+        ContractError: it is not one.
+    """
+    try:
+        moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+    except ValueError:
+        raise ContractError(f"expected a time like 2013-07-01T12:00:00Z, got {text!r}") from None
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return (aware - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1)

@@ -87,15 +87,21 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         metadata["vt_dagster/grace_period"] = spoken(node.operator.grace_period or timedelta(0))
     if node.operator is not None:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
-        metadata["dagster/column_lineage"] = dg.TableColumnLineage(
-            {
-                name: [dg.TableColumnDep(dg.AssetKey(asset), column) for asset, column in deps]
-                for name, deps in node.operator.lineage().items()
-            }
-        )
+    metadata |= _column_lineage(node)
     if node.source is not None:
         metadata["vt_dagster/source"] = node.source.describe()
     return metadata
+
+
+def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
+    """What each column is made of; Dagster+ draws it, from a materialization."""
+    if node.operator is None:
+        return {}
+    made_of = {
+        name: [dg.TableColumnDep(dg.AssetKey(asset), column) for asset, column in deps]
+        for name, deps in node.operator.lineage().items()
+    }
+    return {"dagster/column_lineage": dg.TableColumnLineage(made_of)}
 
 
 def describe(node: Stream) -> str:
@@ -124,6 +130,7 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
         "dagster/table_name": node.name,
         "status": "committed" if commit else "nothing new: no commit",
         "seconds": round(seconds, 3),
+        **_column_lineage(node),
     }
     if head is None:
         return metadata

@@ -13,6 +13,7 @@ from typing import Any
 import dagster as dg
 from pyspark.sql import DataFrame
 
+from vt_dagster.core.arrival import Fate
 from vt_dagster.errors import ExecutorError, TopologyError
 from vt_dagster.metadata import lag_metadata, publication_metadata, run_metadata
 from vt_dagster.model import Stream
@@ -86,6 +87,13 @@ def _require_one_process(context: dg.OpExecutionContext) -> None:
         )
 
 
+def _store(
+    context: dg.OpExecutionContext, node: Stream, spark: SparkResource, warehouse: WarehouseResource
+) -> AssetStore:
+    """The tables of an op's asset; what is written there is told in the run's log."""
+    return AssetStore(warehouse.path, node, spark.spark_session, context.log.info)
+
+
 def _new_partitions(arrival: Arrival) -> dict[str, list[int]]:
     before = arrival.before.inputs
     now = arrival.topics.ranges if arrival.topics else {}
@@ -98,12 +106,16 @@ def _log_arrival(context: dg.OpExecutionContext, arrival: Arrival) -> None:
     if arrival.empty:
         context.log.info(f"{arrival.node.name}: nothing new since batch {arrival.before.batch}")
     elif arrival.files:
-        names = ", ".join(f.name for f in arrival.files[:5])
-        more = f" and {len(arrival.files) - 5} more" if len(arrival.files) > 5 else ""
-        context.log.info(f"{arrival.node.name}: takes {len(arrival.files)} file(s): {names}{more}")
+        files, size = arrival.files, sum(f.size for f in arrival.files)
+        names = ", ".join(f.name for f in files[:5])
+        more = f" and {len(files) - 5:,} more" if len(files) > 5 else ""
+        context.log.info(
+            f"{arrival.node.name}: takes {len(files):,} file(s), {size / 1000:,.1f} kB: {names}{more}"
+        )
     else:
         taken = {n: sum(e - s for s, e in r.values()) for n, r in arrival.taken.items()}
-        context.log.info(f"{arrival.node.name}: takes records {taken}")
+        records = ", ".join(f"{number:,} of {name}" for name, number in taken.items())
+        context.log.info(f"{arrival.node.name}: takes records: {records}")
     if arrival.topics is not None and arrival.topics.gaps:
         context.log.warning(
             f"{arrival.node.name}: goes on without {arrival.topics.gaps}, as it was told"
@@ -142,7 +154,7 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
             warehouse: WarehouseResource,
         ) -> tuple[DataFrame, Arrival]:
             _require_one_process(context)
-            store = AssetStore(warehouse.path, node, spark.spark_session)
+            store = _store(context, node, spark, warehouse)
             return read(context, store, run_source.pin_files(store, source, config.files))
 
         return read_files
@@ -155,7 +167,7 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         warehouse: WarehouseResource,
     ) -> tuple[DataFrame, Arrival]:
         _require_one_process(context)
-        store = AssetStore(warehouse.path, node, spark.spark_session)
+        store = _store(context, node, spark, warehouse)
         wanted = as_ranges(config.ranges)
         return read(context, store, run_source.pin_topics(store, source, wanted, config.accept_gap))
 
@@ -205,7 +217,7 @@ def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         spark: SparkResource,
         warehouse: WarehouseResource,
     ) -> dg.Output[None]:
-        store = AssetStore(warehouse.path, node, spark.spark_session)
+        store = _store(context, node, spark, warehouse)
         receipt = run_source.commit_records(store, source, arrival, considered, context.run_id)
         return _materialized(context, store, arrival, receipt)
 
@@ -228,9 +240,8 @@ def read_stream_op(node: Stream, join: StreamTableJoin, name: str | None = None)
         context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
     ) -> tuple[DataFrame, Arrival]:
         _require_one_process(context)
-        session = spark.spark_session
-        stream = AssetStore(warehouse.path, join.left, session)
-        arrival = run_join.pin_join(AssetStore(warehouse.path, node, session), join, stream)
+        stream = AssetStore(warehouse.path, join.left, spark.spark_session)
+        arrival = run_join.pin_join(_store(context, node, spark, warehouse), join, stream)
         _log_arrival(context, arrival)
         return run_join.read_stream(stream, join, arrival), arrival
 
@@ -253,9 +264,8 @@ def join_op(node: Stream, join: StreamTableJoin, name: str | None = None) -> dg.
         spark: SparkResource,
         warehouse: WarehouseResource,
     ) -> dg.Output[None]:
-        session = spark.spark_session
-        store = AssetStore(warehouse.path, node, session)
-        table = AssetStore(warehouse.path, join.right, session)
+        store = _store(context, node, spark, warehouse)
+        table = AssetStore(warehouse.path, join.right, spark.spark_session)
         receipt = run_join.commit_join(store, join, arrival, considered, table, context.run_id)
         return _materialized(context, store, arrival, receipt)
 
@@ -282,9 +292,8 @@ def read_logs_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
     ):
         _require_one_process(context)
-        session = spark.spark_session
-        stores = [AssetStore(warehouse.path, up, session) for up in inputs]
-        arrival = run_operator.pin_logs(AssetStore(warehouse.path, node, session), stores)
+        stores = [AssetStore(warehouse.path, up, spark.spark_session) for up in inputs]
+        arrival = run_operator.pin_logs(_store(context, node, spark, warehouse), stores)
         _log_arrival(context, arrival)
         return (*run_operator.read_logs(stores, arrival), arrival)
 
@@ -334,7 +343,7 @@ def write_results_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         spark: SparkResource,
         warehouse: WarehouseResource,
     ) -> dg.Output[None]:
-        store = AssetStore(warehouse.path, node, spark.spark_session)
+        store = _store(context, node, spark, warehouse)
         receipt = run_operator.commit_results(store, arrival, results, context.run_id)
         return _materialized(context, store, arrival, receipt)
 
@@ -361,6 +370,13 @@ def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefiniti
         way = Publication(warehouse.path, publication, node, sink, spark.spark_session)
         commit = way.run(context.run_id)
         seconds = time.monotonic() - started
+        if commit is None:
+            context.log.info(f"{publication}: nothing new in the log of {node.name}")
+        else:
+            context.log.info(
+                f"{publication}: sent {commit.counts['published']:,} record(s) to {sink.describe()}, "
+                f"committed batch {commit.batch} ({seconds:.1f} s)"
+            )
         return dg.Output(None, metadata=publication_metadata(way, commit, seconds))
 
     return publish
@@ -414,7 +430,11 @@ def _materialized(
     if receipt.commit is None:
         context.log.info(f"{store.node.name}: nothing new, so there is no commit")
     else:
-        counts = ", ".join(f"{n} {k}" for k, n in receipt.commit.counts.items())
-        context.log.info(f"{store.node.name}: committed batch {receipt.commit.batch}: {counts}")
+        bad = receipt.commit.counts.get(Fate.QUARANTINED, 0)
+        if bad:
+            context.log.warning(
+                f"{store.node.name}: {bad:,} bad record(s) went to quarantine; which, and why: "
+                f"{store.quarantine_path}, where batch = {receipt.commit.batch}"
+            )
         metadata |= pictures(store, arrival, receipt, context.log)
     return dg.Output(None, metadata=metadata)

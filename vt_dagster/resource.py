@@ -1,10 +1,12 @@
 """Dagster resources: the Spark session, and the warehouse that the tables are in."""
 
+import time
 from typing import Any
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 from pydantic import Field
+from pyspark.sql.utils import is_remote
 
 from vt_dagster.session import build_session
 
@@ -12,7 +14,8 @@ from vt_dagster.session import build_session
 class SparkResource(LazyPySparkResource):
     """A Spark session with Delta Lake and Kafka on board, started when a step first asks for it.
 
-    ``spark_config`` takes any Spark setting and wins over the defaults for small runs.
+    ``spark_config`` takes any Spark setting and wins over the defaults for small runs. With
+    ``{"spark.ui.enabled": "true"}`` Spark serves its own pages; the run's log says where.
     """
 
     spark_config: dict[str, Any] = Field(
@@ -25,11 +28,18 @@ class SparkResource(LazyPySparkResource):
     app_name: str = Field(default="vt_dagster", description="The name that Spark shows.")
 
     def _init_session(self) -> None:
-        if self._spark_session is None:
-            conf = {name: str(value) for name, value in self.spark_config.items()}
-            self._spark_session = build_session(
-                self.app_name, master=self.master, remote=self.remote, conf=conf
-            )
+        if self._spark_session is not None:
+            return
+        started = time.monotonic()
+        conf = {name: str(value) for name, value in self.spark_config.items()}
+        session = build_session(self.app_name, master=self.master, remote=self.remote, conf=conf)
+        self._spark_session = session
+        local = None if is_remote() else session.sparkContext
+        where = self.remote if local is None else local.master
+        pages = f", its pages at {local.uiWebUrl}" if local is not None and local.uiWebUrl else ""
+        dg.get_dagster_logger().info(
+            f"Spark {session.version} on {where}{pages} ({time.monotonic() - started:.1f} s)"
+        )
 
 
 class WarehouseResource(dg.ConfigurableResource[None]):

@@ -147,11 +147,11 @@ def test_a_compaction_at_the_same_time_does_not_end_a_run(
     topology.land("rates", "0.jsonl", [("a", 1, 0), ("a", 2, 1)])
     write, refused = delta.write, list[str]()
 
-    def once_refused(rows: object, path: str, **more: Any) -> None:
+    def once_refused(rows: object, path: str, **more: Any) -> int:
         if path.endswith("/view") and not refused:
             refused.append(path)
             raise ConcurrentRunError("compacted")
-        write(rows, path, **more)  # type: ignore[arg-type]
+        return write(rows, path, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(delta, "write", once_refused)
     topology.run("rates", spark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,24 +27,29 @@ def page(server: str, chromium: str) -> Iterator[Page]:
         browser.close()
 
 
-def test_lineage_reads_from_left_to_right(page: Page, screenshots: Path) -> None:
+def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
+    page: Page, screenshots: Path
+) -> None:
+    """By clicks alone, as a newcomer goes."""
     page.goto("/asset-groups")
+    graph = page.locator("foreignObject, svg g")
     groups = ("sources", "joined", "published")
-    boxes = [page.locator("foreignObject, svg g").get_by_text(g, exact=True).first for g in groups]
+    boxes = [graph.get_by_text(group, exact=True).first for group in groups]
     for box in boxes:
         expect(box).to_be_visible()
     page.screenshot(path=screenshots / "lineage.png")
     places = [found["x"] for box in boxes if (found := box.bounding_box())]
     assert len(places) == 3
-    assert places == sorted(places)
+    assert places == sorted(places), "the groups read from left to right"
+    boxes[1].dblclick()
+    graph.get_by_text(re.compile("^flights_w")).first.click()  # a long name is cut in its middle
+    page.get_by_text("View in Asset Catalog").click()
 
-
-def test_asset(page: Page, screenshots: Path) -> None:
-    page.goto("/assets/flights_with_weather?view=overview")
     expect(page.get_by_text("Every flight with the weather at its airport")).to_be_visible()
     expect(page.get_by_text("operations", exact=True).first).to_be_visible()
     expect(page.get_by_text("Delta Lake").first).to_be_visible()
     expect(page.get_by_text("wind_speed", exact=True).first).to_be_visible()
+    expect(page.get_by_text("Wind speed, mph (from weather.wind_speed)")).to_be_visible()
     page.screenshot(path=screenshots / "asset.png")
     page.get_by_text("Plots", exact=True).first.scroll_into_view_if_needed()
     page.get_by_text("Plots", exact=True).first.click()
@@ -51,6 +57,22 @@ def test_asset(page: Page, screenshots: Path) -> None:
         expect(page.get_by_text(name, exact=True).first).to_be_visible()
     expect(page.locator("canvas").first).to_be_visible()
     page.screenshot(path=screenshots / "plots.png")
+
+    page.get_by_role("tab", name="Checks").click()
+    for check in ("every_record_is_accounted_for", "timestamps_do_not_decrease"):
+        expect(page.get_by_text(check, exact=True).first).to_be_visible()
+    expect(page.get_by_text("Succeeded", exact=True)).to_have_count(2)
+    page.screenshot(path=screenshots / "checks.png")
+
+    page.get_by_role("tab", name="Overview").first.click()  # the check has a tab of this name too
+    page.get_by_text("Compute details", exact=True).click()
+    page.locator("a[href*='/graphs/']").click()
+    for op in ("read_flights_with_weather", "join_flights_with_weather"):
+        expect(page.get_by_text(op, exact=True).first).to_be_visible()
+    expect(
+        page.get_by_text("Takes what is new in the log of flights, and what waited.")
+    ).to_be_visible()
+    page.screenshot(path=screenshots / "ops.png")
 
 
 def test_pictures_of_a_run(page: Page, screenshots: Path) -> None:
@@ -75,7 +97,7 @@ def test_a_failing_check_shows_the_rows(page: Page, screenshots: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_materialize(page: Page, screenshots: Path) -> None:
-    """A click launches a run of what has landed; it succeeds, and its numbers are there."""
+    """A click launches a run of what has landed; it succeeds, and its log and numbers are there."""
     page.goto("/assets/weather?view=overview")
     expect(page.get_by_text("remembers what was true when")).to_be_visible()
     page.get_by_role("button", name="Materialize").first.click()
@@ -83,6 +105,8 @@ def test_materialize(page: Page, screenshots: Path) -> None:
     page.get_by_text("View", exact=True).last.click()
     page.wait_for_url("**/runs/**")
     expect(page.get_by_text("Success", exact=True).first).to_be_visible(timeout=600_000)
+    page.get_by_placeholder("Filter").first.fill("committed")
+    expect(page.get_by_text("weather: committed batch 3 (log version 2)").first).to_be_visible()
     page.screenshot(path=screenshots / "run.png")
     page.goto("/assets/weather?view=events")
     expect(page.get_by_text("Materialized in run").first).to_be_visible()

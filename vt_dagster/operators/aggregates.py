@@ -158,6 +158,10 @@ class WindowedAggregate(_Aggregate):
     A window is updated while it is open; a record whose window has closed is dropped and counted.
     The result is a plain table whose key ends with ``window_start`` and ``window_end``.
 
+    Each materialization has KIP-328's metrics: ``record_lateness_avg_seconds``,
+    ``record_lateness_max_seconds``, ``late_records_dropped`` (records that found a window closed) and
+    ``expired_window_records_dropped`` (closed windows that records would have updated).
+
     Args:
         window: tumbling, hopping or session.
         group_key: empty = the stream's own key.

@@ -16,6 +16,7 @@ from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.schema import same_types
 
 Emit = Literal["every_update", "per_run"]
+"""``per_run``: only the last update of each key in a run."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Materialized:
     Args:
         history_retention: the result is a versioned table with this retention, in which results are
             ordered by time and those older than the retention refused; None: a plain table, in
-            which the last result counts.
+            which the last result counts, also where it would inherit versions.
     """
 
     history_retention: Duration | None = None

@@ -97,12 +97,13 @@ def _operation(path: str, name: str) -> str | None:
     return None
 
 
-def _wrote(path: str, batch: int, attempt: str) -> bool:
-    """Whether it was this attempt that wrote a batch; later ones may stand above it by now."""
-    for _, document in _ours(path, _commit_files(path)):
+def _version_of(path: str, batch: int, attempt: str) -> int | None:
+    """The version that this attempt made of a batch, later ones may stand above it by now; None = it
+    was another attempt that wrote the batch."""
+    for version, document in _ours(path, _commit_files(path)):
         if document["batch"] <= batch:
-            return document["attempt"] == attempt
-    return False
+            return version if document["attempt"] == attempt else None
+    return None
 
 
 def _document(lines: Any) -> dict[str, Any] | None:
@@ -136,7 +137,7 @@ def write(
     stats: tuple[str, ...] = (),
     partitioned_by: str | None = None,
     replaced: str | None = None,
-) -> None:
+) -> int:
     """One commit with a document. A batch is written once: another run's is a conflict.
 
     Args:
@@ -146,6 +147,9 @@ def write(
         partitioned_by: a column by whose values files are kept apart.
         replaced: an overwrite takes the place of these rows alone, a condition on ``partitioned_by``;
             None = of all.
+
+    Returns:
+        the version that the commit made.
 
     Raises:
         ConcurrentRunError: another run committed this batch, or wrote at the same time.
@@ -172,8 +176,10 @@ def write(
         if is_conflict(error):
             raise _conflict(asset, batch) from None
         raise
-    if not _wrote(path, batch, document["attempt"]):
+    version = _version_of(path, batch, document["attempt"])
+    if version is None:
         raise _conflict(asset, batch)
+    return version
 
 
 @contextlib.contextmanager

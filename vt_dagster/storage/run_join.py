@@ -15,6 +15,7 @@ from vt_dagster.errors import ContractError
 from vt_dagster.model import VersionedTable
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.positions import Offsets
+from vt_dagster.storage.progress import in_words
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit, small_logs
 from vt_dagster.storage.small_runs import small_run
 from vt_dagster.storage.store import AssetStore
@@ -115,6 +116,7 @@ def commit_join(
             out, joined = seen.counts["applied"], counts["applied"] + counts["late"]
             counts["out"] = out
             counts["unmatched"] = seen.counts["unmatched"] if join.kind == "left" else joined - out
+            store.progress.done(f"decided: {in_words(counts)}")
             first = by_partition(arrival.before.next_offset, "long")
             with few_records(out <= CHUNK):
                 rows = step.produce_join(store.node, join, results, first)

@@ -12,6 +12,7 @@ from vt_dagster.core import operate, step, suppress
 from vt_dagster.core.arrival import CHUNK, by_partition, few_records
 from vt_dagster.model import Stream, Table
 from vt_dagster.operators import Operator, Suppress, WindowedAggregate
+from vt_dagster.storage.progress import in_words
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
 from vt_dagster.storage.small_runs import small_run
 from vt_dagster.storage.store import AssetStore, Head
@@ -149,6 +150,7 @@ def commit_results(
                 "late": done["late"],
                 "dropped": done["dropped"],
             }
+            store.progress.done(f"decided: {in_words(counts)}")
             gauges = dict(arrival.gauges)
             if isinstance(operator, WindowedAggregate):
                 counts["late_records_dropped"] = done["late_records_dropped"]

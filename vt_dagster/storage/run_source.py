@@ -20,6 +20,7 @@ from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.model import Stream, Table
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.kafka import KafkaSource, Ranges
+from vt_dagster.storage.progress import in_words
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
 from vt_dagster.storage.small_runs import small_run
 from vt_dagster.storage.store import AssetStore
@@ -102,6 +103,7 @@ def commit_records(
             found = gate(node, kept)
             counts = found.counts
             _check_share(node, source, kept, counts)
+            store.progress.done(f"decided: {in_words(counts)}")
             first = by_partition(arrival.before.next_offset, "long")
             with few_records(counts["applied"] <= CHUNK):
                 rows = step.produce_records(node, kept, first)

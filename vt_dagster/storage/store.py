@@ -12,8 +12,9 @@ import contextlib
 import gzip
 import json
 import posixpath
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -33,10 +34,12 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import step, versioned
 from vt_dagster.core.arrival import by_partition, duration
-from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
+from vt_dagster.durations import parse_time
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Applied, Commit, Offsets, Shape
+from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import CURRENT, EVERYTHING, plan
 
 _TRIES = 3
@@ -85,10 +88,18 @@ class AssetStore:
     Args:
         warehouse: directory or URL that Spark and fsspec both can read and write.
         spark: needed for everything but :meth:`head` and :meth:`consumed_files`.
+        tell: is told what has been written, in a line each.
     """
 
-    def __init__(self, warehouse: str, node: Stream, spark: SparkSession | None = None) -> None:
+    def __init__(
+        self,
+        warehouse: str,
+        node: Stream,
+        spark: SparkSession | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
         self.node = node
+        self.progress = Progress(node.name, tell)
         self.root = posixpath.join(str(warehouse), node.name)
         self.log_path = posixpath.join(self.root, "log")
         self.view_path = posixpath.join(self.root, "view")
@@ -160,7 +171,7 @@ class AssetStore:
             StorageError: the rows do not fit the log's columns.
         """
         self._check_columns(rows)
-        delta.write(
+        version = delta.write(
             rows,
             self.log_path,
             mode="append",
@@ -169,6 +180,7 @@ class AssetStore:
             asset=self.node.name,
             stats=(PARTITION, OFFSET, TIMESTAMP, *self._prunable(rows)),
         )
+        self.progress.done(f"committed batch {commit.batch} (log version {version})")
 
     def _prunable(self, rows: DataFrame) -> list[str]:
         nested = ("array", "map", "struct", "binary", "boolean")
@@ -332,7 +344,7 @@ class AssetStore:
         before = None if done is None else self._view_at(*done, wanted)
         rows = step.fold(node, before, log, by_partition(commit.stream_time))
         try:
-            delta.write(
+            version = delta.write(
                 rows if segment is None else rows.withColumn(SEGMENT, segment),
                 self.view_path,
                 mode="overwrite",
@@ -349,6 +361,8 @@ class AssetStore:
             if tries == 1:
                 raise
             self._update_view(node, head, rebuild, tries - 1)  # it was a compaction
+        else:
+            self.progress.done(f"view at version {version}, of batch {commit.batch}")
 
     def rebuild_view(self) -> None:
         """Makes the view anew from the whole log."""
@@ -433,17 +447,3 @@ class AssetStore:
             return versioned.get(rows)
         horizon = by_partition(applied.stream_time) - duration(node.history_retention)
         return versioned.get_as_of(rows, F.timestamp_micros(F.lit(parse_time(as_of))), horizon)
-
-
-def parse_time(text: str) -> int:
-    """Epoch microseconds of an ISO 8601 time; UTC where it has no offset.
-
-    Raises:
-        ContractError: it is not one.
-    """
-    try:
-        moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
-    except ValueError:
-        raise ContractError(f"expected a time like 2013-07-01T12:00:00Z, got {text!r}") from None
-    aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-    return (aware - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1)

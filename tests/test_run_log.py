@@ -1,0 +1,102 @@
+"""What a run tells in its log while it is at work: lines worth reading, and no others."""
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark import SparkContext
+
+from tests.market import Market, record, run
+from vt_dagster import SparkResource
+from vt_dagster.storage import delta
+
+SECONDS = re.compile(r" \(\d+\.\d s\)$")
+
+
+def told(market: Market, nodes: Any = None) -> dict[str, list[str]]:
+    """Of each step of a run what it told, without times and the start of Spark; a warning says that it
+    is one, and an error too."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = market.run(nodes, instance=instance)
+        entries = instance.all_logs(result.run_id)
+    lines: dict[str, list[str]] = {}
+    for entry in entries:
+        if not entry.is_dagster_event and not entry.user_message.startswith("Spark "):
+            said = "" if entry.level == logging.INFO else f"{logging.getLevelName(entry.level)} "
+            text = said + SECONDS.sub("", entry.user_message)
+            lines.setdefault(entry.step_key or "", []).append(text)
+    return lines
+
+
+@pytest.fixture
+def copy(market: Market, tmp_path: Path) -> Market:
+    return market.copy(tmp_path / "copy")
+
+
+def test_every_step_of_a_run_is_told(copy: Market) -> None:
+    copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"), record("b", "late", "1 01:00"), "{")
+    copy.land("sales", "3.jsonl", record("a", "s6", "2 07:00"))
+    lines = told(copy)
+    quarantine = copy.warehouse / "prices" / "quarantine"
+    size = (copy.root / "landing" / "prices" / "3.jsonl").stat().st_size
+    assert lines.pop("prices.read_prices") == [
+        f"prices: takes 1 file(s), {size / 1000:.1f} kB: 3.jsonl",
+    ]
+    assert lines.pop("prices.write_prices") == [
+        "prices: decided: 3 in, 1 applied, 1 late, 1 quarantined",
+        "prices: committed batch 3 (log version 2)",
+        "prices: view at version 2, of batch 3",
+        f"WARNING prices: 1 bad record(s) went to quarantine; which, and why: {quarantine}, "
+        "where batch = 3",
+    ]
+    assert lines.pop("check_prices") == ["prices: 8 of 8 checks passed"]
+    assert lines.pop("priced.read_priced") == ["priced: takes records: 1 of sales"]
+    assert lines.pop("priced.join_priced") == [
+        "priced: decided: 1 in, 1 applied, 1 waiting, 1 out",
+        "priced: committed batch 3 (log version 2)",
+    ]
+    assert lines.pop("rates.read_rates") == ["rates: nothing new since batch 1"]
+    assert lines.pop("rates.write_rates") == ["rates: nothing new, so there is no commit"]
+    assert not [line for rest in lines.values() for line in rest if "WARNING" in line]
+
+
+def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Market) -> None:
+    shutil.rmtree(copy.warehouse / "prices" / "view")
+    lines = told(copy, [copy.prices])
+    assert lines["prices.read_prices"] == [
+        "prices: view at version 0, of batch 2",
+        "prices: nothing new since batch 2",
+    ]
+
+
+def test_a_failed_check_says_what_was_expected(copy: Market) -> None:
+    rates = copy.store(copy.rates)
+    rows = delta.read(copy.spark, rates.view_path)
+    rows.union(rows).write.format("delta").mode("overwrite").save(rates.view_path)
+    lines = told(copy, [copy.rates])
+    assert lines["check_rates"][0].startswith(
+        "ERROR rates: expected that no key has two current rows, got 4 offending row(s): see the "
+    )
+    assert re.fullmatch(r"rates: \d of \d checks passed", lines["check_rates"][-1])
+
+
+@pytest.mark.parametrize("pages", [None, "http://localhost:4040"])
+def test_spark_is_told_once_and_where_its_pages_are(
+    market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: str | None
+) -> None:
+    """The session of the tests has no pages: their address is made up."""
+    monkeypatch.setattr(SparkContext, "uiWebUrl", pages)
+
+    @dg.asset
+    def mine(spark: SparkResource) -> None:
+        assert spark.spark_session is spark.spark_session
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = run([mine], tmp_path, instance=instance)
+        said = [e.user_message for e in instance.all_logs(result.run_id) if not e.is_dagster_event]
+    where = f", its pages at {pages}" if pages else ""
+    assert [SECONDS.sub("", line) for line in said] == [f"Spark 4.0.5 on local[2]{where}"]
