@@ -134,7 +134,7 @@ def _versions(spark: SparkSession, rows: int, keys: int) -> DataFrame:
 
 def arrivals(spark: SparkSession, rows: int, keys: int) -> Path:
     """Records for a versioned table in order of arrival, 20 % of them out of order."""
-    records = _arrivals(spark, 0, rows, rows, keys, FILES)
+    records = _arrivals(spark, 0, rows, rows, keys, FILES, rows // 5)
     prepared = records.select(
         "key",
         "price",
@@ -149,10 +149,14 @@ def arrivals(spark: SparkSession, rows: int, keys: int) -> Path:
 
 
 def json_lines(spark: SparkSession, first: int, rows: int, total: int, keys: int) -> Path:
-    """One file of JSON lines: arrivals ``first`` to ``first + rows`` of ``total``."""
-    path = DATA / f"lines-{first}-{rows}-{total}-{keys}-v{LAYOUT}.jsonl"
+    """One file of JSON lines: arrivals ``first`` to ``first + rows`` of ``total``.
+
+    A feed is as late as it is, however much history a table has: by up to 20,000 records.
+    """
+    reach = min(total // 5, 20_000)
+    path = DATA / f"lines-{first}-{rows}-{total}-{keys}-{reach}-v{LAYOUT}.jsonl"
     if not path.exists():
-        records = _arrivals(spark, first, rows, total, keys, 1)
+        records = _arrivals(spark, first, rows, total, keys, 1, reach)
         whole = records.drop("id").withColumn(
             "at", F.date_format("at", "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'")
         )
@@ -164,11 +168,15 @@ def json_lines(spark: SparkSession, first: int, rows: int, total: int, keys: int
 
 
 def _arrivals(
-    spark: SparkSession, first: int, rows: int, total: int, keys: int, files: int
+    spark: SparkSession, first: int, rows: int, total: int, keys: int, files: int, reach: int
 ) -> DataFrame:
-    """``id, key, price, grade, at``; no two records of a key have the same time."""
+    """``id, key, price, grade, at``; no two records of a key have the same time.
+
+    Args:
+        reach: every fifth record is late, by up to the time of so many.
+    """
     step = SPAN // total
-    late = F.when(noise(9, "id") % 5 == 0, 1 + noise(10, "id") % (total // 5)).otherwise(F.lit(0))
+    late = F.when(noise(9, "id") % 5 == 0, 1 + noise(10, "id") % reach).otherwise(F.lit(0))
     return spark.range(first, first + rows, 1, files).select(
         "id",
         (noise(4, "id") % keys).alias("key"),
