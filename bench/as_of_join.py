@@ -15,7 +15,8 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
 from vt_dagster.core import stream_table_join
-from vt_dagster.core.as_of_join import Way, tiles_of
+from vt_dagster.core.as_of_join import Way
+from vt_dagster.storage.join_way import tiles_of
 
 KEYS = 10_000
 SHUFFLE, SORT, TEMPO, DUCKDB = (
@@ -29,8 +30,6 @@ OUTPUT = ("key", "quantity", "shop", TIMESTAMP, ARRIVAL, "price", "grade", VALID
 """What everyone writes: a row for each stream record, in any order."""
 
 THREADS = 2
-TASKS = 2 * THREADS
-"""Shuffle partitions of the session."""
 
 
 def operator(stream: DataFrame, versions: DataFrame, how: str = "tiled") -> DataFrame:
@@ -41,7 +40,7 @@ def operator(stream: DataFrame, versions: DataFrame, how: str = "tiled") -> Data
     way: Way = "broadcast" if how == "broadcast" else "sorted"
     if how == "tiled":
         first, last = generate.START - generate.SPAN // 100, generate.START + generate.SPAN
-        way = tiles_of(versions, key=["key"], first=first, last=last, tasks=TASKS, crowd=64)
+        way, _ = tiles_of(versions, key=["key"], first=first, last=last)
     joined = stream_table_join.join(
         stream,
         versions,

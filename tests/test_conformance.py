@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from typer import Typer
 from typer.testing import CliRunner
@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS
 from vt_dagster.core import step
-from vt_dagster.core.as_of_join import Way, tiles_of
+from vt_dagster.core.as_of_join import Way
 from vt_dagster.errors import SourceError
 from vt_dagster.operators import StreamTableJoin
+from vt_dagster.storage.join_way import tiles_of
 
 SCENARIOS = Path(__file__).parent / "conformance"
 
@@ -78,10 +79,10 @@ def test_the_other_ways_to_join_are_identical_too(
     """Each way in which a run of many records may look for versions, with the few of the scenarios."""
     asked: list[Way] = []
 
-    def join_records(join: StreamTableJoin, records: Any, view: Any, *given: Any) -> Any:
+    def join_records(join: StreamTableJoin, records: Any, view: Any, table_time: Column) -> DataFrame:
         chosen: Way = way if way == "broadcast" else tiles(records, view, join.right.key)
         asked.append(chosen)
-        return plain(join, records, view, *given, chosen)
+        return plain(join, records, view, table_time, chosen)
 
     plain = step.join_records
     monkeypatch.setattr(step, "join_records", join_records)
@@ -102,7 +103,7 @@ def tiles(records: DataFrame, view: DataFrame, key: Sequence[str]) -> Way:
         return "sorted"
     time = F.unix_micros("timestamp")
     first, last = records.agg(F.min(time), F.max(time)).collect()[0]
-    return tiles_of(view, key=key, first=first or 0, last=last or 0, tasks=2)
+    return tiles_of(view, key=key, first=first or 0, last=last or 0)[0]
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core import as_of_join
-from vt_dagster.core.as_of_join import Tiles, Way, tiles_of
+from vt_dagster.core.as_of_join import Tiles, Way
+from vt_dagster.storage import join_way
+from vt_dagster.storage.join_way import tiles_of
 
 START = datetime(1969, 12, 31, 23, 59, 59, 999_900, tzinfo=timezone.utc)
 """Times are on both sides of 1970, where epoch microseconds change their sign."""
@@ -76,7 +78,7 @@ def test_every_way_finds_the_same(
     assert [i for i, _, _ in expected] == list(range(len(looked_up)))
     assert found("broadcast") == expected
     for crowd in (0, 100):  # tiles of each bucket's own, tiles for all
-        tiles = tiles_of(versions, key=KEY, first=first, last=last, tasks=2, crowd=crowd)
+        tiles, _ = tiles_of(versions, key=KEY, first=first, last=last, crowd=crowd)
         assert isinstance(tiles.level, int) == (crowd == 100)
         assert found(tiles) == expected
 
@@ -96,10 +98,10 @@ def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:
             F.timestamp_micros((F.col("id") + F.col("of.step")) * 1_000_000).alias("valid_to"),
         )
     )
-    tiles = tiles_of(rows, key=KEY, first=0, last=9_999_999_999, tasks=1, crowd=4)
+    tiles, most = tiles_of(rows, key=KEY, first=0, last=9_999_999_999, crowd=4)
     assert levels(tiles) == [20, 30]  # some one second, some one thousand
-    assert 2 < tiles.most < 40  # an upper bound
-    early = tiles_of(rows, key=KEY, first=0, last=4_999_999, tasks=1)
+    assert 2 < most < 40  # an upper bound
+    early, _ = tiles_of(rows, key=KEY, first=0, last=4_999_999, crowd=0)
     assert levels(early) == [20, 23]  # what is not looked for does not count
 
 
@@ -108,15 +110,15 @@ def levels(tiles: Tiles) -> list[int]:
     return sorted(row._level for row in tiles.level.collect())
 
 
-@pytest.mark.parametrize(("rows", "tasks"), [(10, 3), (400, 8)])
+@pytest.mark.parametrize(("rows", "tasks"), [(10, 2), (400, 8)])
 def test_tasks_have_a_bounded_number_of_versions(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, rows: int, tasks: int
 ) -> None:
-    monkeypatch.setattr(as_of_join, "VERSIONS_OF_A_TASK", 100)
+    monkeypatch.setattr(join_way, "VERSIONS_OF_A_TASK", 100)
     versions = spark.range(rows).select(
         F.col("id").alias("key"),
         F.timestamp_micros(F.lit(0)).alias("valid_from"),
         F.lit(None).cast("timestamp").alias("valid_to"),
     )
-    tiles = tiles_of(versions, key=KEY, first=0, last=9, tasks=3)
+    tiles, _ = tiles_of(versions, key=KEY, first=0, last=9)
     assert tiles.tasks == tasks

@@ -9,10 +9,9 @@ compared with the versions in its tile. Nothing is sorted, and the rows of one k
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -23,9 +22,6 @@ from vt_dagster.core.arrival import union
 
 BUCKETS = 1 << 16
 """Of keys, by hash: those of one bucket have tiles of one length."""
-
-VERSIONS_OF_A_TASK = 500_000
-"""A task of the tiled way keeps so many versions in memory, more or less."""
 
 FOUND = "_found"
 _BEGIN, _END, _HORIZON = "_begin", "_end", "_horizon"
@@ -43,14 +39,12 @@ class Tiles:
         first: epoch microseconds of the rows that look for versions, inclusive.
         last: likewise, inclusive.
         tasks: so many partitions of rows and versions.
-        most: so many versions of a key are in one tile, at most.
     """
 
     level: int | DataFrame
     first: int
     last: int
     tasks: int
-    most: int
 
 
 Way = Literal["sorted", "broadcast"] | Tiles
@@ -103,47 +97,42 @@ def as_of_join(
     )
 
 
-def tiles_of(
+def level_for(versions: DataFrame, *, key: Sequence[str], first: int, last: int) -> DataFrame:
+    """The level of the tiles that fit versions, from ``first`` to ``last`` (microseconds, inclusive).
+
+    Tiles are longer than versions live on average in that time, and up to twice as long. So there are
+    at most as many copies as versions, of those that reach into more than one tile, and a tile has
+    some three versions of a key.
+
+    Returns:
+        a row a bucket of keys, with ``_bucket``; of no key, one row: ``_level``, null where there is
+        no version in that time; and ``versions``, the number of those that are.
+    """
+    begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
+    life = (end - begin + 1).alias("life")
+    lives = versions.select(*([_bucket(key)] if key else []), life).where("life > 0")
+    level = F.floor(F.log2(2 * F.avg("life"))).cast("int").alias(_LEVEL)
+    return lives.groupBy(*([_BUCKET] if key else [])).agg(level, F.count(F.lit(1)).alias("versions"))
+
+
+def crowd_of(
     versions: DataFrame,
     *,
     key: Sequence[str],
+    level: int | DataFrame,
     first: int,
     last: int,
-    tasks: int,
-    crowd: int = 0,
-) -> Tiles:
-    """Tiles for a table's versions and rows from ``first`` to ``last`` (epoch microseconds, inclusive).
-
-    Tiles are up to twice as long as versions live on average in that time, but not shorter. So there
-    are at most as many copies as versions, of those that reach into more than one tile, and a tile
-    has some three versions of a key. Where one has more than ``crowd``, each bucket of keys gets tiles
-    by what its own versions live on average; a tile has many more then only of a key that changes much
-    more often at some times than at others, or than the other keys of its bucket.
-
-    Runs two jobs, an aggregate and one by a hash of key and tile, so that ``most`` is at least the
-    true number; or four.
+    places: int,
+) -> DataFrame:
+    """One row: ``most``, so many versions of a key begin in one tile at most, null where there is none.
 
     Args:
-        tasks: at least so many partitions.
+        places: tiles are counted by a hash of so many values: few take less, and give a larger number.
     """
-    lives = versions.select(_bucket(key), _life(first, last).alias("life")).where("life > 0")
-    level = F.floor(F.log2(2 * F.avg("life"))).cast("int").alias(_LEVEL)
-    count, common = lives.agg(F.count(F.lit(1)), level).collect()[0]
-    tasks = max(tasks, math.ceil(2 * count / VERSIONS_OF_A_TASK))
-
-    def tiles(level: int | DataFrame) -> Tiles:
-        begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
-        there = _with_level(versions.where(begin <= end), key, level)
-        place = F.pmod(F.xxhash64(*key, _tile(begin)), F.lit(max(1, count // 8)))
-        most = there.groupBy(place).count().agg(F.max("count")).collect()[0][0] or 0
-        return Tiles(level, first, last, tasks, most + 1)
-
-    alike = tiles(common or 0)
-    if alike.most <= crowd:
-        return alike
-    # At most as many rows as there are buckets, and no user's: so that they are not made twice.
-    found: Any = lives.groupBy(_BUCKET).agg(level).toArrow()
-    return tiles(cast(Any, versions.sparkSession).createDataFrame(found))
+    begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
+    there = _with_level(versions.where(begin <= end), key, level)
+    place = F.pmod(F.xxhash64(*key, _tile(begin)), F.lit(places))
+    return there.groupBy(place).count().agg(F.max("count").alias("most"))
 
 
 def _keys(key: Sequence[str]) -> list[str]:
@@ -205,11 +194,6 @@ def _clipped(begin: Column, end: Column, first: int, last: int) -> tuple[Column,
     """The first and the last microsecond of a version within some time; it has none if they cross."""
     ends = F.coalesce(F.unix_micros(end) - 1, F.lit(last))
     return F.greatest(F.unix_micros(begin), F.lit(first)), F.least(ends, F.lit(last))
-
-
-def _life(first: int, last: int) -> Column:
-    begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
-    return end - begin + 1
 
 
 def _bucket(key: Sequence[str]) -> Column:

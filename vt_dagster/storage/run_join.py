@@ -10,10 +10,9 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core import grace, step
 from vt_dagster.core.arrival import CHUNK, Fate, by_partition, few_records, stream_time_of
-from vt_dagster.core.as_of_join import Way, tiles_of
 from vt_dagster.errors import ContractError
-from vt_dagster.model import VersionedTable
 from vt_dagster.operators import StreamTableJoin
+from vt_dagster.storage.join_way import way_of
 from vt_dagster.storage.positions import Offsets
 from vt_dagster.storage.progress import in_words
 from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit, small_logs
@@ -109,7 +108,7 @@ def commit_join(
             reads[f"{join.right.name}/view"] = found[0]
             view, table_time = found[2], by_partition(found[1].stream_time)
         known = 0 if found is None else sum(found[1].next_offset.values())
-        way, strategy = _way(join, arrival, view, known, due)
+        way, strategy = way_of(join.right, view, arrival.few, known, due)
         results = step.join_records(join, considered, view, table_time, way).persist()
         try:
             seen = gate(store.node, results.withColumn(FATE, F.lit(Fate.APPLIED)))
@@ -139,44 +138,7 @@ def commit_join(
         return finish(store, arrival)
 
 
-_FEW_VERSIONS, _FEW_OF_A_KEY, _FEW_IN_A_TILE = 20_000, 100, 128
 _NEVER = 2**62
-
-
-def _way(
-    join: StreamTableJoin,
-    arrival: Arrival,
-    view: DataFrame,
-    versions: int,
-    due: tuple[int, int] | None,
-) -> tuple[Way, str]:
-    """In which way the join looks for versions, and why.
-
-    Args:
-        versions: no more than these are in the view.
-        due: the smallest and the largest timestamp of the records that it joins.
-    """
-    right = join.right
-    if not isinstance(right, VersionedTable):
-        return "sorted", ""
-    if arrival.few or due is None:
-        return "sorted", "sorted: the run has few records"
-    if versions <= _FEW_VERSIONS:
-        counts = view.groupBy(*right.key).count()
-        most = counts.agg(F.max("count")).collect()[0][0] or 0
-        if most <= _FEW_OF_A_KEY:
-            said = f"broadcast: the table has at most {versions:,} versions, and {most} of a key"
-            return "broadcast", said
-    least = int(view.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
-    tiles = tiles_of(
-        view, key=right.key, first=due[0], last=due[1], tasks=least, crowd=_FEW_IN_A_TILE // 2
-    )
-    if tiles.most > _FEW_IN_A_TILE:
-        return "sorted", (
-            f"sorted: {tiles.most:,} versions of a key may be in one tile of time, "
-            f"more than {_FEW_IN_A_TILE}"
-        )
-    return tiles, f"tiled: at most {tiles.most} versions of a key in a tile of time"
 
 
 def _fates(
