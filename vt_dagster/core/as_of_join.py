@@ -100,9 +100,9 @@ def as_of_join(
 def level_for(versions: DataFrame, *, key: Sequence[str], first: int, last: int) -> DataFrame:
     """The level of the tiles that fit versions, from ``first`` to ``last`` (microseconds, inclusive).
 
-    Tiles are longer than versions live on average in that time, and up to twice as long. So there are
-    at most as many copies as versions, of those that reach into more than one tile, and a tile has
-    some three versions of a key.
+    Tiles are two to four times as long as versions live on average in that time. So there are at most
+    half as many copies as versions, of those that reach into more than one tile, and a tile has some
+    four versions of a key.
 
     Returns:
         a row a bucket of keys, with ``_bucket``; of no key, one row: ``_level``, null where there is
@@ -111,7 +111,7 @@ def level_for(versions: DataFrame, *, key: Sequence[str], first: int, last: int)
     begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
     life = (end - begin + 1).alias("life")
     lives = versions.select(*([_bucket(key)] if key else []), life).where("life > 0")
-    level = F.floor(F.log2(2 * F.avg("life"))).cast("int").alias(_LEVEL)
+    level = F.floor(F.log2(4 * F.avg("life"))).cast("int").alias(_LEVEL)
     return lives.groupBy(*([_BUCKET] if key else [])).agg(level, F.count(F.lit(1)).alias("versions"))
 
 

@@ -12,8 +12,8 @@ from pyspark.sql import functions as F
 from vt_dagster.core.as_of_join import Tiles, Way, crowd_of, level_for
 from vt_dagster.model import Table, VersionedTable
 
-VERSIONS_OF_A_TASK = 500_000
-"""A task of the tiled way keeps so many versions in memory, more or less."""
+VERSIONS_OF_A_TASK = 200_000
+"""A task of the tiled way keeps so many versions in memory, more or less: a processor's cache is small."""
 
 _FEW_VERSIONS, _FEW_OF_A_KEY = 20_000, 100
 _FEW_IN_A_TILE = 128
@@ -61,7 +61,7 @@ def tiles_of(
     level, count = level_for(versions, key=(), **span).collect()[0]
     spark = cast(Any, versions.sparkSession)
     tasks = int(spark.conf.get("spark.sql.shuffle.partitions"))
-    tasks = max(tasks, math.ceil(2 * count / VERSIONS_OF_A_TASK))
+    tasks = max(tasks, math.ceil(1.5 * count / VERSIONS_OF_A_TASK))
 
     def tiles(level: int | DataFrame) -> tuple[Tiles, int]:
         places = max(1, count // 8)
