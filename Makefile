@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
+RUNS := .venv/.runs
 STAMP := .venv/.installed
 
 .PHONY: install demo demo-kafka kafka test test-kafka browser endurance ui lint bench bench-quick clean
@@ -8,21 +9,28 @@ STAMP := .venv/.installed
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+# What demo and ui need; tests and benchmarks need more.
+$(RUNS): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "Expected Python 3.10 or newer, got: $$($(PYTHON) --version 2>&1)." \
 	       "Name another one: make PYTHON=/path/to/python3.12 $(or $(MAKECMDGOALS),install)"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@echo "Installing vt_dagster into .venv: some minutes, the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[kafka,demo,ui]"
 	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(RUNS)
+	@echo "Installing what tests and benchmarks need into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+demo: $(RUNS)
 	$(BIN)/vt-dagster demo
 
-demo-kafka: $(STAMP)
+demo-kafka: $(RUNS)
 	$(BIN)/vt-dagster demo --kafka
 
-kafka: $(STAMP)
+kafka: $(RUNS)
 	$(BIN)/python -m vt_dagster.testing_kafka data/kafka
 
 test-kafka: $(STAMP)
@@ -42,7 +50,7 @@ endurance: $(STAMP)
 	$(BIN)/python -m pytest -m endurance
 
 ui: export DAGSTER_HOME := $(abspath data/dagster_home)
-ui: $(STAMP)
+ui: $(RUNS)
 	@mkdir -p "$$DAGSTER_HOME"
 	$(BIN)/dagster dev
 

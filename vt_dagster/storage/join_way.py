@@ -13,7 +13,7 @@ from vt_dagster.core.as_of_join import Tiles, Way, crowd_of, level_for
 from vt_dagster.model import Table, VersionedTable
 
 VERSIONS_OF_A_TASK = 200_000
-"""A task of the tiled way keeps so many versions in memory, more or less: a processor's cache is small."""
+"""A task of the tiled way keeps so many in memory, more or less: a processor's cache is small."""
 
 _FEW_VERSIONS, _FEW_OF_A_KEY = 20_000, 100
 _FEW_IN_A_TILE = 128
