@@ -21,17 +21,6 @@ from vt_dagster.columns import IS_LATE, IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VAL
 from vt_dagster.errors import VtDagsterError
 from vt_dagster.storage.store import AssetStore
 
-SHOWN = (
-    "weather",
-    "flights",
-    "aircraft",
-    "flights_with_weather",
-    "fleet_sizes",
-    "hourly_departures",
-    "weather_alerts",
-)
-"""The assets whose counts are shown after each run."""
-
 LANDINGS = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13))
 """Months that land before each run; 13 is January 2014, when the last flights of 2013 are known."""
 
@@ -48,7 +37,15 @@ def run() -> None:
     os.environ["DAGSTER_HOME"] = str(home)
     from assets.definitions import defs
 
-    job = defs.resolve_job_def("main")
+    @dg.success_hook
+    def tell(context: dg.HookContext) -> None:
+        """One line an asset, when it is done."""
+        for metadata in context.op_output_metadata.values():
+            counts = _counts(metadata)
+            if counts:
+                say(started, f"  {context.op.name.partition('_')[2]}: {counts}")
+
+    job = defs.resolve_job_def("main").with_hooks({tell})
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
     with dg.DagsterInstance.get() as instance:
         for number, months in enumerate(LANDINGS, 1):
@@ -59,8 +56,6 @@ def run() -> None:
             result = job.execute_in_process(instance=instance, run_config=quiet, raise_on_error=False)
             if not result.success:
                 raise VtDagsterError("the run failed; its log above says why")
-            for name in SHOWN:
-                say(started, f"  {name}: {_counts(result, name)}")
     _summary()
     _explain_late_record()
     _fleet()
@@ -81,11 +76,7 @@ def say(started: float, text: str) -> None:
     console.print(f"[{time.monotonic() - started:6.1f} s] {text}", markup=False)
 
 
-def _counts(result: dg.ExecuteInProcessResult, name: str) -> str:
-    metadata: dict[str, Any] = {}
-    for event in result.get_asset_materialization_events():
-        if event.asset_key == dg.AssetKey(name):
-            metadata = dict(event.materialization.metadata)
+def _counts(metadata: Mapping[str, dg.MetadataValue[Any]]) -> str:
     numbers = {k: v.value for k, v in metadata.items() if k.startswith("records_")}
     return ", ".join(f"{n:,} {k.removeprefix('records_')}" for k, n in numbers.items())
 
