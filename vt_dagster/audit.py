@@ -20,7 +20,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import step
-from vt_dagster.core.arrival import by_partition, duration, has_key
+from vt_dagster.core.arrival import by_partition, has_key
 from vt_dagster.core.records import Reason
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.operators import (
@@ -172,7 +172,7 @@ def _versions(store: AssetStore, node: VersionedTable) -> list[Finding]:
     rows, applied = _stored_view(store)
     in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
     following = F.col("_next")
-    horizon = by_partition(applied.stream_time) - duration(node.history_retention)
+    horizon = step.horizon_of(node, by_partition(applied.stream_time))
     layout = applied.segments or Segments()
     # Segments are forgotten as a whole; readers leave out what has expired in the others.
     gone = F.coalesce(F.col(SEGMENT) < layout.first, F.lit(True))

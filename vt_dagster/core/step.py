@@ -92,6 +92,11 @@ def produce_records(node: Stream, considered: DataFrame, first: Column) -> DataF
     return numbered.select(*log_columns(node))
 
 
+def horizon_of(table: VersionedTable, stream_time: Column) -> Column:
+    """The time from which on a table answers, of a row's partition: inclusive."""
+    return stream_time - duration(table.history_retention)
+
+
 def has_grace(join: StreamTableJoin) -> bool:
     """Whether anything can wait: a grace period of zero is none."""
     return join.grace_period is not None and join.grace_period != type(join.grace_period)()
@@ -128,7 +133,7 @@ def join_records(
     horizon = None
     needed = {*right.key, *projection.right_columns(), IS_TOMBSTONE, PARTITION}
     if isinstance(right, VersionedTable):
-        horizon = table_time - duration(right.history_retention)
+        horizon = horizon_of(right, table_time)
         needed |= {VALID_FROM, VALID_TO}
     return stream_table_join.join(
         considered.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)),
@@ -196,6 +201,5 @@ def view_schema(node: Table) -> StructType:
 def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Column) -> DataFrame:
     """The view of a table after more of its log; ``stream_time`` is that after it."""
     if isinstance(node, VersionedTable):
-        horizon = stream_time - duration(node.history_retention)
-        return versioned.fold(view, log, key=node.key, horizon=horizon)
+        return versioned.fold(view, log, key=node.key, horizon=horizon_of(node, stream_time))
     return table.fold(view, log, key=node.key)

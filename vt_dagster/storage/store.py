@@ -33,7 +33,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
 )
 from vt_dagster.core import step, versioned
-from vt_dagster.core.arrival import by_partition, duration
+from vt_dagster.core.arrival import by_partition
 from vt_dagster.durations import parse_time
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.model import Stream, Table, VersionedTable
@@ -388,8 +388,7 @@ class AssetStore:
         rows = self._stored(version, versions)
         if not isinstance(self.node, VersionedTable):
             return rows
-        horizon = by_partition(applied.stream_time) - duration(self.node.history_retention)
-        return versioned.remembered(rows, horizon)
+        return versioned.remembered(rows, step.horizon_of(self.node, by_partition(applied.stream_time)))
 
     def view_version(self) -> int | None:
         """The Delta version of the view as it is now; None where there is none. Does not use Spark."""
@@ -438,12 +437,14 @@ class AssetStore:
             raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")
         if what == "log":
             return self.log({}, head)
-        found = self.view()
+        if what == "current" and as_of is None:
+            rows = self.current()
+            assert rows is not None
+            return versioned.get(rows) if isinstance(node, VersionedTable) else rows
+        moment = parse_time(as_of) if as_of and what == "current" else None
+        found = self.view(since=moment)
         assert found is not None
-        _, applied, rows = found
-        if not isinstance(node, VersionedTable) or what == "versions":
-            return rows
-        if as_of is None:
-            return versioned.get(rows)
-        horizon = by_partition(applied.stream_time) - duration(node.history_retention)
-        return versioned.get_as_of(rows, F.timestamp_micros(F.lit(parse_time(as_of))), horizon)
+        if moment is None or not isinstance(node, VersionedTable):
+            return found[2]
+        horizon = step.horizon_of(node, by_partition(found[1].stream_time))
+        return versioned.get_as_of(found[2], F.timestamp_micros(F.lit(moment)), horizon)
