@@ -18,6 +18,7 @@ import incremental_run
 import kafka_throughput
 import operators
 import plot
+import through_dagster
 import upkeep
 import versioned_put
 from measure import Outputs, Result
@@ -91,6 +92,7 @@ def benchmarks(
                 incremental_run.run(spark, sizes.tables, sizes.new, repeat, outputs),
                 versioned_put.run(spark, sizes.put, repeat, outputs),
                 operators.run(spark, sizes.operators, repeat, outputs),
+                through_dagster.run(spark, sizes.operators // 4, repeat, outputs),
                 upkeep.gates(spark, sizes.tables[0], sizes.new, repeat, outputs),
                 upkeep.expiry(spark, sizes.tables[:2], sizes.new, repeat, outputs),
             ):
