@@ -147,7 +147,9 @@ class KafkaBroker:
             more = ["--add-scram", f"SCRAM-SHA-256=[name={name},password={password}]"]
         settings.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        format_ = [*command, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(settings)]
+        # Joined by a "=": an id may begin with "-".
+        about = [f"--cluster-id={cluster}", f"--config={settings}"]
+        format_ = [*command, "kafka.tools.StorageTool", "format", *about]
         done = subprocess.run([*format_, *more], capture_output=True, text=True, check=False)
         if done.returncode:
             settings.unlink()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
@@ -155,6 +156,13 @@ def test_broker_stops_and_starts_while_a_run_reads(own_broker: KafkaBroker, pipe
     restart.join()
     assert Counter(r.n for r in pipeline.log(node)) == Counter([*range(500), *range(500)])
     assert pipeline.run(node)["status"] == "nothing new: no commit"
+
+
+def test_a_cluster_id_may_begin_with_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 64 does: such a broker did not start."""
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(bytes=b"\xf8" * 16))
+    with KafkaBroker(tmp_path / "broker") as running:
+        assert Topics(running.bootstrap_servers).create()
 
 
 @pytest.mark.parametrize("point", ["before:read", "before:log", "after:log", "during:view"])
