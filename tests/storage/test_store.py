@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from tests.storage.topology import Topology, land_first, land_second
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
 from vt_dagster.storage import delta, join_way, run_source, runs
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.store import AssetStore
@@ -155,6 +155,8 @@ def test_reading_what_is_not_there_says_so(done: Topology, spark: SparkSession) 
         AssetStore.open(done.warehouse, "nowhere", spark)
     with pytest.raises(StorageError, match="as_of only of a VersionedTable"):
         done.store("orders", spark).read(as_of="2020-01-01")
+    with pytest.raises(ContractError, match="expected a time like"):
+        done.store("rates", spark).read(as_of="")
 
 
 def test_an_error_of_spark_is_told_as_it_is(tmp_path: Path, spark: SparkSession) -> None:

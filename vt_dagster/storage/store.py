@@ -441,7 +441,7 @@ class AssetStore:
             rows = self.current()
             assert rows is not None
             return versioned.get(rows) if isinstance(node, VersionedTable) else rows
-        moment = parse_time(as_of) if as_of and what == "current" else None
+        moment = parse_time(as_of) if as_of is not None and what == "current" else None
         found = self.view(since=moment)
         assert found is not None
         if moment is None or not isinstance(node, VersionedTable):
