@@ -105,6 +105,30 @@ def test_a_key_that_changes_often_has_short_tiles(spark: SparkSession) -> None:
     assert levels(early) == [21, 24]  # what is not looked for does not count
 
 
+def test_keys_that_are_equal_without_being_the_same_meet(spark: SparkSession) -> None:
+    """Spark's hash tells ``a`` from ``A`` where a collation does not: such keys share their tiles."""
+    lower = "CAST(key AS STRING COLLATE UTF8_LCASE) AS key"
+    often = [("a", 0, at(n), at(n + 1), False, n) for n in range(20)]
+    seldom = [("b", 0, at(0), at(10**9), False, 99)]
+    versions = spark.createDataFrame([*often, *seldom], VERSIONS)
+    versions = versions.selectExpr(lower, *versions.columns[1:])
+    left = spark.createDataFrame([("A", at(7), 1), ("B", at(10**8), 2)], ROWS)
+    left = left.selectExpr(lower, "timestamp", "i")
+    first, last = -100, 10**8
+    tiles, _ = tiles_of(versions, key=KEY, first=first, last=last, crowd=0)
+    for way in ("sorted", tiles):
+        joined = as_of_join.as_of_join(
+            left,
+            versions,
+            left_key=KEY,
+            right_key=KEY,
+            horizon=F.lit(None).cast("timestamp"),
+            name="found",
+            way=way,  # type: ignore[arg-type]
+        )
+        assert sorted((r.i, r.n) for r in joined.select("i", "found.n").collect()) == [(1, 7), (2, 99)]
+
+
 def levels(tiles: Tiles) -> list[int]:
     assert not isinstance(tiles.level, int)
     return sorted(row._level for row in tiles.level.collect())

@@ -132,7 +132,8 @@ def crowd_of(
     begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
     there = _with_level(versions.where(begin <= end), key, level)
     place = F.pmod(F.xxhash64(*key, _tile(begin)), F.lit(places))
-    return there.groupBy(place).count().agg(F.max("count").alias("most"))
+    counts = there.groupBy(place).agg(F.count(F.lit(1)).alias("versions"))
+    return counts.agg(F.max("versions").alias("most"))
 
 
 def _keys(key: Sequence[str]) -> list[str]:
