@@ -73,8 +73,7 @@ def results_of(node: Stream, logs: Sequence[DataFrame]) -> DataFrame:
     if operate.goes_by_time(node.operator):
         times = operate.with_lateness(node, taken, none).collect()
         after = by_partition({row[PARTITION]: row["time"] for row in times})
-    rows, _ = operate.operate(node, taken, operate.Before(None, None, none, after))
-    return rows
+    return operate.operate(node, taken, operate.Before(None, None, none, after))
 
 
 def log_rows(node: Stream, results: DataFrame) -> DataFrame:

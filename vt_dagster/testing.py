@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -163,11 +164,13 @@ class TopologyTestDriver:
             see(times, _with_key(logs[0], node) if isinstance(operator, WindowedAggregate) else logs[0])
         kept = None if state.kept is None else self._frame(state.kept)
         known = operate.Before(kept, self._view(node), before, by_partition(times))
-        rows, keeps = operate.operate(node, taken, known)
-        wanted = [FATE, *(c for c in step.log_columns(node) if c != OFFSET)]
-        found = rows.orderBy(PARTITION, *ORDER, TURN).select(*wanted).toArrow()
+        rows = operate.operate(node, taken, known)
+        every = rows.orderBy(PARTITION, *ORDER, TURN).drop(*ORDER, TURN).toArrow()
+        keeps = operate.state_after(node, self._frame(every), known)
         if keeps is not None:
             state.kept = keeps.toArrow()
+        wanted = [FATE, *(c for c in step.log_columns(node) if c != OFFSET)]
+        found = every.filter(pc.field(FATE) != Fate.KEPT).select(wanted)
         if isinstance(operator, Suppress):
             operator.check_buffer(state.sizes())
         state.consumed.update(ends)

@@ -33,7 +33,8 @@ pa: Any = pyarrow  # has no types
 
 Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
-_TAKE, _ADD = "_take", "_add"
+_TAKE, _ADD, _CHANGE = "_take", "_add", "_change"
+_LAST = "_last"
 
 
 def entries(
@@ -93,10 +94,8 @@ def entries(
         F.when(has_old & ~same, entry(0, old_group, old_row, nothing)),
         F.when(has_new, entry(1, new_group, F.when(same, old_row), new_row)),
     )
-    rows = seen.select(
-        TIMESTAMP, PARTITION, *ORDER, F.explode(F.filter(both, lambda e: e.isNotNull())).alias("_entry")
-    )
-    flat = rows.select(
+    rows = seen.select(TIMESTAMP, PARTITION, *ORDER, F.explode(both).alias("_entry"))
+    flat = rows.where(F.col("_entry").isNotNull()).select(
         *[F.col("_entry.group")[n].alias(n) for n, _ in group_key],
         *[F.col("_entry")[c].alias(c) for c in (_TAKE, _ADD, TURN)],
         TIMESTAMP,
@@ -124,12 +123,17 @@ def aggregate(
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     applied = F.col(FATE) == Fate.APPLIED
 
-    def total(name: str) -> Column:
-        change = F.coalesce(F.col(_ADD)[name], F.lit(0)) - F.coalesce(F.col(_TAKE)[name], F.lit(0))
-        base = F.coalesce(F.col(_BASE)[name], F.lit(0))
-        return (base + F.coalesce(F.sum(F.when(applied, change)).over(so_far), F.lit(0))).alias(name)
+    def change(name: str) -> Column:
+        return F.coalesce(F.col(_ADD)[name], F.lit(0)) - F.coalesce(F.col(_TAKE)[name], F.lit(0))
 
-    known = _with_base(rows, state, key, names)
+    def total(name: str) -> Column:
+        base = F.coalesce(F.col(_BASE)[name], F.lit(0))
+        added = F.sum(F.when(applied, F.col(_CHANGE + name))).over(so_far)
+        return (base + F.coalesce(added, F.lit(0))).alias(name)
+
+    others = [F.col(f"`{c}`") for c in rows.columns if c not in (_TAKE, _ADD)]
+    changes = rows.select(*others, *[change(n).alias(_CHANGE + n) for n in names])
+    known = _with_base(changes, state, key, names)
     summed = known.select(
         *key,
         *[total(n) for n in names],
@@ -138,6 +142,7 @@ def aggregate(
         FATE,
         *ORDER,
         TURN,
+        is_last(key).alias(_LAST),
     )
     finished = {name: F.when(applied, F.expr(sql)) for name, sql in aggregates.columns}
     return summed.withColumns({**finished, IS_TOMBSTONE: F.lit(False)})
@@ -188,22 +193,24 @@ def _group_time(so_far: Any, counts: Column) -> Column:
     return F.greatest(F.max(F.when(counts, F.col(TIMESTAMP))).over(so_far), F.col(_BASE_TIME))
 
 
+def is_last(key: Sequence[str]) -> Column:
+    """Whether a row is its group's or key's last update in this run."""
+    in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
+    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+    whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
+    applied = F.col(FATE) == Fate.APPLIED
+    updates = F.count(F.when(applied, 1))
+    return applied & (updates.over(so_far) == updates.over(whole))
+
+
 def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str]) -> DataFrame:
     """The groups after a run: the last update of each, and the groups that had none.
-
-    Plan: one shuffle and sort by group.
 
     Args:
         rows: the results of ``aggregate`` or ``aggregate_by``.
     """
     kept = [c for c in rows.columns if c in key or c == TIMESTAMP or c.startswith("_acc")]
-    last_first = W.partitionBy(*key).orderBy(*[F.col(c).desc() for c in (*ORDER, TURN)])
-    last = (
-        rows.where(F.col(FATE) == Fate.APPLIED)
-        .withColumn("_last", F.row_number().over(last_first))
-        .where(F.col("_last") == 1)
-        .select(*kept)
-    )
+    last = rows.where(_LAST).select(*kept)
     if state is None:
         return last
     return union(last, state.join(last.select(*key), list(key), "left_anti"))
@@ -236,7 +243,7 @@ def aggregate_by(
         initializer: None: the first row added to an empty group is its aggregate (Kafka's reduce).
     """
     known = gathered(_with_base(rows, state, key, ("_acc",)), key)
-    ordered = known.sortWithinPartitions(*key, *ORDER, TURN)
+    ordered = known.withColumn(_LAST, is_last(key)).sortWithinPartitions(*key, *ORDER, TURN)
     row_type = cast(StructType, rows.schema[_ADD].dataType)
     result = schema or StructType([row_type[n] for n in names])
     others = (_TAKE, _ADD, _BASE, _BASE_TIME)
@@ -282,4 +289,4 @@ def aggregate_by(
     return made.withColumns({**columns, IS_TOMBSTONE: F.col("_acc").isNull()})
 
 
-__all__ = ["aggregate", "aggregate_by", "entries", "refuse", "state_after"]
+__all__ = ["aggregate", "aggregate_by", "entries", "is_last", "refuse", "state_after"]

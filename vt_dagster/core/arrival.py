@@ -39,6 +39,7 @@ class Fate:
     WAITING = "waiting"  # in the grace buffer
     DROPPED = "dropped"  # of no use: no value or key where one is needed, out of order, window closed
     NO_RESULT = "no_result"  # an operator took it and had nothing to say
+    KEPT = "kept"  # no record: what an operator knows from before, and keeps for the next run
     QUARANTINED = "quarantined"  # not a record: unreadable, no key, no timestamp, far future
 
 

@@ -190,20 +190,20 @@ def _regrouped(node: Stream, operator: WindowedAggregate, rows: DataFrame) -> Da
     return rows.withColumns(chosen).withColumn(PARTITION, home_of(names, node))
 
 
-def operate(node: Stream, taken: Sequence[Taken], before: Before) -> tuple[DataFrame, DataFrame | None]:
-    """The results of a run with all that is counted, and the operator's state after it.
+def operate(node: Stream, taken: Sequence[Taken], before: Before) -> DataFrame:
+    """The results of a run with all that is counted, and what ``state_after`` needs.
 
     Returns:
         rows ``key columns, value columns, timestamp, partition, is_tombstone, _fate, ORDER, _turn``,
-        of tables also ``is_latest, old``; and the state, None where the operator keeps nothing.
+        of tables also ``is_latest, old``. What had nothing to say is not among them.
     """
     operator = node.operator
     assert operator is not None
-    rows, state = _results(node, operator, in_order(operator, taken), taken, before)
+    rows = _spoken(_results(node, operator, in_order(operator, taken), taken, before))
     if not isinstance(node, Table) or not operator.stored:
-        return rows, state
+        return rows
     if isinstance(operator, TableTableJoin) and operator.monotone:
-        rows, state = _monotone(rows, before.state, node.key)
+        rows = _monotone(rows, before.state, node.key)
     if isinstance(node, VersionedTable) and _begins_versions(operator):
         rows = transform.told_once(
             rows,
@@ -213,12 +213,41 @@ def operate(node: Stream, taken: Sequence[Taken], before: Before) -> tuple[DataF
             history_retention=node.history_retention,
         )
     if operator.emit == "per_run":
-        rows = _last_of_run(rows, node.key)
+        rows = _spoken(_last_of_run(rows, node.key))
     pending = rows.drop(IS_LATEST, OLD).withColumn(
         FATE, F.when(F.col(FATE) != Fate.APPLIED, F.col(FATE))
     )
     order = [*ORDER, TURN]
-    return put(node, pending, before.view, before.stream_time, order, _chunk(operator)), state
+    return put(node, pending, before.view, before.stream_time, order, _chunk(operator))
+
+
+def state_after(node: Stream, rows: DataFrame, before: Before) -> DataFrame | None:
+    """What an operator keeps for its next run; None where it keeps nothing.
+
+    Args:
+        rows: of ``operate``. They are wanted again for the results: hold them.
+    """
+    operator = node.operator
+    if isinstance(operator, TableAggregate):
+        return aggregate.state_after(rows, before.state, key=node.key)
+    if isinstance(operator, WindowedAggregate):
+        return windows.state_after(
+            rows,
+            key=_group_names(operator),
+            window=operator.window,
+            aggregates=operator.parsed(),
+            after=before.after,
+        )
+    if isinstance(operator, Suppress):
+        source = operator.source
+        return suppress.buffer_after(rows, key=list(source.key), values=value_columns(source))
+    if isinstance(operator, TableTableJoin) and operator.monotone and operator.stored:
+        return _last_times(rows, before.state, node.key)
+    return None
+
+
+def _spoken(rows: DataFrame) -> DataFrame:
+    return rows.where(F.col(FATE) != Fate.NO_RESULT)
 
 
 def _begins_versions(operator: Operator) -> bool:
@@ -234,7 +263,7 @@ def _results(
     inputs: Sequence[DataFrame],
     taken: Sequence[Taken],
     before: Before,
-) -> tuple[DataFrame, DataFrame | None]:
+) -> DataFrame:
     changes = inputs[0]
     source = operator.inputs[0]
     about: dict[str, Any] = {"key": source.key, "values": value_columns(source)}
@@ -246,16 +275,16 @@ def _results(
             predicate=operator.predicate,
             negate=operator.negate,
             versioned=source.versioned or _begins_versions(operator),
-        ), None
+        )
     if isinstance(operator, MapValues):
         columns = [c for c in operator.selection().columns if c[0] not in source.key]
-        return transform.map_values(turned, **about, columns=columns), None
+        return transform.map_values(turned, **about, columns=columns)
     if isinstance(operator, ToTable):
-        return transform.to_table(turned, key=source.key), None
+        return transform.to_table(turned, key=source.key)
     if isinstance(operator, ToStream):
-        return transform.to_stream(turned), None
+        return transform.to_stream(turned)
     if isinstance(operator, TableTableJoin):
-        return _join(operator, inputs, taken), None
+        return _join(operator, inputs, taken)
     if isinstance(operator, TableAggregate):
         return _aggregate(node, operator, changes, before)
     if isinstance(operator, WindowedAggregate):
@@ -267,7 +296,6 @@ def _results(
             window=operator.window,
             aggregates=operator.parsed(),
             before=before.stream_time,
-            after=before.after,
             chunk=_chunk_in(operator),
         )
     assert isinstance(operator, Suppress)
@@ -294,9 +322,7 @@ def _join(operator: TableTableJoin, inputs: Sequence[DataFrame], taken: Sequence
     return table_table_join.join(left, right, kind=operator.kind, columns=columns)
 
 
-def _aggregate(
-    node: Stream, operator: TableAggregate, changes: DataFrame, before: Before
-) -> tuple[DataFrame, DataFrame]:
+def _aggregate(node: Stream, operator: TableAggregate, changes: DataFrame, before: Before) -> DataFrame:
     source, chosen = operator.source, operator.aggregates
     own = isinstance(chosen, Aggregator)
     inputs = (
@@ -325,7 +351,7 @@ def _aggregate(
     else:
         rows = rows.withColumn(FATE, F.lit(Fate.APPLIED))
     if isinstance(chosen, Aggregator):
-        results = aggregate.aggregate_by(
+        return aggregate.aggregate_by(
             rows,
             before.state,
             key=node.key,
@@ -335,12 +361,10 @@ def _aggregate(
             subtractor=chosen.subtractor,
             schema=chosen.schema,
         )
-    else:
-        results = aggregate.aggregate(rows, before.state, key=node.key, aggregates=operator.parsed())
-    return results, aggregate.state_after(results, before.state, key=node.key)
+    return aggregate.aggregate(rows, before.state, key=node.key, aggregates=operator.parsed())
 
 
-def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> tuple[DataFrame, DataFrame]:
+def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> DataFrame:
     until = operator.until
     return suppress.suppress(
         changes,
@@ -359,10 +383,8 @@ def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> tuple[D
     )
 
 
-def _monotone(
-    rows: DataFrame, state: DataFrame | None, key: Sequence[str]
-) -> tuple[DataFrame, DataFrame]:
-    """Keeps results of a key from going back in time; the state is the last timestamp of each key.
+def _monotone(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
+    """Keeps results of a key from going back in time.
 
     Plan: one shuffle and sort by key, together with one row a key of ``state``.
     """
@@ -374,20 +396,22 @@ def _monotone(
     else:
         known = rows.join(state.withColumnRenamed(TIMESTAMP, last), list(key), "left")
     newest = F.greatest(F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far), F.col(last))
-    raised = known.withColumn(TIMESTAMP, F.when(applied, newest).otherwise(F.col(TIMESTAMP))).drop(last)
-    times = raised.where(applied).select(*key, TIMESTAMP)
-    return raised, union(times, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))
+    return known.withColumn(TIMESTAMP, F.when(applied, newest).otherwise(F.col(TIMESTAMP))).drop(last)
+
+
+def _last_times(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
+    """The last timestamp of each key's results, also of those that the result's store refused."""
+    results = rows.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)).select(*key, TIMESTAMP)
+    return union(results, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))
 
 
 def _last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
     """Leaves the last update of each key a result, as Kafka Streams' cache does until it is flushed.
 
-    Plan: one shuffle and sort by key.
+    Plan: one shuffle and sort by key, those that an aggregate has made already.
     """
-    applied = F.col(FATE) == Fate.APPLIED
-    later = W.partitionBy(*key, applied).orderBy(*[F.col(c).desc() for c in (*ORDER, TURN)])
-    newest = F.row_number().over(later) == 1
-    fate = F.when(applied & ~newest, Fate.NO_RESULT).otherwise(F.col(FATE))
+    earlier = (F.col(FATE) == Fate.APPLIED) & ~aggregate.is_last(key)
+    fate = F.when(earlier, Fate.NO_RESULT).otherwise(F.col(FATE))
     return rows.withColumn(FATE, fate)
 
 
@@ -407,5 +431,6 @@ __all__ = [
     "operate",
     "produce",
     "reads_views",
+    "state_after",
     "with_lateness",
 ]

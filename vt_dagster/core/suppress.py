@@ -73,7 +73,7 @@ def suppress(
     max_bytes: Limit = None,
     when_full: WhenFull = "unbounded",
     chunk: Column | None = None,
-) -> tuple[DataFrame, DataFrame]:
+) -> DataFrame:
     """Decides which updates of a table go on in this run, and which wait.
 
     ``time_limit``: the first update of a key opens a period; when T >= its timestamp + duration, the
@@ -91,8 +91,7 @@ def suppress(
     sends one row of a key) and after it. ``time_limit``: ``with_stream_time`` (one aggregate, one
     shuffle and sort by partition and chunk), then one shuffle and sort by key and a kernel in Python,
     since where a period begins depends on where the last one ended; it keeps one row of one key in
-    memory. A duration of 0: none. Emitting early: one more shuffle and sort by partition. Both
-    frames come from the same rows: keep what lies below, or Spark computes it twice.
+    memory. A duration of 0: none. Emitting early: one more shuffle and sort by partition.
 
     Args:
         changes: a table's change rows, ``key columns, value columns, timestamp, partition,
@@ -109,47 +108,54 @@ def suppress(
         chunk: see ``with_stream_time``.
 
     Returns:
-        what goes out, and the buffer after the run.
+        what goes out (``_fate`` is ``applied``), and what waits after the run (``kept``).
 
-        What goes out: ``key columns, value columns, timestamp, partition, is_tombstone, _fate
-        (applied), ORDER, _turn``, in the order in which record-by-record processing lets it go:
+        What goes out: ``key columns, value columns, timestamp, partition, is_tombstone,
+        ORDER, _turn``, in the order in which record-by-record processing lets it go:
         by place and key, ``_arrival`` being the place in epoch microseconds. An update that is due
         when it comes, since T has passed its time already, follows what was due at that T: its
         ``_arrival`` is T - duration. A duration of 0 keeps the order of arrival.
 
-        Buffer: ``key columns, value columns, timestamp, partition, is_tombstone, _place, _bytes``:
+        What waits: ``key columns, value columns, timestamp, partition, is_tombstone, _place, _bytes``:
         the last update, ``_place`` (TIMESTAMP) of the first one or the window's end, ``_bytes``
         the length of the row's JSON text. Kafka's exact byte counts are its own.
 
     Source: FORMAT 4.11, section 7; kip328-timer-not-restarted, kip328-probe-ties,
     kip328-window-final-once, kip328-session-final.
     """
-    sized = changes.withColumn(BYTES, F.octet_length(F.to_json(F.struct(*key, *values, TIMESTAMP))))
-    kept = [*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE, BYTES]
+    kept = [*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE]
     if until == "window_closes":
         wait = F.unix_micros(after) - micros(duration)
         end = F.unix_micros(WINDOW_END)
-        judged = _final(sized, buffer, key, kept, end < wait if window_end_inclusive else end <= wait)
+        judged = _final(changes, buffer, key, kept, end < wait if window_end_inclusive else end <= wait)
     elif _is_zero(duration):
-        return _pass_through(sized, buffer, key, kept)
+        return _pass_through(changes, buffer, key, kept)
     else:
-        seen = with_stream_time(sized, before, chunk=chunk, included=False)
+        seen = with_stream_time(changes, before, chunk=chunk, included=False)
         judged = _limited(seen, buffer, key, kept, micros(duration), F.unix_micros(after))
+    size = F.octet_length(F.to_json(F.struct(*key, *values, TIMESTAMP)))
+    judged = judged.withColumn(BYTES, F.when(~F.col(_RELEASED), size))
     turn = _turn(key, window_end_inclusive)
     out: Column = F.col(_RELEASED)
     if when_full == "emit_early" and not (max_records is None and max_bytes is None):
         judged = judged.withColumn(_FULL, _too_much(turn, max_records, max_bytes))
         out = out | F.col(_FULL)
     silent = F.col(IS_TOMBSTONE) if until == "window_closes" else F.lit(False)
-    emitted = judged.where(out & ~silent).select(
-        *_emitted(kept),
+    return judged.where(~(out & silent)).select(
+        *_judged(kept, out, F.timestamp_micros(PLACE)),
+        BYTES,
         F.col(_RANK).alias(ARRIVAL),
         F.lit(0).alias(INPUT),
         F.lit(0).alias(HOME),
         F.lit(0).cast("long").alias(SEQUENCE),
         F.struct(_LATE, F.when(F.col(_LATE), F.struct(*ORDER)).alias("_order"), *turn).alias(TURN),
     )
-    return emitted, _buffered(judged.where(~out), kept, F.timestamp_micros(PLACE))
+
+
+def buffer_after(rows: DataFrame, *, key: Sequence[str], values: Sequence[str]) -> DataFrame:
+    """The buffer after a run: see ``suppress``."""
+    waiting = rows.where(F.col(FATE) == Fate.KEPT)
+    return waiting.select(*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE, PLACE, BYTES)
 
 
 def fullness(buffer: DataFrame) -> DataFrame:
@@ -189,13 +195,9 @@ def _is_zero(duration: Duration) -> bool:
     return all(length == timedelta(0) for length in lengths)
 
 
-def _emitted(kept: Sequence[str]) -> list[Column]:
-    return [*[F.col(c) for c in kept if c != BYTES], F.lit(Fate.APPLIED).alias(FATE)]
-
-
-def _buffered(rows: DataFrame, kept: Sequence[str], place: Column) -> DataFrame:
-    columns = [c for c in kept if c != BYTES]
-    return rows.select(*columns, place.alias(PLACE), BYTES)
+def _judged(kept: Sequence[str], out: Column, place: Column) -> list[Column]:
+    fate = F.when(out, Fate.APPLIED).otherwise(Fate.KEPT)
+    return [*[F.col(c) for c in kept], place.alias(PLACE), fate.alias(FATE)]
 
 
 def _together(
@@ -213,17 +215,17 @@ def _together(
 
 def _pass_through(
     changes: DataFrame, buffer: DataFrame | None, key: Sequence[str], kept: Sequence[str]
-) -> tuple[DataFrame, DataFrame]:
+) -> DataFrame:
     """Everything goes out as it came, what waited for another duration before it."""
     turn = F.col(TURN) if TURN in changes.columns else F.lit(0)
     rows = _together(changes, buffer, kept, turn.alias(TURN))
-    emitted = rows.select(
-        *_emitted(kept),
+    return rows.select(
+        *_judged(kept, F.lit(True), F.timestamp_micros(_AT)),
+        F.lit(None).cast("int").alias(BYTES),
         F.coalesce(F.col(ARRIVAL), F.col(_AT) + F.lit(_EARLIEST)).alias(ARRIVAL),
         *[F.coalesce(c, F.lit(0)).alias(c) for c in ORDER[1:]],
         F.struct(TURN, *[F.col(k) for k in key]).alias(TURN),
     )
-    return emitted, _buffered(rows.where(F.lit(False)), kept, F.timestamp_micros(_AT))
 
 
 def _final(

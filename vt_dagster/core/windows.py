@@ -14,7 +14,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from vt_dagster.aggregation import Accumulator, Aggregates
+from vt_dagster.aggregation import Aggregates
 from vt_dagster.columns import (
     FATE,
     IS_TOMBSTONE,
@@ -26,7 +26,15 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core import sessions
-from vt_dagster.core.arrival import STREAM_TIME, Fate, has_key, micros, union, with_stream_time
+from vt_dagster.core.arrival import (
+    STREAM_TIME,
+    Fate,
+    gathered,
+    has_key,
+    micros,
+    union,
+    with_stream_time,
+)
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
 from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
 
@@ -42,17 +50,15 @@ def aggregate(
     window: Window,
     aggregates: Aggregates,
     before: Column,
-    after: Column,
     chunk: Column | None = None,
-) -> tuple[DataFrame, DataFrame]:
+) -> DataFrame:
     """Aggregates the records of a run by key and window; every update is a result.
 
     Plan, tumbling and hopping: ``with_stream_time`` (one aggregate, one shuffle and sort by
     partition and chunk), then one shuffle and sort by key and window of the run's records and the
     open windows. Sessions: the same, but the last sort is by key alone, and a kernel in Python
     follows (see ``sessions.merge``). In all 2 shuffles and 2 sorts of rows, and of a row a chunk 2
-    shuffles, a sort and a broadcast. Both frames come from the same rows: keep what lies below, or
-    Spark computes it twice.
+    shuffles, a sort and a broadcast.
 
     Args:
         records: the stream's log rows, ``key columns, value columns, timestamp, partition, ORDER``;
@@ -61,19 +67,16 @@ def aggregate(
             other record (kip328-probe-null-values-tumbling); a record without a key is dropped.
         state: the open windows before the run; None = none.
         before: T of the row's partition before the run (TIMESTAMP; null = no record yet).
-        after: T at its end.
         chunk: see ``with_stream_time``.
 
     Returns:
-        results, and the windows open after the run.
-
-        Results: ``key columns, window_start, window_end, aggregates, timestamp, partition,
-        is_tombstone, _fate, ORDER, _turn``. ``window_start`` inclusive; ``window_end`` exclusive,
-        of a session the timestamp of its last record. ``timestamp``: the largest in the window; of
-        a session, also of the tombstone of one that has been merged, its end. ``dropped``: a record
-        without a key, or one row for each window that had closed.
-
-        State: ``key columns, window_start, window_end, partition, accumulators, timestamp``.
+        ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
+        _fate, ORDER, _turn``, and what ``state_after`` needs. ``window_start`` inclusive;
+        ``window_end`` exclusive, of a session the timestamp of its last record. ``timestamp``: the
+        largest in the window; of a session, also of the tombstone of one that has been merged, its
+        end. ``dropped``: a record
+        without a key, or one row for each window that had closed. ``kept``: a window, or a session at
+        the end of the run, that no record has changed last.
 
     Source: FORMAT 4.10.1-4.10.4, section 7; kip328-grace-boundary, kip328-hopping,
     kip328-session-merge.
@@ -96,14 +99,37 @@ def aggregate(
             *key,
             PARTITION,
             TIMESTAMP,
-            F.unix_micros(WINDOW_START).alias(WINDOW_START),
-            F.unix_micros(WINDOW_END).alias(WINDOW_END),
+            WINDOW_START,
+            WINDOW_END,
             F.lit(False).alias(FRESH),
             *[F.col(f.name).cast(f.dataType) for f in kept.fields],
         )
     if isinstance(window, SessionWindow):
-        return _sessions(fresh, earlier, key, window, aggregates, after)
-    return _fixed(fresh, earlier, key, window, aggregates, after)
+        return _sessions(fresh, earlier, key, window, aggregates)
+    return _fixed(fresh, earlier, key, window, aggregates)
+
+
+def state_after(
+    rows: DataFrame, *, key: Sequence[str], window: Window, aggregates: Aggregates, after: Column
+) -> DataFrame:
+    """The windows that are open after a run.
+
+    Args:
+        rows: of ``aggregate``.
+        after: T of the row's partition at the end of the run.
+
+    Returns:
+        ``key columns, window_start, window_end, partition, accumulators, timestamp``.
+    """
+    end, now = F.unix_micros(WINDOW_END), F.unix_micros(after)
+    if isinstance(window, SessionWindow):
+        closed = end < now - micros(window.closes_after)
+    else:
+        closed = end <= now - micros(window.grace)
+    counts = (F.col(FATE) == Fate.KEPT) | (F.col(FATE) == Fate.APPLIED)
+    alive = rows.where(F.col(_LAST) & counts & ~F.coalesce(closed, F.lit(False)))
+    names = [a.name for a in aggregates.accumulators]
+    return alive.select(*key, WINDOW_START, WINDOW_END, PARTITION, *names, TIMESTAMP)
 
 
 def _accumulators_type(records: DataFrame, aggregates: Aggregates) -> StructType:
@@ -118,12 +144,11 @@ def _fixed(
     key: Sequence[str],
     window: TumblingWindow | HoppingWindow,
     aggregates: Aggregates,
-    after: Column,
-) -> tuple[DataFrame, DataFrame]:
+) -> DataFrame:
     """Tumbling and hopping windows: running aggregates, the state's row first."""
     grace = micros(window.grace)
     placed = _placed(fresh, key, window)
-    is_open = has_key(key) & (F.col(WINDOW_END) > F.unix_micros(STREAM_TIME) - grace)
+    is_open = F.unix_micros(WINDOW_END) > F.unix_micros(STREAM_TIME) - grace
     judged = placed.withColumn(_OPEN, F.coalesce(is_open, F.lit(False)))
     # Closed windows stay among the rows, as they are to be counted, but add nothing.
     added = judged.withColumns(
@@ -132,8 +157,9 @@ def _fixed(
     )
     if earlier is not None:
         earlier = earlier.withColumn(_MARK, F.col(TIMESTAMP))
-    rows = union(added, earlier)
-    group = W.partitionBy(PARTITION, *key, WINDOW_START, WINDOW_END).orderBy(FRESH, *ORDER)
+    # By key and window alone, as the result's store wants them next: each partition has its own.
+    rows = gathered(union(added, earlier), [*key, WINDOW_START, WINDOW_END])
+    group = W.partitionBy(*key, WINDOW_START, WINDOW_END, PARTITION).orderBy(FRESH, *ORDER)
     so_far = group.rowsBetween(W.unboundedPreceding, W.currentRow)
     # Sums are made in order of arrival: those of doubles do not depend on how runs are cut.
     running = {
@@ -143,27 +169,28 @@ def _fixed(
     rows = rows.withColumns(
         running | {_MARK: F.max(_MARK).over(so_far), _LAST: F.lead(F.lit(1)).over(group).isNull()}
     )
-    results = rows.where(FRESH).select(
+    fate = F.when(~F.col(FRESH), Fate.KEPT).when(F.col(_OPEN), Fate.APPLIED).otherwise(Fate.DROPPED)
+    return rows.where(F.col(FRESH) | F.col(_LAST)).select(
         *key,
-        *_ends(has_key(key)),
+        WINDOW_START,
+        WINDOW_END,
         *[F.when(F.col(_OPEN), F.expr(e)).alias(c) for c, e in aggregates.columns],
         F.when(F.col(_OPEN), F.col(_MARK)).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
         PARTITION,
         F.lit(False).alias(IS_TOMBSTONE),
-        F.when(F.col(_OPEN), Fate.APPLIED).otherwise(Fate.DROPPED).alias(FATE),
+        fate.alias(FATE),
         *ORDER,
-        F.col(WINDOW_START).alias(TURN),
+        F.unix_micros(WINDOW_START).alias(TURN),
+        _LAST,
+        *[a.name for a in aggregates.accumulators],
     )
-    closed = F.coalesce(F.col(WINDOW_END) <= F.unix_micros(after) - grace, F.lit(False))
-    alive = rows.where(F.col(_LAST) & F.col(_MARK).isNotNull() & ~closed)
-    return results, _state(alive, key, aggregates.accumulators, F.col(_MARK))
 
 
 def _placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | HoppingWindow) -> DataFrame:
-    """Each record once for each window it belongs to, with the window's ends in microseconds.
+    """Each record once for each window it belongs to, with the window's ends.
 
-    A record without a key, which is dropped, stays one row. Kafka has no windows that start before
-    1970; here they take records from before 1970 only.
+    A record without a key, which is dropped, stays one row, without a window. Kafka has no windows
+    that start before 1970; here they take records from before 1970 only.
     """
     size, advance, at = micros(window.size), micros(window.advance), F.unix_micros(TIMESTAMP)
     if isinstance(window, TumblingWindow):
@@ -174,7 +201,8 @@ def _placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | Hoppi
         first = F.when(at >= 0, F.greatest(first, F.lit(0))).otherwise(first)
         first = F.when(has_key(key), first).otherwise(last)
         placed = fresh.withColumn(WINDOW_START, F.explode(F.sequence(first, last, advance)))
-    return placed.withColumn(WINDOW_END, F.col(WINDOW_START) + size)
+    ends = placed.withColumn(WINDOW_END, F.col(WINDOW_START) + size)
+    return ends.withColumns(dict(zip((WINDOW_START, WINDOW_END), _ends(key), strict=True)))
 
 
 def _sessions(
@@ -183,8 +211,7 @@ def _sessions(
     key: Sequence[str],
     window: SessionWindow,
     aggregates: Aggregates,
-    after: Column,
-) -> tuple[DataFrame, DataFrame]:
+) -> DataFrame:
     at, wait = F.unix_micros(TIMESTAMP), micros(window.closes_after)
     records = fresh.select(
         *[c for c in fresh.columns if c not in (TIMESTAMP, STREAM_TIME)],
@@ -195,35 +222,28 @@ def _sessions(
         (F.unix_micros(STREAM_TIME) - wait).alias(HORIZON),
     )
     if earlier is not None:
-        earlier = earlier.drop(TIMESTAMP)
+        ends = {end: F.unix_micros(end) for end in (WINDOW_START, WINDOW_END)}
+        earlier = earlier.drop(TIMESTAMP).withColumns(ends)
     merged = sessions.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
     updated = F.col(KIND) == sessions.MERGED
-    closed = F.col(KIND) == sessions.CLOSED
-    ended = F.timestamp_micros(WINDOW_END)
-    results = merged.where(F.col(KIND) != sessions.STATE).select(
+    kept = F.col(KIND) == sessions.STATE
+    fate = F.when(kept, Fate.KEPT).when(F.col(KIND) == sessions.CLOSED, Fate.DROPPED)
+    return merged.select(
         *key,
-        *_ends(has_key(key)),
+        *_ends(key),
         *[F.when(updated, F.expr(e)).alias(c) for c, e in aggregates.columns],
-        ended.alias(TIMESTAMP),
+        F.timestamp_micros(WINDOW_END).alias(TIMESTAMP),
         PARTITION,
         (F.col(KIND) == sessions.REPLACED).alias(IS_TOMBSTONE),
-        F.when(closed, Fate.DROPPED).otherwise(Fate.APPLIED).alias(FATE),
+        fate.otherwise(Fate.APPLIED).alias(FATE),
         *ORDER,
         TURN,
+        kept.alias(_LAST),
+        *[a.name for a in aggregates.accumulators],
     )
-    over = F.coalesce(F.col(WINDOW_END) < F.unix_micros(after) - wait, F.lit(False))
-    alive = merged.where((F.col(KIND) == sessions.STATE) & ~over)
-    return results, _state(alive, key, aggregates.accumulators, ended)
 
 
-def _ends(has_window: Column | None = None) -> list[Column]:
-    """The ends of a row's window as timestamps."""
-    ends = [(c, F.timestamp_micros(c)) for c in (WINDOW_START, WINDOW_END)]
-    return [(e if has_window is None else F.when(has_window, e)).alias(c) for c, e in ends]
-
-
-def _state(
-    rows: DataFrame, key: Sequence[str], accumulators: Sequence[Accumulator], newest: Column
-) -> DataFrame:
-    names = [a.name for a in accumulators]
-    return rows.select(*key, *_ends(), PARTITION, *names, newest.alias(TIMESTAMP))
+def _ends(key: Sequence[str]) -> list[Column]:
+    """The ends of a row's window, from epoch microseconds; null where it has no key."""
+    ends = (WINDOW_START, WINDOW_END)
+    return [F.when(has_key(key), F.timestamp_micros(c)).alias(c) for c in ends]

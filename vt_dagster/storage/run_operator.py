@@ -20,10 +20,10 @@ from vt_dagster.storage.store import AssetStore, Head
 
 @dataclass(frozen=True)
 class Results:
-    """What an operator made of a run: its rows with their fate, and what it keeps; both lazy."""
+    """What an operator made of a run: its rows with their fate, lazy, and what it knew before."""
 
     rows: DataFrame
-    state: DataFrame | None = None
+    before: operate.Before
 
 
 def _operator(node: Stream) -> Operator:
@@ -116,7 +116,7 @@ def results_of(
         after=by_partition(arrival.stream_time),
     )
     with few_records(arrival.few):
-        return Results(*operate.operate(store.node, taken, before))
+        return Results(operate.operate(store.node, taken, before), before)
 
 
 def commit_results(
@@ -139,7 +139,7 @@ def commit_results(
     operator = _operator(node)
     with small_run(store.spark, arrival.small):
         kept = results.rows.persist()
-        held = None if results.state is None else results.state.persist()
+        held = operate.state_after(node, kept, results.before)
         try:
             found = gate(node, kept)
             done = found.counts
@@ -179,8 +179,6 @@ def commit_results(
             store.commit(few_files(rows, done["applied"]), commit)
         finally:
             kept.unpersist()
-            if held is not None:
-                held.unpersist()
         return finish(store, arrival)
 
 
