@@ -18,6 +18,9 @@ from vt_dagster.core import stream_table_join
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.storage.join_way import tiles_of
 
+WARM = 3
+"""Rounds before those that count: until then the JVM compiles, and ours has most to compile."""
+
 KEYS = 10_000
 SHUFFLE, SORT, TEMPO, DUCKDB = (
     "Spark scan + shuffle + write",
@@ -150,6 +153,7 @@ def run(
             DUCKDB: lambda: in_duckdb(stream_path, versions_path, outputs.fresh("duckdb")),
         },
         repeat,
+        warm=WARM,
     )
     expected = fingerprint(outputs.path("duckdb"))
     for other in ("ours", "sorted", "tempo"):

@@ -35,21 +35,23 @@ Times = dict[str, list[float]]
 """Contender -> seconds, one for each repetition."""
 
 
-def take_turns(contenders: Mapping[str, Callable[[], dict[str, float] | None]], repeat: int) -> Times:
-    """Times contenders in turns, A B A B …, after one round that is not counted.
+def take_turns(
+    contenders: Mapping[str, Callable[[], dict[str, float] | None]], repeat: int, warm: int = 1
+) -> Times:
+    """Times contenders in turns, A B A B …, after some rounds that are not counted.
 
-    Where there is but one round, it is counted.
+    Where there is but one round to be counted, there are none before it.
 
     A contender may return times of its own parts; they are kept as ``contender: part``.
     """
     times: Times = {}
-    for turn in range(repeat + 1) if repeat > 1 else (1,):
+    for turn in range(1 - warm if repeat > 1 else 1, repeat + 1):
         for name, run in contenders.items():
             start = time.perf_counter()
             parts = run() or {}
             taken = {name: time.perf_counter() - start}
             taken.update({f"{name}: {part}": seconds for part, seconds in parts.items()})
-            if turn:
+            if turn > 0:
                 for label, seconds in taken.items():
                     times.setdefault(label, []).append(seconds)
     return times

@@ -195,11 +195,11 @@ def operate(node: Stream, taken: Sequence[Taken], before: Before) -> DataFrame:
 
     Returns:
         rows ``key columns, value columns, timestamp, partition, is_tombstone, _fate, ORDER, _turn``,
-        of tables also ``is_latest, old``. What had nothing to say is not among them.
+        of tables also ``is_latest, old``; then what had nothing to say is not among them.
     """
     operator = node.operator
     assert operator is not None
-    rows = _spoken(_results(node, operator, in_order(operator, taken), taken, before))
+    rows = _results(node, operator, in_order(operator, taken), taken, before)
     if not isinstance(node, Table) or not operator.stored:
         return rows
     if isinstance(operator, TableTableJoin) and operator.monotone:
@@ -213,8 +213,9 @@ def operate(node: Stream, taken: Sequence[Taken], before: Before) -> DataFrame:
             history_retention=node.history_retention,
         )
     if operator.emit == "per_run":
-        rows = _spoken(_last_of_run(rows, node.key))
-    pending = rows.drop(IS_LATEST, OLD).withColumn(
+        rows = _last_of_run(rows, node.key)
+    spoken = rows.where(F.col(FATE) != Fate.NO_RESULT)
+    pending = spoken.drop(IS_LATEST, OLD).withColumn(
         FATE, F.when(F.col(FATE) != Fate.APPLIED, F.col(FATE))
     )
     order = [*ORDER, TURN]
@@ -244,10 +245,6 @@ def state_after(node: Stream, rows: DataFrame, before: Before) -> DataFrame | No
     if isinstance(operator, TableTableJoin) and operator.monotone and operator.stored:
         return _last_times(rows, before.state, node.key)
     return None
-
-
-def _spoken(rows: DataFrame) -> DataFrame:
-    return rows.where(F.col(FATE) != Fate.NO_RESULT)
 
 
 def _begins_versions(operator: Operator) -> bool:
