@@ -14,6 +14,7 @@ from pyspark import SparkContext
 from tests.market import Market, record, run
 from vt_dagster import SparkResource
 from vt_dagster.storage import delta
+from vt_dagster.storage.replay import replay
 
 SECONDS = re.compile(r" \(\d+\.\d s\)$")
 
@@ -102,4 +103,14 @@ def test_spark_is_told_once_and_where_its_pages_are(
     where = f", its pages at {pages}" if pages else ""
     assert [SECONDS.sub("", line) for line in said] == [
         f"Spark {pyspark.__version__} on local[2]{where}"
+    ]
+
+
+def test_a_replay_tells_each_of_its_runs(copy: Market) -> None:
+    lines: list[str] = []
+    replay(str(copy.warehouse), copy.prices, "anew", copy.spark, tell=lines.append)
+    assert [SECONDS.sub("", line) for line in lines] == [
+        "anew: decided: 11 in, 8 applied, 1 late, 2 quarantined",
+        "anew: committed batch 1 (log version 0)",
+        "anew: view at version 0, of batch 1",
     ]

@@ -132,7 +132,8 @@ def replay(
     start: Any = None if start_offsets is None else as_offsets(start_offsets)
     if start_time is not None:
         start = datetime.fromtimestamp(parse_time(start_time) / 1e6, tz=timezone.utc)
-    done = replays.replay(warehouse, node, into, build_session("vt-dagster"), start).head()
+    spark = build_session("vt-dagster")
+    done = replays.replay(warehouse, node, into, spark, start, tell=typer.echo).head()
     assert done is not None
     typer.echo(f"{into}: {done.commit.totals.get('in', 0)} records in {done.commit.batch} runs")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -26,14 +26,19 @@ Start = datetime | Mapping[str, Mapping[int, int]] | None
 
 
 def run_once(
-    warehouse: str, node: Stream, spark: SparkSession, wanted: Mapping[str, Offsets] | None = None
+    warehouse: str,
+    node: Stream,
+    spark: SparkSession,
+    wanted: Mapping[str, Offsets] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Receipt:
     """One run of an asset without Dagster: what its ops do, one after another.
 
     Args:
         wanted: of a Kafka source, the offsets up to which it goes; None = all there are.
+        tell: is told what has been written, in a line each.
     """
-    store = AssetStore(warehouse, node, spark)
+    store = AssetStore(warehouse, node, spark, tell)
     operator = node.operator
     if isinstance(operator, StreamTableJoin):
         stream, table = (AssetStore(warehouse, n, spark) for n in (operator.left, operator.right))
@@ -62,7 +67,12 @@ def run_once(
 
 
 def replay(
-    warehouse: str, node: Stream, into: str, spark: SparkSession, start: Start = None
+    warehouse: str,
+    node: Stream,
+    into: str,
+    spark: SparkSession,
+    start: Start = None,
+    tell: Callable[[str], None] | None = None,
 ) -> AssetStore:
     """Makes an asset anew under another name, as far as the live one has come.
 
@@ -73,6 +83,7 @@ def replay(
         into: the name of the new tables, in the same warehouse.
         start: of a Kafka source, where to begin: a time (inclusive) or offsets ``{topic: {partition:
             offset}}``; None = as the source says.
+        tell: is told what each run has written, in a line each.
 
     Returns:
         the new tables.
@@ -96,7 +107,7 @@ def replay(
     if copy.operator is not None:
         copy = replace(copy, operator=replace(copy.operator, name=into))  # pyright: ignore
     ends = head.commit.inputs if isinstance(source, KafkaSource) else None
-    while run_once(warehouse, copy, spark, ends).commit is not None:
+    while run_once(warehouse, copy, spark, ends, tell).commit is not None:
         pass
     return AssetStore(warehouse, copy, spark)
 
