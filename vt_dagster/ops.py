@@ -304,7 +304,7 @@ def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     """Op ``(one DataFrame for each input, arrival) -> results``: the operator itself.
 
     ``results`` are :class:`vt_dagster.storage.run_operator.Results`: rows with what becomes of them,
-    lazy, and what the operator keeps for the next run.
+    lazy, and what the operator knew before.
     """
     inputs = input_nodes(node)
 
