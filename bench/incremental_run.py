@@ -47,7 +47,11 @@ class TimedStore(AssetStore):
 
 
 class Site:
-    """A table of some size with its landing directory, and a Delta table to append to."""
+    """A table of some size with its landing directory, and a Delta table to append to.
+
+    Args:
+        a_year: so many records are a year of event time; None = the table's first ones.
+    """
 
     def __init__(
         self,
@@ -57,8 +61,10 @@ class Site:
         folder: Path,
         schema: Any = generate.RECORD,
         history_retention: timedelta = timedelta(days=3650),
+        a_year: int | None = None,
     ) -> None:
         self.spark, self.versions, self.new = spark, versions, new
+        self.a_year = a_year or versions
         self.keys = min(KEYS, versions // 10)
         self.landing, self.appended = folder / "landing", str(folder / "appended")
         self.landing.mkdir(parents=True)
@@ -80,7 +86,7 @@ class Site:
 
     def deliver(self, rows: int) -> Path:
         """The next file arrives."""
-        lines = generate.json_lines(self.spark, self.delivered, rows, self.versions, self.keys)
+        lines = generate.json_lines(self.spark, self.delivered, rows, self.a_year, self.keys)
         self.file = self.landing / f"{self.delivered:010}.jsonl"
         shutil.copy(lines, self.file)
         self.delivered += rows
@@ -93,10 +99,15 @@ class Site:
         arrival = run_source.pin_files(store, self.source)
         records = run_source.read_records(store, self.source, arrival)
         considered = run_source.consider(store, arrival, records)
-        receipt = run_source.commit_records(store, self.source, arrival, considered)
+        receipt = run_source.commit_records(store, self.source, arrival, considered, self.run_id)
         assert receipt.commit is not None
         writes = sum(store.spent.values())
         return {**store.spent, "the rest": time.perf_counter() - start - writes}
+
+    @property
+    def run_id(self) -> str:
+        """What the run that takes the newest file is called."""
+        return f"run-{self.delivered}"
 
     def store(self) -> TimedStore:
         return TimedStore(self.warehouse, self.table, self.spark)
@@ -154,4 +165,4 @@ def prepare(site: Site, files: int) -> None:
     """Makes the next files, so that making them is not timed."""
     for turn in range(files):
         first = site.delivered + turn * site.new
-        generate.json_lines(site.spark, first, site.new, site.versions, site.keys)
+        generate.json_lines(site.spark, first, site.new, site.a_year, site.keys)

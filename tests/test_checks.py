@@ -194,13 +194,16 @@ def test_healthy_tables_are_green(market: Market) -> None:
 def test_numbers_of_a_healthy_table(market: Market) -> None:
     found = checks(market.results[-1])["prices:every_record_is_accounted_for"].metadata
     numbers = {name: value.value for name, value in found.items()}
+    assert numbers["looked_at"] == "what batch 2 changed"
     assert numbers["records_in"] == 11
     assert numbers["records_applied"] == 8
     assert numbers["records_late"] == 1
     assert numbers["records_quarantined"] == 2
-    assert numbers["records_duplicate"] == 1
     assert numbers["rows_in_log"] == 8
     assert numbers["offending_rows"] == 0
+    everything = audit.audit(market.store(market.prices))[-1]
+    assert everything.looked_at == "everything"
+    assert everything.numbers["records_duplicate"] == 1
 
 
 def test_nothing_committed_yet_is_green(market: Market, tmp_path: Path) -> None:

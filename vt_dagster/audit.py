@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
@@ -31,10 +31,9 @@ from vt_dagster.operators import (
     UntilWindowCloses,
 )
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Applied
-from vt_dagster.storage.runs import small_logs
+from vt_dagster.storage.positions import Applied, Commit, Offsets
 from vt_dagster.storage.segments import Segments
-from vt_dagster.storage.small_runs import small_run
+from vt_dagster.storage.small_runs import is_small, small_run
 from vt_dagster.storage.store import AssetStore, Head
 
 SAMPLE = 10
@@ -42,12 +41,13 @@ SAMPLE = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: how many rows offend, a few of them, and other numbers."""
+    """The result of one check: how many rows offend, a few of them, other numbers, and among what."""
 
     name: str
     offending: int
     sample: list[dict[str, Any]]
     numbers: dict[str, int] = field(default_factory=dict[str, int])
+    looked_at: str = "everything"
 
     @property
     def passed(self) -> bool:
@@ -113,8 +113,31 @@ def _is_final(node: Stream) -> bool:
     return isinstance(node.operator, Suppress) and isinstance(node.operator.until, UntilWindowCloses)
 
 
-def audit(store: AssetStore) -> list[Finding]:
+@dataclass(frozen=True)
+class Scope:
+    """What an audit looks at.
+
+    Args:
+        start: the log from these offsets on (inclusive).
+        segment: of a versioned table's view what is current, and history from this segment on; None =
+            all of it.
+        rows: so many of the log, and ``met``, of the view, more or less.
+    """
+
+    start: Offsets
+    segment: int | None
+    rows: int
+    met: int
+
+
+def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
     """Runs all checks of an asset on its committed tables.
+
+    Args:
+        run_id: where the last batch is this run's, and nobody else has written to log or view since the
+            batch before it, only what the batch changed is looked at: its rows of the log, the results
+            that they could be at odds with, and the segments of the view that it wrote. What it left
+            alone has been looked at after earlier runs. None = everything.
 
     Plan: one pass over the view for all checks on it, one over the log's offsets; samples are only
     fetched for a check that fails.
@@ -122,22 +145,52 @@ def audit(store: AssetStore) -> list[Finding]:
     head = store.catch_up()
     if head is None:
         return [Finding(check.name, 0, []) for check in checks_of(store.node)]
-    with small_run(store.spark, small_logs(head)):
-        return _findings(store, head)
+    total = sum(head.commit.next_offset.values())
+    scope = None
+    if run_id is not None and head.commit.run_id == run_id:
+        scope = _of_the_batch(store, head)
+    scope = scope or Scope({}, None, total, 0)
+    with small_run(store.spark, is_small(scope.rows, scope.met)):
+        found = _findings(store, head, scope)
+    if not scope.start:
+        return found
+    return [replace(one, looked_at=f"what batch {head.commit.batch} changed") for one in found]
 
 
-def _findings(store: AssetStore, head: Head) -> list[Finding]:
+def _of_the_batch(store: AssetStore, head: Head) -> Scope | None:
+    """What the last batch changed; None where more than that must be looked at."""
+    batch = head.commit.batch
+    before = delta.batch_before(store.log_path, batch)
+    if before is None:
+        return None
+    start = Commit.model_validate(before.document).next_offset
+    rows = sum(head.commit.next_offset.values()) - sum(start.values())
+    if not isinstance(store.node, Table):
+        return Scope(start, None, rows, 0)
+    found = store.view_applied()
+    if found is None or delta.batch_before(store.view_path, batch) is None:
+        return None
+    applied = found[1]
+    if applied.segments is None:
+        return Scope(start, None, rows, applied.rows)
+    numbers = delta.partitions_written(store.view_path, batch, SEGMENT)
+    newest = applied.segments.first + len(applied.segments.ends)
+    first = min((int(n) for n in numbers if n is not None), default=newest)
+    return Scope(start, first, rows, applied.rows + applied.segments.rows_from(first, applied.total))
+
+
+def _findings(store: AssetStore, head: Head, scope: Scope) -> list[Finding]:
     node = store.node
     found: list[Finding] = []
     if isinstance(node, VersionedTable):
-        found += _versions(store, node)
+        found += _versions(store, node, scope)
     elif isinstance(node, Table):
         found += _rows(store, node)
     if _goes_forward(node):
-        found.append(_order(store, node))
+        found.append(_order(store, node, head, scope))
     if _is_final(node):
-        found.append(_final(store, node))
-    return [*found, _accounted(store, head)]
+        found.append(_final(store, node, head, scope))
+    return [*found, _accounted(store, head, scope)]
 
 
 def _in_one_pass(
@@ -168,12 +221,15 @@ def _stored_view(store: AssetStore) -> tuple[DataFrame, Applied]:
     return delta.read(store.spark, store.view_path), found[1]
 
 
-def _versions(store: AssetStore, node: VersionedTable) -> list[Finding]:
+def _versions(store: AssetStore, node: VersionedTable, scope: Scope) -> list[Finding]:
     rows, applied = _stored_view(store)
     in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
     following = F.col("_next")
     horizon = step.horizon_of(node, by_partition(applied.stream_time))
     layout = applied.segments or Segments()
+    if scope.segment is not None:
+        wanted = f"{SEGMENT} IS NULL OR {SEGMENT} >= {scope.segment} OR {SEGMENT} < {layout.first}"
+        rows = rows.where(wanted)
     # Segments are forgotten as a whole; readers leave out what has expired in the others.
     gone = F.coalesce(F.col(SEGMENT) < layout.first, F.lit(True))
     expired = F.coalesce(F.col(VALID_TO) <= horizon, F.lit(False))
@@ -206,11 +262,30 @@ def _stored_log(store: AssetStore) -> DataFrame:
     return delta.read(store.spark, store.log_path)
 
 
-def _order(store: AssetStore, node: Stream) -> Finding:
+def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: str) -> DataFrame:
+    """Rows of the log: those to be looked at, and the earlier ones that are as young as any of them.
+
+    Args:
+        among: which rows have to do with the check.
+        moment: the column that says how young a row is.
+
+    Plan: where not everything is looked at, a job that finds the oldest; Delta leaves out files by it.
+    """
+    log = _stored_log(store).where(among)
+    if not scope.start:
+        return log
+    new = store.log(scope.start, head).where(among)
+    oldest = new.agg(F.min(moment)).collect()[0][0]
+    return new if oldest is None else log.where(F.col(moment) >= F.lit(oldest))
+
+
+def _order(store: AssetStore, node: Stream, head: Head, scope: Scope) -> Finding:
     before = W.partitionBy(PARTITION, *node.key).orderBy(OFFSET).rowsBetween(W.unboundedPreceding, -1)
-    log = _stored_log(store)
-    on_time = log.where(~F.col(IS_LATE)) if IS_LATE in log.columns else log
-    rows = on_time.where(has_key(node.key)).withColumn("newest_before", F.max(TIMESTAMP).over(before))
+    among = has_key(node.key)
+    if IS_LATE in _stored_log(store).columns:
+        among = among & ~F.col(IS_LATE)
+    rows = _since(store, head, scope, among, TIMESTAMP)
+    rows = rows.withColumn("newest_before", F.max(TIMESTAMP).over(before))
     shown = [*node.key, TIMESTAMP, "newest_before", PARTITION, OFFSET]
     return _in_one_pass(
         rows,
@@ -219,34 +294,33 @@ def _order(store: AssetStore, node: Stream) -> Finding:
     )[0]
 
 
-def _final(store: AssetStore, node: Stream) -> Finding:
+def _final(store: AssetStore, node: Stream, head: Head, scope: Scope) -> Finding:
     earlier = F.row_number().over(W.partitionBy(*node.key).orderBy(PARTITION, OFFSET))
-    rows = _stored_log(store).withColumn("release", earlier)
+    rows = _since(store, head, scope, F.lit(True), node.key[-1]).withColumn("release", earlier)
     shown = [*node.key, TIMESTAMP, "release", PARTITION, OFFSET]
     return _in_one_pass(rows, {FINAL.name: F.col("release") > 1}, lambda bad: bad.select(*shown))[0]
 
 
-def _accounted(store: AssetStore, head: Head) -> Finding:
+def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
     """Counts what is there and compares it with what the commits say that came in."""
     node, totals = store.node, head.commit.totals
-    log = _stored_log(store)
+    log = store.log(scope.start, head) if scope.start else _stored_log(store)
     spots = log.groupBy(PARTITION).agg(
         F.count(F.lit(1)).alias("rows"),
         F.count_distinct(OFFSET).alias("offsets"),
-        (F.max(OFFSET) + 1).alias("end"),
     )
     there = {r[PARTITION]: r for r in spots.collect()}
     problems: list[dict[str, Any]] = []
     lost = doubled = 0
     for partition, end in sorted(head.commit.next_offset.items()):
-        row = there.get(partition)
+        row, first = there.get(partition), scope.start.get(partition, 0)
         rows, offsets = (row["rows"], row["offsets"]) if row else (0, 0)
-        lost += max(0, end - offsets)
+        lost += max(0, end - first - offsets)
         doubled += rows - offsets
-        if rows != end or offsets != end:
-            problems += _gaps(log.where(F.col(PARTITION) == partition), partition, end)
+        if rows != end - first or offsets != end - first:
+            problems += _gaps(log.where(F.col(PARTITION) == partition), partition, first, end)
     numbers = {f"records_{k}": n for k, n in totals.items()}
-    numbers.update(rows_in_log=sum(r["rows"] for r in there.values()), rows_lost=lost)
+    numbers.update(rows_in_log=_stored_log(store).count(), rows_lost=lost)
     if node.operator is None:
         rejected = _rejected_counts(store)
         numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})
@@ -261,7 +335,11 @@ def _accounted(store: AssetStore, head: Head) -> Finding:
                 sum(totals.get(k, 0) for k in ("applied", "late", "quarantined")),
             ),
         ]
-        if isinstance(node, VersionedTable):
+        if scope.start:
+            short.append(
+                ("records applied = rows in the log", totals["applied"], numbers["rows_in_log"])
+            )
+        elif isinstance(node, VersionedTable):
             keys = log.agg(F.count_distinct(F.struct(*node.key, TIMESTAMP))).collect()[0][0]
             numbers["records_duplicate"] = numbers["rows_in_log"] - keys
     elif not isinstance(node.operator, StreamTableJoin):
@@ -284,8 +362,8 @@ def _accounted(store: AssetStore, head: Head) -> Finding:
     return Finding(ACCOUNTED.name, offending, (problems + wrong)[:SAMPLE], numbers)
 
 
-def _gaps(log: DataFrame, partition: int, end: int) -> list[dict[str, Any]]:
-    """Where offsets are missing or stand twice."""
+def _gaps(log: DataFrame, partition: int, start: int, end: int) -> list[dict[str, Any]]:
+    """Where offsets from ``start`` to ``end`` (exclusive) are missing or stand twice."""
     following = F.lead(OFFSET, 1, end).over(W.partitionBy(PARTITION).orderBy(OFFSET))
     first = log.agg(F.min(OFFSET)).collect()[0][0]
     spots = (
@@ -296,8 +374,8 @@ def _gaps(log: DataFrame, partition: int, end: int) -> list[dict[str, Any]]:
         .collect()
     )
     gaps = [(r[OFFSET] + 1, r["next"] - 1) for r in spots]
-    if first is None or first > 0:
-        gaps.insert(0, (0, (end if first is None else first) - 1))
+    if first is None or first > start:
+        gaps.insert(0, (start, (end if first is None else first) - 1))
     return [
         {
             "what": f"offsets of partition {partition}",

@@ -30,7 +30,7 @@ def build_checks(node: Stream) -> dg.AssetChecksDefinition:
         context: dg.AssetCheckExecutionContext, spark: SparkResource, warehouse: WarehouseResource
     ) -> Iterator[dg.AssetCheckResult]:
         started = time.monotonic()
-        found = audit(AssetStore(warehouse.path, node, spark.spark_session))
+        found = audit(AssetStore(warehouse.path, node, spark.spark_session), context.run.run_id)
         for one in found:
             if not one.passed:
                 context.log.error(
@@ -46,7 +46,11 @@ def build_checks(node: Stream) -> dg.AssetChecksDefinition:
 
 
 def _result(finding: Finding, key: dg.AssetKey) -> dg.AssetCheckResult:
-    metadata: dict[str, Any] = {"offending_rows": finding.offending, **finding.numbers}
+    metadata: dict[str, Any] = {
+        "offending_rows": finding.offending,
+        "looked_at": finding.looked_at,
+        **finding.numbers,
+    }
     if finding.sample:
         metadata["sample"] = dg.MetadataValue.table(
             [dg.TableRecord({k: str(v) for k, v in row.items()}) for row in _aligned(finding.sample)]

@@ -142,7 +142,9 @@ def test_the_commands(
         return done.exit_code, done.output
 
     offsets = f'{{"{topic}": {{"0": 3}}}}'
-    code, text = said("replay", "orders", "--into", "less", "--module", "shop", "--from-offsets", offsets)
+    code, text = said(
+        "replay", "orders", "--into", "less", "--module", "shop", "--from-offsets", offsets
+    )
     assert (code, text.splitlines()[-1]) == (0, "less: 2 records in 1 runs"), text
     code, text = said("compare", "orders", "less")
     assert code == 1

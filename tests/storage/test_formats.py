@@ -20,7 +20,16 @@ from pyspark.sql.avro.functions import to_avro
 from pyspark.sql.types import ArrayType, StringType, StructType
 
 from vt_dagster.errors import SourceError
-from vt_dagster.kafka import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
+from vt_dagster.kafka import (
+    Avro,
+    Debezium,
+    Json,
+    KafkaCluster,
+    KafkaSource,
+    Protobuf,
+    Raw,
+    SchemaRegistry,
+)
 from vt_dagster.storage.formats import Format
 
 ROW = StructType().add("id", "long").add("name", "string")
@@ -49,7 +58,9 @@ def decoded(
 ) -> list[dict[str, Any]]:
     """What a format makes of each message; ``reason`` alone where it cannot be read."""
     rows = spark.createDataFrame([(i, bytearray(m)) for i, m in enumerate(messages)], "i int, m binary")
-    found = format_.decode(F.col("m"), wanted, "orders-value")
+    found = format_.decode(F.col("m"), wanted, "orders-value", "read")
+    for name, parsed in found.parsed.items():
+        rows = rows.withColumn(name, parsed)
     columns = [found.row[n].alias(n) for n in format_.columns(wanted)]
     if found.deleted is not None:
         columns.append(found.deleted.alias("deleted"))
@@ -269,3 +280,21 @@ def test_debezium_avro(spark: SparkSession) -> None:
     assert decoded(spark, Debezium(Avro(json.dumps(envelope))), [made], ROW) == [
         {"id": 7, "name": "x", "deleted": False, "time": AT}
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "reader"),
+    [
+        (Json(), "from_json("),
+        (Debezium(), "from_json("),
+        (Avro(schema=json.dumps(V1)), "from_avro("),
+        (Debezium(Avro(schema=json.dumps(V1))), "from_avro("),
+    ],
+    ids=str,
+)
+def test_a_message_is_read_once(spark: SparkSession, value: Format, reader: str) -> None:
+    """However many columns and reasons are made of it: reading is what a run spends its time with."""
+    source = KafkaSource(KafkaCluster("localhost:1"), "orders", value=value)
+    rows = source.read(spark, {"orders": {0: (0, 9)}}, key=["id"], schema=WANTED)
+    plan = rows._jdf.queryExecution().optimizedPlan().toString()
+    assert plan.count(reader) == 1, plan

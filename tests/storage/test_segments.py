@@ -14,7 +14,9 @@ from pyspark.sql import SparkSession
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.audit import audit
 from vt_dagster.errors import ConcurrentRunError
-from vt_dagster.storage import delta, segments
+from vt_dagster.storage import delta, run_source, segments, small_runs
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.storage.positions import Applied
 from vt_dagster.storage.segments import Segments
 from vt_dagster.storage.store import AssetStore
 
@@ -118,6 +120,40 @@ def test_what_was_deleted_and_forgotten_does_not_come_back(tmp_path: Path, spark
     store = topology.store("rates", spark)
     assert {row.k for row in store.read("versions").collect()} == {"b"}
     assert [f.name for f in audit(store) if not f.passed] == []
+
+
+def test_a_run_is_small_by_what_it_meets(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the log has become: a table that runs often would be slow from some day on."""
+    monkeypatch.setattr(small_runs, "_FEW_MET", 8)
+    topology = Topology(tmp_path)
+
+    def next_is_small(file: str, *records: tuple[str, int, float]) -> bool:
+        topology.land("rates", file, records)
+        store = topology.store("rates", spark)
+        assert isinstance(topology.rates.source, FilesSource)
+        small = run_source.pin_files(store, topology.rates.source).small
+        topology.run("rates", spark)
+        return small
+
+    assert next_is_small("0.jsonl", *[("a", i, i / 10) for i in range(20)]), "nothing is there"
+    assert not next_is_small("1.jsonl", ("b", 1, 3)), "all that is there has just been written"
+    assert next_is_small("2.jsonl", *[(k, 1, 4) for k in "cdefghijk"]), "two keys are current"
+    assert not next_is_small("3.jsonl", ("a", 1, 5)), "eleven are"
+    head = topology.store("rates", spark).head()
+    assert head is not None
+    assert sum(head.commit.next_offset.values()) == 31
+
+
+def test_how_many_rows_a_time_reaches() -> None:
+    layout = Segments(first=2, ends=[10, 20], rows=4)
+    view = Applied(asset="a", batch=1, attempt="", next_offset={0: 50}, segments=layout, rows=3)
+    assert [view.reach(None), view.reach(25), view.reach(20)] == [3, 7, 7]
+    assert [view.reach(19), view.reach(-1)] == [
+        7 + segments.SEGMENT_ROWS,
+        7 + 2 * segments.SEGMENT_ROWS,
+    ]
 
 
 def test_a_join_reads_the_history_that_it_needs(

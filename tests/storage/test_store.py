@@ -219,7 +219,7 @@ def test_an_older_view_never_replaces_a_newer_one(done: Topology, spark: SparkSe
     assert head is not None
     before = done.tables("rates", spark)
     older = head.commit.model_copy(update={"batch": 1, "next_offset": {0: 3}})
-    store._update_view(done.rates, type(head)(0, older))
+    store._update_view(type(head)(0, older))
     assert done.tables("rates", spark) == before
 
 

@@ -12,7 +12,7 @@ import posixpath
 import re
 import threading
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import fsspec
 from pyspark.sql import DataFrame, SparkSession
@@ -28,13 +28,27 @@ _one_at_a_time = threading.Lock()
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 
 
+class Ours(NamedTuple):
+    """A commit of ours.
+
+    Args:
+        version: the table's version at it.
+        document: what it carries.
+        rows: how many rows it wrote, as Delta counted them; 0 where it did not.
+    """
+
+    version: int
+    document: dict[str, Any]
+    rows: int
+
+
 def filesystem(path: str) -> tuple[Any, str]:
     """The file system of a path and the path on it. Hadoop's ``s3a://`` is ``s3://`` here."""
     return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
 
 
-def last_commit(path: str) -> tuple[int, dict[str, Any]] | None:
-    """The newest commit of ours: the table's version at it and the document it carries.
+def last_commit(path: str) -> Ours | None:
+    """The newest commit of ours.
 
     Returns:
         None where there is no table yet. Commits after ours that only compact or clean up change no
@@ -46,9 +60,9 @@ def last_commit(path: str) -> tuple[int, dict[str, Any]] | None:
     names = _commit_files(path)
     found = next(_ours(path, names), None)
     if found is not None:
-        newer = names[: names.index(f"{found[0]:020d}.json")]
-        if newer and all(_operation(path, name) in _UPKEEP for name in newer):
-            return int(newer[0][:20]), found[1]
+        newer = names[: names.index(f"{found.version:020d}.json")]
+        if newer and all(_info(path, name).get("operation") in _UPKEEP for name in newer):
+            return found._replace(version=int(newer[0][:20]))
     if found is None and names:
         raise StorageError(
             f"{path} is a Delta table, but none of its {len(names)} commits was written by "
@@ -69,13 +83,55 @@ def _commit_files(path: str) -> list[str]:
     return sorted((n for n in names if _COMMIT_FILE.fullmatch(n)), reverse=True)
 
 
-def _ours(path: str, names: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _ours(path: str, names: Iterable[str]) -> Iterator[Ours]:
+    found = (_own(name, _info(path, name)) for name in names)
+    return (one for one in found if one is not None)
+
+
+def _own(name: str, info: dict[str, Any]) -> Ours | None:
+    try:
+        document = json.loads(info.get("userMetadata") or "{}").get(MARK)
+    except (ValueError, AttributeError):
+        return None
+    if not isinstance(document, dict):
+        return None
+    written = (info.get("operationMetrics") or {}).get("numOutputRows", 0)
+    return Ours(int(name[:20]), document, int(written))
+
+
+def batch_before(path: str, batch: int) -> Ours | None:
+    """Our newest commit of an earlier batch; None where there is none, or where somebody else has
+    written to the table since. Does not use Spark."""
+    for name in _commit_files(path):
+        info = _info(path, name)
+        found = _own(name, info)
+        if found is None and info.get("operation") not in _UPKEEP:
+            return None
+        if found is not None and found.document["batch"] < batch:
+            return found
+    return None
+
+
+def partitions_written(path: str, batch: int, column: str) -> set[str | None]:
+    """The values of a partition column in whose partitions our newest commit of a batch put files.
+    Does not use Spark."""
+    found = next(one for one in _ours(path, _commit_files(path)) if one.document["batch"] == batch)
     fs, root = filesystem(path)
-    for name in names:
-        with fs.open(posixpath.join(root, "_delta_log", name), "rt", encoding="utf-8") as lines:
-            document = _document(lines)
-        if document is not None:
-            yield int(name[:20]), document
+    with fs.open(
+        posixpath.join(root, "_delta_log", f"{found.version:020d}.json"), "rt", encoding="utf-8"
+    ) as lines:
+        actions = [json.loads(line) for line in lines if line.startswith('{"add"')]
+    return {action["add"]["partitionValues"].get(column) for action in actions}
+
+
+def _info(path: str, name: str) -> dict[str, Any]:
+    """What a commit file says of the commit as a whole."""
+    fs, root = filesystem(path)
+    with fs.open(posixpath.join(root, "_delta_log", name), "rt", encoding="utf-8") as lines:
+        for line in lines:
+            if '"commitInfo"' in line:
+                return json.loads(line).get("commitInfo", {})
+    return {}
 
 
 def exists(path: str) -> bool:
@@ -88,33 +144,12 @@ def is_conflict(error: Exception) -> bool:
     return _CONFLICT.search(str(error)) is not None
 
 
-def _operation(path: str, name: str) -> str | None:
-    fs, root = filesystem(path)
-    with fs.open(posixpath.join(root, "_delta_log", name), "rt", encoding="utf-8") as lines:
-        for line in lines:
-            if '"commitInfo"' in line:
-                return json.loads(line).get("commitInfo", {}).get("operation")
-    return None
-
-
 def _version_of(path: str, batch: int, attempt: str) -> int | None:
     """The version that this attempt made of a batch, later ones may stand above it by now; None = it
     was another attempt that wrote the batch."""
-    for version, document in _ours(path, _commit_files(path)):
-        if document["batch"] <= batch:
-            return version if document["attempt"] == attempt else None
-    return None
-
-
-def _document(lines: Any) -> dict[str, Any] | None:
-    for line in lines:
-        info = json.loads(line).get("commitInfo") if '"commitInfo"' in line else None
-        if info is not None:
-            try:
-                found = json.loads(info.get("userMetadata") or "{}").get(MARK)
-            except (ValueError, AttributeError):
-                return None
-            return found if isinstance(found, dict) else None
+    for found in _ours(path, _commit_files(path)):
+        if found.document["batch"] <= batch:
+            return found.version if found.document["attempt"] == attempt else None
     return None
 
 

@@ -31,12 +31,15 @@ class Decoded(NamedTuple):
     """What a format makes of a message.
 
     Args:
+        parsed: columns to add before, in this order, by name. The others are made of them, so that a
+            message is read once however often it is looked at: Spark does not see that by itself.
         row: a struct with the columns that were asked for.
         reason: a ``Reason``; null where the message could be read.
         deleted: whether the message says that its key was deleted; None = only a null message does.
         time: TIMESTAMP of the change, if the message has one.
     """
 
+    parsed: dict[str, Column]
     row: Column
     reason: Column
     deleted: Column | None = None
@@ -47,11 +50,12 @@ class Format(ABC):
     """How the bytes of a message are read."""
 
     @abstractmethod
-    def decode(self, message: Column, wanted: StructType, subject: str) -> Decoded:
-        """The columns that are wanted out of a message that is not null.
+    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+        """The columns that are wanted out of a message; where it is null, no matter which.
 
         Args:
             subject: the name under which a schema registry keeps the message's schemas.
+            into: what the names of ``parsed`` begin with.
 
         Raises:
             SourceError: a schema cannot be had.
@@ -128,12 +132,13 @@ class Json(Format):
     options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     framed: bool = False
 
-    def decode(self, message: Column, wanted: StructType, subject: str) -> Decoded:
+    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         text = _unframed(message) if self.framed else message
         fields = [*_nullable(wanted).fields, StructField(_CORRUPT, StringType())]
         options = {**self.options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-        row = F.from_json(text.cast("string"), StructType(fields), options)
-        return Decoded(row, _unreadable_if(row.isNull() | row[_CORRUPT].isNotNull()))
+        parsed = {into: F.from_json(text.cast("string"), StructType(fields), options)}
+        row = F.col(into)
+        return Decoded(parsed, row, _unreadable_if(row.isNull() | row[_CORRUPT].isNotNull()))
 
 
 @dataclass(frozen=True)
@@ -149,14 +154,14 @@ class Raw(Format):
     def columns(self, wanted: StructType) -> list[str]:
         return [n for n in wanted.names if n == self.column]
 
-    def decode(self, message: Column, wanted: StructType, subject: str) -> Decoded:
+    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         kind = wanted[self.column].dataType
         if isinstance(kind, BinaryType):
-            return Decoded(F.struct(message.alias(self.column)), _unreadable_if(F.lit(False)))
+            return Decoded({}, F.struct(message.alias(self.column)), _unreadable_if(F.lit(False)))
         text = message.cast("string")
         value = text if isinstance(kind, StringType) else text.try_cast(kind)
         broken = ~F.is_valid_utf8(text) | value.isNull()
-        return Decoded(F.struct(value.alias(self.column)), _unreadable_if(broken))
+        return Decoded({}, F.struct(value.alias(self.column)), _unreadable_if(broken))
 
 
 @dataclass(frozen=True)
@@ -178,19 +183,23 @@ class Avro(Format):
         if (self.schema is None) == (self.registry is None):
             raise SourceError("Avro: expected either a schema or a registry; give exactly one of them")
 
-    def decode(self, message: Column, wanted: StructType, subject: str) -> Decoded:
+    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         if self.schema is not None:
-            row = _from_avro(message, self.schema, wanted)
-            return Decoded(row, _unreadable_if(row[_READ].isNull()))
+            parsed = {into: _from_avro(message, self.schema, wanted)}
+            row = _row_of(F.col(into), self.schema, wanted)
+            return Decoded(parsed, row, _unreadable_if(row[_READ].isNull()))
         assert self.registry is not None
         number = F.conv(F.hex(F.substring(message, 2, 4)), 16, 10).cast("long")
         row: Any = F.lit(None)
+        parsed = dict[str, Column]()
         known = self.registry.schemas(self.subject or subject)
         for id_, schema in known.items():
-            row = F.when(number == id_, _from_avro(_unframed(message), schema, wanted)).otherwise(row)
+            name = f"{into}_{id_}"
+            parsed[name] = F.when(number == id_, _from_avro(_unframed(message), schema, wanted))
+            row = F.when(number == id_, _row_of(F.col(name), schema, wanted)).otherwise(row)
         reason = F.when(~_is_framed(message), Reason.UNREADABLE)
         reason = reason.when(~number.isin(list(known)), Reason.UNKNOWN_SCHEMA)
-        return Decoded(row, reason.when(row[_READ].isNull(), Reason.UNREADABLE))
+        return Decoded(parsed, row, reason.when(row[_READ].isNull(), Reason.UNREADABLE))
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,7 @@ class Protobuf(Format):
     message: str
     framed: bool = False
 
-    def decode(self, message: Column, wanted: StructType, subject: str) -> Decoded:
+    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         try:
             descriptors = Path(self.descriptor).read_bytes()
         except OSError as error:
@@ -224,8 +233,10 @@ class Protobuf(Format):
             _without_indexes(_unframed(message)) if self.framed else message
         )
         # proto3's JSON writes 64-bit integers as texts and bytes as base64.
-        row = F.from_json(text, _nullable(wanted), {"mode": "PERMISSIVE"})
-        return Decoded(row, _unreadable_if(text.isNull() | row.isNull()))
+        name = f"{into}_text"
+        row = F.from_json(F.col(name), _nullable(wanted), {"mode": "PERMISSIVE"})
+        broken = F.col(name).isNull() | F.col(into).isNull()
+        return Decoded({name: text, into: row}, F.col(into), _unreadable_if(broken))
 
 
 @dataclass(frozen=True)
@@ -244,20 +255,20 @@ class Debezium(Format):
     format: Json | Avro = field(default_factory=Json)
     timestamp: Literal["source", "record"] = "source"
 
-    def decode(self, message: Column, wanted: StructType, subject: str) -> Decoded:
-        row = _nullable(wanted)
+    def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+        image = _nullable(wanted)
         source = StructType([StructField("ts_ms", LongType())])
         event = StructType(
             [
-                StructField("before", row),
-                StructField("after", row),
+                StructField("before", image),
+                StructField("after", image),
                 StructField("op", StringType()),
                 StructField("source", source),
             ]
         )
         wrapped = isinstance(self.format, Json)
         asked = StructType([*event.fields, StructField("payload", event)]) if wrapped else event
-        found = self.format.decode(message, asked, subject)
+        found = self.format.decode(message, asked, subject, into)
 
         def part(name: str) -> Column:
             plain = found.row[name]
@@ -268,7 +279,8 @@ class Debezium(Format):
         empty = ~deleted & part("after").isNull()
         reason = F.coalesce(found.reason, F.when(~known | empty, Reason.UNREADABLE))
         time = F.timestamp_millis(part("source")["ts_ms"]) if self.timestamp == "source" else None
-        return Decoded(F.when(deleted, part("before")).otherwise(part("after")), reason, deleted, time)
+        row = F.when(deleted, part("before")).otherwise(part("after"))
+        return Decoded(found.parsed, row, reason, deleted, time)
 
 
 def _unreadable_if(broken: Column) -> Column:
@@ -295,7 +307,7 @@ def _without_indexes(message: Column) -> Column:
 
 
 def _from_avro(message: Column, schema: str, wanted: StructType) -> Column:
-    """The wanted fields of an Avro message, and whether it could be read.
+    """An Avro message with all its fields, and one more that says whether it could be read.
 
     Spark gives an unreadable message as a row of nulls, which a readable one may be too: a field that
     only the reader has, with a default, tells them apart.
@@ -304,20 +316,24 @@ def _from_avro(message: Column, schema: str, wanted: StructType) -> Column:
 
     declared = json.loads(schema)
     if not _is_record(declared):
-        value = from_avro(message, schema, {"mode": "PERMISSIVE"})
         if len(wanted.fields) != 1:
             raise SourceError(
                 f"Avro: the schema is {schema}, expected a record with the fields {wanted.names}; "
                 "give another schema, or a single column for such a value"
             )
-        only = value.cast(wanted.fields[0].dataType)
-        return F.struct(only.alias(wanted.names[0]), value.isNotNull().alias(_READ))
+        return from_avro(message, schema, {"mode": "PERMISSIVE"})
     marked = {"name": _READ, "type": ["boolean", "null"], "default": True}
     reader = {**declared, "fields": [*declared["fields"], marked]}
-    options = {"mode": "PERMISSIVE", "avroSchema": json.dumps(reader)}
-    row = from_avro(message, schema, options)
-    fields = _projected(row, declared, wanted, {})
-    return F.struct(*fields, row[_READ].alias(_READ))
+    return from_avro(message, schema, {"mode": "PERMISSIVE", "avroSchema": json.dumps(reader)})
+
+
+def _row_of(value: Column, schema: str, wanted: StructType) -> Column:
+    """The wanted fields of what ``_from_avro`` made, and whether it could be read."""
+    declared = json.loads(schema)
+    if not _is_record(declared):
+        only = value.cast(wanted.fields[0].dataType)
+        return F.struct(only.alias(wanted.names[0]), value.isNotNull().alias(_READ))
+    return F.struct(*_projected(value, declared, wanted, {}), value[_READ].alias(_READ))
 
 
 def _is_record(kind: Any) -> bool:

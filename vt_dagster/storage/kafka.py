@@ -297,12 +297,14 @@ class KafkaSource:
         message, message_key = F.col(RAW), F.col(RAW_KEY)
         own = StructType([f for f in schema.fields if f.name != self.headers])
         keys = StructType([f for f in schema.fields if f.name in key])
-        value = self.value.decode(message, own, f"{self.topics[0]}-value")
+        value = self.value.decode(message, own, f"{self.topics[0]}-value", "_read_value")
         absent = message.isNull()
+        parsed = value.parsed
         parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
         reason = F.when(~absent, value.reason)
         if self.key is not None:
-            decoded = self.key.decode(message_key, keys, f"{self.topics[0]}-key")
+            decoded = self.key.decode(message_key, keys, f"{self.topics[0]}-key", "_read_key")
+            parsed = {**parsed, **decoded.parsed}
             parts["_key"] = F.when(message_key.isNotNull(), decoded.row)
             reason = F.coalesce(reason, F.when(message_key.isNotNull(), decoded.reason))
         deleted = absent
@@ -311,6 +313,8 @@ class KafkaSource:
         time = F.col(RECORD_TIME)
         if value.time is not None:
             time = F.coalesce(value.time, time)
+        for name, one in parsed.items():
+            messages = messages.withColumn(name, one)
         read = messages.withColumns({**parts, REASON: reason, DELETED: deleted, RECORD_TIME: time})
         good = F.col(REASON).isNull()
 

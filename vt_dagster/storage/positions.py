@@ -85,3 +85,18 @@ class Applied(BaseModel):
     stream_time: dict[int, int] = Field(default_factory=dict)
     segments: Segments | None = None
     """Of a versioned table's view: how its rows are laid out for the next run."""
+    rows: int = Field(default=0, exclude=True)
+    """Not in the document: how many rows the commit wrote. Of a view that is what is current, and what
+    the batch changed of history."""
+
+    def reach(self, moment: int | None) -> int:
+        """How many rows of a view are current or end after a time (none is given: are current), more
+        or less, and not less but by what is in a segment by chance."""
+        if self.segments is None or moment is None:
+            return self.rows
+        return self.rows + self.segments.rows_from(self.segments.number(moment), self.total)
+
+    @property
+    def total(self) -> int:
+        """Records of the log so far."""
+        return sum(self.next_offset.values())

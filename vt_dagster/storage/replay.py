@@ -31,12 +31,14 @@ def run_once(
     spark: SparkSession,
     wanted: Mapping[str, Offsets] | None = None,
     tell: Callable[[str], None] | None = None,
+    run_id: str | None = None,
 ) -> Receipt:
     """One run of an asset without Dagster: what its ops do, one after another.
 
     Args:
         wanted: of a Kafka source, the offsets up to which it goes; None = all there are.
         tell: is told what has been written, in a line each.
+        run_id: what the commit says of whose run it is.
     """
     store = AssetStore(warehouse, node, spark, tell)
     operator = node.operator
@@ -44,13 +46,13 @@ def run_once(
         stream, table = (AssetStore(warehouse, n, spark) for n in (operator.left, operator.right))
         arrival = run_join.pin_join(store, operator, stream)
         considered = run_join.read_stream(stream, operator, arrival)
-        return run_join.commit_join(store, operator, arrival, considered, table)
+        return run_join.commit_join(store, operator, arrival, considered, table, run_id)
     if operator is not None:
         inputs = [AssetStore(warehouse, n, spark) for n in {n.name: n for n in node.inputs}.values()]
         arrival = run_operator.pin_logs(store, inputs)
         logs = run_operator.read_logs(inputs, arrival)
         results = run_operator.results_of(store, inputs, arrival, logs)
-        return run_operator.commit_results(store, arrival, results)
+        return run_operator.commit_results(store, arrival, results, run_id)
     source = node.source
     if isinstance(source, FilesSource):
         arrival = run_source.pin_files(store, source)
@@ -63,7 +65,7 @@ def run_once(
         raise SourceError(f"{node.name}: expected a source or an operator, got neither")
     records = run_source.read_records(store, source, arrival)
     considered = run_source.consider(store, arrival, records)
-    return run_source.commit_records(store, source, arrival, considered)
+    return run_source.commit_records(store, source, arrival, considered, run_id)
 
 
 def replay(

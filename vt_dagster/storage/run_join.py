@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 from pyspark.sql import DataFrame
@@ -15,8 +16,8 @@ from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.join_way import way_of
 from vt_dagster.storage.positions import Offsets
 from vt_dagster.storage.progress import in_words
-from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit, small_logs
-from vt_dagster.storage.small_runs import small_run
+from vt_dagster.storage.runs import Arrival, Receipt, few_files, finish, gate, next_commit
+from vt_dagster.storage.small_runs import is_small, small_run
 from vt_dagster.storage.store import AssetStore
 
 
@@ -31,21 +32,17 @@ def pin_join(store: AssetStore, join: StreamTableJoin, stream: AssetStore) -> Ar
     times = dict(before.stream_time) if before else {}
     if head is None or not taken:
         return Arrival(store.node, previous, "", stream_time=times)
-    arrived = stream.log(start, head)
-    latest = stream_time_of(arrived, grace.moves_stream_time(join.left.key))
-    with small_run(stream.spark, small_logs(previous, head)):
+    name = join.left.name
+    pinned = Arrival(
+        store.node, previous, store.new_attempt(), inputs={name: head}, taken={name: taken}
+    )
+    latest = stream_time_of(stream.log(start, head), grace.moves_stream_time(join.left.key))
+    with small_run(stream.spark, pinned.small):
         found = latest.select(PARTITION, F.unix_micros("stream_time").alias("t")).collect()
     for row in found:
         times[row[PARTITION]] = max(times.get(row[PARTITION], row["t"]), row["t"])
-    return Arrival(
-        store.node,
-        previous,
-        store.new_attempt(),
-        inputs={join.left.name: head},
-        stream_time=times,
-        released=_released(join, before.released if before else {}, times),
-        taken={join.left.name: taken},
-    )
+    released = _released(join, before.released if before else {}, times)
+    return replace(pinned, stream_time=times, released=released)
 
 
 def _released(join: StreamTableJoin, before: dict[int, int], times: dict[int, int]) -> dict[int, int]:
@@ -97,17 +94,19 @@ def commit_join(
     """
     if arrival.empty:
         return Receipt(None, None)
-    with small_run(store.spark, arrival.small and small_logs(table.head())):
+    with small_run(store.spark, arrival.small):
         counts, due = _fates(considered, arrival, join)
-        reads = {f"{n}/log": head.version for n, head in arrival.inputs.items()}
-        found = table.view(since=_NEVER if due is None else due[0])
-        if found is None:
-            schema = step.view_schema(join.right)
-            view, table_time = store.spark.createDataFrame([], schema), by_partition({})
-        else:
-            reads[f"{join.right.name}/view"] = found[0]
-            view, table_time = found[2], by_partition(found[1].stream_time)
-        known = 0 if found is None else sum(found[1].next_offset.values())
+    since = _NEVER if due is None else due[0]
+    reads = {f"{n}/log": head.version for n, head in arrival.inputs.items()}
+    found, known, met = table.view(since), 0, 0
+    if found is None:
+        schema = step.view_schema(join.right)
+        view, table_time = store.spark.createDataFrame([], schema), by_partition({})
+    else:
+        reads[f"{join.right.name}/view"] = found[0]
+        view, table_time = found[2], by_partition(found[1].stream_time)
+        known, met = sum(found[1].next_offset.values()), found[1].reach(since)
+    with small_run(store.spark, arrival.small and is_small(arrival.records, met)):
         way, strategy = way_of(join.right, view, arrival.few, known, due)
         results = step.join_records(join, considered, view, table_time, way).persist()
         try:
@@ -135,7 +134,7 @@ def commit_join(
             store.commit(few_files(rows, out), commit)
         finally:
             results.unpersist()
-        return finish(store, arrival)
+    return finish(store, arrival)
 
 
 _NEVER = 2**62

@@ -40,12 +40,14 @@ def pin_logs(store: AssetStore, inputs: Sequence[AssetStore]) -> Arrival:
     heads: dict[str, Head] = {}
     views: dict[str, int] = {}
     taken: dict[str, dict[int, tuple[int, int]]] = {}
+    met = store.current_rows()
     for one in inputs:
         name = one.node.name
         if operate.reads_views(operator):
             head, view = one.pinned_view()
             if view is not None:
                 views[name] = view
+                met += one.current_rows()
         else:
             head = one.catch_up()
         if head is None:
@@ -57,7 +59,14 @@ def pin_logs(store: AssetStore, inputs: Sequence[AssetStore]) -> Arrival:
         if ranges:
             taken[name] = ranges
     times, gauges = dict(before.stream_time), dict[str, float]()
-    arrival = replace(pinned, inputs=heads, views=views, taken=taken)
+    arrival = replace(
+        pinned,
+        inputs=heads,
+        views=views,
+        taken=taken,
+        met=met,
+        state_bytes=store.state_bytes(previous),
+    )
     if taken and operate.goes_by_time(operator):
         times, gauges = _own_time(node, arrival, read_logs(inputs, arrival))
     return replace(arrival, stream_time=times, gauges=gauges)
@@ -179,7 +188,7 @@ def commit_results(
             store.commit(few_files(rows, done["applied"]), commit)
         finally:
             kept.unpersist()
-        return finish(store, arrival)
+    return finish(store, arrival)
 
 
 def _buffer(operator: Suppress, buffer: DataFrame, arrival: Arrival) -> dict[str, float]:

@@ -39,7 +39,7 @@ def pin_files(store: AssetStore, source: FilesSource, only: Sequence[str] | None
     """
     head = store.catch_up()
     files = source.pending(store.consumed_files(head), only)
-    return Arrival(store.node, head, store.new_attempt(), files=tuple(files))
+    return Arrival(store.node, head, store.new_attempt(), files=tuple(files), met=store.current_rows())
 
 
 def pin_topics(
@@ -52,7 +52,14 @@ def pin_topics(
     # A first position counts, even where there is nothing to read: else ``latest`` would move on.
     new = before is None or pinned.gaps or set(pinned.ids) - set(before.topics)
     taken = pinned.ranges if new else pinned.taken
-    return Arrival(store.node, head, store.new_attempt(), topics=pinned, taken=taken)
+    return Arrival(
+        store.node,
+        head,
+        store.new_attempt(),
+        topics=pinned,
+        taken=taken,
+        met=store.current_rows(),
+    )
 
 
 def read_records(
@@ -127,7 +134,7 @@ def commit_records(
             raise gone from error
         finally:
             kept.unpersist()
-        return finish(store, arrival)
+    return finish(store, arrival)
 
 
 def _unreadable(source: Source, error: Exception) -> SourceError | None:

@@ -25,20 +25,11 @@ from vt_dagster.operators import WindowedAggregate
 from vt_dagster.storage.files import FileInfo
 from vt_dagster.storage.kafka import Pinned
 from vt_dagster.storage.positions import Commit, Offsets
+from vt_dagster.storage.small_runs import is_small
 from vt_dagster.storage.store import AssetStore, Head, shape_of
 
 _FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000
 """Of files: so many bytes are some ten thousand lines."""
-
-
-_SMALL = 30_000
-"""Records; with more, compiled code is worth its price."""
-
-
-def small_logs(*heads: Head | None) -> bool:
-    """Whether logs, and so all that follows from them, have few rows."""
-    known = [sum(head.commit.next_offset.values()) for head in heads if head is not None]
-    return sum(known) <= _SMALL
 
 
 @dataclass(frozen=True)
@@ -62,6 +53,10 @@ class Arrival:
     taken: dict[str, dict[int, tuple[int, int]]] = field(
         default_factory=dict[str, dict[int, tuple[int, int]]]
     )
+    met: int = 0
+    """How many rows of tables the run meets, as far as one knows before it (``Applied.reach``)."""
+    state_bytes: int = 0
+    """Of what an operator keeps from run to run."""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -94,9 +89,8 @@ class Arrival:
     def small(self) -> bool:
         """Whether there is so little, also in the tables that the run meets, that planning is most of
         the work."""
-        size = sum(f.size for f in self.files)
-        known = self.records <= _SMALL and size <= _SMALL_BYTES
-        return known and small_logs(self.previous, *self.inputs.values())
+        size = self.state_bytes + sum(f.size for f in self.files)
+        return size <= _SMALL_BYTES and is_small(self.records, self.met)
 
     @property
     def before(self) -> Commit:
@@ -216,8 +210,9 @@ def next_commit(
 
 
 def few_files(rows: DataFrame, count: int) -> DataFrame:
-    """One file for each million rows: small runs must not leave many small files."""
-    return rows.coalesce(max(1, math.ceil(count / 1_000_000)))
+    """One file for each quarter of a million rows, and a task for each: small runs must not leave many
+    small files, and large ones must not wait for one task."""
+    return rows.coalesce(max(1, math.ceil(count / 250_000)))
 
 
 def finish(store: AssetStore, arrival: Arrival) -> Receipt:

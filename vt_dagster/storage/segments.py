@@ -50,6 +50,14 @@ class Segments(BaseModel):
         """All versions that end after a time, and some that do not, as SQL."""
         return f"{CURRENT} OR {SEGMENT} >= {self.number(moment)}"
 
+    def rows_from(self, number: int, total: int) -> int:
+        """How many versions are in a segment and those after it, more or less.
+
+        Args:
+            total: records of the log so far.
+        """
+        return self.rows + (self.first + len(self.ends) - number) * segment_rows(total)
+
     def forgotten(self, horizon: int) -> Segments:
         """Without the segments in which every version ended before the horizon."""
         gone = bisect_right(self.ends, horizon)

@@ -31,9 +31,22 @@ SETTINGS = {
     "spark.sql.maxPlanStringLength": "100",
 }
 
+_FEW_RECORDS, _FEW_MET = 30_000, 200_000
+"""With more, compiled code and tasks beside each other are worth their price."""
+
 _lock = threading.Lock()
 _inside: dict[int, tuple[int, dict[str, str | None]]] = {}
 """Of each session, how many are within ``small_run``, and what the settings were before the first."""
+
+
+def is_small(records: int, met: int) -> bool:
+    """Whether planning is most of the work.
+
+    Args:
+        records: that are new.
+        met: rows of tables and states that are read with them, more or less.
+    """
+    return records <= _FEW_RECORDS and met <= _FEW_MET
 
 
 @contextlib.contextmanager

@@ -29,21 +29,19 @@ from vt_dagster.columns import (
     OFFSET,
     OLD,
     PARTITION,
-    SEGMENT,
     TIMESTAMP,
 )
 from vt_dagster.core import step, versioned
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.durations import parse_time
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import StorageError
 from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Applied, Commit, Offsets, Shape
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.segments import CURRENT, EVERYTHING, plan
-
-_TRIES = 3
-"""How often a view is written where its files are compacted at the same time."""
+from vt_dagster.storage.segments import CURRENT, EVERYTHING
+from vt_dagster.storage.small_runs import is_small, small_run
+from vt_dagster.storage.view import View, applied_at
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,7 @@ class AssetStore:
         self.view_path = posixpath.join(self.root, "view")
         self.quarantine_path = posixpath.join(self.root, "quarantine")
         self._spark = spark
+        self._view = View(node, self.view_path, self.progress)
 
     @classmethod
     def open(cls, warehouse: str, name: str, spark: SparkSession) -> AssetStore:
@@ -225,6 +224,13 @@ class AssetStore:
             return None
         return self.spark.read.parquet(self._attempt_path(head.commit.attempt, "state"))
 
+    def state_bytes(self, head: Head | None) -> int:
+        """How large that is. Does not use Spark."""
+        if head is None or not head.commit.state:
+            return 0
+        fs, local = delta.filesystem(self._attempt_path(head.commit.attempt, "state"))
+        return fs.du(local)
+
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
         """Keeps the list of files that have been consumed once the run's commit counts."""
         path = self._attempt_path(attempt, "files.json.gz")
@@ -252,19 +258,23 @@ class AssetStore:
             head = self.catch_up()
             if head is None:
                 return None, None
-            found = self._applied(self.view_path)
+            found = self._view.applied()
             if found is not None and found[1].next_offset == head.commit.next_offset:
                 return head, found[0]
+
+    def view_applied(self) -> tuple[int, Applied] | None:
+        """The view's version as it is now, and the batch that it stands at. Does not use Spark."""
+        return self._view.applied()
+
+    def current_rows(self) -> int:
+        """How many rows of the view a run in order meets, more or less. Does not use Spark."""
+        found = self._view.applied()
+        return 0 if found is None else found[1].rows
 
     def current_at(self, version: int) -> DataFrame:
         """What the view has of each key as of one of its versions: rows, and of a versioned table
         also tombstones, without history."""
-        return self._stored(version, CURRENT)
-
-    def _stored(self, version: int, versions: str) -> DataFrame:
-        """The view as it lies there; of a versioned table those of its rows that are asked for."""
-        rows = delta.read(self.spark, self.view_path, version)
-        return rows.where(versions).drop(SEGMENT) if SEGMENT in rows.columns else rows
+        return self._view.stored(self.spark, version, CURRENT)
 
     # -- what follows from the log ---------------------------------------------------------------
 
@@ -275,7 +285,7 @@ class AssetStore:
             self._check_shape(head.commit.shape)
             self._publish_rejected(head)
             if isinstance(self.node, Table):
-                self._update_view(self.node, head)
+                self._update_view(head)
         return head
 
     def _check_shape(self, shape: Shape) -> None:
@@ -286,89 +296,34 @@ class AssetStore:
                 f"{shape.key}; declare it as it was, or give the new one another name"
             )
 
-    def _applied(self, path: str) -> tuple[int, Applied] | None:
-        found = delta.last_commit(path)
-        return None if found is None else (found[0], Applied.model_validate(found[1]))
-
     def _publish_rejected(self, head: Head) -> None:
         commit = head.commit
         if not commit.rejected:
             return
-        done = self._applied(self.quarantine_path)
+        done = applied_at(self.quarantine_path)
         if done is not None and done[1].batch >= commit.batch:
             return
         rows = self.spark.read.parquet(self._attempt_path(commit.attempt, "rejected"))
-        delta.write(
-            rows.withColumn("batch", F.lit(commit.batch)),
-            self.quarantine_path,
-            mode="append",
-            document=Applied(
-                asset=commit.asset, batch=commit.batch, attempt=commit.attempt
-            ).model_dump(),
-            batch=commit.batch,
-            asset=commit.asset,
-        )
-
-    def _update_view(self, node: Table, head: Head, rebuild: bool = False, tries: int = _TRIES) -> None:
-        done = None if rebuild else self._applied(self.view_path)
-        commit = head.commit
-        if done is not None and done[1].next_offset == commit.next_offset:
-            return
-        start = {} if done is None else done[1].next_offset
-        log = self.log(start, head)
-        document = Applied(
-            asset=commit.asset,
-            batch=commit.batch,
-            attempt=self.new_attempt(),
-            next_offset=commit.next_offset,
-            stream_time=commit.stream_time,
-        )
-        wanted = EVERYTHING
-        segment, replaced = None, None
-        if isinstance(node, VersionedTable):
-            # Where it is more than a batch behind, only the last of them says what was out of order.
-            one_behind = done is not None and done[1].batch == commit.batch - 1
-            retention = shape_of(node).history_retention or 0
-            change = plan(
-                done[1].segments if done is not None and one_behind else None,
-                log,
-                records=sum(commit.next_offset.values()) - sum(start.values()),
-                total=sum(commit.next_offset.values()),
-                earliest=commit.earliest,
-                newest=max(commit.stream_time.values(), default=0),
-                horizon=min(commit.stream_time.values(), default=0) - retention,
-            )
-            segment, replaced = change.layout.column(), change.replaced
-            document.segments = change.following
-            wanted = change.read
-        before = None if done is None else self._view_at(*done, wanted)
-        rows = step.fold(node, before, log, by_partition(commit.stream_time))
-        try:
-            version = delta.write(
-                rows if segment is None else rows.withColumn(SEGMENT, segment),
-                self.view_path,
-                mode="overwrite",
-                document=document.model_dump(),
+        applied = Applied(asset=commit.asset, batch=commit.batch, attempt=commit.attempt)
+        count = commit.counts.get("late", 0) + commit.counts.get("quarantined", 0)
+        with small_run(self.spark, is_small(count, 0)):
+            delta.write(
+                rows.withColumn("batch", F.lit(commit.batch)),
+                self.quarantine_path,
+                mode="append",
+                document=applied.model_dump(),
                 batch=commit.batch,
-                asset=f"{commit.asset}:{document.attempt if rebuild else 'view'}",
-                partitioned_by=None if segment is None else SEGMENT,
-                replaced=replaced,
+                asset=commit.asset,
             )
-        except ConcurrentRunError:
-            others = self._applied(self.view_path)
-            if others is not None and others[1].batch >= commit.batch:
-                return
-            if tries == 1:
-                raise
-            self._update_view(node, head, rebuild, tries - 1)  # it was a compaction
-        else:
-            self.progress.done(f"view at version {version}, of batch {commit.batch}")
+
+    def _update_view(self, head: Head, rebuild: bool = False) -> None:
+        self._view.update(head.commit, lambda start: self.log(start, head), rebuild)
 
     def rebuild_view(self) -> None:
         """Makes the view anew from the whole log."""
         head = self.head()
         if head is not None and isinstance(self.node, Table):
-            self._update_view(self.node, head, rebuild=True)
+            self._update_view(head, rebuild=True)
 
     def view(self, since: int | None = None) -> tuple[int, Applied, DataFrame] | None:
         """The view as of the log's last commit, with the Delta version to pin; None before it.
@@ -376,28 +331,22 @@ class AssetStore:
         Args:
             since: epoch microseconds: versions that ended by then are not needed, and may be left out.
         """
-        found = None if self.catch_up() is None else self._applied(self.view_path)
+        found = None if self.catch_up() is None else self._view.applied()
         if found is None:
             return None
         version, applied = found
         layout = applied.segments
         wanted = EVERYTHING if layout is None or since is None else layout.ending_after(since)
-        return version, applied, self._view_at(version, applied, wanted)
-
-    def _view_at(self, version: int, applied: Applied, versions: str) -> DataFrame:
-        rows = self._stored(version, versions)
-        if not isinstance(self.node, VersionedTable):
-            return rows
-        return versioned.remembered(rows, step.horizon_of(self.node, by_partition(applied.stream_time)))
+        return version, applied, self._view.remembered(self.spark, version, applied, wanted)
 
     def view_version(self) -> int | None:
         """The Delta version of the view as it is now; None where there is none. Does not use Spark."""
-        found = self._applied(self.view_path)
+        found = self._view.applied()
         return None if found is None else found[0]
 
     def current(self) -> DataFrame | None:
         """What the view has of each key, without history: see ``current_at``; None before it."""
-        found = None if self.catch_up() is None else self._applied(self.view_path)
+        found = None if self.catch_up() is None else self._view.applied()
         return None if found is None else self.current_at(found[0])
 
     def quarantine(self) -> DataFrame | None:

@@ -1,0 +1,185 @@
+"""After a run, checks look at what it changed; at everything where that would not be enough."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from tests.storage.topology import EPOCH, Topology
+from vt_dagster.audit import Finding, audit
+from vt_dagster.columns import SEGMENT
+from vt_dagster.model import Stream
+from vt_dagster.operators import UntilWindowCloses
+from vt_dagster.storage import delta, segments
+from vt_dagster.storage.replay import run_once
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.windowing import TumblingWindow
+
+
+@pytest.fixture
+def three(tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Topology:
+    """Rates after two runs in order, in segments of a few versions; a third one has landed."""
+    monkeypatch.setattr(segments, "SEGMENT_ROWS", 6)
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", i, i / 10) for i in range(20)])
+    run(topology, topology.rates, spark)
+    topology.land("rates", "2.jsonl", [("b", 1, 2.5), ("b", 2, 2.6)])
+    run(topology, topology.rates, spark)
+    topology.land("rates", "3.jsonl", [("a", 1, 2.7), ("c", 2, 2.8)])
+    return topology
+
+
+def run(topology: Topology, node: Stream, spark: SparkSession) -> AssetStore:
+    """The asset's tables after a run."""
+    done = run_once(topology.warehouse, node, spark, run_id=f"run of {node.name}")
+    assert done.commit is not None
+    return AssetStore(topology.warehouse, node, spark)
+
+
+def findings(store: AssetStore) -> dict[str, Finding]:
+    """What the checks find in the run that made the last commit."""
+    return {f.name: f for f in audit(store, f"run of {store.node.name}")}
+
+
+def bad(found: list[Finding] | dict[str, Finding]) -> set[str]:
+    return {f.name for f in (found.values() if isinstance(found, dict) else found) if not f.passed}
+
+
+def overwrite(path: str, rows: DataFrame, partition: str | None = None) -> None:
+    """As a fault of ours would: under the name of the last batch."""
+    found = delta.last_commit(path)
+    assert found is not None
+    delta.write(
+        rows,
+        path,
+        mode="overwrite",
+        document={**found.document, "attempt": uuid4().hex},
+        batch=found.document["batch"],
+        asset=uuid4().hex,
+        partitioned_by=SEGMENT if partition else None,
+        replaced=partition,
+    )
+
+
+def view_of(store: AssetStore) -> DataFrame:
+    return delta.read(store.spark, store.view_path)
+
+
+FIRST = f"{SEGMENT} = 0"
+
+
+def spoiled(rows: DataFrame) -> DataFrame:
+    """A version of the first segment that ends too late."""
+    first = rows.where(FIRST)
+    again = first.orderBy("valid_from").limit(1)
+    return first.unionByName(again)
+
+
+def test_what_a_run_left_alone_is_not_looked_at_again(three: Topology, spark: SparkSession) -> None:
+    store = three.store("rates", spark)
+    overwrite(store.view_path, spoiled(view_of(store)), FIRST)
+    found = findings(run(three, three.rates, spark))
+    assert bad(found) == set()
+    assert {f.looked_at for f in found.values()} == {"what batch 3 changed"}
+    assert found["every_record_is_accounted_for"].numbers["rows_in_log"] == 24
+    everything = audit(store)
+    assert bad(everything) == {"one_version_per_key_and_timestamp"}
+    assert {f.looked_at for f in everything} == {"everything"}
+    # an empty run commits nothing: it looks at everything
+    assert bad(audit(store, "another run")) == bad(everything)
+
+
+def test_what_a_run_out_of_order_rewrote_is_looked_at(three: Topology, spark: SparkSession) -> None:
+    three.land("rates", "3.jsonl", [("a", 1, 0.05)])
+    store = run(three, three.rates, spark)
+    assert bad(findings(store)) == set()
+    overwrite(store.view_path, spoiled(view_of(store)), FIRST)
+    found = findings(store)
+    assert bad(found) == {"one_version_per_key_and_timestamp"}
+    assert {f.looked_at for f in found.values()} == {"what batch 3 changed"}
+
+
+def test_where_somebody_else_wrote_everything_is_looked_at(
+    three: Topology, spark: SparkSession
+) -> None:
+    store = three.store("rates", spark)
+    rows = spoiled(view_of(store))
+    writer = rows.write.format("delta").mode("overwrite").option("replaceWhere", FIRST)
+    writer.save(store.view_path)
+    found = findings(run(three, three.rates, spark))
+    assert bad(found) == {"one_version_per_key_and_timestamp"}
+    assert {f.looked_at for f in found.values()} == {"everything"}
+
+
+def test_compaction_is_nobody_else(three: Topology, spark: SparkSession) -> None:
+    store = three.store("rates", spark)
+    spark.sql(f"OPTIMIZE delta.`{store.view_path}`")
+    found = findings(run(three, three.rates, spark))
+    assert {f.looked_at for f in found.values()} == {"what batch 3 changed"}
+    assert bad(found) == set()
+
+
+def test_a_record_that_the_run_lost_or_doubled(three: Topology, spark: SparkSession) -> None:
+    store = run(three, three.rates, spark)
+    log = store.read("log").localCheckpoint()
+    overwrite(store.log_path, log.where("k != 'c'"))
+    found = findings(store)["every_record_is_accounted_for"]
+    assert found.looked_at == "what batch 3 changed"
+    assert (found.passed, found.numbers["rows_lost"]) == (False, 1)
+    assert {"what": "offsets of partition 0", "expected": "23..23", "found": "missing"} in found.sample
+    overwrite(store.log_path, log.unionByName(log.where("k = 'c'")))
+    found = findings(store)["every_record_is_accounted_for"]
+    assert any(row["found"] == "more than once" for row in found.sample)
+    # and one of a batch before it is missed by the number of rows
+    overwrite(store.log_path, log.where("`offset` != 3"))
+    found = findings(store)["every_record_is_accounted_for"]
+    assert found.sample == [
+        {"what": "records applied = rows in the log", "expected": "24", "found": "23"}
+    ]
+
+
+def test_a_result_older_than_one_of_a_run_before(tmp_path: Path, spark: SparkSession) -> None:
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", 1, 0)])
+    run(topology, topology.rates, spark)
+    for name, minutes in (("1.jsonl", (1, 5, 9)), ("2.jsonl", (12, 15))):
+        topology.land("orders", name, [("a", int(m), m) for m in minutes])
+        run(topology, topology.orders, spark)
+        store = run(topology, topology.priced, spark)
+    assert bad(findings(store)) == set()
+    log = store.read("log").localCheckpoint()
+    assert log.count() == 4
+    early = F.lit((EPOCH + timedelta(minutes=2)).isoformat()).cast("timestamp")
+    moment = F.when(F.col("n") == 12, early).otherwise(F.col("timestamp"))
+    overwrite(store.log_path, log.withColumn("timestamp", moment))
+    found = findings(store)
+    assert bad(found) == {"timestamps_do_not_decrease"}
+    assert found["timestamps_do_not_decrease"].looked_at == "what batch 2 changed"
+
+
+def test_a_window_that_is_released_again_by_a_later_run(tmp_path: Path, spark: SparkSession) -> None:
+    topology = Topology(tmp_path)
+    counts = (
+        topology.orders.group_by("k")
+        .windowed_by(TumblingWindow(timedelta(minutes=5), timedelta(0)))
+        .count(name="counts")
+    )
+    final = counts.suppress(UntilWindowCloses(), name="final")
+    for name, minutes in (("1.jsonl", (1, 6)), ("2.jsonl", (12, 13)), ("3.jsonl", (21, 22))):
+        topology.land("orders", name, [("a", 1, m) for m in minutes])
+        for node in (topology.orders, counts, final):
+            store = run(topology, node, spark)
+    assert bad(findings(store)) == set()
+    log = store.read("log").localCheckpoint()
+    assert log.count() == 3
+    last = log.where("`offset` = 2")
+    second = log.where("`offset` = 1").drop("offset").crossJoin(last.select("offset"))
+    overwrite(store.log_path, log.where("`offset` < 2").unionByName(second))
+    found = findings(store)
+    assert bad(found) == {"one_result_per_window"}
+    assert found["one_result_per_window"].looked_at == "what batch 3 changed"

@@ -1,0 +1,138 @@
+"""The view of a table: a Delta table that follows from its log, and what one run changes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from uuid import uuid4
+
+from pyspark.sql import DataFrame, SparkSession
+
+from vt_dagster.columns import SEGMENT
+from vt_dagster.core import step, versioned
+from vt_dagster.core.arrival import by_partition
+from vt_dagster.errors import ConcurrentRunError
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Applied, Commit, Offsets
+from vt_dagster.storage.progress import Progress
+from vt_dagster.storage.segments import EVERYTHING, plan
+from vt_dagster.storage.small_runs import is_small, small_run
+
+_TRIES = 3
+"""How often a view is written where its files are compacted at the same time."""
+
+
+def applied_at(path: str) -> tuple[int, Applied] | None:
+    """The version of a table that follows from a log, and the batch that it stands at; None where there
+    is no table. Does not use Spark."""
+    found = delta.last_commit(path)
+    if found is None:
+        return None
+    return found.version, Applied.model_validate({**found.document, "rows": found.rows})
+
+
+class View:
+    """The view of one asset; a stream has none."""
+
+    def __init__(self, node: Stream, path: str, progress: Progress) -> None:
+        self.node = node
+        self.path = path
+        self._progress = progress
+
+    def applied(self) -> tuple[int, Applied] | None:
+        """See ``applied_at``."""
+        return applied_at(self.path)
+
+    def stored(self, spark: SparkSession, version: int, versions: str) -> DataFrame:
+        """The rows as they lie there; of a versioned table those that are asked for, as SQL."""
+        rows = delta.read(spark, self.path, version)
+        return rows.where(versions).drop(SEGMENT) if SEGMENT in rows.columns else rows
+
+    def remembered(
+        self, spark: SparkSession, version: int, applied: Applied, versions: str
+    ) -> DataFrame:
+        """The same without versions that have expired."""
+        rows = self.stored(spark, version, versions)
+        if not isinstance(self.node, VersionedTable):
+            return rows
+        return versioned.remembered(rows, step.horizon_of(self.node, by_partition(applied.stream_time)))
+
+    def update(
+        self,
+        commit: Commit,
+        log: Callable[[Offsets], DataFrame],
+        rebuild: bool = False,
+        tries: int = _TRIES,
+    ) -> None:
+        """Brings the view up to a commit; changes nothing where it stands there.
+
+        Args:
+            log: the log's rows from some offsets (inclusive) to the commit (inclusive).
+            rebuild: from the whole log, whatever is there.
+
+        Raises:
+            ConcurrentRunError: another run writes to it all the time.
+        """
+        node = self.node
+        assert isinstance(node, Table)
+        done = None if rebuild else self.applied()
+        if done is not None and done[1].next_offset == commit.next_offset:
+            return
+        start = {} if done is None else done[1].next_offset
+        new = log(start)
+        spark = new.sparkSession
+        document = Applied(
+            asset=commit.asset,
+            batch=commit.batch,
+            attempt=uuid4().hex,
+            next_offset=commit.next_offset,
+            stream_time=commit.stream_time,
+        )
+        total = sum(commit.next_offset.values())
+        records = total - sum(start.values())
+        met = 0 if done is None else done[1].rows
+        wanted = EVERYTHING
+        segment, replaced = None, None
+        if isinstance(node, VersionedTable):
+            assert isinstance(node.history_retention, timedelta)
+            # Where it is more than a batch behind, only the last of them says what was out of order.
+            one_behind = done is not None and done[1].batch == commit.batch - 1
+            if done is not None:
+                met = done[1].reach(commit.earliest) if one_behind else done[1].total
+            change = plan(
+                done[1].segments if done is not None and one_behind else None,
+                new,
+                records=records,
+                total=total,
+                earliest=commit.earliest,
+                newest=max(commit.stream_time.values(), default=0),
+                horizon=min(commit.stream_time.values(), default=0)
+                - node.history_retention // timedelta(microseconds=1),
+            )
+            segment, replaced = change.layout.column(), change.replaced
+            document.segments = change.following
+            wanted = change.read
+        before = None if done is None else self.remembered(spark, *done, wanted)
+        rows = step.fold(node, before, new, by_partition(commit.stream_time))
+        try:
+            with small_run(spark, is_small(records, met)):
+                version = delta.write(
+                    rows if segment is None else rows.withColumn(SEGMENT, segment),
+                    self.path,
+                    mode="overwrite",
+                    document=document.model_dump(),
+                    batch=commit.batch,
+                    asset=f"{commit.asset}:{document.attempt if rebuild else 'view'}",
+                    partitioned_by=None if segment is None else SEGMENT,
+                    replaced=replaced,
+                )
+        except ConcurrentRunError:
+            others = self.applied()
+            if others is not None and others[1].batch >= commit.batch:
+                return
+            if tries == 1:
+                raise
+            self.update(commit, log, rebuild, tries - 1)  # it was a compaction
+        else:
+            self._progress.done(f"view at version {version}, of batch {commit.batch}")
