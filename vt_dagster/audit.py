@@ -117,6 +117,9 @@ def _is_final(node: Stream) -> bool:
 class Scope:
     """What an audit looks at.
 
+    Of a view whose history is looked at from some segment on, what joins it to the part before, which
+    the batch left alone, is not.
+
     Args:
         start: the log from these offsets on (inclusive).
         segment: of a versioned table's view what is current, and history from this segment on; None =
@@ -164,6 +167,8 @@ def _of_the_batch(store: AssetStore, head: Head) -> Scope | None:
     if before is None:
         return None
     start = Commit.model_validate(before.document).next_offset
+    if not start:
+        return None
     rows = sum(head.commit.next_offset.values()) - sum(start.values())
     if not isinstance(store.node, Table):
         return Scope(start, None, rows, 0)
@@ -173,7 +178,9 @@ def _of_the_batch(store: AssetStore, head: Head) -> Scope | None:
     applied = found[1]
     if applied.segments is None:
         return Scope(start, None, rows, applied.rows)
-    numbers = delta.partitions_written(store.view_path, batch, SEGMENT)
+    # A batch without a row in the log, all late perhaps, leaves the view as it is.
+    written = applied.batch == batch
+    numbers = delta.partitions_written(store.view_path, batch, SEGMENT) if written else set[None]()
     newest = applied.segments.first + len(applied.segments.ends)
     first = min((int(n) for n in numbers if n is not None), default=newest)
     return Scope(start, first, rows, applied.rows + applied.segments.rows_from(first, applied.total))

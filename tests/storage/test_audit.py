@@ -124,6 +124,20 @@ def test_compaction_is_nobody_else(three: Topology, spark: SparkSession) -> None
     assert bad(found) == set()
 
 
+def test_a_run_of_late_records_only(three: Topology, spark: SparkSession) -> None:
+    """It commits a batch, but no row, and the view stays as it is."""
+    run(three, three.rates, spark)
+    three.land("rates", "4.jsonl", [("a", 1, -60)])
+    store = run(three, three.rates, spark)
+    head = store.head()
+    assert head is not None
+    assert (head.commit.batch, head.commit.counts["late"]) == (4, 1)
+    found = findings(store)
+    assert bad(found) == set()
+    assert {f.looked_at for f in found.values()} == {"what batch 4 changed"}
+    assert found["every_record_is_accounted_for"].numbers["rows_in_quarantine_late"] == 1
+
+
 def test_a_record_that_the_run_lost_or_doubled(three: Topology, spark: SparkSession) -> None:
     store = run(three, three.rates, spark)
     log = store.read("log").localCheckpoint()

@@ -296,5 +296,6 @@ def test_a_message_is_read_once(spark: SparkSession, value: Format, reader: str)
     """However many columns and reasons are made of it: reading is what a run spends its time with."""
     source = KafkaSource(KafkaCluster("localhost:1"), "orders", value=value)
     rows = source.read(spark, {"orders": {0: (0, 9)}}, key=["id"], schema=WANTED)
-    plan = rows._jdf.queryExecution().optimizedPlan().toString()
+    frame: Any = rows
+    plan = frame._jdf.queryExecution().optimizedPlan().toString()
     assert plan.count(reader) == 1, plan

@@ -34,12 +34,12 @@ class Ours(NamedTuple):
     Args:
         version: the table's version at it.
         document: what it carries.
-        rows: how many rows it wrote, as Delta counted them; 0 where it did not.
+        rows: how many rows it wrote, as Delta counted them; None where it did not.
     """
 
     version: int
     document: dict[str, Any]
-    rows: int
+    rows: int | None
 
 
 def filesystem(path: str) -> tuple[Any, str]:
@@ -95,8 +95,8 @@ def _own(name: str, info: dict[str, Any]) -> Ours | None:
         return None
     if not isinstance(document, dict):
         return None
-    written = (info.get("operationMetrics") or {}).get("numOutputRows", 0)
-    return Ours(int(name[:20]), document, int(written))
+    written = (info.get("operationMetrics") or {}).get("numOutputRows")
+    return Ours(int(name[:20]), document, None if written is None else int(written))
 
 
 def batch_before(path: str, batch: int) -> Ours | None:

@@ -87,7 +87,7 @@ class Applied(BaseModel):
     """Of a versioned table's view: how its rows are laid out for the next run."""
     rows: int = Field(default=0, exclude=True)
     """Not in the document: how many rows the commit wrote. Of a view that is what is current, and what
-    the batch changed of history."""
+    the batch changed of history; where Delta did not count, all that there may be."""
 
     def reach(self, moment: int | None) -> int:
         """How many rows of a view are current or end after a time (none is given: are current), more

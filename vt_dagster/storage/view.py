@@ -29,7 +29,9 @@ def applied_at(path: str) -> tuple[int, Applied] | None:
     found = delta.last_commit(path)
     if found is None:
         return None
-    return found.version, Applied.model_validate({**found.document, "rows": found.rows})
+    applied = Applied.model_validate(found.document)
+    applied.rows = applied.total if found.rows is None else found.rows
+    return found.version, applied
 
 
 class View:
