@@ -364,6 +364,9 @@ def read_messages(
         return spark.createDataFrame([], _MESSAGE)
     return (
         spark.read.format("kafka")
+        # Spark asks for a partition's ends after each poll, and the broker answers after the fetch that
+        # the consumer has sent ahead: at the end of a topic that waits for records, half a second.
+        .option("kafka.fetch.max.wait.ms", "10")
         .options(**cluster.spark_options())
         .option("assign", json.dumps({t: sorted(some) for t, some in ranges.items()}))
         .option("startingOffsets", offsets(0))

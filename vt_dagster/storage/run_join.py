@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core import grace, step
-from vt_dagster.core.arrival import CHUNK, Fate, by_partition, few_records, stream_time_of
+from vt_dagster.core.arrival import Fate, by_partition, few_records, stream_time_of
 from vt_dagster.errors import ContractError
 from vt_dagster.operators import StreamTableJoin
 from vt_dagster.storage.join_way import way_of
@@ -74,7 +74,7 @@ def read_stream(stream: AssetStore, join: StreamTableJoin, arrival: Arrival) -> 
         held = grace.waiting(rows.where(consumed), key=join.left.key, released=released)
         rows = rows.where(~consumed)
     before, due = by_partition(state.stream_time), by_partition(arrival.released)
-    with few_records(arrival.few):
+    with few_records(arrival.in_one_piece):
         return step.consider_join(join, rows, held, before, due)
 
 
@@ -116,7 +116,7 @@ def commit_join(
             counts["unmatched"] = seen.counts["unmatched"] if join.kind == "left" else joined - out
             store.progress.done(f"decided: {in_words(counts)}")
             first = by_partition(arrival.before.next_offset, "long")
-            with few_records(out <= CHUNK):
+            with few_records(seen.in_one_piece):
                 rows = step.produce_join(store.node, join, results, first)
             taken = arrival.taken
             commit = next_commit(

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 
 from vt_dagster.columns import PARTITION
 from vt_dagster.core import operate, step, suppress
-from vt_dagster.core.arrival import CHUNK, by_partition, few_records
+from vt_dagster.core.arrival import by_partition, few_records
 from vt_dagster.model import Stream, Table
 from vt_dagster.operators import Operator, Suppress, WindowedAggregate
 from vt_dagster.storage.progress import in_words
@@ -77,7 +77,7 @@ def _own_time(
 ) -> tuple[dict[int, int], dict[str, float]]:
     """An operator's stream time at the end of a run, and how late its records were (seconds)."""
     before = arrival.before.stream_time
-    with few_records(arrival.few):
+    with few_records(arrival.in_one_piece):
         taken = [operate.Taken(rows) for rows in logs]
         timed = operate.with_lateness(node, taken, by_partition(before))
     times = dict(before)
@@ -124,7 +124,7 @@ def results_of(
         stream_time=by_partition(arrival.before.stream_time),
         after=by_partition(arrival.stream_time),
     )
-    with few_records(arrival.few):
+    with few_records(arrival.in_one_piece):
         return Results(operate.operate(store.node, taken, before), before)
 
 
@@ -170,7 +170,7 @@ def commit_results(
                 counts["suppression_emit"] = done["applied"]
             if held is not None:
                 store.stage_state(arrival.attempt, held)
-            with few_records(done["applied"] <= CHUNK):
+            with few_records(found.in_one_piece):
                 rows = operate.produce(node, kept, by_partition(arrival.before.next_offset, "long"))
             commit = next_commit(
                 arrival,

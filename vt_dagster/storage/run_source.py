@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, PARTITION, TIMESTAMP
 from vt_dagster.core import step
-from vt_dagster.core.arrival import CHUNK, Fate, by_partition, few_records
+from vt_dagster.core.arrival import Fate, by_partition, few_records
 from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason, prepare
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.model import Stream, Table
@@ -81,7 +81,7 @@ def consider(store: AssetStore, arrival: Arrival, records: DataFrame) -> DataFra
     """Which records the run applies, which are late; for tables also which are their key's latest."""
     view = store.current() if isinstance(store.node, Table) and arrival.previous else None
     before = by_partition(arrival.before.stream_time)
-    with few_records(arrival.few):
+    with few_records(arrival.in_one_piece):
         return step.consider_records(store.node, records, view, before)
 
 
@@ -112,7 +112,7 @@ def commit_records(
             _check_share(node, source, kept, counts)
             store.progress.done(f"decided: {in_words(counts)}")
             first = by_partition(arrival.before.next_offset, "long")
-            with few_records(counts["applied"] <= CHUNK):
+            with few_records(found.in_one_piece):
                 rows = step.produce_records(node, kept, first)
             bad = counts["late"] + counts["quarantined"]
             if bad:

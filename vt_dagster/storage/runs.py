@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +83,19 @@ class Arrival:
 
     @property
     def few(self) -> bool:
-        """Whether one task can well put into order what the run takes."""
+        """Whether the run takes few records."""
         return self.records <= CHUNK and sum(f.size for f in self.files) <= _FEW_BYTES
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether one task can well put into order what the run takes of a partition."""
+        if self.files:
+            return self.few
+        of_each = Counter[int]()
+        for ranges in self.taken.values():
+            of_each.update({partition: end - start for partition, (start, end) in ranges.items()})
+        waiting = self.before.counts.get(Fate.WAITING, 0)
+        return max(of_each.values(), default=0) + waiting <= CHUNK
 
     @property
     def small(self) -> bool:
@@ -127,6 +139,11 @@ class Found:
     ends: dict[int, int]
     times: dict[int, int]
     earliest: int | None
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether one task can well put into order what is applied of a partition."""
+        return max(self.ends.values(), default=0) <= CHUNK
 
 
 def gate(node: Stream, rows: DataFrame) -> Found:
