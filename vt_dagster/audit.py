@@ -181,8 +181,7 @@ def _of_the_batch(store: AssetStore, head: Head) -> Scope | None:
     # A batch without a row in the log, all late perhaps, leaves the view as it is.
     written = applied.batch == batch
     numbers = delta.partitions_written(store.view_path, batch, SEGMENT) if written else set[None]()
-    newest = applied.segments.first + len(applied.segments.ends)
-    first = min((int(n) for n in numbers if n is not None), default=newest)
+    first = min((int(n) for n in numbers if n is not None), default=applied.segments.last)
     return Scope(start, first, rows, applied.rows + applied.segments.rows_from(first, applied.total))
 
 

@@ -74,7 +74,7 @@ FIRST = f"{SEGMENT} = 0"
 
 
 def spoiled(rows: DataFrame) -> DataFrame:
-    """A version of the first segment that ends too late."""
+    """The first segment with one of its versions twice."""
     first = rows.where(FIRST)
     again = first.orderBy("valid_from").limit(1)
     return first.unionByName(again)

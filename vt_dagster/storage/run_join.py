@@ -105,7 +105,7 @@ def commit_join(
     else:
         reads[f"{join.right.name}/view"] = found[0]
         view, table_time = found[2], by_partition(found[1].stream_time)
-        known, met = sum(found[1].next_offset.values()), found[1].reach(since)
+        known, met = found[1].total, found[1].reach(since)
     with small_run(store.spark, arrival.small and is_small(arrival.records, met)):
         way, strategy = way_of(join.right, view, arrival.few, known, due)
         results = step.join_records(join, considered, view, table_time, way).persist()

@@ -36,6 +36,11 @@ class Segments(BaseModel):
     rows: int = 0
     """At most so many versions are in the last one."""
 
+    @property
+    def last(self) -> int:
+        """The number of the segment that is open."""
+        return self.first + len(self.ends)
+
     def number(self, moment: int) -> int:
         """The segment of the versions that end at a time."""
         return self.first + bisect_right(self.ends, moment)
@@ -56,7 +61,7 @@ class Segments(BaseModel):
         Args:
             total: records of the log so far.
         """
-        return self.rows + (self.first + len(self.ends) - number) * segment_rows(total)
+        return self.rows + (self.last - number) * segment_rows(total)
 
     def forgotten(self, horizon: int) -> Segments:
         """Without the segments in which every version ended before the horizon."""

@@ -91,8 +91,7 @@ class View:
             next_offset=commit.next_offset,
             stream_time=commit.stream_time,
         )
-        total = sum(commit.next_offset.values())
-        records = total - sum(start.values())
+        records = document.total - sum(start.values())
         met = 0 if done is None else done[1].rows
         wanted = EVERYTHING
         segment, replaced = None, None
@@ -106,7 +105,7 @@ class View:
                 done[1].segments if done is not None and one_behind else None,
                 new,
                 records=records,
-                total=total,
+                total=document.total,
                 earliest=commit.earliest,
                 newest=max(commit.stream_time.values(), default=0),
                 horizon=min(commit.stream_time.values(), default=0)
