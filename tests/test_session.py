@@ -18,11 +18,12 @@ from vt_dagster import jars, session
 from vt_dagster.errors import SparkUnavailableError
 
 ROOT = Path(__file__).parents[1]
+_SEEN = ("SPARK_", "PYSPARK_", "JDK_JAVA_OPTIONS")
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A Python process of its own, in a directory of its own: this one may have a session."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SEEN)}
     with tempfile.TemporaryDirectory() as directory:  # Spark leaves a spark-warehouse behind
         return subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code)],
@@ -116,8 +117,9 @@ def test_wrong_spark_home(tmp_path: Path):
     assert "found no such jars" in refusal("", SPARK_HOME=str(tmp_path))
 
 
-def test_what_the_jvm_says_reaches_the_message():
-    message = refusal("conf={'spark.driver.memory': '99zz'}")
+@pytest.mark.parametrize("options", ["JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS"])
+def test_what_the_jvm_says_reaches_the_message(options: str):
+    message = refusal("conf={'spark.driver.memory': '99zz'}", **{options: "-Dx=1"})
     assert "Invalid maximum heap size: -Xmx99zz" in message
 
 

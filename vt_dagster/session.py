@@ -33,6 +33,8 @@ JAVA_VERSIONS = range(17, 22)  # Spark 4.0 needs 17; from 24 on Hadoop's login f
 DELTA_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
 DELTA_CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
 TIME_ZONE = "spark.sql.session.timeZone"
+FEW_QUERIES = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
+"""For a process of a few queries over few rows: to compile them well takes longer than to run them."""
 
 _CONNECT_SECONDS = 5.0  # for a TCP connection to a master
 _ANSWER_SECONDS = 20  # for Spark Connect to speak
@@ -364,6 +366,7 @@ class _JvmStderr:
     """Copies the JVM's stderr to this process's, less a warning that is of no use to anyone."""
 
     _NOISE = b"WARNING: Using incubator modules"
+    _OPTIONS = re.compile(r"(NOTE: )?Picked up J\w+_OPTIONS")
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -389,11 +392,11 @@ class _JvmStderr:
                     os.write(2, line)
 
     def reason(self) -> str:
-        """The first line that the JVM wrote, without what a log line begins with."""
+        """The first line that the JVM wrote of its own, without what a log line begins with."""
         self._thread.join(timeout=2)  # ends with the JVM, if that has ended
         with self._lock:
             lines = [line.decode(errors="replace").strip() for line in self._held or ()]
-        first = next((line for line in lines if line), "")
+        first = next((line for line in lines if line and not self._OPTIONS.match(line)), "")
         return re.sub(r'^(Exception in thread "\w+"|\S+ \S+ ERROR \w+:) ', "", first)
 
     def _copy(self) -> None:
