@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """A local Spark session with Delta Lake, two cores, UTC: one for all tests."""
-    from vt_dagster.session import build_session
+    from vt_dagster.session import FEW_QUERIES, build_session
 
     session = build_session(
-        "vt_dagster tests", master="local[2]", conf={"spark.sql.shuffle.partitions": "2"}
+        "vt_dagster tests",
+        master="local[2]",
+        conf={"spark.sql.shuffle.partitions": "2", **FEW_QUERIES},
     )
     yield session
     session.stop()

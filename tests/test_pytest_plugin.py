@@ -33,6 +33,7 @@ def test_each_test_starts_anew(topology, spark):
     driver = topology(priced)
     assert driver.read("priced") == []
     assert driver.spark is spark
+    assert "TieredStopAtLevel=1" in spark.conf.get("spark.driver.extraJavaOptions")
 """
 
 

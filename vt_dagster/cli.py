@@ -177,13 +177,13 @@ def _node(module: str, name: str) -> Stream:
 def _of_key(warehouse: str, table: str, key: list[str], what: str | None, as_of: str | None) -> Any:
     from vt_dagster.core.versioned import key_range
     from vt_dagster.errors import StorageError
-    from vt_dagster.session import build_session
+    from vt_dagster.session import FEW_QUERIES, build_session
     from vt_dagster.storage.store import AssetStore, asset_names
 
     names = asset_names(warehouse)
     if table not in names:
         raise StorageError(f"expected one of {names} in {warehouse}, got {table!r}")
-    store = AssetStore.open(warehouse, table, build_session("vt-dagster"))
+    store = AssetStore.open(warehouse, table, build_session("vt-dagster", conf=FEW_QUERIES))
     if len(key) != len(store.node.key):
         raise StorageError(
             f"{table} has the key {list(store.node.key)}: give --key once for each, got {key}"

@@ -16,6 +16,10 @@ class SparkResource(LazyPySparkResource):
 
     ``spark_config`` takes any Spark setting and wins over the defaults for small runs. With
     ``{"spark.ui.enabled": "true"}`` Spark serves its own pages; the run's log says where.
+
+    Dagster starts a process for each run. Where those take less than a million records,
+    ``{"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}`` saves a third of their processor
+    time, which the JVM spends on compiling; over many more records it doubles it.
     """
 
     spark_config: dict[str, Any] = Field(

@@ -79,9 +79,9 @@ class TopologyTestDriver:
         if not nodes:
             raise ContractError("expected streams or tables to run, got none; pass at least one")
         if spark is None:
-            from vt_dagster.session import build_session
+            from vt_dagster.session import FEW_QUERIES, build_session
 
-            spark = build_session("vt_dagster test driver", master="local[2]")
+            spark = build_session("vt_dagster test driver", master="local[2]", conf=FEW_QUERIES)
         self.nodes = {n.name: n for n in topological(nodes)}
         self.spark = spark
         self._own = _own_session(spark)
