@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ from pyspark.sql import SparkSession
 
 from tests.market import Market, healthy_market
 from vt_dagster.session import build_session
+
+# Of every JVM that a test starts. Most live for a minute of many short queries: to compile them well
+# takes longer than to run them.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 
 _LONGEST_FIRST = (
     *("test_demo.py", "test_crash.py", "test_pages.py", "test_operator_assets.py", "test_bench.py"),
@@ -30,8 +35,7 @@ def spark() -> Iterator[SparkSession]:
         master="local[2]",
         conf={
             "spark.sql.shuffle.partitions": "2",
-            # Many short queries: compiling them well takes longer than running them.
-            "spark.driver.extraJavaOptions": ("-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"),
+            "spark.driver.extraJavaOptions": "-XX:ReservedCodeCacheSize=256m",
             "spark.python.sql.dataFrameDebugging.enabled": "false",
         },
     )

@@ -160,10 +160,16 @@ def test_scenarios_and_tables_are_the_same(
     ],
 )
 def test_one_gigabyte_a_process_is_enough(
-    prices: int, orders: int, products: int, tmp_path: Path, spark: SparkSession
+    prices: int,
+    orders: int,
+    products: int,
+    tmp_path: Path,
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shop = Shop(tmp_path)
     shop.land(spark, prices, orders, products)
+    monkeypatch.delenv("JDK_JAVA_OPTIONS")  # so many rows are worth compiling well for
     with standalone(tmp_path) as address:
         said = child("tests.memory_child", address, str(tmp_path))
     due = spark.read.schema("due long").json(str(tmp_path / "orders")).agg(F.sum("due")).collect()

@@ -23,14 +23,7 @@ def main() -> None:
     from tests.kafka.test_faults import crash_table
 
     node = crash_table(Topics(servers), topic)
-    spark = build_session(
-        "crash",
-        master="local[1]",
-        conf={
-            "spark.sql.shuffle.partitions": "1",
-            "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
-        },
-    )
+    spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})
     store, source = AssetStore(str(Path(root) / "warehouse"), node, spark), node.source
     assert isinstance(source, KafkaSource)
     arrival = run_source.pin_topics(store, source)

@@ -18,11 +18,7 @@ def main() -> None:
     arm(delta, "write", point.split(":")[0], lambda rows, path, **_: path.endswith("log"))
     cluster = Topics(servers).cluster
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, origin))
-    conf = {
-        "spark.sql.shuffle.partitions": "2",
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
-    }
-    spark = build_session("crash", master="local[1]", conf=conf)
+    spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "2"})
     warehouse = f"{root}/warehouse"
     Publication(warehouse, "s_to_kafka", node, KafkaSink(cluster, target), spark).run()
     print("survived")

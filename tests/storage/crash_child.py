@@ -53,11 +53,7 @@ def main() -> None:
         arm(delta, "write", when, lambda rows, path, **_: path.endswith(function))
     else:
         arm(AssetStore, function, when, lambda *_, **__: True)
-    conf = {
-        "spark.sql.shuffle.partitions": "1",
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",  # it has little time to warm up
-    }
-    spark = build_session("crash", master="local[1]", conf=conf)
+    spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})
     Topology(Path(root)).run(asset, spark)
     print("survived")
 
