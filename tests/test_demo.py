@@ -20,7 +20,10 @@ from tests import reference
 from tests.reference import WEATHER_VALUES, as_of_join
 from vt_dagster.cli import app
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),  # the first of them waits for the whole demo
+]
 
 REPOSITORY = Path(__file__).parents[1]
 FLIGHTS = 336_776
@@ -33,7 +36,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run = subprocess.run(
         [sys.executable, "-m", "vt_dagster.cli", "demo"],
         cwd=REPOSITORY,
-        env={**os.environ, "VT_DAGSTER_DATA": str(data), "COLUMNS": "120"},
+        # As a user runs it: its third run is worth compiling well for.
+        env={**os.environ, "JDK_JAVA_OPTIONS": "", "VT_DAGSTER_DATA": str(data), "COLUMNS": "120"},
         capture_output=True,
         text=True,
         timeout=1500,
