@@ -18,12 +18,12 @@ from vt_dagster import jars, session
 from vt_dagster.errors import SparkUnavailableError
 
 ROOT = Path(__file__).parents[1]
-_SEEN = ("SPARK_", "PYSPARK_", "JDK_JAVA_OPTIONS")
+_NOT_INHERITED = ("SPARK_", "PYSPARK_", "JDK_JAVA_OPTIONS")
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A Python process of its own, in a directory of its own: this one may have a session."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SEEN)}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
     with tempfile.TemporaryDirectory() as directory:  # Spark leaves a spark-warehouse behind
         return subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code)],
