@@ -17,7 +17,7 @@ from vt_dagster.model import VersionedTable
 from vt_dagster.storage import run_source
 from vt_dagster.storage.files import FilesSource
 from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import AssetStore, Head
+from vt_dagster.storage.store import AssetStore, Head, Standing
 
 KEYS = 10_000
 APPEND = "Delta append of the same JSON lines"
@@ -33,12 +33,14 @@ class TimedStore(AssetStore):
         super().__init__(warehouse, node, spark)
         self.spent: defaultdict[str, float] = defaultdict(float)
 
-    def commit(self, rows: DataFrame, commit: Commit) -> None:
+    def commit(self, rows: DataFrame, commit: Commit) -> Head:
         start = time.perf_counter()
-        super().commit(rows, commit)
-        self.spent["log commit"] += time.perf_counter() - start
+        try:
+            return super().commit(rows, commit)
+        finally:
+            self.spent["log commit"] += time.perf_counter() - start
 
-    def catch_up(self, head: Head | None = None) -> Head | None:
+    def catch_up(self, head: Head | None = None) -> Standing:
         start = time.perf_counter()
         try:
             return super().catch_up(head)

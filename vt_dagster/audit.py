@@ -145,13 +145,14 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
     Plan: one pass over the view for all checks on it, one over the log's offsets; samples are only
     fetched for a check that fails.
     """
-    head = store.catch_up()
+    there = store.catch_up()
+    head = there.head
     if head is None:
         return [Finding(check.name, 0, []) for check in checks_of(store.node)]
     total = sum(head.commit.next_offset.values())
     scope = None
     if run_id is not None and head.commit.run_id == run_id:
-        scope = _of_the_batch(store, head)
+        scope = _of_the_batch(store, head, there.applied)
     scope = scope or Scope({}, None, total, 0)
     with small_run(store.spark, is_small(scope.rows, scope.met)):
         found = _findings(store, head, scope)
@@ -160,7 +161,7 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
     return [replace(one, looked_at=f"what batch {head.commit.batch} changed") for one in found]
 
 
-def _of_the_batch(store: AssetStore, head: Head) -> Scope | None:
+def _of_the_batch(store: AssetStore, head: Head, applied: Applied | None) -> Scope | None:
     """What the last batch changed; None where more than that must be looked at."""
     batch = head.commit.batch
     before = delta.batch_before(store.log_path, batch)
@@ -172,10 +173,8 @@ def _of_the_batch(store: AssetStore, head: Head) -> Scope | None:
     rows = sum(head.commit.next_offset.values()) - sum(start.values())
     if not isinstance(store.node, Table):
         return Scope(start, None, rows, 0)
-    found = store.view_applied()
-    if found is None or delta.batch_before(store.view_path, batch) is None:
+    if applied is None or delta.batch_before(store.view_path, batch) is None:
         return None
-    applied = found[1]
     if applied.segments is None:
         return Scope(start, None, rows, applied.rows)
     # A batch without a row in the log, all late perhaps, leaves the view as it is.

@@ -93,7 +93,7 @@ class Chain:
         found: dict[str, object] = {}
         for node in self.nodes:
             store = AssetStore(self.warehouse, node, spark)
-            head = store.catch_up()
+            head = store.catch_up().head
             assert head is not None
             commit = head.commit
             found[node.name] = [commit.batch, commit.inputs, commit.next_offset, commit.totals]

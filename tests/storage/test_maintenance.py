@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.storage.topology import Topology
 from vt_dagster import SparkResource, build_maintenance, build_resources
 from vt_dagster.storage import delta
 from vt_dagster.storage.maintenance import maintain
+from vt_dagster.storage.positions import Commit, Shape
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,12 @@ def test_compaction_is_seen_and_changes_nothing(
     pinned = grown.store("rates", spark).head()
     assert pinned is not None
     done = maintain(grown.warehouse, "rates", spark)
-    assert done == {"files_compacted": 11, "attempts_removed": 0, "conflicts": 0}
+    assert done == {
+        "files_compacted": 11,
+        "attempts_removed": 0,
+        "commits_removed": 0,
+        "conflicts": 0,
+    }
     head = grown.store("rates", spark).head()
     assert head is not None
     assert (head.commit, head.version > pinned.version) == (pinned.commit, True)
@@ -88,3 +95,94 @@ def test_the_job(grown: Topology, spark: SparkSession) -> None:
     (schedule,) = defs.schedules or []
     assert isinstance(schedule, dg.ScheduleDefinition)
     assert schedule.cron_schedule == "0 3 * * *"
+
+
+def test_the_age_of_what_an_object_store_holds() -> None:
+    """It has no directories whose time one could ask for."""
+    attempt = "memory://warehouse/rates/attempts/of-a-killed-run"
+    fs, local = delta.filesystem(attempt)
+    fs.pipe_file(f"{local}/state/part-0.parquet", b"")
+    assert delta.is_older(attempt, timedelta(0))
+    assert not delta.is_older(attempt, timedelta(minutes=1))
+
+
+def commits(path: Path) -> list[int]:
+    return sorted(int(f.name[:20]) for f in (path / "_delta_log").glob("*.json"))
+
+
+def days_pass(path: Path, days: int) -> None:
+    """What lies there is older by so much, as Delta and we judge it: by the files' times."""
+    for file in path.rglob("*"):
+        then = file.stat().st_mtime - days * 86_400
+        os.utime(file, (then, then))
+
+
+def append(spark: SparkSession, path: Path, batch: int) -> None:
+    commit = Commit(
+        asset="rates", batch=batch, attempt=f"attempt-{batch}", shape=Shape(kind="stream", key=[])
+    )
+    delta.write(
+        spark.range(1).coalesce(1),
+        str(path),
+        mode="append",
+        document=commit.model_dump(),
+        batch=batch,
+        asset="rates",
+    )
+
+
+@pytest.fixture(scope="module")
+def old_table(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+    """Five commits of ours, versions 0 and 2 to 5, a checkpoint at 4; forty days old."""
+    path = tmp_path_factory.mktemp("warehouse") / "rates" / "log"
+    append(spark, path, 1)
+    spark.sql(f"ALTER TABLE delta.`{path}` SET TBLPROPERTIES ('delta.checkpointInterval' = '4')")
+    for batch in range(2, 6):
+        append(spark, path, batch)
+    days_pass(path, 40)
+    return path
+
+
+@pytest.fixture
+def old(old_table: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(old_table, tmp_path / "rates" / "log"))
+
+
+def test_commits_are_kept_as_long_as_files(old: Path, spark: SparkSession) -> None:
+    append(spark, old, 6)
+    append(spark, old, 7)
+    before = delta.last_commit(str(old))
+    warehouse = str(old.parent.parent)
+    done = maintain(warehouse, "rates", spark, keep=timedelta(days=41))
+    assert (done["commits_removed"], commits(old)[0]) == (0, 0)
+    done = maintain(warehouse, "rates", spark)
+    assert (done["commits_removed"], commits(old)[0]) == (4, 4)
+    log = sorted(f.name for f in (old / "_delta_log").iterdir())
+    assert [name for name in log if name.lstrip(".") < f"{4:020d}"] == []
+    assert before is not None
+    after = delta.last_commit(str(old))
+    assert after is not None
+    assert after.document == before.document
+    assert delta.read(spark, str(old)).count() == 7
+    assert delta.read(spark, str(old), 6).count() == 6
+    assert spark.sql(f"DESCRIBE HISTORY delta.`{old}`").count() == len(commits(old))
+    append(spark, old, 8)
+    assert maintain(warehouse, "rates", spark)["commits_removed"] == 0
+
+
+def test_where_nobody_writes_the_last_commit_stays(old: Path, spark: SparkSession) -> None:
+    """Cleaning by others makes commits too, and Delta itself would forget ours after a checkpoint."""
+    last = delta.last_commit(str(old))
+    assert last is not None
+    assert maintain(str(old.parent.parent), "rates", spark)["commits_removed"] == 4
+    assert commits(old)[-1] == last.version + 1  # files were compacted; cleaning leaves no commit
+    for _ in range(2):
+        spark.sql(f"VACUUM delta.`{old}` RETAIN 168 HOURS")
+    assert (old / "_delta_log" / f"{8:020d}.checkpoint.parquet").exists()
+    days_pass(old, 40)
+    for _ in range(2):
+        spark.sql(f"VACUUM delta.`{old}` RETAIN 168 HOURS")
+    maintain(str(old.parent.parent), "rates", spark)
+    found = delta.last_commit(str(old))
+    assert found is not None
+    assert found.document == last.document

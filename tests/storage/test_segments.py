@@ -54,7 +54,7 @@ def as_made_anew(topology: Topology, spark: SparkSession, to: str) -> list[objec
     head = store.head()
     assert head is not None
     copy = AssetStore(str(topology.root / to), topology.rates, spark)
-    copy.commit(store.log({}, head), head.commit.model_copy(update={"rejected": False}))
+    copy.commit(store.log({}, head), head.commit.model_copy(update={"rejected": False, "batch": 1}))
     return rows_of(copy)
 
 

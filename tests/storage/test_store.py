@@ -239,7 +239,7 @@ def test_a_changed_type_is_refused_before_the_commit(tmp_path: Path, spark: Spar
     assert head is not None
     changed = store.read("log").withColumn("n", F.col("n").cast("string"))
     with pytest.raises(StorageError, match="n: int -> string"):
-        store.commit(changed, head.commit)
+        store.commit(changed, head.commit.model_copy(update={"batch": 2}))
 
 
 def test_a_grace_period_may_change_between_runs(tmp_path: Path, spark: SparkSession) -> None:

@@ -11,7 +11,9 @@ import json
 import posixpath
 import re
 import threading
+import time
 from collections.abc import Generator, Iterable, Iterator
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import fsspec
@@ -24,6 +26,9 @@ MARK = "vt_dagster"
 
 _COMMIT_FILE = re.compile(r"(\d{20})\.json")
 _UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END"}
+_LOG_FILE = re.compile(r"\.?(\d{20})\.(json|crc|checkpoint(\.\d{10}\.\d{10})?\.parquet)(\.crc)?")
+_ROWS_BESIDE = ("spark.databricks.delta.replaceWhere.constraintCheck.enabled", "false")
+"""Lets an overwrite of some partitions add rows to others in the same commit."""
 _one_at_a_time = threading.Lock()
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 
@@ -74,13 +79,53 @@ def last_commit(path: str) -> Ours | None:
 
 def _commit_files(path: str) -> list[str]:
     """The names of a table's commit files, newest first; none where there is no table."""
+    return sorted((n for n in _log_files(path) if _COMMIT_FILE.fullmatch(n)), reverse=True)
+
+
+def _log_files(path: str) -> list[str]:
     fs, root = filesystem(path)
     try:
         found = fs.ls(posixpath.join(root, "_delta_log"), detail=False, refresh=True)
     except FileNotFoundError:
         return []
-    names = [posixpath.basename(f) for f in found]
-    return sorted((n for n in names if _COMMIT_FILE.fullmatch(n)), reverse=True)
+    return [posixpath.basename(f) for f in found]
+
+
+def is_older(path: str, age: timedelta) -> bool:
+    """Whether a file, or each file of a directory, was written longer ago than that."""
+    fs, local = filesystem(path)
+    written = [fs.modified(name) for name in fs.find(local) or [local]]  # object stores: files alone
+    return all(time.time() - moment.timestamp() > age.total_seconds() for moment in written)
+
+
+def forget_commits(path: str, keep: timedelta) -> int:
+    """Removes the commits that led to the newest checkpoint which is older than ``keep``.
+
+    All versions younger than that can still be read; and our newest commit, whose document is where
+    the next run goes on from, stays however old it is. Does not use Spark.
+
+    Returns:
+        how many commits.
+    """
+    fs, root = filesystem(path)
+    folder = posixpath.join(root, "_delta_log")
+    ours = next(_ours(path, _commit_files(path)), None)
+    if ours is None:
+        return 0
+    files = [(found[1], name) for name in _log_files(path) if (found := _LOG_FILE.fullmatch(name))]
+    old = [
+        version
+        for version, name in files
+        if name == f"{version}.checkpoint.parquet"
+        and int(version) <= ours.version
+        and is_older(posixpath.join(path, "_delta_log", name), keep)
+    ]
+    # The oldest first: whoever is killed here leaves commits without a gap.
+    gone = sorted((version, name) for version, name in files if old and version < max(old))
+    for _, name in gone:
+        with contextlib.suppress(FileNotFoundError):  # by another maintenance
+            fs.rm_file(posixpath.join(folder, name))
+    return sum(_COMMIT_FILE.fullmatch(name) is not None for _, name in gone)
 
 
 def _ours(path: str, names: Iterable[str]) -> Iterator[Ours]:
@@ -144,12 +189,12 @@ def is_conflict(error: Exception) -> bool:
     return _CONFLICT.search(str(error)) is not None
 
 
-def _version_of(path: str, batch: int, attempt: str) -> int | None:
-    """The version that this attempt made of a batch, later ones may stand above it by now; None = it
+def _commit_of(path: str, batch: int, attempt: str) -> Ours | None:
+    """The commit that this attempt made of a batch, later ones may stand above it by now; None = it
     was another attempt that wrote the batch."""
     for found in _ours(path, _commit_files(path)):
         if found.document["batch"] <= batch:
-            return found.version if found.document["attempt"] == attempt else None
+            return found if found.document["attempt"] == attempt else None
     return None
 
 
@@ -172,7 +217,7 @@ def write(
     stats: tuple[str, ...] = (),
     partitioned_by: str | None = None,
     replaced: str | None = None,
-) -> int:
+) -> Ours:
     """One commit with a document. A batch is written once: another run's is a conflict.
 
     Args:
@@ -184,7 +229,7 @@ def write(
             None = of all.
 
     Returns:
-        the version that the commit made.
+        the commit.
 
     Raises:
         ConcurrentRunError: another run committed this batch, or wrote at the same time.
@@ -196,6 +241,9 @@ def write(
         .option("txnAppId", f"{MARK}:{asset}")
         .option("txnVersion", batch)
         .option("delta.checkpointInterval", "20")
+        # Else it forgets our last commit 30 days after it, if others only clean the table: see
+        # ``forget_commits``, which maintenance calls.
+        .option("delta.enableExpiredLogCleanup", "false")
     )
     if stats:
         writer = writer.option("delta.dataSkippingStatsColumns", ",".join(stats))
@@ -205,31 +253,27 @@ def write(
         writer = writer.option("replaceWhere", replaced)
     schema = "mergeSchema" if mode == "append" or replaced else "overwriteSchema"
     try:
-        with _rows_beside(rows.sparkSession, replaced is not None):
+        with setting(rows.sparkSession, *_ROWS_BESIDE) if replaced else contextlib.nullcontext():
             writer.option(schema, "true").save(path)
     except Exception as error:
         if is_conflict(error):
             raise _conflict(asset, batch) from None
         raise
-    version = _version_of(path, batch, document["attempt"])
-    if version is None:
+    commit = _commit_of(path, batch, document["attempt"])
+    if commit is None:
         raise _conflict(asset, batch)
-    return version
+    return commit
 
 
 @contextlib.contextmanager
-def _rows_beside(spark: SparkSession, allowed: bool) -> Generator[None]:
-    """Lets an overwrite of some partitions add rows to others in the same commit."""
-    if not allowed:
-        yield
-        return
-    check = "spark.databricks.delta.replaceWhere.constraintCheck.enabled"
-    with _one_at_a_time:  # it is a setting of the session, and other threads may share that
-        spark.conf.set(check, "false")
+def setting(spark: SparkSession, key: str, value: str) -> Generator[None]:
+    """A setting of the session for a while: other threads that share it have it too for that time."""
+    with _one_at_a_time:
+        spark.conf.set(key, value)
         try:
             yield
         finally:
-            spark.conf.unset(check)
+            spark.conf.unset(key)
 
 
 def _conflict(asset: str, batch: int) -> ConcurrentRunError:

@@ -8,7 +8,6 @@ for a while, so a run that pinned an older version still finds them.
 from __future__ import annotations
 
 import posixpath
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -21,21 +20,24 @@ from vt_dagster.storage.store import asset_names
 
 KEEP = timedelta(days=7)
 """How long a file that is in no current table version is kept: longer than any run takes."""
+_NO_COMMIT = ("spark.databricks.delta.vacuum.logging.enabled", "false")
+"""Cleaning leaves a trace in the table's log only if asked to, two commits each time."""
 
 
 def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = KEEP) -> dict[str, int]:
     """Compacts and cleans the tables of one asset.
 
     Args:
-        keep: files that left the tables' current versions less than this ago stay, and so do what
-            runs prepared and did not commit.
+        keep: files that left the tables' current versions less than this ago stay, and so do the
+            commits of that time (all versions since then can be read), and what runs prepared and
+            did not commit.
 
     Returns:
-        ``files_compacted``, ``attempts_removed``; and ``conflicts``, compactions that
-        another writer came before, which the next maintenance makes up for.
+        ``files_compacted``, ``attempts_removed``, ``commits_removed``; and ``conflicts``,
+        compactions that another writer came before, which the next maintenance makes up for.
     """
     root = posixpath.join(str(warehouse), name)
-    done = {"files_compacted": 0, "attempts_removed": 0, "conflicts": 0}
+    done = {"files_compacted": 0, "attempts_removed": 0, "commits_removed": 0, "conflicts": 0}
     for table in ("log", "view", "quarantine"):
         path = posixpath.join(root, table)
         if not delta.exists(path):
@@ -47,7 +49,9 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
                 raise
             done["conflicts"] += 1
         hours = keep / timedelta(hours=1)
-        spark.sql(f"VACUUM delta.`{path}` RETAIN {hours:g} HOURS")
+        with delta.setting(spark, *_NO_COMMIT):
+            spark.sql(f"VACUUM delta.`{path}` RETAIN {hours:g} HOURS")
+        done["commits_removed"] += delta.forget_commits(path, keep)
     done["attempts_removed"] = _forget_attempts(root, keep)
     return done
 
@@ -66,9 +70,8 @@ def _forget_attempts(root: str, keep: timedelta) -> int:
     if not fs.exists(attempts):
         return 0
     for path in fs.ls(attempts, detail=False, refresh=True):
-        made = fs.modified(path).timestamp() if hasattr(fs, "modified") else time.time()
-        old = time.time() - made > keep.total_seconds()
-        if old and posixpath.basename(path.rstrip("/")) != current:
+        name = posixpath.basename(path.rstrip("/"))
+        if name != current and delta.is_older(posixpath.join(root, "attempts", name), keep):
             fs.rm(path, recursive=True)
             removed += 1
     return removed

@@ -24,7 +24,7 @@ from vt_dagster.storage.store import AssetStore
 def pin_join(store: AssetStore, join: StreamTableJoin, stream: AssetStore) -> Arrival:
     """Pins the end of the stream's log that this run of a join takes."""
     previous = store.head()
-    head = stream.catch_up()
+    head = stream.catch_up().head
     before = previous.commit if previous else None
     start: Offsets = before.inputs.get(join.left.name, {}) if before else {}
     ends = head.commit.next_offset if head else {}
@@ -131,10 +131,10 @@ def commit_join(
                 strategy=strategy,
                 reads=reads,
             )
-            store.commit(few_files(rows, out), commit)
+            head = store.commit(few_files(rows, out), commit)
         finally:
             results.unpersist()
-    return finish(store, arrival)
+    return finish(store, arrival, head)
 
 
 _NEVER = 2**62

@@ -33,26 +33,24 @@ def _operator(node: Stream) -> Operator:
 
 def pin_logs(store: AssetStore, inputs: Sequence[AssetStore]) -> Arrival:
     """Pins the ends of the logs that this run of an operator takes, and the views that go with them."""
-    node, previous = store.node, store.catch_up()
-    operator = _operator(node)
+    node, found = store.node, store.catch_up()
+    operator, previous = _operator(node), found.head
     pinned = Arrival(node, previous, store.new_attempt())
     before = pinned.before
     heads: dict[str, Head] = {}
     views: dict[str, int] = {}
     taken: dict[str, dict[int, tuple[int, int]]] = {}
-    met = store.current_rows()
+    met = found.rows
     for one in inputs:
         name = one.node.name
-        if operate.reads_views(operator):
-            head, view = one.pinned_view()
-            if view is not None:
-                views[name] = view
-                met += one.current_rows()
-        else:
-            head = one.catch_up()
-        if head is None:
+        pin_view = operate.reads_views(operator)
+        up = one.pinned_view() if pin_view else one.catch_up()
+        if up.head is None:
             continue
-        heads[name] = head
+        if pin_view and up.version is not None:
+            views[name] = up.version
+            met += up.rows
+        head = heads[name] = up.head
         start = before.inputs.get(name, {})
         ends = head.commit.next_offset.items()
         ranges = {p: (start.get(p, 0), end) for p, end in ends if end > start.get(p, 0)}
@@ -185,10 +183,10 @@ def commit_results(
                 gauges=gauges,
                 state=held is not None,
             )
-            store.commit(few_files(rows, done["applied"]), commit)
+            head = store.commit(few_files(rows, done["applied"]), commit)
         finally:
             kept.unpersist()
-    return finish(store, arrival)
+    return finish(store, arrival, head)
 
 
 def _buffer(operator: Suppress, buffer: DataFrame, arrival: Arrival) -> dict[str, float]:

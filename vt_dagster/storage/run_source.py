@@ -37,28 +37,28 @@ def pin_files(store: AssetStore, source: FilesSource, only: Sequence[str] | None
     Args:
         only: names of files; others, and those consumed already, are left for another run.
     """
-    head = store.catch_up()
-    files = source.pending(store.consumed_files(head), only)
-    return Arrival(store.node, head, store.new_attempt(), files=tuple(files), met=store.current_rows())
+    found = store.catch_up()
+    files = source.pending(store.consumed_files(found.head), only)
+    return Arrival(store.node, found.head, store.new_attempt(), files=tuple(files), met=found.rows)
 
 
 def pin_topics(
     store: AssetStore, source: KafkaSource, wanted: Ranges | None = None, accept_gap: bool = False
 ) -> Arrival:
     """Repairs what a dead run left, then pins the offsets that this run takes (``KafkaSource.pin``)."""
-    head = store.catch_up()
-    before = None if head is None else head.commit
+    found = store.catch_up()
+    before = None if found.head is None else found.head.commit
     pinned = source.pin(before, wanted, accept_gap)
     # A first position counts, even where there is nothing to read: else ``latest`` would move on.
     new = before is None or pinned.gaps or set(pinned.ids) - set(before.topics)
     taken = pinned.ranges if new else pinned.taken
     return Arrival(
         store.node,
-        head,
+        found.head,
         store.new_attempt(),
         topics=pinned,
         taken=taken,
-        met=store.current_rows(),
+        met=found.rows,
     )
 
 
@@ -126,7 +126,7 @@ def commit_records(
                 rejected=bad > 0,
                 **_position(store, arrival, counts),
             )
-            store.commit(few_files(rows, counts["applied"]), commit)
+            head = store.commit(few_files(rows, counts["applied"]), commit)
         except (PySparkException, Py4JJavaError) as error:
             gone = _unreadable(source, error)
             if gone is None:
@@ -134,7 +134,7 @@ def commit_records(
             raise gone from error
         finally:
             kept.unpersist()
-    return finish(store, arrival)
+    return finish(store, arrival, head)
 
 
 def _unreadable(source: Source, error: Exception) -> SourceError | None:

@@ -232,8 +232,7 @@ def few_files(rows: DataFrame, count: int) -> DataFrame:
     return rows.coalesce(max(1, math.ceil(count / 250_000)))
 
 
-def finish(store: AssetStore, arrival: Arrival) -> Receipt:
-    head = store.catch_up()
+def finish(store: AssetStore, arrival: Arrival, head: Head) -> Receipt:
+    view_version = store.catch_up(head).version
     store.forget(arrival.previous)
-    assert head is not None
-    return Receipt(head.commit, head.version, store.view_version())
+    return Receipt(head.commit, head.version, view_version)

@@ -52,6 +52,26 @@ class Head:
     commit: Commit
 
 
+@dataclass(frozen=True)
+class Standing:
+    """An asset's tables, brought up to the log.
+
+    Args:
+        head: the log's last commit; None before the first.
+        version: the view's; pin it to go on reading what it is now. None where there is no view.
+        applied: the batch that the view stands at: the last one, or what another run made since.
+    """
+
+    head: Head | None = None
+    version: int | None = None
+    applied: Applied | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the view a run in order meets, more or less."""
+        return 0 if self.applied is None else self.applied.rows
+
+
 def asset_names(warehouse: str) -> list[str]:
     """The names of the assets that have a log in a warehouse. Does not use Spark."""
     fs, root = delta.filesystem(str(warehouse))
@@ -162,15 +182,16 @@ class AssetStore:
             wanted = wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after)))
         return rows.where(wanted) if start else rows
 
-    def commit(self, rows: DataFrame, commit: Commit) -> None:
+    def commit(self, rows: DataFrame, commit: Commit) -> Head:
         """Appends a run's rows: the one atomic step that makes the run count.
 
         Raises:
             ConcurrentRunError: another run has committed this batch.
             StorageError: the rows do not fit the log's columns.
         """
-        self._check_columns(rows)
-        version = delta.write(
+        if commit.batch > 1:
+            self._check_columns(rows)
+        written = delta.write(
             rows,
             self.log_path,
             mode="append",
@@ -179,7 +200,8 @@ class AssetStore:
             asset=self.node.name,
             stats=(PARTITION, OFFSET, TIMESTAMP, *self._prunable(rows)),
         )
-        self.progress.done(f"committed batch {commit.batch} (log version {version})")
+        self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
+        return Head(written.version, commit)
 
     def _prunable(self, rows: DataFrame) -> list[str]:
         nested = ("array", "map", "struct", "binary", "boolean")
@@ -187,8 +209,6 @@ class AssetStore:
         return [k for k in self.node.key if not types[k].startswith(nested)]
 
     def _check_columns(self, rows: DataFrame) -> None:
-        if self.head() is None:
-            return
         old = {f.name.lower(): f for f in delta.read(self.spark, self.log_path).schema.fields}
         changed = [
             f"{f.name}: {old[f.name.lower()].dataType.simpleString()} -> {f.dataType.simpleString()}"
@@ -252,24 +272,14 @@ class AssetStore:
             with contextlib.suppress(OSError):
                 fs.rm(local, recursive=True)
 
-    def pinned_view(self) -> tuple[Head | None, int | None]:
-        """The last commit and the version of the view that stands exactly at it."""
+    def pinned_view(self) -> Standing:
+        """The last commit, and the view that stands exactly at it."""
         while True:
-            head = self.catch_up()
-            if head is None:
-                return None, None
-            found = self._view.applied()
-            if found is not None and found[1].next_offset == head.commit.next_offset:
-                return head, found[0]
-
-    def view_applied(self) -> tuple[int, Applied] | None:
-        """The view's version as it is now, and the batch that it stands at. Does not use Spark."""
-        return self._view.applied()
-
-    def current_rows(self) -> int:
-        """How many rows of the view a run in order meets, more or less. Does not use Spark."""
-        found = self._view.applied()
-        return 0 if found is None else found[1].rows
+            found = self.catch_up()
+            if found.head is None or found.applied is None:
+                return found
+            if found.applied.next_offset == found.head.commit.next_offset:
+                return found
 
     def current_at(self, version: int) -> DataFrame:
         """What the view has of each key as of one of its versions: rows, and of a versioned table
@@ -278,15 +288,21 @@ class AssetStore:
 
     # -- what follows from the log ---------------------------------------------------------------
 
-    def catch_up(self, head: Head | None = None) -> Head | None:
-        """Brings quarantine and view up to the log. Safe to call at any time, by anyone."""
+    def catch_up(self, head: Head | None = None) -> Standing:
+        """Brings quarantine and view up to the log. Safe to call at any time, by anyone.
+
+        Args:
+            head: the log's last commit, where the caller has just made it.
+        """
         head = head or self.head()
-        if head is not None:
-            self._check_shape(head.commit.shape)
-            self._publish_rejected(head)
-            if isinstance(self.node, Table):
-                self._update_view(head)
-        return head
+        if head is None:
+            return Standing()
+        self._check_shape(head.commit.shape)
+        self._publish_rejected(head)
+        if not isinstance(self.node, Table):
+            return Standing(head)
+        version, applied = self._update_view(head)
+        return Standing(head, version, applied)
 
     def _check_shape(self, shape: Shape) -> None:
         if (shape.kind, shape.key) != (shape_of(self.node).kind, list(self.node.key)):
@@ -316,8 +332,8 @@ class AssetStore:
                 asset=commit.asset,
             )
 
-    def _update_view(self, head: Head, rebuild: bool = False) -> None:
-        self._view.update(head.commit, lambda start: self.log(start, head), rebuild)
+    def _update_view(self, head: Head, rebuild: bool = False) -> tuple[int, Applied]:
+        return self._view.update(head.commit, lambda start: self.log(start, head), rebuild)
 
     def rebuild_view(self) -> None:
         """Makes the view anew from the whole log."""
@@ -331,23 +347,18 @@ class AssetStore:
         Args:
             since: epoch microseconds: versions that ended by then are not needed, and may be left out.
         """
-        found = None if self.catch_up() is None else self._view.applied()
-        if found is None:
+        found = self.catch_up()
+        version, applied = found.version, found.applied
+        if version is None or applied is None:
             return None
-        version, applied = found
         layout = applied.segments
         wanted = EVERYTHING if layout is None or since is None else layout.ending_after(since)
         return version, applied, self._view.remembered(self.spark, version, applied, wanted)
 
-    def view_version(self) -> int | None:
-        """The Delta version of the view as it is now; None where there is none. Does not use Spark."""
-        found = self._view.applied()
-        return None if found is None else found[0]
-
     def current(self) -> DataFrame | None:
         """What the view has of each key, without history: see ``current_at``; None before it."""
-        found = None if self.catch_up() is None else self._view.applied()
-        return None if found is None else self.current_at(found[0])
+        version = self.catch_up().version
+        return None if version is None else self.current_at(version)
 
     def quarantine(self) -> DataFrame | None:
         """What was rejected, and why; None where nothing ever was."""

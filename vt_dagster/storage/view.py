@@ -27,11 +27,13 @@ def applied_at(path: str) -> tuple[int, Applied] | None:
     """The version of a table that follows from a log, and the batch that it stands at; None where there
     is no table. Does not use Spark."""
     found = delta.last_commit(path)
-    if found is None:
-        return None
-    applied = Applied.model_validate(found.document)
-    applied.rows = applied.total if found.rows is None else found.rows
-    return found.version, applied
+    return None if found is None else _applied(found)
+
+
+def _applied(commit: delta.Ours) -> tuple[int, Applied]:
+    applied = Applied.model_validate(commit.document)
+    applied.rows = applied.total if commit.rows is None else commit.rows
+    return commit.version, applied
 
 
 class View:
@@ -66,12 +68,15 @@ class View:
         log: Callable[[Offsets], DataFrame],
         rebuild: bool = False,
         tries: int = _TRIES,
-    ) -> None:
+    ) -> tuple[int, Applied]:
         """Brings the view up to a commit; changes nothing where it stands there.
 
         Args:
             log: the log's rows from some offsets (inclusive) to the commit (inclusive).
             rebuild: from the whole log, whatever is there.
+
+        Returns:
+            see ``applied_at``; where another run has brought it further, that.
 
         Raises:
             ConcurrentRunError: another run writes to it all the time.
@@ -80,7 +85,7 @@ class View:
         assert isinstance(node, Table)
         done = None if rebuild else self.applied()
         if done is not None and done[1].next_offset == commit.next_offset:
-            return
+            return done
         start = {} if done is None else done[1].next_offset
         new = log(start)
         spark = new.sparkSession
@@ -118,7 +123,7 @@ class View:
         rows = step.fold(node, before, new, by_partition(commit.stream_time))
         try:
             with small_run(spark, is_small(records, met)):
-                version = delta.write(
+                written = delta.write(
                     rows if segment is None else rows.withColumn(SEGMENT, segment),
                     self.path,
                     mode="overwrite",
@@ -131,9 +136,9 @@ class View:
         except ConcurrentRunError:
             others = self.applied()
             if others is not None and others[1].batch >= commit.batch:
-                return
+                return others
             if tries == 1:
                 raise
-            self.update(commit, log, rebuild, tries - 1)  # it was a compaction
-        else:
-            self._progress.done(f"view at version {version}, of batch {commit.batch}")
+            return self.update(commit, log, rebuild, tries - 1)  # it was a compaction
+        self._progress.done(f"view at version {written.version}, of batch {commit.batch}")
+        return _applied(written)
