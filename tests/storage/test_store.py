@@ -230,6 +230,21 @@ def test_a_table_of_somebody_else_is_refused(tmp_path: Path, spark: SparkSession
         delta.last_commit(path)
 
 
+def test_a_version_is_looked_for_once(tmp_path: Path, spark: SparkSession) -> None:
+    path = str(tmp_path / "table")
+    spark.range(3).write.format("delta").save(path)
+    first = delta.read(spark, path, 0)
+    assert delta.read(spark, path, 0) is first
+    spark.range(4).write.format("delta").mode("append").save(path)
+    assert (delta.read(spark, path, 0).count(), delta.read(spark, path, 1).count()) == (3, 7)
+    assert first.join(delta.read(spark, path, 0), "id").count() == 3
+    shutil.rmtree(path)
+    spark.range(5).write.format("delta").save(path)
+    assert delta.read(spark, path, 0).count() == 5
+    with pytest.raises(PySparkException, match="version 7"):
+        delta.read(spark, path, 7)
+
+
 def test_a_changed_type_is_refused_before_the_commit(tmp_path: Path, spark: SparkSession) -> None:
     topology = Topology(tmp_path)
     land_first(topology)

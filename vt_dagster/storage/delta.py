@@ -7,6 +7,7 @@ at a position in milliseconds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import posixpath
 import re
@@ -199,11 +200,22 @@ def _commit_of(path: str, batch: int, attempt: str) -> Ours | None:
 
 
 def read(spark: SparkSession, path: str, version: int | None = None) -> DataFrame:
-    """A table, as of one of its versions where given."""
-    reader = spark.read.format("delta")
-    if version is not None:
-        reader = reader.option("versionAsOf", version)
-    return reader.load(path)
+    """A table, as of one of its versions where given.
+
+    A run asks for the same version more than once, and Delta lists all commits twice to find it. So the
+    last ones are remembered, by what their commit says: a table that was made anew is another.
+    """
+    if version is None:
+        return spark.read.format("delta").load(path)
+    info: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):  # Delta says it better
+        info = _info(path, f"{version:020d}.json")
+    return _as_of(spark, path, version, json.dumps(info))
+
+
+@functools.lru_cache(maxsize=8)
+def _as_of(spark: SparkSession, path: str, version: int, _commit: str) -> DataFrame:
+    return spark.read.format("delta").option("versionAsOf", version).load(path)
 
 
 def write(
