@@ -17,7 +17,7 @@ LAYERS = [
         *("model", "operators", "grouping"),
     },
     {"core"},
-    {"contracts", "storage", "jars", "session"},
+    {"contracts", "storage", "jars", "launch", "session"},
     {"audit", "testing", "testing_kafka", "testing_state", "testing_store"},
     {"types", "resource", "metadata", "pictures", "checks", "io_manager", "ops", "sensors", "factory"},
     {"conformance", "components", "ci", "cli", "kafka", ""},

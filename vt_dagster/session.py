@@ -6,25 +6,22 @@ Importing this module starts nothing. ``resolve_jars`` finds the jars that PySpa
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.jars import PYSPARK_SERIES, one_line, resolve_jars
+from vt_dagster.launch import not_started, quiet_start
 
 if TYPE_CHECKING:
-    from py4j.java_gateway import JavaGateway
     from pyspark.sql import SparkSession
 
 __all__ = ["build_session", "resolve_jars"]
@@ -78,7 +75,7 @@ def build_session(
     except SparkUnavailableError:
         raise
     except Exception as error:  # whatever PySpark, py4j or gRPC raise while a session starts
-        raise _not_started(remote or master, one_line(error)) from None
+        raise not_started(remote or master, one_line(error)) from None
     if DELTA_EXTENSION not in extensions:
         raise SparkUnavailableError(
             f"Expected a Spark session with spark.sql.extensions={DELTA_EXTENSION}, the session "
@@ -145,7 +142,7 @@ def _classic(app_name: str, master: str, conf: Mapping[str, str]) -> SparkSessio
         python = conf.get("spark.pyspark.python", sys.executable)
         os.environ.setdefault("PYSPARK_PYTHON", python)
     spark_conf = SparkConf(loadDefaults=False).setAll(list(settings.items()))
-    with _quiet_start(master) as launch:
+    with quiet_start(master) as launch:
         SparkContext(conf=spark_conf, gateway=launch(spark_conf) if own_jvm else None)
         session = SparkSession.builder.config(conf=spark_conf).getOrCreate()
         if not own_jvm:  # a JVM that somebody else started may lack the jars: load a class
@@ -322,92 +319,3 @@ def _check_connect(url: str) -> None:
 
 
 # --------------------------------------------------------------------------------- quiet start
-
-
-def _not_started(target: str, reason: str) -> SparkUnavailableError:
-    return SparkUnavailableError(
-        f"Expected a Spark session on {target}, got: {reason.rstrip('.')}. "
-        "Check the address and the Spark settings."
-    )
-
-
-@contextlib.contextmanager
-def _quiet_start(target: str) -> Iterator[Any]:
-    """Yields a launcher for the JVM; keeps the JVM's stderr back until the session is there.
-
-    If the start fails, one line of what the JVM said becomes the error, and the rest is dropped.
-    """
-    from pyspark.java_gateway import launch_gateway
-
-    stderr: _JvmStderr | None = None
-
-    def launch(conf: Any) -> JavaGateway:
-        nonlocal stderr
-        stderr = _JvmStderr()
-        with stderr.writer() as handle:
-            return launch_gateway(conf, popen_kwargs={"stderr": handle})
-
-    try:
-        yield launch
-    except Exception as error:
-        # In these two cases the exception says what happened next, the JVM said why.
-        next_only = re.search("JAVA_GATEWAY_EXITED|stopped SparkContext", str(error))
-        said = stderr.reason() if stderr and next_only else ""
-        if stderr:
-            stderr.release(drop=True)
-        if said:
-            raise _not_started(target, said) from None
-        raise
-    if stderr:
-        stderr.release()
-
-
-class _JvmStderr:
-    """Copies the JVM's stderr to this process's, less a warning that is of no use to anyone."""
-
-    _NOISE = b"WARNING: Using incubator modules"
-    _OPTIONS = re.compile(r"(NOTE: )?Picked up J\w+_OPTIONS")
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        self._lock = threading.Lock()
-        self._held: collections.deque[bytes] | None = collections.deque(maxlen=2000)
-        self._thread = threading.Thread(target=self._copy, name="spark-stderr", daemon=True)
-        self._thread.start()
-
-    @contextlib.contextmanager
-    def writer(self) -> Iterator[int]:
-        """The descriptor to hand to the JVM; this process's copy is closed at the end."""
-        try:
-            yield self._write
-        finally:
-            os.close(self._write)
-
-    def release(self, drop: bool = False) -> None:
-        """From now on copy as lines come; first what was held back, unless dropped."""
-        with self._lock:
-            held, self._held = self._held or (), None
-            if not drop:
-                for line in held:
-                    os.write(2, line)
-
-    def reason(self) -> str:
-        """The first line that the JVM wrote of its own, without what a log line begins with."""
-        self._thread.join(timeout=2)  # ends with the JVM, if that has ended
-        with self._lock:
-            lines = [line.decode(errors="replace").strip() for line in self._held or ()]
-        first = next((line for line in lines if line and not self._OPTIONS.match(line)), "")
-        return re.sub(r'^(Exception in thread "\w+"|\S+ \S+ ERROR \w+:) ', "", first)
-
-    def _copy(self) -> None:
-        # os.write, not sys.stderr: a daemon thread must not hold its lock when Python exits.
-        with os.fdopen(self._read, "rb") as lines:
-            for line in lines:
-                if line.startswith(self._NOISE):
-                    continue
-                with self._lock:
-                    if self._held is not None:
-                        self._held.append(line)
-                    else:
-                        with contextlib.suppress(OSError):
-                            os.write(2, line)
