@@ -13,6 +13,7 @@ import posixpath
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -30,7 +31,8 @@ _UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END"}
 _LOG_FILE = re.compile(r"\.?(\d{20})\.(json|crc|checkpoint(\.\d{10}\.\d{10})?\.parquet)(\.crc)?")
 _ROWS_BESIDE = ("spark.databricks.delta.replaceWhere.constraintCheck.enabled", "false")
 """Lets an overwrite of some partitions add rows to others in the same commit."""
-_one_at_a_time = threading.Lock()
+_one_at_a_time: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+"""For each setting: cleaning takes minutes, and must not keep runs from writing."""
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 
 
@@ -280,7 +282,7 @@ def write(
 @contextlib.contextmanager
 def setting(spark: SparkSession, key: str, value: str) -> Generator[None]:
     """A setting of the session for a while: other threads that share it have it too for that time."""
-    with _one_at_a_time:
+    with _one_at_a_time[key]:
         spark.conf.set(key, value)
         try:
             yield
