@@ -302,3 +302,20 @@ def test_a_join_whose_records_all_wait(tmp_path: Path, spark: SparkSession) -> N
     assert receipt.commit is not None
     assert (receipt.commit.counts["out"], receipt.commit.counts["waiting"]) == (0, 1)
     assert topology.store("priced", spark).read().count() == 0
+
+
+def test_a_view_that_is_further_is_left_alone(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has committed brings the view up to that; another run may have been there since."""
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", 1, 0)])
+    topology.run("rates", spark)
+    store = topology.store("rates", spark)
+    first = store.head()
+    topology.land("rates", "2.jsonl", [("a", 2, 1)])
+    topology.run("rates", spark)
+    monkeypatch.setattr(delta, "write", lambda *_, **__: pytest.fail("it was written again"))
+    found = store.catch_up(first)
+    assert found.applied is not None
+    assert (found.head, found.applied.batch) == (first, 2)

@@ -82,7 +82,11 @@ def last_commit(path: str) -> Ours | None:
 
 def _commit_files(path: str) -> list[str]:
     """The names of a table's commit files, newest first; none where there is no table."""
-    return sorted((n for n in _log_files(path) if _COMMIT_FILE.fullmatch(n)), reverse=True)
+    return _newest_first(_log_files(path))
+
+
+def _newest_first(names: Iterable[str]) -> list[str]:
+    return sorted((n for n in names if _COMMIT_FILE.fullmatch(n)), reverse=True)
 
 
 def _log_files(path: str) -> list[str]:
@@ -112,10 +116,11 @@ def forget_commits(path: str, keep: timedelta) -> int:
     """
     fs, root = filesystem(path)
     folder = posixpath.join(root, "_delta_log")
-    ours = next(_ours(path, _commit_files(path)), None)
+    names = _log_files(path)
+    ours = next(_ours(path, _newest_first(names)), None)
     if ours is None:
         return 0
-    files = [(found[1], name) for name in _log_files(path) if (found := _LOG_FILE.fullmatch(name))]
+    files = [(found[1], name) for name in names if (found := _LOG_FILE.fullmatch(name))]
     old = [
         version
         for version, name in files

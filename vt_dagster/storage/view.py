@@ -69,7 +69,7 @@ class View:
         rebuild: bool = False,
         tries: int = _TRIES,
     ) -> tuple[int, Applied]:
-        """Brings the view up to a commit; changes nothing where it stands there.
+        """Brings the view up to a commit; changes nothing where it stands there, or further.
 
         Args:
             log: the log's rows from some offsets (inclusive) to the commit (inclusive).
@@ -84,7 +84,9 @@ class View:
         node = self.node
         assert isinstance(node, Table)
         done = None if rebuild else self.applied()
-        if done is not None and done[1].next_offset == commit.next_offset:
+        if done is not None and (
+            done[1].next_offset == commit.next_offset or done[1].batch > commit.batch
+        ):
             return done
         start = {} if done is None else done[1].next_offset
         new = log(start)
