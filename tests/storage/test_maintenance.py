@@ -16,6 +16,7 @@ from vt_dagster import SparkResource, build_maintenance, build_resources
 from vt_dagster.storage import delta
 from vt_dagster.storage.maintenance import maintain
 from vt_dagster.storage.positions import Commit, Shape
+from vt_dagster.storage.settings import settings
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +187,28 @@ def test_where_nobody_writes_the_last_commit_stays(old: Path, spark: SparkSessio
     found = delta.last_commit(str(old))
     assert found is not None
     assert found.document == last.document
+
+
+def test_settings_of_the_session_are_what_they_were(grown: Topology, spark: SparkSession) -> None:
+    own = {
+        "spark.databricks.delta.vacuum.logging.enabled": "true",
+        "spark.databricks.delta.replaceWhere.constraintCheck.enabled": "false",
+        "spark.sql.shuffle.partitions": "3",
+    }
+    grown.land("rates", "next.jsonl", [("a", 7, 9), ("b", 8, 9)])
+    with settings(spark, own):
+        grown.run("rates", spark)
+        maintain(grown.warehouse, "rates", spark)
+        assert {key: spark.conf.get(key) for key in own} == own
+
+
+def test_settings_hold_until_the_last_who_wanted_them_is_done(spark: SparkSession) -> None:
+    wanted = {"spark.sql.shuffle.partitions": "17"}
+    before = spark.conf.get("spark.sql.shuffle.partitions")
+    first, second = settings(spark, wanted), settings(spark, wanted)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert spark.conf.get("spark.sql.shuffle.partitions") == "17"
+    second.__exit__(None, None, None)
+    assert spark.conf.get("spark.sql.shuffle.partitions") == before

@@ -11,10 +11,8 @@ import functools
 import json
 import posixpath
 import re
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +20,7 @@ import fsspec
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.storage.settings import settings
 
 MARK = "vt_dagster"
 """The key under which a commit's ``userMetadata`` carries our document."""
@@ -29,10 +28,8 @@ MARK = "vt_dagster"
 _COMMIT_FILE = re.compile(r"(\d{20})\.json")
 _UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END"}
 _LOG_FILE = re.compile(r"\.?(\d{20})\.(json|crc|checkpoint(\.\d{10}\.\d{10})?\.parquet)(\.crc)?")
-_ROWS_BESIDE = ("spark.databricks.delta.replaceWhere.constraintCheck.enabled", "false")
+_ROWS_BESIDE = {"spark.databricks.delta.replaceWhere.constraintCheck.enabled": "false"}
 """Lets an overwrite of some partitions add rows to others in the same commit."""
-_one_at_a_time: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-"""For each setting: cleaning takes minutes, and must not keep runs from writing."""
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 
 
@@ -272,7 +269,7 @@ def write(
         writer = writer.option("replaceWhere", replaced)
     schema = "mergeSchema" if mode == "append" or replaced else "overwriteSchema"
     try:
-        with setting(rows.sparkSession, *_ROWS_BESIDE) if replaced else contextlib.nullcontext():
+        with settings(rows.sparkSession, _ROWS_BESIDE if replaced else {}):
             writer.option(schema, "true").save(path)
     except Exception as error:
         if is_conflict(error):
@@ -282,17 +279,6 @@ def write(
     if commit is None:
         raise _conflict(asset, batch)
     return commit
-
-
-@contextlib.contextmanager
-def setting(spark: SparkSession, key: str, value: str) -> Generator[None]:
-    """A setting of the session for a while: other threads that share it have it too for that time."""
-    with _one_at_a_time[key]:
-        spark.conf.set(key, value)
-        try:
-            yield
-        finally:
-            spark.conf.unset(key)
 
 
 def _conflict(asset: str, batch: int) -> ConcurrentRunError:

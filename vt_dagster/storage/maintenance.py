@@ -16,11 +16,12 @@ from pyspark.sql import SparkSession
 
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.settings import settings
 from vt_dagster.storage.store import asset_names
 
 KEEP = timedelta(days=7)
 """How long a file that is in no current table version is kept: longer than any run takes."""
-_NO_COMMIT = ("spark.databricks.delta.vacuum.logging.enabled", "false")
+_NO_COMMIT = {"spark.databricks.delta.vacuum.logging.enabled": "false"}
 """Cleaning leaves a trace in the table's log only if asked to, two commits each time."""
 
 
@@ -49,7 +50,7 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
                 raise
             done["conflicts"] += 1
         hours = keep / timedelta(hours=1)
-        with delta.setting(spark, *_NO_COMMIT):
+        with settings(spark, _NO_COMMIT):
             spark.sql(f"VACUUM delta.`{path}` RETAIN {hours:g} HOURS")
         done["commits_removed"] += delta.forget_commits(path, keep)
     done["attempts_removed"] = _forget_attempts(root, keep)
