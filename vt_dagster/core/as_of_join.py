@@ -82,18 +82,23 @@ def as_of_join(
         *[F.col(f"`{c}`").alias(n) for c, n in names.items()],
         horizon.alias(_HORIZON),
     )
-    if isinstance(way, Tiles):
-        rows = _tiled(left, table, left_key, way)
+    if way == "sorted":
+        rows = _sorted(left, table, left_key, names[IS_TOMBSTONE])
     else:
-        rows = (_sorted if way == "sorted" else _compared)(left, table, left_key)
-    in_time = F.col(_END).isNull() | F.col(_HORIZON).isNull() | (F.col(TIMESTAMP) >= F.col(_HORIZON))
-    value = F.col(left_key[0]).isNotNull() & ~F.col(names[IS_TOMBSTONE])
-    found = F.coalesce(in_time & value, F.lit(False))
-    # A condition for each column, and not one for a struct of them: Spark then makes no struct.
+        # Each with the time in which it is found.
+        begin = F.when(F.col(_END).isNull(), F.col(_BEGIN)).otherwise(F.greatest(_BEGIN, _HORIZON))
+        table = table.where(~F.col(names[IS_TOMBSTONE])).withColumn(_BEGIN, begin)
+        rows = (
+            _tiled(left, table, left_key, way)
+            if isinstance(way, Tiles)
+            else _compared(left, table, left_key)
+        )
+    # Columns alone: Spark takes a struct apart, and leaves out what nobody asks for, where all in it is
+    # cheap to compute twice.
     return rows.select(
         *[F.col(f"`{c}`") for c in left.columns],
-        F.struct(*[F.when(found, F.col(n)).alias(c) for c, n in names.items()]).alias(name),
-        found.alias(FOUND),
+        F.struct(*[F.col(n).alias(c) for c, n in names.items()]).alias(name),
+        F.col(_BEGIN).isNotNull().alias(FOUND),
     )
 
 
@@ -140,8 +145,8 @@ def _keys(key: Sequence[str]) -> list[str]:
     return [f"_key{i}" for i in range(len(key))]
 
 
-def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str]) -> DataFrame:
-    """The last version of the key that begins before or with each row.
+def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: str) -> DataFrame:
+    """The last version of the key that begins before or with each row, if it is a value and in time.
 
     The whole version travels as one value, so that columns of different versions never mix.
     """
@@ -158,8 +163,14 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str]) -> DataFrame:
     )
     so_far = W.partitionBy(*keys).orderBy(at, _SIDE).rowsBetween(W.unboundedPreceding, W.currentRow)
     last = F.last(_VERSION, ignorenulls=True).over(so_far)
-    found = union(rows, there).withColumn(_VERSION, last).where(F.col(_SIDE) == 1)
-    return found.select(*[F.col(f"`{c}`") for c in left.columns], f"{_VERSION}.*")
+    last_of, of_rows = F.col(_VERSION), F.col(_SIDE) == 1
+    found = union(rows, there).withColumn(_VERSION, last).where(of_rows)
+    end, horizon = last_of.getField(_END), last_of.getField(_HORIZON)
+    in_time = end.isNull() | horizon.isNull() | (F.col(TIMESTAMP) >= horizon)
+    value = F.col(key[0]).isNotNull() & ~last_of.getField(tombstone)
+    return found.withColumn(_VERSION, F.when(in_time & value, last_of)).select(
+        *[F.col(f"`{c}`") for c in left.columns], f"{_VERSION}.*"
+    )
 
 
 def _compared(left: DataFrame, table: DataFrame, key: Sequence[str]) -> DataFrame:

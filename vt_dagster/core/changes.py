@@ -36,6 +36,8 @@ TAKEN = "_taken"
 """Whether a change counts for a join: it is its key's latest, or its table is not versioned."""
 EXISTS = "_exists"
 _STATE, _ROW = "state", "_row"
+_BEHIND = 2**63 - 1
+"""The ``_arrival`` of a current row: behind all changes."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
     Returns:
         ``match_names, timestamp, partition, ORDER, _taken`` and two containers: the state that a
         change made (null: it made none) and the state that it found. A current row has the latter
-        alone, and no ``ORDER``: it is no trigger.
+        alone, behind all changes, and no ``_taken``: it is no trigger.
     """
     now, found = _containers(name)
     rows = side.changes.select(
@@ -145,12 +147,14 @@ def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
     if side.current is None:
         return rows
     touched = side.current.select(
-        *match_columns(side.key), _contain(side.row_state()).alias(found)
+        *match_columns(side.key),
+        _contain(side.row_state()).alias(found),
+        F.lit(_BEHIND).alias(ARRIVAL),
     ).join(asked.select(*match_names(side.key)), match_names(side.key), "left_semi")
     return union(rows, touched)
 
 
-def state_of(name: str, by: Sequence[str]) -> Column:
+def state_of(name: str, by: Sequence[str], order: Sequence[str] = ORDER) -> Column:
     """The state of a side as of a row of the run, the row itself included; null: it has no row.
 
     Of two sides, both come from one pass over the rows in order. Current rows sort behind all
@@ -159,9 +163,9 @@ def state_of(name: str, by: Sequence[str]) -> Column:
 
     Args:
         by: the columns that rows of both sides meet on.
+        order: ``ORDER``, and what may come behind it.
     """
     now, found = _containers(name)
-    order = [F.col(ARRIVAL).asc_nulls_last(), *columns(ORDER[1:])]
     rows = W.partitionBy(*by).orderBy(*order)
     so_far = rows.rowsBetween(W.unboundedPreceding, W.currentRow)
     whole = rows.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
@@ -175,19 +179,21 @@ def found_state(name: str) -> Column:
     return F.col(_containers(name)[1]).getField(_STATE)
 
 
-def result_rows(rows: DataFrame, *, key: Sequence[str], select: Sequence[tuple[str, str]]) -> DataFrame:
+def result_rows(
+    rows: DataFrame, *, key: Mapping[str, Column], select: Sequence[tuple[str, str]]
+) -> DataFrame:
     """The rows that a join returns.
 
     Args:
         rows: ``left, right`` (structs), ``timestamp, partition, is_tombstone, _fate, ORDER, _turn``.
-        key: the left's key columns, which are the result's: every row has them, as ``left`` has.
+        key: the left's key columns, which are the result's: every row has them.
         select: the result's (name, SQL expression over ``left.*`` and ``right.*``); values are null
             in tombstones and in rows that are no result.
     """
     has_value = (F.col(FATE) == Fate.APPLIED) & ~F.col(IS_TOMBSTONE)
     return rows.select(
         *[
-            (F.col(LEFT).getField(name) if name in key else F.when(has_value, F.expr(sql))).alias(name)
+            (key[name] if name in key else F.when(has_value, F.expr(sql))).alias(name)
             for name, sql in select
         ],
         TIMESTAMP,

@@ -80,7 +80,8 @@ def join(
     rows = union(
         _after_left(left, right, kind, foreign_key), _after_right(left, right, kind, foreign_key)
     )
-    return result_rows(rows, key=left.key, select=columns)
+    key = {k: F.col(LEFT).getField(k) for k in left.key}
+    return result_rows(rows, key=key, select=columns)
 
 
 def _after_left(
@@ -110,7 +111,7 @@ def _after_left(
     )
     rows = union(asking, timeline(right, RIGHT, asking))
     moments = rows.withColumn(_RIGHT_STATE, state_of(RIGHT, [*on, _SALT])).where(
-        F.col(ARRIVAL).isNotNull() & ((F.col(INPUT) == 0) | ~F.col(TAKEN))
+        F.col(TAKEN).isNotNull() & ((F.col(INPUT) == 0) | ~F.col(TAKEN))
     )
     fate, tombstone = _outcome(kind)
     found = F.col(_RIGHT_STATE).isNotNull()

@@ -138,17 +138,11 @@ def in_order(operator: Operator, taken: Sequence[Taken]) -> list[DataFrame]:
     nothing = F.lit(None).cast("timestamp")
     ordered: list[DataFrame] = []
     for i, one in enumerate(taken):
-        rows = one.rows.withColumns(
-            {
-                ARRIVAL: F.col(OFFSET),
-                INPUT: F.lit(i),
-                HOME: F.col(PARTITION),
-                SEQUENCE: F.col(OFFSET),
-            }
-        )
+        rows = one.rows.withColumn(ARRIVAL, F.col(OFFSET))
         if _merges(operator):
             timed = with_stream_time(rows, nothing)
             rows = timed.withColumn(ARRIVAL, F.unix_micros(STREAM_TIME)).drop(STREAM_TIME)
+        rows = rows.withColumns({INPUT: F.lit(i), HOME: F.col(PARTITION), SEQUENCE: F.col(OFFSET)})
         ordered.append(rows)
     return ordered
 

@@ -87,11 +87,11 @@ def suppress(
     partition's buffer is within its limits. Otherwise all of it stays; the caller looks at its
     :func:`fullness`.
 
-    Plan, ``window_closes``: one shuffle by key of updates and buffer, sorted before it (each task
-    sends one row of a key) and after it. ``time_limit``: ``with_stream_time`` (one aggregate, one
-    shuffle and sort by partition and chunk), then one shuffle and sort by key and a kernel in Python,
-    since where a period begins depends on where the last one ended; it keeps one row of one key in
-    memory. A duration of 0: none. Emitting early: one more shuffle and sort by partition.
+    Plan, ``window_closes``: one shuffle and sort by key of updates and buffer. ``time_limit``:
+    ``with_stream_time`` (one aggregate, one shuffle and sort by partition and chunk), then one shuffle
+    and sort by key and a kernel in Python, since where a period begins depends on where the last one
+    ended; it keeps one row of one key in memory. A duration of 0: none. Emitting early: one more
+    shuffle and sort by partition.
 
     Args:
         changes: a table's change rows, ``key columns, value columns, timestamp, partition,
@@ -232,13 +232,14 @@ def _final(
     changes: DataFrame, buffer: DataFrame | None, key: Sequence[str], kept: Sequence[str], due: Column
 ) -> DataFrame:
     """The last update of each window."""
-    newest_first = [F.col(c).desc() for c in (_FRESH, *ORDER)]
-    in_order = W.partitionBy(PARTITION, *key).orderBy(*newest_first)
+    # By key alone, as the result's store wants them next: each partition has its own.
+    rows = gathered(_together(changes, buffer, kept), key)
+    in_order = W.partitionBy(*key, PARTITION).orderBy(_FRESH, *ORDER)
     end = F.unix_micros(WINDOW_END)
+    # Not the first of the rows backwards: for that Spark sorts a second time, before it shuffles.
     return (
-        _together(changes, buffer, kept)
-        .withColumn(_FIRST, F.row_number().over(in_order))
-        .where(F.col(_FIRST) == 1)
+        rows.withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
+        .where(_LAST)
         .withColumns(
             {
                 PLACE: end,

@@ -12,7 +12,7 @@ from vt_dagster.columns import FATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTI
 from vt_dagster.core.arrival import Fate, union
 
 BEFORE, NEWEST = "_before", "_newest"
-_LAST = "_last"
+_SEEN, _LAST = "_seen", "_last"
 
 
 def put(
@@ -39,8 +39,8 @@ def put(
     known = with_row_before(records, current, key=key, values=values)
     applied = known.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
     counts = F.col(FATE) == Fate.APPLIED
-    old = row_before(counts, key=key, values=values, order=order)
-    return applied.withColumns({IS_LATEST: F.lit(True), OLD: old}).drop(BEFORE, NEWEST)
+    replaced = with_old(applied, counts, key=key, values=values, order=order)
+    return replaced.withColumn(IS_LATEST, F.lit(True)).drop(NEWEST)
 
 
 def with_row_before(
@@ -61,20 +61,27 @@ def with_row_before(
     return records.join(rows, list(key), "left")
 
 
-def row_before(
-    counts: Column, *, key: Sequence[str], values: Sequence[str], order: Sequence[str]
-) -> Column:
-    """The struct of values and timestamp that a key has before a record; null where it has none.
+def with_old(
+    rows: DataFrame, counts: Column, *, key: Sequence[str], values: Sequence[str], order: Sequence[str]
+) -> DataFrame:
+    """Adds ``old``: the struct of values and timestamp that a key has before a record; null where it
+    has none.
 
     Args:
+        rows: of ``with_row_before``.
         counts: whether a record is its key's latest from then on.
+
+    Returns:
+        the rows with ``old``, without ``_before``.
     """
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     row = F.struct(*[F.col(f"`{v}`") for v in values], TIMESTAMP)
     # A struct around it, for "deleted" is not the same as "nothing seen yet".
     held = F.when(counts, F.struct(F.when(~F.col(IS_TOMBSTONE), row).alias("row")))
-    seen = F.last(held, ignorenulls=True).over(before)
-    return F.when(seen.isNotNull(), seen["row"]).otherwise(F.col(BEFORE))
+    # A column of its own: Spark computes a window as often as an expression names it.
+    seen = rows.withColumn(_SEEN, F.last(held, ignorenulls=True).over(before))
+    old = F.when(F.col(_SEEN).isNotNull(), F.col(_SEEN)["row"]).otherwise(F.col(BEFORE))
+    return seen.withColumn(OLD, old).drop(_SEEN, BEFORE)
 
 
 def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataFrame:
@@ -88,9 +95,7 @@ def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataF
     """
     fresh = log.drop(IS_LATEST, OLD)
     everything = union(fresh, rows)
-    newest_first = W.partitionBy(*key).orderBy(F.col(OFFSET).desc(), F.col(PARTITION).desc())
-    return (
-        everything.withColumn(_LAST, F.row_number().over(newest_first))
-        .where((F.col(_LAST) == 1) & ~F.col(IS_TOMBSTONE))
-        .drop(_LAST)
-    )
+    in_order = W.partitionBy(*key).orderBy(OFFSET, PARTITION)
+    # Not the first of the rows backwards: for that Spark sorts a second time, before it shuffles.
+    last = F.lead(F.lit(1)).over(in_order).isNull()
+    return everything.withColumn(_LAST, last).where(F.col(_LAST) & ~F.col(IS_TOMBSTONE)).drop(_LAST)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, FATE, INPUT, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
+from vt_dagster.columns import FATE, INPUT, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core.arrival import Fate, union
 from vt_dagster.core.changes import (
     LEFT,
@@ -58,25 +58,29 @@ def join(
     left_keys = left.changes.select(*match_columns(left.key))
     right_keys = right.changes.select(*match_columns(right.key))
     rows = union(timeline(left, LEFT, right_keys), timeline(right, RIGHT, left_keys))
+    rows = rows.withColumn(TURN, F.lit(0))
+    # By key and in the order in which the result's store wants them next: it sorts no more.
+    order = [*ORDER, TURN]
     from_left = F.col(INPUT) == 0
     moments = rows.select(
         *on,
         TIMESTAMP,
         PARTITION,
-        *ORDER,
+        *order,
         TAKEN,
-        state_of(LEFT, on).alias(_LEFT_STATE),
-        state_of(RIGHT, on).alias(_RIGHT_STATE),
+        state_of(LEFT, on, order).alias(_LEFT_STATE),
+        state_of(RIGHT, on, order).alias(_RIGHT_STATE),
         F.when(from_left, found_state(LEFT).isNotNull())
         .otherwise(found_state(RIGHT).isNotNull())
         .alias(_OLD_STATE),
-    ).where(F.col(ARRIVAL).isNotNull())
+    ).where(F.col(TAKEN).isNotNull())
     says, tombstone = _outcome(kind)
     other = F.when(from_left, F.col(_RIGHT_STATE).getField(TIMESTAMP)).otherwise(
         F.col(_LEFT_STATE).getField(TIMESTAMP)
     )
     applied = F.col(TAKEN) & says
     joined = moments.select(
+        *on,
         _row(left, _LEFT_STATE).alias(LEFT),
         F.when(F.col(_RIGHT_STATE).isNotNull(), _row(right, _RIGHT_STATE)).alias(RIGHT),
         F.when(applied, F.greatest(TIMESTAMP, other)).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
@@ -86,10 +90,10 @@ def join(
         .when(says, Fate.APPLIED)
         .otherwise(Fate.NO_RESULT)
         .alias(FATE),
-        *ORDER,
-        F.lit(0).alias(TURN),
+        *order,
     )
-    return result_rows(joined, key=left.key, select=columns)
+    key = {k: F.col(n) for k, n in zip(left.key, on, strict=True)}
+    return result_rows(joined, key=key, select=columns)
 
 
 def _outcome(kind: JoinKind) -> tuple[Column, Column]:

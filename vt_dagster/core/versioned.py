@@ -29,7 +29,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, union, with_stream_time
 from vt_dagster.core.as_of_join import FOUND, as_of_join
-from vt_dagster.core.table import BEFORE, NEWEST, row_before, with_row_before
+from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.durations import Duration
 
 
@@ -77,9 +77,10 @@ def put(
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     accepted = F.when(F.col(FATE) == Fate.APPLIED, F.col(TIMESTAMP))
     so_far = F.greatest(F.max(accepted).over(before), F.col(NEWEST))
-    latest = (F.col(FATE) == Fate.APPLIED) & (so_far.isNull() | (F.col(TIMESTAMP) >= so_far))
-    old = row_before(F.col(IS_LATEST), key=key, values=values, order=order)
-    return known.withColumn(IS_LATEST, latest).withColumn(OLD, old).drop(NEWEST, BEFORE, STREAM_TIME)
+    in_order = F.coalesce(F.col(TIMESTAMP) >= so_far, F.lit(True))
+    decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
+    replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
+    return replaced.drop(NEWEST, STREAM_TIME)
 
 
 def fold(
