@@ -191,6 +191,9 @@ def _settings(app_name: str, master: str, jars: list[Path], conf: Mapping[str, s
         "spark.ui.showConsoleProgress": "false",
         # Spark's own default, INT96, is deprecated in Parquet and larger.
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+        # What is held for a run is read two or three times: weighing for each column how it could be
+        # packed takes a tenth of an operator's time.
+        "spark.sql.inMemoryColumnarStorage.compressed": "false",
         # For each column expression it asks the JVM several times, only to word errors better.
         "spark.python.sql.dataFrameDebugging.enabled": "false",
         "spark.sql.catalog.spark_catalog": DELTA_CATALOG,

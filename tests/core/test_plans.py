@@ -1,0 +1,114 @@
+"""What Spark is asked to do: no more columns, windows, shuffles and sorts than are needed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import DoubleType, StringType, StructField, StructType, TimestampType
+
+from vt_dagster.core import operate, step, stream_table_join
+from vt_dagster.core.arrival import by_partition, few_records
+from vt_dagster.core.as_of_join import Tiles, Way
+from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.operators import UntilWindowCloses
+from vt_dagster.storage.files import FilesSource
+from vt_dagster.windowing import TumblingWindow
+
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("price", DoubleType()),
+        StructField("grade", StringType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+ABOUT: dict[str, Any] = {"key": "k", "schema": SCHEMA, "source": FilesSource("nowhere")}
+WEEK = timedelta(days=7)
+
+
+def rates(name: str) -> VersionedTable:
+    return VersionedTable(name, history_retention=WEEK, **ABOUT)
+
+
+def plan(rows: DataFrame) -> str:
+    execution: Any = rows._jdf.queryExecution()  # pyright: ignore[reportPrivateUsage,reportUnknownMemberType,reportUnknownVariableType]
+    return execution.executedPlan().toString()
+
+
+def count(text: str) -> dict[str, int]:
+    """How often rows are shuffled and sorted, and how many window functions are computed."""
+    signs = {"shuffles": "Exchange hash", "sorts": "Sort [", "windows": "windowspecdefinition("}
+    return {name: text.count(sign) for name, sign in signs.items()}
+
+
+def results_of(spark: SparkSession, node: Stream) -> DataFrame:
+    assert node.operator is not None
+    taken = [
+        operate.Taken(spark.createDataFrame([], step.log_schema(one))) for one in node.operator.inputs
+    ]
+    none = by_partition({})
+    with few_records():
+        return operate.operate(node, taken, operate.Before(None, None, none, none))
+
+
+@pytest.mark.parametrize("way", ["broadcast", Tiles(40, 0, 10**15, 2)], ids=["broadcast", "tiled"])
+def test_a_join_reads_and_sends_what_its_result_has(spark: SparkSession, way: Way) -> None:
+    """Spark takes the structs of both sides apart only where all in them is cheap."""
+    stream = spark.createDataFrame(
+        [], f"{SCHEMA.simpleString()[7:-1]},partition:int,_arrival:bigint,_fate:string"
+    )
+    versions = spark.createDataFrame([], step.view_schema(rates("rates")))
+    joined = stream_table_join.join(
+        stream,
+        versions,
+        kind="left",
+        stream_key=["k"],
+        table_key=["k"],
+        columns=[("k", "left.k"), ("doubled", "right.price * 2"), ("since", "right.valid_from")],
+        horizon=F.lit(0).cast("timestamp"),
+        way=way,
+    )
+    optimized: Any = joined.select("k", "doubled", "since")._jdf.queryExecution()  # pyright: ignore[reportPrivateUsage,reportUnknownMemberType,reportUnknownVariableType]
+    text: str = optimized.optimizedPlan().toString()
+    assert "struct(" not in text
+    above = [line for line in text.splitlines() if "LogicalRDD" not in line]
+    assert not [line for line in above if "grade" in line or "offset" in line], text
+
+
+def test_a_join_of_tables_is_by_key_and_in_order_for_its_store(spark: SparkSession) -> None:
+    """Each side by partition, for stream time; both by key; and that was all."""
+    joined = rates("left").join(
+        rates("right"), name="both", select=["left.*", "right.price as other"], emit="per_run"
+    )
+    assert count(plan(results_of(spark, joined))) == {"shuffles": 3, "sorts": 3, "windows": 10}
+
+
+def test_each_window_is_computed_once(spark: SparkSession) -> None:
+    """A versioned put: stream time, the newest time so far, what a record replaces."""
+    table = rates("rates")
+    names = "partition:int,_arrival:bigint,is_tombstone:boolean,_fate:string"
+    records = spark.createDataFrame([], f"{SCHEMA.simpleString()[7:-1]},{names}")
+    with few_records():
+        put = step.consider_records(table, records, None, by_partition({}))
+    assert count(plan(put)) == {"shuffles": 2, "sorts": 2, "windows": 3}
+
+
+def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:
+    """Spark sorts before it shuffles as well for ``row_number() = 1``."""
+    stream = Stream("orders", **ABOUT)
+    hourly = (
+        stream.group_by()
+        .windowed_by(TumblingWindow(timedelta(hours=1)))
+        .aggregate({"n": "count(*)"}, name="hourly")
+    )
+    final = plan(results_of(spark, hourly.suppress(UntilWindowCloses(), name="final")))
+    assert (count(final)["shuffles"], "WindowGroupLimit" in final) == (1, False)
+    plain = Table("plain", **ABOUT)
+    folded = plan(
+        step.fold(plain, None, spark.createDataFrame([], step.log_schema(plain)), by_partition({}))
+    )
+    assert count(folded) == {"shuffles": 1, "sorts": 1, "windows": 1}
