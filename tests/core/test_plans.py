@@ -34,9 +34,8 @@ def rates(name: str) -> VersionedTable:
     return VersionedTable(name, history_retention=WEEK, **ABOUT)
 
 
-def plan(rows: DataFrame) -> str:
-    execution: Any = rows._jdf.queryExecution()  # pyright: ignore[reportPrivateUsage,reportUnknownMemberType,reportUnknownVariableType]
-    return execution.executedPlan().toString()
+def plan(rows: Any) -> str:
+    return rows._jdf.queryExecution().executedPlan().toString()
 
 
 def count(text: str) -> dict[str, int]:
@@ -72,8 +71,8 @@ def test_a_join_reads_and_sends_what_its_result_has(spark: SparkSession, way: Wa
         horizon=F.lit(0).cast("timestamp"),
         way=way,
     )
-    optimized: Any = joined.select("k", "doubled", "since")._jdf.queryExecution()  # pyright: ignore[reportPrivateUsage,reportUnknownMemberType,reportUnknownVariableType]
-    text: str = optimized.optimizedPlan().toString()
+    chosen: Any = joined.select("k", "doubled", "since")
+    text: str = chosen._jdf.queryExecution().optimizedPlan().toString()
     assert "struct(" not in text
     above = [line for line in text.splitlines() if "LogicalRDD" not in line]
     assert not [line for line in above if "grade" in line or "offset" in line], text
