@@ -163,12 +163,12 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: st
     )
     so_far = W.partitionBy(*keys).orderBy(at, _SIDE).rowsBetween(W.unboundedPreceding, W.currentRow)
     last = F.last(_VERSION, ignorenulls=True).over(so_far)
-    last_of, of_rows = F.col(_VERSION), F.col(_SIDE) == 1
-    found = union(rows, there).withColumn(_VERSION, last).where(of_rows)
-    end, horizon = last_of.getField(_END), last_of.getField(_HORIZON)
+    found = union(rows, there).withColumn(_VERSION, last).where(F.col(_SIDE) == 1)
+    seen = F.col(_VERSION)
+    end, horizon = seen.getField(_END), seen.getField(_HORIZON)
     in_time = end.isNull() | horizon.isNull() | (F.col(TIMESTAMP) >= horizon)
-    value = F.col(key[0]).isNotNull() & ~last_of.getField(tombstone)
-    return found.withColumn(_VERSION, F.when(in_time & value, last_of)).select(
+    value = F.col(key[0]).isNotNull() & ~seen.getField(tombstone)
+    return found.withColumn(_VERSION, F.when(in_time & value, seen)).select(
         *[F.col(f"`{c}`") for c in left.columns], f"{_VERSION}.*"
     )
 
