@@ -18,14 +18,14 @@ import pytest
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from vt_dagster.model import Stream
     from vt_dagster.testing import TopologyTestDriver
+    from vt_dagster.topology.model import Stream
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """A local Spark session with Delta Lake, two cores, UTC: one for all tests."""
-    from vt_dagster.session import FEW_QUERIES, build_session
+    from vt_dagster.spark.session import FEW_QUERIES, build_session
 
     session = build_session(
         "vt_dagster tests",

@@ -21,8 +21,8 @@ from assets.demo import LANDINGS, say
 from assets.landing import DELIVERIES, landing_file, write_landing
 from resources import DATA, LANDING, spark
 from vt_dagster import StreamTableJoin, build_asset
-from vt_dagster.factory import build_resources
 from vt_dagster.kafka import KafkaCluster, KafkaSink, KafkaSource, build_publication
+from vt_dagster.orchestration.factory import build_resources
 from vt_dagster.testing_kafka import KafkaBroker
 
 PARTITIONS = 3

@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
 from vt_dagster.core import stream_table_join
 from vt_dagster.core.as_of_join import Way
-from vt_dagster.storage.join_way import tiles_of
+from vt_dagster.runs.join_way import tiles_of
 
 WARM = 3
 """Rounds before those that count: until then the JVM compiles, and ours has most to compile."""

@@ -13,11 +13,11 @@ import generate
 from measure import Outputs, Result, compare, take_turns
 from pyspark.sql import DataFrame, SparkSession
 
-from vt_dagster.model import VersionedTable
-from vt_dagster.storage import run_source
-from vt_dagster.storage.files import FilesSource
+from vt_dagster.runs import run_source
+from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore, Head, Standing
+from vt_dagster.topology.model import VersionedTable
 
 KEYS = 10_000
 APPEND = "Delta append of the same JSON lines"

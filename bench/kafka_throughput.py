@@ -20,9 +20,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from vt_dagster import Stream, VersionedTable
-from vt_dagster.jars import resolve_maven_jars
 from vt_dagster.kafka import KafkaCluster, KafkaSource
-from vt_dagster.storage.replay import run_once
+from vt_dagster.runs.replay import run_once
+from vt_dagster.spark.jars import resolve_maven_jars
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.testing_kafka import KafkaBroker
 

@@ -23,10 +23,10 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import operate, step
 from vt_dagster.core.arrival import by_partition
-from vt_dagster.model import Stream, Table, VersionedTable
-from vt_dagster.operators import UntilWindowCloses
-from vt_dagster.storage.files import FilesSource
-from vt_dagster.windowing import TumblingWindow
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import UntilWindowCloses
+from vt_dagster.topology.windowing import TumblingWindow
 
 KEYS = 10_000
 TARGET = 2.5

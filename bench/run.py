@@ -23,7 +23,7 @@ import upkeep
 import versioned_put
 from measure import Outputs, Result
 
-from vt_dagster.session import build_session
+from vt_dagster.spark.session import build_session
 
 RESULTS = Path(__file__).with_name("results.json")
 CORES = 2

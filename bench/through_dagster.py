@@ -19,14 +19,14 @@ from vt_dagster import SparkResource, build_asset
 from vt_dagster.columns import ARRIVAL, FATE, OFFSET, TIMESTAMP
 from vt_dagster.core import step
 from vt_dagster.core.arrival import Fate, by_partition
-from vt_dagster.factory import build_resources
-from vt_dagster.model import Stream, Table, VersionedTable
-from vt_dagster.operators import StreamTableJoin
-from vt_dagster.storage.files import FilesSource
-from vt_dagster.storage.join_way import way_of
-from vt_dagster.storage.replay import run_once
+from vt_dagster.orchestration.factory import build_resources
+from vt_dagster.runs.join_way import way_of
+from vt_dagster.runs.replay import run_once
+from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore
-from vt_dagster.windowing import TumblingWindow
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import StreamTableJoin
+from vt_dagster.topology.windowing import TumblingWindow
 
 ALONE = "the operator alone, to Parquet"
 QUIET = {"loggers": {"console": {"config": {"log_level": "ERROR"}}}}

@@ -14,7 +14,7 @@ from incremental_run import Site, prepare
 from measure import Outputs, Result, compare, take_turns
 from pyspark.sql import SparkSession
 
-from vt_dagster.audit import audit
+from vt_dagster.runs.audit import audit
 from vt_dagster.storage.maintenance import maintain
 
 GATES, EXPIRY, RUNS = 1.25, 1.3, 1.3

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.storage.chain import Chain
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.conformance.runner import run
-from vt_dagster.session import build_session
+from vt_dagster.spark.session import build_session
 
 WORKED = Path(__file__).parent / "conformance" / "worked"
 

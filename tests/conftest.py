@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.market import Market, healthy_market
-from vt_dagster.session import build_session
+from vt_dagster.spark.session import build_session
 
 # Of every JVM that a test starts. Most live for a minute of many short queries: to compile them well
 # takes longer than to run them.

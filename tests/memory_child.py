@@ -15,11 +15,11 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType, TimestampType
 
-from vt_dagster.model import Stream, VersionedTable
-from vt_dagster.session import build_session
-from vt_dagster.storage.files import FilesSource
-from vt_dagster.storage.replay import run_once
+from vt_dagster.runs.replay import run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.spark.session import build_session
 from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import Stream, VersionedTable
 
 START = 1_600_000_000
 FILES = 4

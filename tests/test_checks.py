@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from tests.market import Market, checks
-from vt_dagster import audit
+from vt_dagster.runs import audit
 
 
 def at(text: str) -> Any:

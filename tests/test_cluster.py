@@ -24,8 +24,8 @@ from tests.cluster_child import WORKED
 from tests.memory_child import Shop
 from tests.storage.chain import Chain
 from tests.storage.topology import Topology, land_first, land_second
-from vt_dagster.jars import resolve_jars
-from vt_dagster.session import DELTA_CATALOG, DELTA_EXTENSION
+from vt_dagster.spark.jars import resolve_jars
+from vt_dagster.spark.session import DELTA_CATALOG, DELTA_EXTENSION
 
 pytestmark = [pytest.mark.endurance, pytest.mark.cluster, pytest.mark.timeout(3_600)]
 

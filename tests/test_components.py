@@ -18,7 +18,7 @@ from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 from vt_dagster.components import TopologyComponent
 from vt_dagster.components.assets import CONCEPTS
 from vt_dagster.components.parts import as_duration
-from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 # Dagster's components warn of each other.
 pytestmark = [

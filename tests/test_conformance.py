@@ -18,8 +18,8 @@ from vt_dagster.conformance.scenario import OPERATORS
 from vt_dagster.core import step
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.errors import SourceError
-from vt_dagster.operators import StreamTableJoin
-from vt_dagster.storage.join_way import tiles_of
+from vt_dagster.runs.join_way import tiles_of
+from vt_dagster.topology.operators import StreamTableJoin
 
 SCENARIOS = Path(__file__).parent / "conformance"
 

@@ -52,7 +52,7 @@ from assets.definitions import defs
 dg.Definitions.validate_loadable(defs)
 job = defs.resolve_job_def("main")
 from assets import topology
-from vt_dagster.model import Stream
+from vt_dagster.topology.model import Stream
 declared = {node.name for node in vars(topology).values() if isinstance(node, Stream)}
 assert {k.to_user_string() for k in job.asset_layer.selected_asset_keys} == declared
 print(len(declared))

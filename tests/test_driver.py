@@ -17,8 +17,8 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.errors import ContractError, TopologyError
-from vt_dagster.model import Stream, Table, VersionedTable
 from vt_dagster.testing import REFUSED, TopologyTestDriver
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 
 def ms(number: int) -> timedelta:

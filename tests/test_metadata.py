@@ -10,7 +10,7 @@ import dagster as dg
 from assets.topology import flights_with_weather, weather
 from tests.market import Market, materialized
 from vt_dagster import Stream, build_asset
-from vt_dagster.durations import spoken
+from vt_dagster.topology.durations import spoken
 
 
 def commits(market: Market) -> set[str]:

@@ -20,7 +20,7 @@ from pyspark.sql.types import (
 
 from vt_dagster import FilesSource, Stream, Table, VersionedTable, build_definitions
 from vt_dagster.errors import TopologyError
-from vt_dagster.model import topological
+from vt_dagster.topology.model import topological
 
 HOUR = timedelta(hours=1)
 

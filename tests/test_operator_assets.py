@@ -20,8 +20,8 @@ from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
 from vt_dagster.conformance import steps
 from vt_dagster.conformance.scenario import read_scenarios
 from vt_dagster.conformance.topology import source as bare_source
-from vt_dagster.model import topological
 from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import topological
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 SCENARIOS = Path(__file__).parent / "conformance" / "random"

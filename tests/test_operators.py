@@ -30,7 +30,7 @@ from vt_dagster import (
     VersionedTable,
     build_definitions,
 )
-from vt_dagster.audit import checks_of
+from vt_dagster.runs.audit import checks_of
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.testing import TopologyTestDriver
 

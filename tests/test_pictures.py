@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.market import Market, materialized, record
-from vt_dagster import pictures
-from vt_dagster.pictures import Lane, histogram, timeline
+from vt_dagster.orchestration import pictures
+from vt_dagster.orchestration.pictures import Lane, histogram, timeline
 
 HOUR = 3_600_000_000
 

@@ -13,8 +13,8 @@ from pyspark import SparkContext
 
 from tests.market import Market, record, run
 from vt_dagster import SparkResource
+from vt_dagster.runs.replay import replay
 from vt_dagster.storage import delta
-from vt_dagster.storage.replay import replay
 
 SECONDS = re.compile(r" \(\d+\.\d s\)$")
 

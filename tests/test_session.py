@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from vt_dagster import jars, session
 from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.spark import jars, session
 
 ROOT = Path(__file__).parents[1]
 _NOT_INHERITED = ("SPARK_", "PYSPARK_", "JDK_JAVA_OPTIONS")
@@ -40,7 +40,7 @@ def refusal(arguments: str, **env: str) -> str:
     done = run(
         f"""
         from vt_dagster.errors import SparkUnavailableError
-        from vt_dagster.session import build_session
+        from vt_dagster.spark.session import build_session
         try:
             build_session({arguments})
         except SparkUnavailableError as error:
@@ -262,7 +262,7 @@ def test_local_cores(master: str, cores: int | None):
 def test_import_starts_nothing():
     done = run(
         """
-        import sys, vt_dagster.session
+        import sys, vt_dagster.spark.session
         from pyspark import SparkContext
         print("jgo" in sys.modules, SparkContext._gateway, SparkContext._active_spark_context)
         """
@@ -278,7 +278,7 @@ def test_session_is_quiet_has_delta_and_kafka_and_is_reused(tmp_path: Path):
     done = run(
         f"""
         import os, sys
-        from vt_dagster.session import build_session
+        from vt_dagster.spark.session import build_session
         spark = build_session(master="local[2]")
         path = {str(tmp_path / "a table")!r}
         spark.sql("SELECT timestamp'1970-01-01 00:00:01' AS t").write.format("delta").save(path)
@@ -302,7 +302,7 @@ def test_active_session_without_delta_is_refused():
         """
         from pyspark.sql import SparkSession
         from vt_dagster.errors import SparkUnavailableError
-        from vt_dagster.session import build_session
+        from vt_dagster.spark.session import build_session
         plain = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
         plain = plain.getOrCreate()
         for stop in (False, True):  # active, then stopped: its JVM stays, without Delta's jars

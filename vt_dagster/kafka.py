@@ -24,11 +24,11 @@ A publication that was killed leaves out what the topic has got already. After a
 consumed the old log refuses to go on with the new one until it is replayed too.
 """
 
-from vt_dagster.factory import build_publication
-from vt_dagster.storage.formats import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
-from vt_dagster.storage.kafka import HEADERS, KafkaSource
-from vt_dagster.storage.kafka_cluster import KafkaCluster
-from vt_dagster.storage.kafka_sink import KafkaSink
+from vt_dagster.orchestration.factory import build_publication
+from vt_dagster.sources.formats import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
+from vt_dagster.sources.kafka import HEADERS, KafkaSource
+from vt_dagster.sources.kafka_cluster import KafkaCluster
+from vt_dagster.sources.kafka_sink import KafkaSink
 
 __all__ = [
     "HEADERS",

@@ -12,8 +12,8 @@ from pyspark.sql import functions as F
 
 from vt_dagster.core import as_of_join
 from vt_dagster.core.as_of_join import Tiles, Way
-from vt_dagster.storage import join_way
-from vt_dagster.storage.join_way import tiles_of
+from vt_dagster.runs import join_way
+from vt_dagster.runs.join_way import tiles_of
 
 START = datetime(1969, 12, 31, 23, 59, 59, 999_900, tzinfo=timezone.utc)
 """Times are on both sides of 1970, where epoch microseconds change their sign."""

@@ -29,10 +29,10 @@ from tests.core.test_split_invariance import (
     placed,
     tails,
 )
-from vt_dagster.model import Stream, Table, VersionedTable
-from vt_dagster.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.testing import TopologyTestDriver
-from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 

@@ -13,10 +13,10 @@ from pyspark.sql.types import DoubleType, StringType, StructField, StructType, T
 from vt_dagster.core import operate, step, stream_table_join
 from vt_dagster.core.arrival import by_partition, few_records
 from vt_dagster.core.as_of_join import Tiles, Way
-from vt_dagster.model import Stream, Table, VersionedTable
-from vt_dagster.operators import UntilWindowCloses
-from vt_dagster.storage.files import FilesSource
-from vt_dagster.windowing import TumblingWindow
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import UntilWindowCloses
+from vt_dagster.topology.windowing import TumblingWindow
 
 SCHEMA = StructType(
     [

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster.model import Stream, VersionedTable
 from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.model import Stream, VersionedTable
 
 Record = dict[str, Any]
 PARTITIONS = 16

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from tests.kafka.topics import Topics
 from tests.storage.crash_child import arm
-from vt_dagster.session import build_session
-from vt_dagster.storage import delta, run_source
-from vt_dagster.storage.kafka import KafkaSource
+from vt_dagster.runs import run_source
+from vt_dagster.sources.kafka import KafkaSource
+from vt_dagster.spark.session import build_session
+from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore
 
 

@@ -8,9 +8,9 @@ from tests.kafka.topics import SCHEMA, Topics
 from tests.storage.crash_child import arm
 from vt_dagster import Stream
 from vt_dagster.kafka import KafkaSink, KafkaSource
-from vt_dagster.session import build_session
+from vt_dagster.sources.kafka_sink import Publication
+from vt_dagster.spark.session import build_session
 from vt_dagster.storage import delta
-from vt_dagster.storage.kafka_sink import Publication
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from tests.kafka.topics import SCHEMA, Topics, record, records
 from vt_dagster import Stream, VersionedTable
 from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError
 from vt_dagster.kafka import KafkaSource
-from vt_dagster.storage import run_source
-from vt_dagster.storage.runs import Arrival, Receipt
+from vt_dagster.runs import run_source
+from vt_dagster.runs.runs import Arrival, Receipt
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]

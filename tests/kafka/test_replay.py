@@ -17,7 +17,7 @@ from vt_dagster import Stream, Table, VersionedTable
 from vt_dagster.cli import app
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import Raw
-from vt_dagster.storage.replay import compare, replay, run_once, swap
+from vt_dagster.runs.replay import compare, replay, run_once, swap
 from vt_dagster.storage.store import AssetStore
 
 

@@ -10,7 +10,7 @@ import dagster as dg
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.test_end_to_end import topology
 from tests.kafka.topics import Topics
-from vt_dagster.session import build_session
+from vt_dagster.spark.session import build_session
 
 
 def main() -> None:

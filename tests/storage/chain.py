@@ -15,14 +15,14 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster.columns import OLD
-from vt_dagster.model import Stream, Table, VersionedTable, topological
-from vt_dagster.operators import UntilWindowCloses
-from vt_dagster.session import build_session
-from vt_dagster.storage import run_source
-from vt_dagster.storage.files import FilesSource
-from vt_dagster.storage.replay import run_once
+from vt_dagster.runs import run_source
+from vt_dagster.runs.replay import run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.spark.session import build_session
 from vt_dagster.storage.store import AssetStore
-from vt_dagster.windowing import TumblingWindow
+from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
+from vt_dagster.topology.operators import UntilWindowCloses
+from vt_dagster.topology.windowing import TumblingWindow
 
 RECORDS, FILES = 1_000_000, 2
 SCHEMA = StructType(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.storage.topology import Topology
-from vt_dagster.session import build_session
+from vt_dagster.spark.session import build_session
 from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore
 

@@ -11,14 +11,14 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from tests.storage.topology import EPOCH, Topology
-from vt_dagster.audit import Finding, audit
 from vt_dagster.columns import SEGMENT
-from vt_dagster.model import Stream
-from vt_dagster.operators import UntilWindowCloses
+from vt_dagster.runs.audit import Finding, audit
+from vt_dagster.runs.replay import run_once
 from vt_dagster.storage import delta, segments
-from vt_dagster.storage.replay import run_once
 from vt_dagster.storage.store import AssetStore
-from vt_dagster.windowing import TumblingWindow
+from vt_dagster.topology.model import Stream
+from vt_dagster.topology.operators import UntilWindowCloses
+from vt_dagster.topology.windowing import TumblingWindow
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.storage.chain import RECORDS, Chain, node_of, view_digest
-from vt_dagster.model import Table
 from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import Table
 
 KILLS = 10
 REPOSITORY = Path(__file__).parents[2]

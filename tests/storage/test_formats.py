@@ -30,7 +30,7 @@ from vt_dagster.kafka import (
     Raw,
     SchemaRegistry,
 )
-from vt_dagster.storage.formats import Format
+from vt_dagster.sources.formats import Format
 
 ROW = StructType().add("id", "long").add("name", "string")
 WANTED = StructType([*ROW.fields]).add("at", "timestamp")

@@ -13,10 +13,10 @@ from pyspark.sql import SparkSession
 
 from tests.storage.topology import Topology
 from vt_dagster import SparkResource, build_maintenance, build_resources
+from vt_dagster.spark.settings import settings
 from vt_dagster.storage import delta
 from vt_dagster.storage.maintenance import maintain
 from vt_dagster.storage.positions import Commit, Shape
-from vt_dagster.storage.settings import settings
 
 
 @pytest.fixture(scope="module")

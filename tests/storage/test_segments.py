@@ -12,12 +12,14 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.storage.topology import EPOCH, Topology
-from vt_dagster.audit import audit
 from vt_dagster.errors import ConcurrentRunError
-from vt_dagster.storage import delta, run_source, segments, small_runs
-from vt_dagster.storage.files import FilesSource
+from vt_dagster.runs import run_source
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.replay import run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.spark import small_runs
+from vt_dagster.storage import delta, segments
 from vt_dagster.storage.positions import Applied
-from vt_dagster.storage.replay import run_once
 from vt_dagster.storage.segments import Segments
 from vt_dagster.storage.store import AssetStore
 

@@ -18,8 +18,9 @@ from pyspark.sql import functions as F
 
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
-from vt_dagster.storage import delta, join_way, run_source, runs
-from vt_dagster.storage.files import FilesSource
+from vt_dagster.runs import join_way, run_source, runs
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster.model import Stream, VersionedTable
-from vt_dagster.storage.files import FilesSource
-from vt_dagster.storage.replay import run_once
-from vt_dagster.storage.runs import Receipt
+from vt_dagster.runs.replay import run_once
+from vt_dagster.runs.runs import Receipt
+from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import Stream, VersionedTable
 
 SCHEMA = StructType(
     [

@@ -16,7 +16,7 @@ def main() -> None:
     from assets.definitions import defs
     from assets.landing import write_landing
     from resources import LANDING, spark, warehouse
-    from vt_dagster.ci import run_checks
+    from vt_dagster.cli.check import run_checks
 
     job = defs.resolve_job_def("main")
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}

@@ -12,15 +12,15 @@ from pydantic import Field
 from vt_dagster.components.columns import Column, contract
 from vt_dagster.components.parts import Choice, Part, Texts, choice, optional, part
 from vt_dagster.errors import TopologyError
-from vt_dagster.grouping import GroupedStream, GroupedTable, WindowedStream
-from vt_dagster.model import Stream, Table, VersionedTable
-from vt_dagster.operators import Emit, Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.sensors import build_sensor
-from vt_dagster.storage.files import FilesSource
-from vt_dagster.storage.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
-from vt_dagster.storage.kafka import KafkaSource
-from vt_dagster.storage.kafka_cluster import KafkaCluster
-from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.orchestration.sensors import build_sensor
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
+from vt_dagster.sources.kafka import KafkaSource
+from vt_dagster.sources.kafka_cluster import KafkaCluster
+from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import Emit, Materialized, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
 
 _SHOWN = ("name", "description", "group", "owners")
 _NAMES: dict[str, Any] = {

@@ -12,14 +12,14 @@ from typing import Any
 import dagster as dg
 from pydantic import BaseModel, Field, ValidationError
 
-from vt_dagster.checks import build_checks
 from vt_dagster.components.assets import CONCEPTS, AssetPart, make_asset
 from vt_dagster.components.parts import Choice, Part, is_template, optional, part
 from vt_dagster.errors import DefinitionsError, VtDagsterError
-from vt_dagster.factory import build_asset, build_resources
-from vt_dagster.model import Stream
-from vt_dagster.resource import SparkResource
-from vt_dagster.sensors import build_sensor
+from vt_dagster.orchestration.checks import build_checks
+from vt_dagster.orchestration.factory import build_asset, build_resources
+from vt_dagster.orchestration.resource import SparkResource
+from vt_dagster.orchestration.sensors import build_sensor
+from vt_dagster.topology.model import Stream
 
 _SCAFFOLD = """\
 type: {type}

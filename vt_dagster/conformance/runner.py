@@ -134,7 +134,7 @@ def _error(scenario: Scenario) -> str:
 
 
 def _session() -> SparkSession:
-    from vt_dagster.session import build_session
+    from vt_dagster.spark.session import build_session
 
     conf = {
         # Many short queries leave much garbage that nobody needs any more.

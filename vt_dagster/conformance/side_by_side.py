@@ -24,9 +24,9 @@ from vt_dagster.conformance.steps import Layout, Shape, inputs_of, layout, nodes
 from vt_dagster.conformance.topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.core.arrival import Fate
 from vt_dagster.errors import BufferFullError, VtDagsterError
-from vt_dagster.model import Stream, VersionedTable
-from vt_dagster.operators import StreamTableJoin
 from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.model import Stream, VersionedTable
+from vt_dagster.topology.operators import StreamTableJoin
 
 
 def side_by_side(

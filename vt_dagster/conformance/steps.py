@@ -16,10 +16,10 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from vt_dagster.conformance.scenario import Scenario
 from vt_dagster.conformance.topology import ms, source
-from vt_dagster.durations import Duration
-from vt_dagster.model import Stream, Table, VersionedTable
-from vt_dagster.operators import Aggregator, Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
+from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import Aggregator, Materialized, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
 
 Config = Mapping[str, Any]
 Shape = tuple[Any, ...]

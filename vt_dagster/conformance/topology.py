@@ -10,7 +10,7 @@ from typing import Any
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster.conformance.scenario import Entry
-from vt_dagster.model import Stream
+from vt_dagster.topology.model import Stream
 
 _SCHEMA = StructType(
     [

@@ -28,8 +28,8 @@ from vt_dagster.conformance.topology import (
 )
 from vt_dagster.core.arrival import Fate
 from vt_dagster.errors import ContractError
-from vt_dagster.model import VersionedTable
 from vt_dagster.testing import REFUSED, TopologyTestDriver, VersionedStore
+from vt_dagster.topology.model import VersionedTable
 
 NOT_PUT = -9223372036854775808
 """What a scenario expects of a refused put."""

@@ -14,7 +14,6 @@ from pyspark.sql.pandas.types import (
 )
 from pyspark.sql.types import StructField, StructType
 
-from vt_dagster.aggregation import Aggregates
 from vt_dagster.columns import (
     FATE,
     IS_LATEST,
@@ -27,7 +26,8 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, gathered, union, with_stream_time
 from vt_dagster.core.transform import over_old
-from vt_dagster.durations import Duration
+from vt_dagster.topology.accumulators import Aggregates
+from vt_dagster.topology.durations import Duration
 
 pa: Any = pyarrow  # has no types
 

@@ -18,7 +18,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, OFFSET, ORDER, PARTITION, TIMESTAMP
-from vt_dagster.durations import Duration
+from vt_dagster.topology.durations import Duration
 
 CHUNK = 100_000
 """Arrivals handled by one task at a time."""

@@ -20,8 +20,8 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, TIMESTAMP
 from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, has_key, union, with_stream_time
-from vt_dagster.durations import Duration
-from vt_dagster.operators import JoinKind
+from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.operators import JoinKind
 
 
 def moves_stream_time(key: Sequence[str]) -> Column:

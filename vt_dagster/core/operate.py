@@ -50,8 +50,8 @@ from vt_dagster.core.arrival import (
 from vt_dagster.core.changes import TableInput
 from vt_dagster.core.records import home_of
 from vt_dagster.core.step import log_columns, put, value_columns
-from vt_dagster.model import Stream, Table, VersionedTable
-from vt_dagster.operators import (
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import (
     Aggregator,
     Filter,
     ForeignKeyJoin,

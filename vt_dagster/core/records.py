@@ -9,7 +9,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import Fate, has_key
-from vt_dagster.model import Stream, Table
+from vt_dagster.topology.model import Stream, Table
 
 REASON = "_reason"
 """Why a row was quarantined, one of the ``Reason`` codes; null for a record."""

@@ -23,9 +23,9 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
-from vt_dagster.aggregation import Accumulator
 from vt_dagster.columns import ORDER, PARTITION, TURN, WINDOW_END, WINDOW_START
 from vt_dagster.core.arrival import gathered
+from vt_dagster.topology.accumulators import Accumulator
 
 pa: Any = pyarrow
 

@@ -38,8 +38,8 @@ from vt_dagster.columns import (
 from vt_dagster.core import grace, stream_table_join, table, versioned
 from vt_dagster.core.arrival import Fate, arrival_chunk, duration, number
 from vt_dagster.core.as_of_join import Way
-from vt_dagster.model import Stream, Table, VersionedTable
-from vt_dagster.operators import StreamTableJoin
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import StreamTableJoin
 
 
 def value_columns(node: Stream) -> list[str]:

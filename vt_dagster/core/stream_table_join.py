@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, FATE, IS_LATE, IS_TOMBSTONE, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
-from vt_dagster.operators import JoinKind
+from vt_dagster.topology.operators import JoinKind
 
 LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"

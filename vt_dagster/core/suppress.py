@@ -43,8 +43,8 @@ from vt_dagster.core.arrival import (
     union,
     with_stream_time,
 )
-from vt_dagster.durations import Duration
-from vt_dagster.operators import Limit, WhenFull
+from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.operators import Limit, WhenFull
 
 pa: Any = pyarrow
 

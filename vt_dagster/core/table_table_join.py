@@ -21,7 +21,7 @@ from vt_dagster.core.changes import (
     state_of,
     timeline,
 )
-from vt_dagster.operators import JoinKind
+from vt_dagster.topology.operators import JoinKind
 
 _LEFT_STATE, _RIGHT_STATE, _OLD_STATE = "_left_state", "_right_state", "_old_state"
 

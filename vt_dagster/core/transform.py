@@ -16,7 +16,7 @@ from pyspark.sql.types import BooleanType, StructField, StructType
 from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMESTAMP, VALID_TO
 from vt_dagster.core.arrival import Fate, gathered, has_key, micros
 from vt_dagster.core.changes import over_struct
-from vt_dagster.durations import Duration
+from vt_dagster.topology.durations import Duration
 
 pa: Any = pyarrow
 

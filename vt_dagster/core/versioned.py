@@ -30,7 +30,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, union, with_stream_time
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.table import NEWEST, with_old, with_row_before
-from vt_dagster.durations import Duration
+from vt_dagster.topology.durations import Duration
 
 
 def put(

@@ -14,7 +14,6 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from vt_dagster.aggregation import Aggregates
 from vt_dagster.columns import (
     FATE,
     IS_TOMBSTONE,
@@ -36,7 +35,8 @@ from vt_dagster.core.arrival import (
     with_stream_time,
 )
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
-from vt_dagster.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
+from vt_dagster.topology.accumulators import Aggregates
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
 
 _OPEN, _LAST, _MARK = "_open", "_last", "_mark"
 _MERGES = {"sum": F.sum, "min": F.min, "max": F.max}

@@ -20,7 +20,7 @@ import fsspec
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.storage.settings import settings
+from vt_dagster.spark.settings import settings
 
 MARK = "vt_dagster"
 """The key under which a commit's ``userMetadata`` carries our document."""

@@ -14,9 +14,9 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from vt_dagster.spark.settings import settings
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.settings import settings
 from vt_dagster.storage.store import asset_names
 
 KEEP = timedelta(days=7)

@@ -33,15 +33,15 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import step, versioned
 from vt_dagster.core.arrival import by_partition
-from vt_dagster.durations import parse_time
 from vt_dagster.errors import StorageError
-from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Applied, Commit, Offsets, Shape
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import CURRENT, EVERYTHING
-from vt_dagster.storage.small_runs import is_small, small_run
 from vt_dagster.storage.view import View, applied_at
+from vt_dagster.topology.durations import parse_time
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from vt_dagster.columns import SEGMENT
 from vt_dagster.core import step, versioned
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.errors import ConcurrentRunError
-from vt_dagster.model import Stream, Table, VersionedTable
+from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Applied, Commit, Offsets
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import EVERYTHING, plan
-from vt_dagster.storage.small_runs import is_small, small_run
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _TRIES = 3
 """How often a view is written where its files are compacted at the same time."""

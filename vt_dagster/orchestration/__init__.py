@@ -1,0 +1,1 @@
+"""What Dagster sees: assets, ops, types, checks, sensors, metadata."""

@@ -1,0 +1,188 @@
+"""From streams and tables to Dagster definitions: one factory per kind of asset."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, cast
+
+import dagster as dg
+
+from vt_dagster.errors import TopologyError
+from vt_dagster.orchestration import ops
+from vt_dagster.orchestration.checks import build_checks
+from vt_dagster.orchestration.io_manager import OpMemoryIOManager, tables_io_manager
+from vt_dagster.orchestration.metadata import definition_metadata, describe
+from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
+from vt_dagster.orchestration.sensors import build_sensor
+from vt_dagster.sources.kafka_sink import KafkaSink
+from vt_dagster.storage.maintenance import KEEP
+from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
+from vt_dagster.topology.operators import StreamTableJoin
+
+
+def build_asset(node: Stream) -> dg.AssetsDefinition:
+    """The asset of a stream or table: a graph of typed ops that ends in one commit.
+
+    Raises:
+        TopologyError: the node has neither a source nor an operator.
+    """
+    if isinstance(node.operator, StreamTableJoin):
+        return _join_asset(node, node.operator)
+    return _source_asset(node) if node.operator is None else _operator_asset(node)
+
+
+def _shown(node: Stream) -> dict[str, Any]:
+    kinds = {
+        "spark",
+        "deltalake",
+        "versioned"
+        if isinstance(node, VersionedTable)
+        else "table"
+        if isinstance(node, Table)
+        else "stream",
+    }
+    return {
+        "name": node.name,
+        "description": describe(node),
+        "group_name": node.group,
+        "owners": list(node.owners) or None,
+        "kinds": kinds,
+        "metadata": definition_metadata(node),
+    }
+
+
+def _source_asset(node: Stream) -> dg.AssetsDefinition:
+    read, put, write = ops.read_op(node), ops.put_op(node), ops.write_op(node)
+
+    @dg.graph_asset(**_shown(node))
+    def source_asset() -> Any:
+        records, arrival = read()
+        return write(put(records, arrival), arrival)
+
+    return cast(dg.AssetsDefinition, source_asset)
+
+
+def _join_asset(node: Stream, operator: StreamTableJoin) -> dg.AssetsDefinition:
+    read, join = ops.read_stream_op(node, operator), ops.join_op(node, operator)
+
+    @dg.graph_asset(
+        ins={up.name: dg.AssetIn(dg.AssetKey(up.name), dagster_type=dg.Nothing) for up in node.inputs},
+        **_shown(node),
+    )
+    def join_asset(**inputs: Any) -> Any:
+        considered, arrival = read(**inputs)
+        return join(considered, arrival)
+
+    return cast(dg.AssetsDefinition, join_asset)
+
+
+def _operator_asset(node: Stream) -> dg.AssetsDefinition:
+    read, operate, write = ops.read_logs_op(node), ops.operate_op(node), ops.write_results_op(node)
+    inputs = ops.input_nodes(node)
+
+    @dg.graph_asset(
+        ins={
+            f"after_{up.name}": dg.AssetIn(dg.AssetKey(up.name), dagster_type=dg.Nothing)
+            for up in inputs
+        },
+        **_shown(node),
+    )
+    def operator_asset(**after: Any) -> Any:
+        *logs, arrival = read(**after)
+        given = {up.name: log for up, log in zip(inputs, logs, strict=True)}
+        return write(operate(**given, arrival=arrival), arrival)
+
+    return cast(dg.AssetsDefinition, operator_asset)
+
+
+def build_publication(
+    node: Stream, sink: KafkaSink, *, name: str | None = None, group: str | None = None
+) -> dg.AssetsDefinition:
+    """An asset that publishes the log of a stream or table to a Kafka topic; see :class:`KafkaSink`.
+
+    Args:
+        name: of the asset; None = ``<node>_to_kafka``.
+    """
+    named = name or f"{node.name}_to_kafka"
+
+    publish = ops.publish_op(node, sink, named)
+
+    @dg.graph_asset(
+        name=named,
+        ins={node.name: dg.AssetIn(dg.AssetKey(node.name), dagster_type=dg.Nothing)},
+        description=f"Publishes the log of `{node.name}` to {sink.describe()}.",
+        group_name=group,
+        kinds={"kafka", "spark"},
+        metadata={"vt_dagster/kind": "Publication", "vt_dagster/topic": sink.topic},
+    )
+    def publication(**after: Any) -> Any:
+        return publish(**after)
+
+    return cast(dg.AssetsDefinition, publication)
+
+
+def build_maintenance(
+    *, cron_schedule: str = "0 3 * * *", keep: timedelta = KEEP, running: bool = False
+) -> dg.Definitions:
+    """A job, and its schedule, that keeps the tables of a whole warehouse in shape.
+
+    It compacts logs, and removes files and prepared results that no table has needed for a while.
+
+    Args:
+        cron_schedule: when; 3 o'clock in the morning by default.
+        keep: how long files that are in no current table version stay: longer than any run takes.
+        running: whether the schedule is on from the start.
+    """
+    upkeep = ops.maintenance_op(keep)
+
+    @dg.job(
+        name="maintenance",
+        executor_def=dg.in_process_executor,
+        description="Compacts logs and removes files that nobody needs any more.",
+    )
+    def job() -> None:
+        upkeep()
+
+    status = dg.DefaultScheduleStatus.RUNNING if running else dg.DefaultScheduleStatus.STOPPED
+    schedule = dg.ScheduleDefinition(
+        name="nightly_maintenance", job=job, cron_schedule=cron_schedule, default_status=status
+    )
+    return dg.Definitions(jobs=[job], schedules=[schedule])
+
+
+def build_resources(
+    warehouse: WarehouseResource | str = "data/warehouse", spark: SparkResource | None = None
+) -> dict[str, Any]:
+    """The resources that the ops, checks and sensors need, under the keys that they need them."""
+    where = WarehouseResource(path=warehouse) if isinstance(warehouse, str) else warehouse
+    return {
+        "warehouse": where,
+        "spark": spark or SparkResource(),
+        ops.OP_MEMORY: OpMemoryIOManager(),
+        ops.TABLES: tables_io_manager,
+    }
+
+
+def build_definitions(
+    *nodes: Stream,
+    warehouse: WarehouseResource | str = "data/warehouse",
+    spark: SparkResource | None = None,
+) -> dg.Definitions:
+    """Everything that Dagster needs for some streams and tables, and all that they are made of.
+
+    Assets, blocking checks, a sensor (off) for each source, resources, and the in-process executor.
+    Merge it with definitions of your own by ``dg.Definitions.merge``.
+
+    Raises:
+        TopologyError: the topology has no meaning; nothing has been started.
+    """
+    if not nodes:
+        raise TopologyError("build_definitions needs at least one stream or table, got none")
+    every = topological(nodes)
+    return dg.Definitions(
+        assets=[build_asset(node) for node in every],
+        asset_checks=[build_checks(node) for node in every],
+        sensors=[build_sensor(node) for node in every if node.source is not None],
+        resources=build_resources(warehouse, spark),
+        executor=dg.in_process_executor,
+    )

@@ -1,0 +1,228 @@
+"""What a materialization says about its run; numbers under stable names, so that Dagster plots them."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import dagster as dg
+from pyspark.sql.types import NullType
+
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core.step import log_columns
+from vt_dagster.runs.runs import Receipt
+from vt_dagster.sources.kafka import KafkaSource, Pinned
+from vt_dagster.sources.kafka_sink import Publication
+from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.durations import spoken
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import StreamTableJoin
+
+_OURS = {
+    TIMESTAMP: ("timestamp", "when the record was true, UTC"),
+    PARTITION: ("int", "partition that the record came in"),
+    OFFSET: ("bigint", "gap-free position in the partition of the log"),
+    IS_TOMBSTONE: ("boolean", "the record's value is null: a deletion"),
+    IS_LATEST: ("boolean", "false: out of order for its key on arrival"),
+    IS_LATE: ("boolean", "joined at once, since it came after its grace period"),
+    VALID_FROM: ("timestamp", "start of the version, inclusive, UTC"),
+    VALID_TO: ("timestamp", "end of the version, exclusive, UTC; null = current"),
+}
+
+
+def column_schema(node: Stream) -> dg.TableSchema:
+    """The columns of what people query: a table's view, a stream's log."""
+    own = [
+        dg.TableColumn(
+            f.name,
+            "decided by Spark" if isinstance(f.dataType, NullType) else f.dataType.simpleString(),
+            description=_description(node, f.name),
+        )
+        for f in node.schema.fields
+        if f.name != TIMESTAMP
+    ]
+    added = [c for c in log_columns(node) if c in _OURS and c != IS_LATEST]
+    if isinstance(node, VersionedTable):
+        added += [VALID_FROM, VALID_TO]
+    return dg.TableSchema(
+        columns=own + [dg.TableColumn(c, _OURS[c][0], description=_OURS[c][1]) for c in added]
+    )
+
+
+def _description(node: Stream, column: str) -> str | None:
+    """What the contract says of a column; of a result's, what is said of the one that it is made of."""
+    contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
+    said = getattr(contract.get(column), "description", None) or _OURS.get(column, (None, None))[1]
+    made_of = node.operator.lineage().get(column, []) if node.operator is not None else []
+    if said or len(made_of) != 1:
+        return said
+    asset, origin = made_of[0]
+    up = next((n for n in node.inputs if n.name == asset), None)
+    told = None if up is None else _description(up, origin)
+    return None if told is None else told if " (from " in told else f"{told} (from {asset}.{origin})"
+
+
+def definition_metadata(node: Stream) -> dict[str, Any]:
+    """What is known before any run: columns, lineage, semantics."""
+    metadata: dict[str, Any] = {
+        "dagster/column_schema": column_schema(node),
+        "dagster/storage_kind": "delta",
+        "vt_dagster/kind": type(node).__name__,
+        "vt_dagster/key": ", ".join(node.key),
+    }
+    if isinstance(node, VersionedTable):
+        metadata["vt_dagster/history_retention"] = spoken(node.history_retention)
+    if isinstance(node.operator, StreamTableJoin):
+        metadata["vt_dagster/grace_period"] = spoken(node.operator.grace_period or timedelta(0))
+    if node.operator is not None:
+        metadata["vt_dagster/operator"] = type(node.operator).__name__
+    metadata |= _column_lineage(node)
+    if node.source is not None:
+        metadata["vt_dagster/source"] = node.source.describe()
+    return metadata
+
+
+def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
+    """What each column is made of; Dagster+ draws it, from a materialization."""
+    if node.operator is None:
+        return {}
+    made_of = {
+        name: [dg.TableColumnDep(dg.AssetKey(asset), column) for asset, column in deps]
+        for name, deps in node.operator.lineage().items()
+    }
+    return {"dagster/column_lineage": dg.TableColumnLineage(made_of)}
+
+
+def describe(node: Stream) -> str:
+    """One sentence on a node's semantics."""
+    key = ", ".join(f"`{k}`" for k in node.key)
+    if isinstance(node, VersionedTable):
+        said = (
+            f"Versioned table keyed by {key}: remembers what was true when, "
+            f"for {spoken(node.history_retention)} of stream time."
+        )
+    elif isinstance(node, Table):
+        said = f"Table keyed by {key}: the latest record per key, by arrival."
+    else:
+        said = f"Stream of records keyed by {key}."
+    if node.operator is not None:
+        said = f"{node.operator.describe()} {said}"
+    return f"{node.description}\n\n{said}" if node.description else said
+
+
+def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: float) -> dict[str, Any]:
+    """What a run did. A run with nothing new says so and repeats the state."""
+    head = store.head()
+    commit = receipt.commit
+    metadata: dict[str, Any] = {
+        "dagster/uri": store.view_path if isinstance(node, Table) else store.log_path,
+        "dagster/table_name": node.name,
+        "status": "committed" if commit else "nothing new: no commit",
+        "seconds": round(seconds, 3),
+        **_column_lineage(node),
+    }
+    if head is None:
+        return metadata
+    state = head.commit
+    metadata["dagster/row_count"] = sum(state.next_offset.values())
+    metadata["batch"] = state.batch
+    metadata["log_version"] = head.version
+    if receipt.view_version is not None:
+        metadata["view_version"] = receipt.view_version
+    counts = state.counts if commit else dict.fromkeys(state.counts, 0)
+    for name in _counts_of(node):
+        metadata[f"records_{name}"] = counts.get(name, 0)
+    if isinstance(node.operator, StreamTableJoin):
+        metadata["records_waiting"] = state.counts.get("waiting", 0)
+    for name, number in state.gauges.items():
+        metadata[_GAUGES.get(name, name)] = round(number, 6)
+    for name in _KIP_328:
+        if name in state.counts:
+            metadata[name] = counts.get(name, 0)
+    if state.topics:
+        metadata["records_lost"] = counts.get("lost", 0)
+    metadata["positions"] = {
+        name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
+    }
+    if commit:
+        metadata["taken"] = {
+            n: {str(p): list(r) for p, r in ranges.items()} for n, ranges in commit.taken.items()
+        }
+        metadata["read_versions"] = dict(commit.reads)
+        if commit.strategy:
+            metadata["join_strategy"] = commit.strategy
+        if commit.gaps:
+            metadata["accepted_gaps"] = {
+                t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
+            }
+    if state.stream_time:
+        newest = max(state.stream_time.values())
+        metadata["stream_time"] = dg.MetadataValue.timestamp(_moment(newest))
+        retention = getattr(node, "history_retention", None)
+        if isinstance(retention, timedelta):
+            oldest = min(state.stream_time.values())
+            metadata["retention_horizon"] = dg.MetadataValue.timestamp(_moment(oldest) - retention)
+    return metadata
+
+
+def lag_metadata(source: KafkaSource, pinned: Pinned) -> dict[str, Any]:
+    """How far a run left its topics behind, as of its start: offsets, and the oldest record's age."""
+    waiting = pinned.waiting
+    if not waiting:
+        return {"lag_records": 0, "lag_seconds": 0.0}
+    oldest = source.cluster.oldest(waiting)
+    if oldest is None:  # the broker has gone since
+        return {"lag_records": pinned.behind}
+    return {
+        "lag_records": pinned.behind,
+        "lag_seconds": round(max(0.0, time.time() - oldest), 3),
+    }
+
+
+def publication_metadata(
+    publication: Publication, commit: Commit | None, seconds: float
+) -> dict[str, Any]:
+    """What a run of a publication did."""
+    state = commit or publication.head()
+    metadata: dict[str, Any] = {
+        "status": "committed" if commit else "nothing new: no commit",
+        "seconds": round(seconds, 3),
+        "records_in": commit.counts["in"] if commit else 0,
+        "records_published": commit.counts["published"] if commit else 0,
+    }
+    if state is not None:
+        metadata["batch"] = state.batch
+        metadata["positions"] = {
+            name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
+        }
+    return metadata
+
+
+_KIP_328 = ("late_records_dropped", "expired_window_records_dropped", "suppression_emit")
+_GAUGES = {
+    "lateness_avg": "record_lateness_avg_seconds",
+    "lateness_max": "record_lateness_max_seconds",
+}
+
+
+def _counts_of(node: Stream) -> list[str]:
+    if node.operator is not None and not isinstance(node.operator, StreamTableJoin):
+        return ["in", "out", "late", "dropped"]
+    if node.operator is not None:
+        return ["in", "out", "late", "dropped", "unmatched"]
+    return ["in", "applied", "late", "quarantined"]
+
+
+def _moment(micros: int) -> datetime:
+    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=micros)

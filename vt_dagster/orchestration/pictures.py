@@ -1,0 +1,320 @@
+"""Pictures in a materialization: what a run brought, for a few keys, and how late its records were.
+
+They are drawn from a bounded sample of the files that the run wrote, read without Spark: a run is
+neither slowed (some 50 ms) nor failed by them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import posixpath
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from html import escape
+from typing import Any
+from urllib.parse import unquote
+
+import dagster as dg
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.runs.runs import Arrival, Receipt
+from vt_dagster.storage import delta
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import Stream, VersionedTable
+from vt_dagster.topology.operators import StreamTableJoin
+
+SAMPLE = 20_000
+"""At most so many rows of a run are looked at."""
+_LANES, _SHOWN, _MARKS, _BARS = 4, 30, 60, 80
+_LARGEST_FILE = 64_000_000
+_WIDTH, _LEFT, _LANE = 720, 110, 44
+_BLUE, _RED, _GREY, _BAND = "#4f7cf0", "#e0483e", "#8a8f98", "#7fa5f8"
+_EDGES = [0, 60, 600, 3_600, 21_600, 86_400, 604_800, 2_592_000]
+"""Of the buckets of lateness, in seconds; the first is for records that are not late at all."""
+_LABELS = ["0", "< 1m", "< 10m", "< 1h", "< 6h", "< 1d", "< 7d", "< 30d", "more"]
+
+
+@dataclass
+class Lane:
+    """One key: its versions (from, to, deleted), and its records (timestamp, out of order)."""
+
+    key: str
+    bars: list[tuple[int, int | None, bool]] = field(default_factory=list[tuple[int, int | None, bool]])
+    marks: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
+
+
+def pictures(
+    store: AssetStore, arrival: Arrival, receipt: Receipt, log: Any
+) -> dict[str, dg.MarkdownMetadataValue]:
+    """The pictures of a run, as metadata; none where it committed nothing.
+
+    Args:
+        log: gets a warning where they cannot be drawn; a run never fails of its pictures.
+    """
+    if receipt.commit is None or receipt.log_version is None:
+        return {}
+    try:
+        drawn = _draw(store, arrival, receipt.log_version)
+    except Exception as error:
+        log.warning(f"{store.node.name}: no pictures of this run: {type(error).__name__}: {error}")
+        return {}
+    return {name: dg.MetadataValue.md(_image(name, svg)) for name, svg in drawn.items()}
+
+
+def _draw(store: AssetStore, arrival: Arrival, version: int) -> dict[str, str]:
+    node = store.node
+    join = node.operator if isinstance(node.operator, StreamTableJoin) else None
+    if join is None and not isinstance(node, VersionedTable) and node.operator is not None:
+        return {}
+    rows = _sample(store.log_path, version)
+    if rows is None or rows.num_rows == 0:
+        return {}
+    found: dict[str, str] = {}
+    if join is not None or isinstance(node, VersionedTable):
+        versions = node if join is None else join.right
+        view = AssetStore(posixpath.dirname(store.root), versions)
+        lanes = _lanes(node, rows, join is not None)
+        if isinstance(versions, VersionedTable):
+            _add_bars(lanes, view, versions)
+        lanes = {key: lane for key, lane in lanes.items() if lane.marks}
+        if lanes:
+            found["timeline"] = timeline(list(lanes.values()), "late" if join else "out of order")
+    if node.operator is None:
+        retention = getattr(node, "history_retention", None)
+        limits = {"history retention": retention} if isinstance(retention, timedelta) else {}
+        found["lateness"] = histogram(_lateness(rows, arrival.before.stream_time), limits)
+    elif join is not None:
+        late = rows.column(IS_LATE).to_pylist() if IS_LATE in rows.column_names else []
+        if late and isinstance(join.grace_period, timedelta) and join.left.operator is None:
+            stream = AssetStore(posixpath.dirname(store.root), join.left)
+            head = arrival.inputs[join.left.name]
+            arrived = _sample(stream.log_path, head.version)
+            if arrived is not None:
+                lateness = _lateness(arrived, arrival.before.stream_time)
+                found["lateness"] = histogram(lateness, {"grace period": join.grace_period})
+    return found
+
+
+# --------------------------------------------------------------------------------- what was written
+
+
+def _files(path: str, version: int) -> list[tuple[str, int]]:
+    """The data files that a Delta commit added, with their sizes."""
+    fs, root = delta.filesystem(path)
+    name = posixpath.join(root, "_delta_log", f"{version:020d}.json")
+    with fs.open(name, "rt", encoding="utf-8") as lines:
+        added = [json.loads(line).get("add") for line in lines]
+    return [(posixpath.join(root, unquote(a["path"])), a["size"]) for a in added if a]
+
+
+def _sample(path: str, version: int) -> pa.Table | None:
+    """Rows of the first file that a commit added; None where it added none."""
+    fs, _ = delta.filesystem(path)
+    for name, _size in _files(path, version)[:1]:
+        with fs.open(name, "rb") as opened:
+            file = pq.ParquetFile(opened)
+            flat = [f.name for f in file.schema_arrow if not pa.types.is_nested(f.type)]
+            for batch in file.iter_batches(SAMPLE, columns=flat):
+                return pa.Table.from_batches([batch])
+    return None
+
+
+def _micros(values: pa.ChunkedArray) -> list[Any]:
+    return values.cast(pa.timestamp("us", values.type.tz)).cast(pa.int64()).to_pylist()
+
+
+def _lanes(node: Stream, rows: pa.Table, join: bool) -> dict[tuple[Any, ...], Lane]:
+    """The keys with the most late records, then those with the most records."""
+    keys = list(zip(*(rows.column(k).to_pylist() for k in node.key), strict=True))
+    times = _micros(rows.column(TIMESTAMP))
+    flag = IS_LATE if join else IS_LATEST
+    told = rows.column(flag).to_pylist() if flag in rows.column_names else [not join] * len(keys)
+    odd = [value is join for value in told]
+    late = Counter(key for key, is_odd in zip(keys, odd, strict=True) if is_odd)
+    every = Counter(key for key in keys if None not in key)
+    chosen = sorted(every, key=lambda key: (-late[key], -every[key], str(key)))[:_LANES]
+    lanes = {key: Lane("/".join(str(k) for k in key)) for key in chosen}
+    for key, moment, is_odd in zip(keys, times, odd, strict=True):
+        if key in lanes and moment is not None:
+            lanes[key].marks.append((moment, is_odd))
+    window = _window([sorted(lane.marks) for lane in lanes.values()])
+    for lane in lanes.values():
+        lane.marks = sorted({m for m in lane.marks if window[0] <= m[0] <= window[1]})[-_MARKS:]
+    return lanes
+
+
+def _window(lanes: list[list[tuple[int, bool]]]) -> tuple[int, int]:
+    """The times of some records of the first key, the latest with the most late ones among them.
+
+    Where it has few, those of all records of all keys.
+    """
+    marks = lanes[0] if lanes and len(lanes[0]) >= _SHOWN else sorted(m for lane in lanes for m in lane)
+    if not marks or len(marks) < _SHOWN:
+        return (marks[0][0], marks[-1][0]) if marks else (0, 0)
+    starts = range(len(marks) - _SHOWN + 1)
+    best = max(starts, key=lambda start: (sum(odd for _, odd in marks[start : start + _SHOWN]), start))
+    return marks[best][0], marks[best + _SHOWN - 1][0]
+
+
+def _add_bars(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: VersionedTable) -> None:
+    found = delta.last_commit(view.view_path)
+    fs, _ = delta.filesystem(view.view_path)
+    files = [] if found is None else _files(view.view_path, found[0])
+    wanted = [*node.key, VALID_FROM, VALID_TO, IS_TOMBSTONE]
+    first = {key[0] for key in lanes}
+    for name, size in files:
+        if size > _LARGEST_FILE or sum(size for _, size in files) > 2 * _LARGEST_FILE:
+            continue
+        with fs.open(name, "rb") as opened:
+            rows = pq.read_table(opened, columns=wanted, filters=[(node.key[0], "in", first)])
+        keys = zip(*(rows.column(k).to_pylist() for k in node.key), strict=True)
+        ends = zip(
+            _micros(rows.column(VALID_FROM)),
+            _micros(rows.column(VALID_TO)),
+            rows.column(IS_TOMBSTONE).to_pylist(),
+            strict=True,
+        )
+        for key, (start, end, deleted) in zip(keys, ends, strict=True):
+            if key in lanes and start is not None:
+                lanes[key].bars.append((start, end, deleted))
+
+
+def _lateness(rows: pa.Table, before: dict[int, int]) -> list[float]:
+    """Seconds that each record of a sample lay behind stream time when it came."""
+    spots = zip(
+        rows.column(PARTITION).to_pylist(),
+        rows.column(OFFSET).to_pylist(),
+        _micros(rows.column(TIMESTAMP)),
+        strict=True,
+    )
+    newest = dict(before)
+    found: list[float] = []
+    for partition, _, moment in sorted(s for s in spots if s[2] is not None):
+        newest[partition] = max(newest.get(partition, moment), moment)
+        found.append((newest[partition] - moment) / 1e6)
+    return found
+
+
+# -------------------------------------------------------------------------------------- the drawing
+
+
+def timeline(lanes: Sequence[Lane], odd: str) -> str:
+    """A lane for each key: its versions as bars, the run's records as dots with their lookups.
+
+    Args:
+        odd: what the red dots are.
+    """
+    times = [moment for lane in lanes for moment, _ in lane.marks]
+    margin = (max(times) - min(times)) // 20 + 1
+    low, high = min(times) - margin, max(times) + margin
+    scale = (_WIDTH - _LEFT - 20) / (high - low)
+
+    def x(moment: int) -> float:
+        return round(_LEFT + (min(max(moment, low), high) - low) * scale, 1)
+
+    drawn: list[str] = []
+    for number, lane in enumerate(lanes):
+        y = 24 + number * _LANE
+        drawn.append(_text(4, y + 26, lane.key[:16]))
+        seen = [b for b in sorted(lane.bars) if b[0] <= high and (b[1] is None or b[1] >= low)]
+        for turn, (start, end, deleted) in enumerate(seen[-_BARS:]):
+            width = max(1.0, round(x(high if end is None else end) - x(start) - 1, 1))
+            band = f'fill="{_BAND}" fill-opacity="{0.6 if turn % 2 else 0.35}"'
+            style = f'fill="none" stroke="{_GREY}"' if deleted else band
+            drawn.append(f'<rect x="{x(start)}" y="{y + 16}" width="{width}" height="12" {style}/>')
+        for moment, is_odd in lane.marks:
+            colour = _RED if is_odd else _BLUE
+            drawn.append(
+                f'<path d="M{x(moment)} {y + 8}V{y + 28}" stroke="{colour}"/>'
+                f'<circle cx="{x(moment)}" cy="{y + 6}" r="3" fill="{colour}"/>'
+            )
+    bottom = 24 + len(lanes) * _LANE + 12
+    for share in (0.0, 0.5, 1.0):
+        moment = int(low + (high - low) * share)
+        anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
+        drawn.append(_text(x(moment), bottom, _moment(moment), anchor))
+    legend = _text(_LEFT, 12, "bars: versions; dots: records of this run; ") + _text(
+        _LEFT + 262, 12, odd, colour=_RED
+    )
+    return _svg(bottom + 10, [legend, *drawn])
+
+
+def histogram(lateness: Sequence[float], limits: dict[str, timedelta]) -> str:
+    """How far behind stream time records came, beside what is still accepted.
+
+    Args:
+        lateness: in seconds, of a sample.
+        limits: durations by their names, drawn as lines.
+    """
+    counts = [0] * len(_LABELS)
+    for seconds in lateness:
+        counts[_bucket(seconds)] += 1
+    step = (_WIDTH - 40) / len(_LABELS)
+    top, height = 52, 90
+    drawn = [
+        _text(20, 12, f"lateness of {len(lateness):,} records: how far behind stream time they came")
+    ]
+    for number, count in enumerate(counts):
+        size = 0 if not count else max(2.0, round(height * count / max(counts), 1))
+        left = round(20 + number * step, 1)
+        drawn.append(
+            f'<rect x="{left}" y="{top + height - size}" width="{round(step - 6, 1)}" height="{size}" '
+            f'fill="{_BLUE}" fill-opacity="0.7"/>'
+        )
+        middle = left + (step - 6) / 2
+        if count:
+            drawn.append(_text(middle, top + height - size - 3, f"{count:,}", "middle"))
+        drawn.append(_text(middle, top + height + 14, _LABELS[number], "middle"))
+    for name, limit in limits.items():
+        left = round(20 + _position(limit.total_seconds()) * step, 1)
+        drawn.append(
+            f'<path d="M{left} {top - 28}V{top + height}" stroke="{_RED}" stroke-dasharray="4 3"/>'
+            + _text(left - 4, top - 20, f"{name} {limit}", "end", _RED)
+        )
+    return _svg(top + height + 24, drawn)
+
+
+def _bucket(seconds: float) -> int:
+    return 0 if seconds <= 0 else sum(seconds >= edge for edge in _EDGES)
+
+
+def _position(seconds: float) -> float:
+    """Where a length of time lies on the axis of the buckets."""
+    bucket = _bucket(seconds)
+    if bucket == 0 or bucket >= len(_EDGES):
+        return float(bucket)
+    low, high = _EDGES[bucket - 1], _EDGES[bucket]
+    return bucket + (seconds - low) / (high - low)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = _GREY) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+
+
+def _moment(micros: int) -> str:
+    return f"{datetime.fromtimestamp(micros / 1e6, timezone.utc):%Y-%m-%d %H:%M}"
+
+
+def _svg(height: int, drawn: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'font-family="sans-serif" font-size="11">{"".join(drawn)}</svg>'
+    )
+
+
+def _image(name: str, svg: str) -> str:
+    return f"![{name}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"

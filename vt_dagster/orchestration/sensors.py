@@ -1,0 +1,186 @@
+"""Sensors: ask for a run where a source has something new, with what the run is to take."""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import dagster as dg
+
+from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
+from vt_dagster.orchestration.ops import source_of
+from vt_dagster.orchestration.resource import WarehouseResource
+from vt_dagster.runs.run_source import Source
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage.store import AssetStore, Head
+from vt_dagster.topology.model import Stream
+
+_UNFINISHED = [
+    dg.DagsterRunStatus.QUEUED,
+    dg.DagsterRunStatus.NOT_STARTED,
+    dg.DagsterRunStatus.STARTING,
+    dg.DagsterRunStatus.STARTED,
+    dg.DagsterRunStatus.CANCELING,
+]
+_ASSET = "vt_dagster/asset"
+
+
+@dataclass(frozen=True)
+class _News:
+    """What a source has for a run.
+
+    Args:
+        config: of the op that reads; None = nothing to run for.
+        says: the state in words.
+        records: how many wait; None = unknown.
+    """
+
+    config: Mapping[str, Any] | None
+    says: str
+    records: int | None = None
+
+
+def build_sensor(
+    node: Stream,
+    *,
+    target: dg.AssetSelection | None = None,
+    name: str | None = None,
+    minimum_interval_seconds: int = 30,
+    minimum_records: int = 1,
+    maximum_wait: timedelta = timedelta(minutes=5),
+    running: bool = False,
+) -> dg.SensorDefinition:
+    """A sensor that asks for a run when a source has what was not consumed: files, or offsets.
+
+    The truth is the position in the asset's last commit; the cursor only says what was asked for
+    last. The run's config names the files, or the range of offsets of each partition, and the run key
+    follows from them, from the batch that they come after, and from an epoch that the cursor counts:
+    the same input is asked for once, and again where the table has gone back since (a replay). A
+    lost cursor or a doubled tick asks for nothing twice; a run that finds its input consumed commits
+    nothing. While a run that a sensor asked for is unfinished, no other one is asked for.
+
+    A cluster or directory that does not answer is a reason to skip the tick. Records that are gone
+    before they were consumed are an error of the tick.
+
+    Args:
+        target: what to run; None = the asset and everything downstream of it.
+        minimum_records: of topics, wait until so many records are there,
+        maximum_wait: but not longer than this since a tick first saw some.
+        running: whether the sensor is on from the start.
+    """
+    source = source_of(node)
+    selection = target or dg.AssetSelection.assets(dg.AssetKey(node.name)).downstream()
+
+    @dg.sensor(
+        name=name or f"{node.name}_sensor",
+        target=selection,
+        minimum_interval_seconds=minimum_interval_seconds,
+        default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
+        description=f"Runs when there are new {source.describe()}.",
+    )
+    def sense(
+        context: dg.SensorEvaluationContext, warehouse: WarehouseResource
+    ) -> dg.SensorResult | dg.SkipReason:
+        store = AssetStore(warehouse.path, node)
+        try:
+            head = store.head()
+            news = _news(source, store, head)
+        except RecordsGoneError:
+            raise
+        except (SourceError, OSError) as error:
+            return dg.SkipReason(f"cannot look at {source.describe()}: {error}")
+        except VtDagsterError as error:
+            return dg.SkipReason(str(error))
+        batch = 0 if head is None else head.commit.batch
+        seen = _Cursor.read(context.cursor, batch, news.config is not None)
+        context.update_cursor(seen.text)  # else a table that goes back from here is not noticed
+        if news.config is None:
+            return dg.SkipReason(f"no new {source.describe()}: {_consumed(head)}")
+        waited = timedelta(seconds=round(time.time() - (seen.since or 0)))
+        few = news.records is not None and news.records < minimum_records
+        if few and waited < maximum_wait:
+            return dg.SkipReason(
+                f"{news.says}: waits for {minimum_records} records, or until {maximum_wait} have "
+                f"passed ({waited} have)"
+            )
+        tags = {_ASSET: node.name}
+        unfinished = _unfinished(context, tags)
+        if unfinished:
+            return dg.SkipReason(f"{news.says}: the run {unfinished} is at work")
+        digest = hashlib.sha256(json.dumps(news.config).encode()).hexdigest()[:16]
+        return dg.SensorResult(
+            run_requests=[
+                dg.RunRequest(
+                    run_key=f"{node.name}:{seen.epoch}:{batch}:{digest}",
+                    run_config={
+                        "ops": {node.name: {"ops": {f"read_{node.name}": {"config": news.config}}}}
+                    },
+                    tags={**tags, "vt_dagster/batch": str(batch + 1)},
+                )
+            ]
+        )
+
+    return sense
+
+
+def _news(source: Source, store: AssetStore, head: Head | None) -> _News:
+    if isinstance(source, FilesSource):
+        names = [f.name for f in source.pending(store.consumed_files(head))]
+        return _News({"files": names}, f"{len(names)} new file(s)") if names else _News(None, "")
+    pinned = source.pin(None if head is None else head.commit)
+    ranges = pinned.taken
+    records = sum(e - s for some in ranges.values() for s, e in some.values())
+    if head is None and not records and source.start != "earliest":
+        ranges = pinned.ranges  # the position to begin at has to be committed
+    config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
+    if not config:
+        return _News(None, "")
+    return _News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
+
+
+def _unfinished(context: dg.SensorEvaluationContext, tags: Mapping[str, str]) -> str | None:
+    """The run with these tags that is not at its end; None = there is none."""
+    try:
+        instance = context.instance
+    except dg.DagsterInvariantViolationError:  # a test calls the sensor without one
+        return None
+    found = instance.get_run_records(dg.RunsFilter(tags=dict(tags), statuses=_UNFINISHED), limit=1)
+    return found[0].dagster_run.run_id if found else None
+
+
+def _consumed(head: Head | None) -> str:
+    batch, records = (0, 0) if head is None else (head.commit.batch, head.commit.totals.get("in", 0))
+    return f"batch {batch}, {records} records consumed"
+
+
+@dataclass(frozen=True)
+class _Cursor:
+    """What a sensor remembers; all of it may be lost.
+
+    Args:
+        epoch: one more each time that the table has gone back, which is a replay on purpose.
+        batch: where the table stood.
+        since: when a tick first saw what waits now (epoch seconds); None = nothing waits.
+    """
+
+    epoch: int
+    batch: int
+    since: float | None
+
+    @classmethod
+    def read(cls, cursor: str | None, batch: int, waiting: bool) -> "_Cursor":
+        try:
+            seen = json.loads(cursor or "")
+            epoch = seen["epoch"] + (1 if batch < seen["batch"] else 0)
+            since = seen.get("since") if seen["batch"] == batch else None
+        except (ValueError, KeyError, TypeError):  # lost, or not ours
+            epoch, since = 0, None
+        return cls(epoch, batch, (since or time.time()) if waiting else None)
+
+    @property
+    def text(self) -> str:
+        since = {} if self.since is None else {"since": round(self.since)}
+        return json.dumps({"epoch": self.epoch, "batch": self.batch, **since})

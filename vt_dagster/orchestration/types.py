@@ -1,0 +1,120 @@
+"""Dagster types of what passes between ops: Spark DataFrames with the columns that they must have."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import dagster as dg
+from pyspark.sql.types import NullType, StructType
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    IS_TOMBSTONE,
+    ORDER,
+    PARTITION,
+    TIMESTAMP,
+)
+from vt_dagster.core.step import log_columns
+from vt_dagster.runs.run_operator import Results
+from vt_dagster.runs.runs import Arrival
+from vt_dagster.topology.model import Stream
+
+
+def _is_frame(value: Any) -> bool:
+    """A Spark DataFrame, classic or of Spark Connect."""
+    return hasattr(value, "schema") and hasattr(value, "sparkSession")
+
+
+def _problems(schema: StructType, wanted: StructType, more: tuple[str, ...]) -> list[str]:
+    there = {f.name: f.dataType for f in schema.fields}
+    problems = [f"lacks {name}" for name in [*wanted.names, *more] if name not in there]
+    problems += [
+        f"{f.name} is {there[f.name].simpleString()}, expected {f.dataType.simpleString()}"
+        for f in wanted.fields
+        if f.name in there and there[f.name] != f.dataType and not isinstance(f.dataType, NullType)
+    ]
+    return problems
+
+
+def _frame_type(node: Stream, what: str, more: tuple[str, ...], meaning: str) -> dg.DagsterType:
+    def check(_: Any, value: Any) -> dg.TypeCheck:
+        if not _is_frame(value):
+            return dg.TypeCheck(
+                success=False,
+                description=f"expected a Spark DataFrame with {what} of {node.name!r}, got "
+                f"{type(value).__module__}.{type(value).__qualname__}; return the Spark DataFrame "
+                "itself from the op before",
+            )
+        problems = _problems(value.schema, node.schema, more)
+        if problems:
+            return dg.TypeCheck(
+                success=False,
+                description=f"expected {what} of {node.name!r}: {'; '.join(problems)}; mend the op "
+                "before, or the asset's schema",
+            )
+        return dg.TypeCheck(success=True)
+
+    columns = [
+        dg.TableColumn(f.name, f.dataType.simpleString(), description=None) for f in node.schema.fields
+    ]
+    return dg.DagsterType(
+        check,
+        name=f"{node.name}_{what}",
+        description=f"{meaning} Columns: those of {node.name!r}, {', '.join(more)}.",
+        metadata={"dagster/column_schema": dg.TableSchema(columns=columns)},
+    )
+
+
+@cache
+def records_type(node: Stream) -> dg.DagsterType:
+    """Records of a source as they were read: the node's columns, timestamp, order of arrival."""
+    more = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
+    return _frame_type(node, "records", more, "Records as they were read, not yet decided on.")
+
+
+@cache
+def considered_type(node: Stream) -> dg.DagsterType:
+    """Records with what becomes of them: applied, late, waiting, dropped, quarantined."""
+    more = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
+    return _frame_type(node, "considered", more, "Records with what becomes of them in this run.")
+
+
+@cache
+def log_type(node: Stream) -> dg.DagsterType:
+    """Log rows of a stream or table, as a run takes them."""
+    return _frame_type(node, "log", tuple(log_columns(node)), "Log rows that a run takes.")
+
+
+@cache
+def results_type(node: Stream) -> dg.DagsterType:
+    """The results of an operator's run, with what becomes of them, before the commit."""
+    frame = _frame_type(
+        node,
+        "results",
+        (TIMESTAMP, PARTITION, IS_TOMBSTONE, FATE, *ORDER),
+        "An operator's results, and what it keeps for the next run.",
+    )
+
+    def check(context: Any, value: Any) -> dg.TypeCheck:
+        if not isinstance(value, Results):
+            return dg.TypeCheck(
+                success=False,
+                description=f"expected the Results of {node.name!r}, got "
+                f"{type(value).__module__}.{type(value).__qualname__}; return "
+                "vt_dagster.runs.run_operator.Results(rows, before) from the op before",
+            )
+        return cast(dg.TypeCheck, frame.type_check(context, value.rows))
+
+    return dg.DagsterType(
+        check, name=f"{node.name}_results", description=frame.description, metadata=frame.metadata
+    )
+
+
+ArrivalType = dg.DagsterType(
+    lambda _, value: isinstance(value, Arrival),
+    name="Arrival",
+    description="What one run takes: files or offset ranges, pinned when it starts.",
+    typing_type=Arrival,
+)

@@ -1,0 +1,1 @@
+"""One run of an asset: what it takes, operates on, and commits; and what follows from commits."""

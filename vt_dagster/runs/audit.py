@@ -1,0 +1,398 @@
+"""What must hold of committed tables, as queries that find the rows where it does not. No Dagster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    IS_LATE,
+    OFFSET,
+    PARTITION,
+    SEGMENT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import step
+from vt_dagster.core.arrival import by_partition, has_key
+from vt_dagster.core.records import Reason
+from vt_dagster.spark.small_runs import is_small, small_run
+from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Applied, Commit, Offsets
+from vt_dagster.storage.segments import Segments
+from vt_dagster.storage.store import AssetStore, Head
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import (
+    StreamTableJoin,
+    Suppress,
+    TableAggregate,
+    TableTableJoin,
+    UntilWindowCloses,
+)
+
+SAMPLE = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check: how many rows offend, a few of them, other numbers, and among what."""
+
+    name: str
+    offending: int
+    sample: list[dict[str, Any]]
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+    looked_at: str = "everything"
+
+    @property
+    def passed(self) -> bool:
+        """Whether no row offends."""
+        return self.offending == 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named check: what it promises, and for which kinds of assets."""
+
+    name: str
+    promise: str
+
+
+OVERLAP = Check("versions_do_not_overlap", "no version ends after the next one begins")
+CONTIGUOUS = Check("versions_are_contiguous", "every version ends where the next one begins")
+DUPLICATE = Check("one_version_per_key_and_timestamp", "no key has two versions at one time")
+INTERVAL = Check("valid_from_before_valid_to", "every version begins before it ends")
+SEGMENTED = Check(
+    "versions_lie_in_their_segment",
+    "current versions are stored apart, and history by the time it ended: else readers would miss it",
+)
+CURRENT = Check("one_current_version_per_key", "no key has two versions that are open")
+RETENTION = Check("nothing_older_than_retention", "no version ended before the retention began")
+ONE_ROW = Check("one_row_per_key", "no key has two current rows")
+ACCOUNTED = Check(
+    "every_record_is_accounted_for",
+    "input = applied + late + quarantined + duplicate, and offsets have no gap",
+)
+ORDER = Check(
+    "timestamps_do_not_decrease",
+    "per key, no result is older than one before it, unless it was late",
+)
+FINAL = Check("one_result_per_window", "no window was released twice: results are final")
+
+
+def checks_of(node: Stream) -> list[Check]:
+    """The checks that an asset has."""
+    found: list[Check] = []
+    if isinstance(node, VersionedTable):
+        found = [OVERLAP, CONTIGUOUS, DUPLICATE, INTERVAL, CURRENT, RETENTION, SEGMENTED]
+    elif isinstance(node, Table):
+        found = [ONE_ROW]
+    if _goes_forward(node):
+        found.append(ORDER)
+    if _is_final(node):
+        found.append(FINAL)
+    return [*found, ACCOUNTED]
+
+
+def _goes_forward(node: Stream) -> bool:
+    """Whether results of a key never go back in time."""
+    operator = node.operator
+    if isinstance(operator, StreamTableJoin):
+        return step.has_grace(operator)
+    if isinstance(operator, TableTableJoin):
+        return operator.monotone
+    return isinstance(operator, TableAggregate)
+
+
+def _is_final(node: Stream) -> bool:
+    return isinstance(node.operator, Suppress) and isinstance(node.operator.until, UntilWindowCloses)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What an audit looks at.
+
+    Of a view whose history is looked at from some segment on, what joins it to the part before, which
+    the batch left alone, is not.
+
+    Args:
+        start: the log from these offsets on (inclusive).
+        segment: of a versioned table's view what is current, and history from this segment on; None =
+            all of it.
+        rows: so many of the log, and ``met``, of the view, more or less.
+    """
+
+    start: Offsets
+    segment: int | None
+    rows: int
+    met: int
+
+
+def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
+    """Runs all checks of an asset on its committed tables.
+
+    Args:
+        run_id: where the last batch is this run's, and nobody else has written to log or view since the
+            batch before it, only what the batch changed is looked at: its rows of the log, the results
+            that they could be at odds with, and the segments of the view that it wrote. What it left
+            alone has been looked at after earlier runs. None = everything.
+
+    Plan: one pass over the view for all checks on it, one over the log's offsets; samples are only
+    fetched for a check that fails.
+    """
+    there = store.catch_up()
+    head = there.head
+    if head is None:
+        return [Finding(check.name, 0, []) for check in checks_of(store.node)]
+    total = sum(head.commit.next_offset.values())
+    scope = None
+    if run_id is not None and head.commit.run_id == run_id:
+        scope = _of_the_batch(store, head, there.applied)
+    scope = scope or Scope({}, None, total, 0)
+    with small_run(store.spark, is_small(scope.rows, scope.met)):
+        found = _findings(store, head, scope)
+    if not scope.start:
+        return found
+    return [replace(one, looked_at=f"what batch {head.commit.batch} changed") for one in found]
+
+
+def _of_the_batch(store: AssetStore, head: Head, applied: Applied | None) -> Scope | None:
+    """What the last batch changed; None where more than that must be looked at."""
+    batch = head.commit.batch
+    before = delta.batch_before(store.log_path, batch)
+    if before is None:
+        return None
+    start = Commit.model_validate(before.document).next_offset
+    if not start:
+        return None
+    rows = sum(head.commit.next_offset.values()) - sum(start.values())
+    if not isinstance(store.node, Table):
+        return Scope(start, None, rows, 0)
+    if applied is None or delta.batch_before(store.view_path, batch) is None:
+        return None
+    if applied.segments is None:
+        return Scope(start, None, rows, applied.rows)
+    # A batch without a row in the log, all late perhaps, leaves the view as it is.
+    written = applied.batch == batch
+    numbers = delta.partitions_written(store.view_path, batch, SEGMENT) if written else set[None]()
+    first = min((int(n) for n in numbers if n is not None), default=applied.segments.last)
+    return Scope(start, first, rows, applied.rows + applied.segments.rows_from(first, applied.total))
+
+
+def _findings(store: AssetStore, head: Head, scope: Scope) -> list[Finding]:
+    node = store.node
+    found: list[Finding] = []
+    if isinstance(node, VersionedTable):
+        found += _versions(store, node, scope)
+    elif isinstance(node, Table):
+        found += _rows(store, node)
+    if _goes_forward(node):
+        found.append(_order(store, node, head, scope))
+    if _is_final(node):
+        found.append(_final(store, node, head, scope))
+    return [*found, _accounted(store, head, scope)]
+
+
+def _in_one_pass(
+    rows: DataFrame, offending: dict[str, Column], show: Callable[[DataFrame], DataFrame]
+) -> list[Finding]:
+    """Counts the rows of each condition in one job, and fetches samples of those that have any."""
+    counts = rows.agg(
+        *[
+            F.coalesce(F.sum(F.coalesce(c, F.lit(False)).cast("long")), F.lit(0)).alias(n)
+            for n, c in offending.items()
+        ]
+    ).collect()[0]
+    return [
+        Finding(name, counts[name], _sample(show(rows.where(condition))) if counts[name] else [])
+        for name, condition in offending.items()
+    ]
+
+
+def _sample(rows: DataFrame) -> list[dict[str, Any]]:
+    texts = rows.select(*[F.col(c).cast("string").alias(c) for c in rows.columns])
+    return [row.asDict() for row in texts.limit(SAMPLE).collect()]
+
+
+def _stored_view(store: AssetStore) -> tuple[DataFrame, Applied]:
+    """The view as it lies there, whoever wrote to it last, and what its last commit of ours says."""
+    found = store.view()
+    assert found is not None
+    return delta.read(store.spark, store.view_path), found[1]
+
+
+def _versions(store: AssetStore, node: VersionedTable, scope: Scope) -> list[Finding]:
+    rows, applied = _stored_view(store)
+    in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
+    following = F.col("_next")
+    horizon = step.horizon_of(node, by_partition(applied.stream_time))
+    layout = applied.segments or Segments()
+    if scope.segment is not None:
+        wanted = f"{SEGMENT} IS NULL OR {SEGMENT} >= {scope.segment} OR {SEGMENT} < {layout.first}"
+        rows = rows.where(wanted)
+    # Segments are forgotten as a whole; readers leave out what has expired in the others.
+    gone = F.coalesce(F.col(SEGMENT) < layout.first, F.lit(True))
+    expired = F.coalesce(F.col(VALID_TO) <= horizon, F.lit(False))
+    chained = rows.withColumn("_next", F.lead(VALID_FROM).over(in_order))
+    is_open = F.col(VALID_TO).isNull()
+    offending = {
+        OVERLAP.name: (following > F.col(VALID_FROM)) & ~is_open & (F.col(VALID_TO) > following),
+        CONTIGUOUS.name: ~expired
+        & F.when(following.isNull(), ~is_open).otherwise(F.col(VALID_TO) < following),
+        DUPLICATE.name: following == F.col(VALID_FROM),
+        INTERVAL.name: F.col(VALID_TO) <= F.col(VALID_FROM),
+        CURRENT.name: is_open & following.isNotNull(),
+        RETENTION.name: expired & gone,
+        SEGMENTED.name: ~F.col(SEGMENT).eqNullSafe(layout.column()),
+    }
+    shown = [*node.key, VALID_FROM, VALID_TO, PARTITION, OFFSET]
+    return _in_one_pass(
+        chained, offending, lambda bad: bad.select(*shown, F.col("_next").alias("next_valid_from"))
+    )
+
+
+def _rows(store: AssetStore, node: Table) -> list[Finding]:
+    rows, _ = _stored_view(store)
+    counted = rows.withColumn("_count", F.count(F.lit(1)).over(W.partitionBy(*node.key)))
+    shown = [*node.key, TIMESTAMP, PARTITION, OFFSET]
+    return _in_one_pass(counted, {ONE_ROW.name: F.col("_count") > 1}, lambda bad: bad.select(*shown))
+
+
+def _stored_log(store: AssetStore) -> DataFrame:
+    return delta.read(store.spark, store.log_path)
+
+
+def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: str) -> DataFrame:
+    """Rows of the log: those to be looked at, and the earlier ones that are as young as any of them.
+
+    Args:
+        among: which rows have to do with the check.
+        moment: the column that says how young a row is.
+
+    Plan: where not everything is looked at, a job that finds the oldest; Delta leaves out files by it.
+    """
+    log = _stored_log(store).where(among)
+    if not scope.start:
+        return log
+    new = store.log(scope.start, head).where(among)
+    oldest = new.agg(F.min(moment)).collect()[0][0]
+    return new if oldest is None else log.where(F.col(moment) >= F.lit(oldest))
+
+
+def _order(store: AssetStore, node: Stream, head: Head, scope: Scope) -> Finding:
+    before = W.partitionBy(PARTITION, *node.key).orderBy(OFFSET).rowsBetween(W.unboundedPreceding, -1)
+    among = has_key(node.key)
+    if IS_LATE in _stored_log(store).columns:
+        among = among & ~F.col(IS_LATE)
+    rows = _since(store, head, scope, among, TIMESTAMP)
+    rows = rows.withColumn("newest_before", F.max(TIMESTAMP).over(before))
+    shown = [*node.key, TIMESTAMP, "newest_before", PARTITION, OFFSET]
+    return _in_one_pass(
+        rows,
+        {ORDER.name: F.col(TIMESTAMP) < F.col("newest_before")},
+        lambda bad: bad.select(*shown),
+    )[0]
+
+
+def _final(store: AssetStore, node: Stream, head: Head, scope: Scope) -> Finding:
+    earlier = F.row_number().over(W.partitionBy(*node.key).orderBy(PARTITION, OFFSET))
+    rows = _since(store, head, scope, F.lit(True), node.key[-1]).withColumn("release", earlier)
+    shown = [*node.key, TIMESTAMP, "release", PARTITION, OFFSET]
+    return _in_one_pass(rows, {FINAL.name: F.col("release") > 1}, lambda bad: bad.select(*shown))[0]
+
+
+def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
+    """Counts what is there and compares it with what the commits say that came in."""
+    node, totals = store.node, head.commit.totals
+    log = store.log(scope.start, head) if scope.start else _stored_log(store)
+    spots = log.groupBy(PARTITION).agg(
+        F.count(F.lit(1)).alias("rows"),
+        F.count_distinct(OFFSET).alias("offsets"),
+    )
+    there = {r[PARTITION]: r for r in spots.collect()}
+    problems: list[dict[str, Any]] = []
+    lost = doubled = 0
+    for partition, end in sorted(head.commit.next_offset.items()):
+        row, first = there.get(partition), scope.start.get(partition, 0)
+        rows, offsets = (row["rows"], row["offsets"]) if row else (0, 0)
+        lost += max(0, end - first - offsets)
+        doubled += rows - offsets
+        if rows != end - first or offsets != end - first:
+            problems += _gaps(log.where(F.col(PARTITION) == partition), partition, first, end)
+    numbers = {f"records_{k}": n for k, n in totals.items()}
+    numbers.update(rows_in_log=_stored_log(store).count(), rows_lost=lost)
+    if node.operator is None:
+        rejected = _rejected_counts(store)
+        numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})
+        late = rejected.get(Reason.LATE, 0)
+        others = sum(rejected.values()) - late
+        short = [
+            ("late records in quarantine", totals.get("late", 0), late),
+            ("bad records in quarantine", totals.get("quarantined", 0), others),
+            (
+                "records in = applied + late + quarantined",
+                totals.get("in", 0),
+                sum(totals.get(k, 0) for k in ("applied", "late", "quarantined")),
+            ),
+        ]
+        if scope.start:
+            short.append(
+                ("records applied = rows in the log", totals["applied"], numbers["rows_in_log"])
+            )
+        elif isinstance(node, VersionedTable):
+            keys = log.agg(F.count_distinct(F.struct(*node.key, TIMESTAMP))).collect()[0][0]
+            numbers["records_duplicate"] = numbers["rows_in_log"] - keys
+    elif not isinstance(node.operator, StreamTableJoin):
+        taken = sum(sum(ends.values()) for ends in head.commit.inputs.values())
+        short = [
+            ("records in = positions of the inputs", taken, totals.get("in", 0)),
+            ("records out = rows in the log", totals.get("out", 0), numbers["rows_in_log"]),
+        ]
+    else:
+        done = sum(totals.get(k, 0) for k in ("applied", "late", "dropped", "waiting"))
+        inner = totals.get("unmatched", 0) if node.operator.kind == "inner" else 0
+        joined = totals.get("applied", 0) + totals.get("late", 0) - inner
+        short = [
+            ("records in = joined + dropped + waiting", totals.get("in", 0), done),
+            ("records out = rows in the log", totals.get("out", 0), numbers["rows_in_log"]),
+            ("records joined = records out", joined, totals.get("out", 0)),
+        ]
+    wrong = [{"what": w, "expected": str(a), "found": str(b)} for w, a, b in short if a != b]
+    offending = lost + doubled + sum(abs(a - b) for _, a, b in short)
+    return Finding(ACCOUNTED.name, offending, (problems + wrong)[:SAMPLE], numbers)
+
+
+def _gaps(log: DataFrame, partition: int, start: int, end: int) -> list[dict[str, Any]]:
+    """Where offsets from ``start`` to ``end`` (exclusive) are missing or stand twice."""
+    following = F.lead(OFFSET, 1, end).over(W.partitionBy(PARTITION).orderBy(OFFSET))
+    first = log.agg(F.min(OFFSET)).collect()[0][0]
+    spots = (
+        log.select(OFFSET, following.alias("next"), PARTITION)
+        .where(F.col("next") != F.col(OFFSET) + 1)
+        .orderBy(OFFSET)
+        .limit(SAMPLE)
+        .collect()
+    )
+    gaps = [(r[OFFSET] + 1, r["next"] - 1) for r in spots]
+    if first is None or first > start:
+        gaps.insert(0, (start, (end if first is None else first) - 1))
+    return [
+        {
+            "what": f"offsets of partition {partition}",
+            "expected": f"{a}..{b}" if a <= b else f"{b} once",
+            "found": "missing" if a <= b else "more than once",
+        }
+        for a, b in gaps
+    ]
+
+
+def _rejected_counts(store: AssetStore) -> dict[str, int]:
+    if delta.last_commit(store.quarantine_path) is None:
+        return {}
+    rows = delta.read(store.spark, store.quarantine_path)
+    return {r["reason"]: r["count"] for r in rows.groupBy("reason").count().collect()}

@@ -1,0 +1,190 @@
+"""Reprocess an asset into tables beside the live ones, compare the two, and swap them."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import IS_LATE, IS_LATEST, OFFSET, OLD, PARTITION
+from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.runs import run_join, run_operator, run_source
+from vt_dagster.runs.runs import Receipt
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.kafka import KafkaSource
+from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Offsets
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import Stream
+from vt_dagster.topology.operators import StreamTableJoin
+
+Start = datetime | Mapping[str, Mapping[int, int]] | None
+
+
+def run_once(
+    warehouse: str,
+    node: Stream,
+    spark: SparkSession,
+    wanted: Mapping[str, Offsets] | None = None,
+    tell: Callable[[str], None] | None = None,
+    run_id: str | None = None,
+) -> Receipt:
+    """One run of an asset without Dagster: what its ops do, one after another.
+
+    Args:
+        wanted: of a Kafka source, the offsets up to which it goes; None = all there are.
+        tell: is told what has been written, in a line each.
+        run_id: what the commit says of whose run it is.
+    """
+    store = AssetStore(warehouse, node, spark, tell)
+    operator = node.operator
+    if isinstance(operator, StreamTableJoin):
+        stream, table = (AssetStore(warehouse, n, spark) for n in (operator.left, operator.right))
+        arrival = run_join.pin_join(store, operator, stream)
+        considered = run_join.read_stream(stream, operator, arrival)
+        return run_join.commit_join(store, operator, arrival, considered, table, run_id)
+    if operator is not None:
+        inputs = [AssetStore(warehouse, n, spark) for n in {n.name: n for n in node.inputs}.values()]
+        arrival = run_operator.pin_logs(store, inputs)
+        logs = run_operator.read_logs(inputs, arrival)
+        results = run_operator.results_of(store, inputs, arrival, logs)
+        return run_operator.commit_results(store, arrival, results, run_id)
+    source = node.source
+    if isinstance(source, FilesSource):
+        arrival = run_source.pin_files(store, source)
+    elif isinstance(source, KafkaSource):
+        ends = None
+        if wanted is not None:
+            ends = {t: {p: (0, e) for p, e in some.items()} for t, some in wanted.items()}
+        arrival = run_source.pin_topics(store, source, ends)
+    else:
+        raise SourceError(f"{node.name}: expected a source or an operator, got neither")
+    records = run_source.read_records(store, source, arrival)
+    considered = run_source.consider(store, arrival, records)
+    return run_source.commit_records(store, source, arrival, considered, run_id)
+
+
+def replay(
+    warehouse: str,
+    node: Stream,
+    into: str,
+    spark: SparkSession,
+    start: Start = None,
+    tell: Callable[[str], None] | None = None,
+) -> AssetStore:
+    """Makes an asset anew under another name, as far as the live one has come.
+
+    A replay that was interrupted goes on where it stopped. An operator's asset is made from the logs of
+    its inputs as they are now; a join with a plain table then finds what that table holds now.
+
+    Args:
+        into: the name of the new tables, in the same warehouse.
+        start: of a Kafka source, where to begin: a time (inclusive) or offsets ``{topic: {partition:
+            offset}}``; None = as the source says.
+        tell: is told what each run has written, in a line each.
+
+    Returns:
+        the new tables.
+
+    Raises:
+        StorageError: the asset has never run.
+        SourceError: the source has not got the records any more, or cannot begin there.
+    """
+    head = AssetStore(warehouse, node, spark).head()
+    if head is None:
+        raise StorageError(f"{node.name}: nothing was ever committed, so there is nothing to replay")
+    source: Any = node.source
+    if start is not None:
+        if not isinstance(source, KafkaSource):
+            raise SourceError(
+                f"{node.name}: only a Kafka source can be replayed from a place, got {source!r}; "
+                "leave it out to reprocess everything"
+            )
+        source = replace(source, start=start)
+    copy = replace(node, name=into, source=source)
+    if copy.operator is not None:
+        copy = replace(copy, operator=replace(copy.operator, name=into))  # pyright: ignore
+    ends = head.commit.inputs if isinstance(source, KafkaSource) else None
+    while run_once(warehouse, copy, spark, ends, tell).commit is not None:
+        pass
+    return AssetStore(warehouse, copy, spark)
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How the contents of two assets differ.
+
+    Args:
+        missing: rows that only the first has, counted as often as they stand there.
+        extra: rows that only the second has.
+        rows: those rows, with ``_count``: above zero = so many more in the first.
+    """
+
+    missing: int
+    extra: int
+    rows: DataFrame
+
+
+def compare(one: AssetStore, other: AssetStore) -> Differences:
+    """What two assets hold that is not the same, whatever the offsets: versions of versioned tables,
+    current rows of tables, records of streams.
+
+    Plan: one shuffle of both.
+
+    Raises:
+        StorageError: they have different columns.
+    """
+    what = "versions" if one.node.versioned else None
+    ours, theirs = (_comparable(store.read(what)) for store in (one, other))
+    if sorted(ours.columns) != sorted(theirs.columns):
+        raise StorageError(
+            f"expected the same columns in {one.node.name} and {other.node.name}, got "
+            f"{sorted(ours.columns)} and {sorted(theirs.columns)}"
+        )
+    columns = sorted(ours.columns)
+    counted = ours.select(*columns, F.lit(1).alias("_count")).unionByName(
+        theirs.select(*columns, F.lit(-1).alias("_count"))
+    )
+    # Maps cannot be grouped by: rows are compared by their JSON.
+    as_json = F.to_json(F.struct(*columns), {"ignoreNullFields": "false"})
+    differing = (
+        counted.groupBy(as_json.alias("row")).agg(F.sum("_count").alias("_count")).where("_count != 0")
+    )
+    sums = differing.agg(
+        F.coalesce(F.sum(F.greatest("_count", F.lit(0))), F.lit(0)),
+        F.coalesce(F.sum(F.greatest(-F.col("_count"), F.lit(0))), F.lit(0)),
+    ).collect()[0]
+    return Differences(sums[0], sums[1], differing)
+
+
+def _comparable(rows: DataFrame) -> DataFrame:
+    return rows.drop(*[c for c in (PARTITION, OFFSET, IS_LATEST, IS_LATE, OLD) if c in rows.columns])
+
+
+def swap(warehouse: str, live: str, other: str) -> None:
+    """Gives two assets each other's name. Nothing else may run meanwhile. Does not use Spark.
+
+    What was interrupted is brought to its end by the same call. Assets that consume the log of ``live``
+    refuse their next run, since its offsets mean other records now: replay and swap them too.
+
+    Raises:
+        StorageError: one of them is not there.
+    """
+    fs, root = delta.filesystem(str(warehouse))
+    paths = {name: posixpath.join(root, name) for name in (live, other)}
+    aside = posixpath.join(root, f"_{live}.swap.{other}")
+    if not fs.exists(aside):
+        missing = [name for name, path in paths.items() if not fs.exists(posixpath.join(path, "log"))]
+        if missing:
+            raise StorageError(
+                f"expected the assets {live} and {other} in {warehouse}, found no {missing}"
+            )
+        fs.mv(paths[live], aside, recursive=True)
+    if not fs.exists(paths[live]):
+        fs.mv(paths[other], paths[live], recursive=True)
+    fs.mv(aside, paths[other], recursive=True)

@@ -1,0 +1,437 @@
+"""Kafka topics as a source: each record is consumed once, by its offset.
+
+The position is in the asset's own commits, not in a consumer group. A run reads ranges of offsets that
+are pinned when it starts; only committed records of transactions are in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Literal
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, StructType
+
+from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.core.records import DELETED, POSITION, RAW, RAW_KEY, REASON, RECORD_TIME, SOURCE
+from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
+from vt_dagster.sources.formats import Format, Json
+from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
+from vt_dagster.storage.positions import Commit, Offsets
+
+Ranges = dict[str, dict[int, tuple[int, int]]]
+"""Topic -> partition -> [start, end)."""
+
+HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
+"""The type of a column that takes a record's headers."""
+
+_MESSAGE = (
+    "key binary, value binary, topic string, partition int, offset long, timestamp timestamp, "
+    "headers array<struct<key:string,value:binary>>"
+)
+_PLACE = "_place"
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What a run takes from its topics.
+
+    Args:
+        ranges: what is read, of every partition that there is.
+        ids: of the topics.
+        gaps: what was lost before the ranges, and accepted to be lost; of a topic that was created
+            anew where it stood, since nobody knows how much it had.
+        ends: the offset after the last record of each partition, when the run started.
+    """
+
+    ranges: Ranges
+    ids: dict[str, str]
+    gaps: Ranges
+    ends: dict[str, Offsets]
+
+    @property
+    def taken(self) -> Ranges:
+        """The ranges that hold something."""
+        some = {t: {p: r for p, r in of.items() if r[1] > r[0]} for t, of in self.ranges.items()}
+        return {t: of for t, of in some.items() if of}
+
+    @property
+    def behind(self) -> int:
+        """Offsets that the run leaves to later ones."""
+        return sum(e - self._position(t, p) for t, some in self.ends.items() for p, e in some.items())
+
+    @property
+    def waiting(self) -> dict[str, Offsets]:
+        """The position in each partition that has records after it."""
+        places = {
+            t: {p: self._position(t, p) for p, e in some.items() if self._position(t, p) < e}
+            for t, some in self.ends.items()
+        }
+        return {t: some for t, some in places.items() if some}
+
+    def _position(self, topic: str, partition: int) -> int:
+        return self.ranges[topic][partition][1]
+
+
+@dataclass(frozen=True)
+class KafkaSource:
+    """One or several topics of a Kafka cluster.
+
+    A record's ``partition`` in the log is the one that it has in its topic; of several topics the
+    partitions of the same number are one, as in Kafka Streams, and a run takes from them the record
+    with the smallest time first. A message without a value is a tombstone.
+
+    Columns of the schema are taken from the message's value by name. Columns of the key are taken from
+    the message's key where ``key`` says how to read it (a tombstone has nowhere else to have them).
+    Without a column ``timestamp`` in the schema the record's timestamp is the message's own, or that
+    of its source with :class:`Debezium`.
+
+    Args:
+        cluster: how to reach it.
+        topic: the name, or several names.
+        value: how the message's value is read.
+        key: how its key is read; None = it is not.
+        headers: the column, of type ``HEADERS``, that takes the message's headers; None = none does.
+        start: where the first run begins: ``earliest``, ``latest``, a time (inclusive), or offsets
+            ``{topic: {partition: offset}}``. Partitions that are not named, or added later, begin at 0.
+        max_records_per_run: bounds a run, fairly over partitions; None = all that are there.
+        max_bad_share: a run with a larger share of quarantined records fails before its commit.
+        max_clock_skew: how far in the future a timestamp may lie, by this machine's clock.
+    """
+
+    cluster: KafkaCluster
+    topic: str | Sequence[str]
+    value: Format = field(default_factory=Json)
+    key: Format | None = None
+    headers: str | None = None
+    start: Literal["earliest", "latest"] | datetime | Mapping[str, Mapping[int, int]] = field(
+        default="earliest", hash=False
+    )
+    max_records_per_run: int | None = 1_000_000
+    max_bad_share: float = 0.1
+    max_clock_skew: timedelta = field(default=timedelta(days=1))
+
+    gives_timestamp = True
+
+    def __post_init__(self) -> None:
+        topics = (self.topic,) if isinstance(self.topic, str) else tuple(self.topic)
+        object.__setattr__(self, "topic", topics)
+        if not topics or len(set(topics)) < len(topics):
+            raise SourceError(f"expected one or several different topics, got {list(topics)}")
+        if not 0 <= self.max_bad_share <= 1:
+            raise SourceError(f"max_bad_share must be between 0 and 1, got {self.max_bad_share}")
+        if self.max_records_per_run is not None and self.max_records_per_run < 1:
+            raise SourceError(f"max_records_per_run must be 1 or more, got {self.max_records_per_run}")
+        timed = isinstance(self.start, datetime) and self.start.tzinfo is not None
+        placed = isinstance(self.start, Mapping) and set(self.start) <= set(topics)
+        if not (timed or placed) and self.start not in ("earliest", "latest"):
+            raise SourceError(
+                "start must be 'earliest', 'latest', a datetime with a time zone or offsets of the "
+                f"topics {list(topics)}, got {self.start!r}"
+            )
+
+    @property
+    def topics(self) -> tuple[str, ...]:
+        return tuple(self.topic)
+
+    def describe(self) -> str:
+        """What is read, for descriptions and messages."""
+        names = ", ".join(self.topics)
+        return f"records of the Kafka topic{'s' if len(self.topics) > 1 else ''} {names}"
+
+    def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
+        """Refuses columns that no message can give.
+
+        Raises:
+            TopologyError: names the column.
+        """
+        keys = StructType([f for f in schema.fields if f.name in key])
+        for part, format_, wanted in (("key", self.key, keys), ("value", self.value, schema)):
+            if format_ is not None and not format_.columns(wanted):
+                raise TopologyError(
+                    f"{name}: the message's {part} is read as {format_}, which gives none of the "
+                    f"columns {wanted.names}; name one of them"
+                )
+        if self.headers is None:
+            return
+        there = schema[self.headers].dataType if self.headers in schema.names else None
+        if there is None or there.simpleString() != HEADERS.simpleString():
+            got = "no such column" if there is None else there.simpleString()
+            raise TopologyError(
+                f"{name}: expected a column {self.headers!r} of type {HEADERS.simpleString()} for the "
+                f"headers, got {got}"
+            )
+
+    # -- offsets ---------------------------------------------------------------------------------
+
+    def pin(
+        self, before: Commit | None, wanted: Ranges | None = None, accept_gap: bool = False
+    ) -> Pinned:
+        """What a run takes after a commit. Does not use Spark.
+
+        Args:
+            before: the asset's last commit; None = there is none.
+            wanted: ranges that were asked for: the run goes up to their ends, and begins at the
+                position all the same, so that nothing is skipped or taken twice. None = all there is.
+            accept_gap: go on where records were lost: removed by the topic's retention, or with the
+                whole topic.
+
+        Raises:
+            RecordsGoneError: the topic has lost records that were not consumed.
+            SourceError: the cluster does not answer, or has no such topic.
+        """
+        states = self.cluster.topics(self.topics)
+        gaps: Ranges = {}
+        ranges = {topic: self._ranges(topic, state, before, gaps) for topic, state in states.items()}
+        if gaps and not accept_gap:
+            raise RecordsGoneError(
+                f"{self._lost(gaps, states, before)}. Run once with accept_gap=true to go on without "
+                "them, which the commit then records; or reprocess into a new asset"
+            )
+        if wanted is not None:
+            ranges = {
+                t: {
+                    p: (s, max(s, min(wanted.get(t, {}).get(p, (0, s))[1], e)))
+                    for p, (s, e) in of.items()
+                }
+                for t, of in ranges.items()
+            }
+        ids = {topic: state.id for topic, state in states.items()}
+        ends = {topic: dict(state.ends) for topic, state in states.items()}
+        return Pinned(_bounded(ranges, self.max_records_per_run), ids, gaps, ends)
+
+    def _ranges(
+        self, topic: str, state: TopicState, before: Commit | None, gaps: Ranges
+    ) -> dict[int, tuple[int, int]]:
+        """All that is there after the position; what is missing in between goes to ``gaps``."""
+        position: Offsets | None = None
+        if before is not None and topic in before.topics:
+            position = before.inputs[topic]
+            if before.topics[topic] != state.id:
+                gaps[topic] = {p: (offset, offset) for p, offset in position.items()}
+                position = None
+        first = self._first(topic, state) if position is None else position
+        found: dict[int, tuple[int, int]] = {}
+        for partition, end in sorted(state.ends.items()):
+            start, earliest = first.get(partition, 0), state.earliest[partition]
+            if start < earliest:
+                gaps.setdefault(topic, {})[partition] = (start, earliest)
+                start = earliest
+            if start > end:
+                raise RecordsGoneError(
+                    f"topic {topic}, partition {partition}: consumed up to offset {start}, but the "
+                    f"topic ends at {end}: it was truncated or restored; reprocess into a new asset"
+                )
+            found[partition] = (start, end)
+        return found
+
+    def _lost(self, gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) -> str:
+        assert before is not None
+        said: list[str] = []
+        for topic, lost in gaps.items():
+            old, new = before.topics[topic], states[topic].id
+            if old != new:
+                said.append(
+                    f"topic {topic} was deleted and created anew since batch {before.batch} (its id "
+                    f"was {old}, now {new}): its offsets mean other records"
+                )
+                continue
+            said += [
+                f"topic {topic}, partition {p}: {there - first} offsets are gone: {first} is the next "
+                f"one to consume, {there} the first one that is still there (the topic's retention has "
+                "passed)"
+                for p, (first, there) in lost.items()
+            ]
+        return "; ".join(said)
+
+    def _first(self, topic: str, state: TopicState) -> Offsets:
+        if self.start == "earliest":
+            return dict(state.earliest)
+        if self.start == "latest":
+            return dict(state.ends)
+        if not isinstance(self.start, datetime):
+            return dict(self.start.get(topic, {}))
+        found = self.cluster.offsets_at(topic, list(state.ends), self.start)
+        return {p: min(found.get(p, end), end) for p, end in state.ends.items()}
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def read(
+        self,
+        spark: SparkSession,
+        ranges: Mapping[str, Mapping[int, tuple[int, int]]],
+        *,
+        key: Sequence[str],
+        schema: StructType,
+    ) -> DataFrame:
+        """The records of some ranges, each of which holds some.
+
+        Plan: one scan, a Kafka consumer for each partition; of several topics also one shuffle and
+        sort by partition.
+
+        Returns:
+            the schema's columns (null where a message cannot be read), ``partition``, ``_arrival``,
+            ``timestamp`` (the message's, where the schema has none), ``_deleted``, ``_record_time``,
+            ``_source`` (topic), ``_position`` (offset), ``_raw`` and ``_raw_key`` (BINARY),
+            ``_reason``.
+
+        Raises:
+            SourceError: a schema cannot be had.
+        """
+        messages = self._arrived(
+            read_messages(self.cluster, spark, ranges, headers=self.headers is not None).select(
+                F.col("topic").alias(SOURCE),
+                PARTITION,
+                F.col(OFFSET).alias(POSITION),
+                F.col(TIMESTAMP).alias(RECORD_TIME),
+                F.col("key").alias(RAW_KEY),
+                F.col("value").alias(RAW),
+                *(["headers"] if self.headers is not None else []),
+            )
+        )
+        message, message_key = F.col(RAW), F.col(RAW_KEY)
+        own = StructType([f for f in schema.fields if f.name != self.headers])
+        keys = StructType([f for f in schema.fields if f.name in key])
+        value = self.value.decode(message, own, f"{self.topics[0]}-value", "_read_value")
+        absent = message.isNull()
+        parsed = value.parsed
+        parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
+        reason = F.when(~absent, value.reason)
+        if self.key is not None:
+            decoded = self.key.decode(message_key, keys, f"{self.topics[0]}-key", "_read_key")
+            parsed = {**parsed, **decoded.parsed}
+            parts["_key"] = F.when(message_key.isNotNull(), decoded.row)
+            reason = F.coalesce(reason, F.when(message_key.isNotNull(), decoded.reason))
+        deleted = absent
+        if value.deleted is not None:
+            deleted = absent | F.coalesce(value.deleted, F.lit(False))
+        time = F.col(RECORD_TIME)
+        if value.time is not None:
+            time = F.coalesce(value.time, time)
+        for name, one in parsed.items():
+            messages = messages.withColumn(name, one)
+        read = messages.withColumns({**parts, REASON: reason, DELETED: deleted, RECORD_TIME: time})
+        good = F.col(REASON).isNull()
+
+        def column(name: str) -> Column:
+            if name == self.headers:
+                return F.col("headers")
+            found: list[Column] = []
+            if self.key is not None and name in self.key.columns(keys):
+                found.append(F.col(f"_key.{name}"))
+            if name in self.value.columns(own):
+                found.append(F.when(good, F.col(f"_value.{name}")))
+            return F.coalesce(*found) if found else F.lit(None).cast(schema[name].dataType)
+
+        columns = [column(name).alias(name) for name in schema.names]
+        if TIMESTAMP not in schema.names:
+            columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
+        inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
+        return read.select(*columns, *inside)
+
+    def _arrived(self, rows: DataFrame) -> DataFrame:
+        """With the order of arrival: the offset; of several topics the order of their stream times."""
+        if len(self.topics) == 1:
+            return rows.withColumn(ARRIVAL, F.col(POSITION))
+        place = F.array_position(F.array(*[F.lit(t) for t in self.topics]), F.col(SOURCE))
+        so_far = W.partitionBy(PARTITION, SOURCE).orderBy(POSITION)
+        merged = W.partitionBy(PARTITION).orderBy("_time", _PLACE, POSITION)
+        timed = rows.withColumns({_PLACE: place, "_time": F.max(RECORD_TIME).over(so_far)})
+        return timed.withColumn(ARRIVAL, F.row_number().over(merged).cast("long")).drop(_PLACE, "_time")
+
+
+def read_messages(
+    cluster: KafkaCluster,
+    spark: SparkSession,
+    ranges: Mapping[str, Mapping[int, tuple[int, int]]],
+    headers: bool = False,
+) -> DataFrame:
+    """The committed messages of some ranges, as Spark's Kafka source has them.
+
+    Args:
+        ranges: none of them empty.
+    """
+
+    def offsets(which: int) -> str:
+        return json.dumps({t: {str(p): r[which] for p, r in s.items()} for t, s in ranges.items()})
+
+    if not ranges:
+        return spark.createDataFrame([], _MESSAGE)
+    return (
+        spark.read.format("kafka")
+        # Spark asks for a partition's ends after each poll, and the broker answers after the fetch that
+        # the consumer has sent ahead: at the end of a topic that waits for records, half a second.
+        .option("kafka.fetch.max.wait.ms", "10")
+        .options(**cluster.spark_options())
+        .option("assign", json.dumps({t: sorted(some) for t, some in ranges.items()}))
+        .option("startingOffsets", offsets(0))
+        .option("endingOffsets", offsets(1))
+        .option("includeHeaders", str(headers).lower())
+        .option("kafka.isolation.level", "read_committed")
+        .option("failOnDataLoss", "true")
+        .load()
+    )
+
+
+def _bounded(ranges: Ranges, most: int | None) -> Ranges:
+    """The same ranges with no more offsets than a run may take, each partition its fair share."""
+    sizes = {(t, p): e - s for t, some in ranges.items() for p, (s, e) in some.items()}
+    if most is None or sum(sizes.values()) <= most:
+        return ranges
+    left = most
+    shares: dict[tuple[str, int], int] = {}
+    # The smallest take all of theirs; what they leave of their share goes to the others.
+    for i, (place, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
+        shares[place] = min(size, left // (len(sizes) - i))
+        left -= shares[place]
+    return {t: {p: (s, s + shares[t, p]) for p, (s, _) in some.items()} for t, some in ranges.items()}
+
+
+def as_ranges(given: Mapping[str, Any] | None) -> Ranges | None:
+    """Ranges out of a run's config: ``{topic: {"0": [start, end]}}``.
+
+    Raises:
+        SourceError: it has another form.
+    """
+    if given is None:
+        return None
+    try:
+        return {
+            topic: {int(p): (int(start), int(end)) for p, (start, end) in some.items()}
+            for topic, some in given.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise SourceError(
+            f'expected ranges like {{"topic": {{"0": [start, end]}}}}, got {given!r}; correct the '
+            "run config"
+        ) from None
+
+
+def as_offsets(text: str) -> dict[str, dict[int, int]]:
+    """Offsets out of a text: ``{"topic": {"0": 100}}``.
+
+    Raises:
+        SourceError: it has another form.
+    """
+    try:
+        return {t: {int(p): int(o) for p, o in some.items()} for t, some in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise SourceError(
+            f'expected offsets like {{"topic": {{"0": 100}}}}, got {text!r}; correct the text'
+        ) from None
+
+
+__all__ = [
+    "HEADERS",
+    "KafkaSource",
+    "Pinned",
+    "Ranges",
+    "as_offsets",
+    "as_ranges",
+    "read_messages",
+]

@@ -1,0 +1,1 @@
+"""The Spark session: its jars, its start, its settings."""

@@ -1,0 +1,324 @@
+"""One Spark session: UTC, Delta Lake and Kafka on board, quiet, tuned for small runs.
+
+Importing this module starts nothing. ``resolve_jars`` finds the jars that PySpark does not ship,
+``build_session`` starts (or reuses) a session with them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.spark.jars import PYSPARK_SERIES, one_line, resolve_jars
+from vt_dagster.spark.launch import not_started, quiet_start
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["build_session", "resolve_jars"]
+
+JAVA_VERSIONS = range(17, 22)  # Spark 4.0 needs 17; from 24 on Hadoop's login fails
+DELTA_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
+DELTA_CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
+TIME_ZONE = "spark.sql.session.timeZone"
+FEW_QUERIES = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
+"""For a process of a few queries over few rows: to compile them well takes longer than to run them."""
+
+_CONNECT_SECONDS = 5.0  # for a TCP connection to a master
+_ANSWER_SECONDS = 20  # for Spark Connect to speak
+
+# ------------------------------------------------------------------------------------- session
+
+
+def build_session(
+    app_name: str = "vt_dagster",
+    master: str = "local[*]",
+    remote: str | None = None,
+    conf: Mapping[str, str] = {},
+) -> SparkSession:
+    """Start a Spark session with Delta Lake and Kafka, or reuse the one this process has.
+
+    The session's time zone is UTC. ``conf`` overrides every other default; jars, SQL extensions
+    and JVM options of ``conf`` are added to this function's own. A session that is already
+    active is reused: settings that only take effect when a JVM starts are then without effect.
+    With a ``local`` master Python workers run this interpreter (unless ``PYSPARK_PYTHON`` is set).
+
+    Args:
+        app_name: The name Spark shows for this application.
+        master: ``local[*]``, ``local-cluster[...]``, ``spark://host:port`` or any other master.
+        remote: ``sc://host:port`` connects to a Spark Connect server instead: master, jars and
+            driver defaults do not apply, the server brings Delta Lake and its own settings.
+        conf: Spark settings.
+
+    Raises:
+        SparkUnavailableError: no Java or a wrong one, an unreachable master, missing jars,
+            a reused session without Delta Lake, or a time zone other than UTC in ``conf``.
+    """
+    zone = conf.get(TIME_ZONE, "UTC")
+    if zone != "UTC":
+        raise SparkUnavailableError(
+            f"Expected {TIME_ZONE}=UTC, got {zone!r}: versions are compared by UTC timestamps. "
+            "Remove the setting and convert where times are shown."
+        )
+    try:
+        session = _connect(app_name, remote, conf) if remote else _classic(app_name, master, conf)
+        extensions = session.conf.get("spark.sql.extensions", "") or ""
+    except SparkUnavailableError:
+        raise
+    except Exception as error:  # whatever PySpark, py4j or gRPC raise while a session starts
+        raise not_started(remote or master, one_line(error)) from None
+    if DELTA_EXTENSION not in extensions:
+        raise SparkUnavailableError(
+            f"Expected a Spark session with spark.sql.extensions={DELTA_EXTENSION}, the session "
+            f"in use has {extensions or 'none'!r}. "
+            + (
+                "Start the Spark Connect server with Delta Lake."
+                if remote
+                else "Stop it first (spark.stop()), or create it with build_session()."
+            )
+        )
+    return session
+
+
+def _connect(app_name: str, remote: str, conf: Mapping[str, str]) -> SparkSession:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.utils import is_remote
+
+    if not remote.startswith("sc://"):
+        raise SparkUnavailableError(
+            f"Expected a Spark Connect address like sc://host:15002, got {remote!r}; "
+            "pass a Spark master as master=... instead."
+        )
+    if _running() and not is_remote():
+        raise SparkUnavailableError(
+            f"Expected no local Spark session while connecting to {remote}, but one is active "
+            "in this process; stop it (spark.stop()) or use a new process."
+        )
+    _check_reachable(remote, default_port=15002)
+    _check_connect(remote)
+    builder = SparkSession.builder.remote(remote).appName(app_name)
+    for key, value in {**conf, TIME_ZONE: "UTC"}.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def _classic(app_name: str, master: str, conf: Mapping[str, str]) -> SparkSession:
+    from pyspark import SparkConf, SparkContext
+    from pyspark.sql import SparkSession
+
+    running = _running()
+    if running is not None:
+        for key, value in {**conf, TIME_ZONE: "UTC"}.items():
+            if running.conf.isModifiable(key):
+                running.conf.set(key, value)
+        return running
+    if master.startswith("sc://"):
+        raise SparkUnavailableError(
+            f"Expected a Spark master, got the Spark Connect address {master!r}; "
+            f"pass it as remote={master!r}."
+        )
+    if os.environ.get("SPARK_REMOTE"):
+        raise SparkUnavailableError(
+            f"Expected to start Spark with master {master!r}, but SPARK_REMOTE is set to "
+            f"{os.environ['SPARK_REMOTE']!r}; pass it as remote=..., or unset it."
+        )
+    if master.startswith("spark://"):
+        _check_reachable(master)
+    own_jvm = SparkContext._gateway is None
+    if own_jvm:
+        _check_spark_home()
+        _check_java()
+    settings = _settings(app_name, master, resolve_jars(), conf)
+    if master.startswith("local"):
+        python = conf.get("spark.pyspark.python", sys.executable)
+        os.environ.setdefault("PYSPARK_PYTHON", python)
+    spark_conf = SparkConf(loadDefaults=False).setAll(list(settings.items()))
+    with quiet_start(master) as launch:
+        SparkContext(conf=spark_conf, gateway=launch(spark_conf) if own_jvm else None)
+        session = SparkSession.builder.config(conf=spark_conf).getOrCreate()
+        if not own_jvm:  # a JVM that somebody else started may lack the jars: load a class
+            session.catalog.currentDatabase()
+    _remember_classes(session)
+    return session
+
+
+def _remember_classes(session: SparkSession) -> None:
+    """Asks the JVM once for what PySpark calls with every column expression.
+
+    PySpark asks each time, and the JVM then looks through all its jars: a third of the time that
+    it takes to make a plan.
+    """
+    jvm: Any = session.sparkContext._jvm
+    functions, window = "org.apache.spark.sql.functions", "org.apache.spark.sql.expressions.Window"
+    for name in (functions, window, "PythonUtils", "PythonSQLUtils"):
+        found = getattr(jvm, name)
+        for member in dir(found):
+            setattr(found, member, getattr(found, member))
+        setattr(jvm, name, found)
+    jvm.functions = getattr(jvm, functions)
+
+
+def _running() -> SparkSession | None:
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    try:
+        return SparkSession.active()
+    except PySparkRuntimeError:
+        return None
+
+
+def _settings(app_name: str, master: str, jars: list[Path], conf: Mapping[str, str]) -> dict[str, str]:
+    """All settings of a new session. Lists (jars, extensions, JVM options) add up."""
+    _check_files(conf.get("spark.jars", ""))
+    log4j = Path(__file__).with_name("log4j2.properties").as_uri()
+    settings = {
+        "spark.app.name": app_name,
+        "spark.master": master,
+        "spark.driver.memory": "2g",
+        "spark.sql.adaptive.enabled": "true",
+        "spark.databricks.delta.snapshotPartitions": "2",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        # Spark's own default, INT96, is deprecated in Parquet and larger.
+        "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+        # What is held for a run is read two or three times: weighing for each column how it could be
+        # packed takes a tenth of an operator's time.
+        "spark.sql.inMemoryColumnarStorage.compressed": "false",
+        # For each column expression it asks the JVM several times, only to word errors better.
+        "spark.python.sql.dataFrameDebugging.enabled": "false",
+        "spark.sql.catalog.spark_catalog": DELTA_CATALOG,
+    }
+    cores = _local_cores(master)
+    if cores:
+        settings["spark.sql.shuffle.partitions"] = str(max(2, 2 * cores))
+        # Delta's VACUUM lists a directory in so many tasks; Spark's own default is 10,000.
+        settings["spark.sql.sources.parallelPartitionDiscovery.parallelism"] = str(2 * cores)
+    if re.match(r"local(\[|$)", master):  # works where the host's own name does not resolve
+        settings |= {"spark.driver.host": "localhost", "spark.driver.bindAddress": "127.0.0.1"}
+    settings |= dict(conf)
+
+    def joined(key: str, separator: str, *own: str) -> str:
+        given = [item for item in conf.get(key, "").split(separator) if item]
+        return separator.join([*own, *(item for item in given if item not in own)])
+
+    driver = conf.get("spark.driver.extraJavaOptions", "")
+    executor = conf.get("spark.executor.extraJavaOptions", "")
+    # Of two values for one property the JVM takes the last: the user's log file, but our UTC.
+    settings |= {
+        "spark.jars": joined("spark.jars", ",", *(jar.as_uri() for jar in jars)),
+        "spark.sql.extensions": joined("spark.sql.extensions", ",", DELTA_EXTENSION),
+        "spark.driver.extraJavaOptions": (
+            f"-Dlog4j2.configurationFile={log4j} {driver} -Duser.timezone=UTC"
+        ),
+        "spark.executor.extraJavaOptions": f"{executor} -Duser.timezone=UTC".strip(),
+        TIME_ZONE: "UTC",
+    }
+    return settings
+
+
+def _local_cores(master: str) -> int | None:
+    """Cores of a master that runs on this machine; None for a real cluster."""
+    cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
+    if cluster:
+        return int(cluster[1]) * int(cluster[2])
+    local = re.fullmatch(r"local(?:\[\s*(\d+|\*)\s*(?:,.*)?\])?", master)
+    if not local:
+        return None
+    return (os.cpu_count() or 1) if local[1] == "*" else int(local[1] or 1)
+
+
+# -------------------------------------------------------------------------------------- checks
+
+
+def _check_files(jars: str) -> None:
+    paths = [item.removeprefix("file:") for item in jars.split(",") if item]
+    missing = [p for p in paths if not re.match(r"\w{2,}:", p) and not Path(p).exists()]
+    if missing:
+        raise SparkUnavailableError(
+            f"Expected the jar {', '.join(missing)} of spark.jars, but there is no such file; "
+            "correct the path."
+        )
+
+
+def _check_spark_home() -> None:
+    """PySpark would start the Spark of SPARK_HOME, whichever version that is."""
+    home = os.environ.get("SPARK_HOME")
+    if home and not any(Path(home, "jars").glob(f"spark-core_2.13-{PYSPARK_SERIES}.*.jar")):
+        raise SparkUnavailableError(
+            f"Expected Spark {PYSPARK_SERIES} with Scala 2.13 in SPARK_HOME={home}, found no "
+            "such jars there. Unset SPARK_HOME to use the Spark that PySpark ships."
+        )
+
+
+def _check_java() -> None:
+    """Find the java that Spark's launcher will take, and see that Spark runs on it."""
+    wanted = f"Java {JAVA_VERSIONS[0]} or {JAVA_VERSIONS[-1]}"
+    home = os.environ.get("JAVA_HOME")
+    java = shutil.which("java", path=str(Path(home, "bin")) if home else None)
+    if java is None:
+        where = f"in JAVA_HOME={home}" if home else "on PATH, and JAVA_HOME is not set"
+        raise SparkUnavailableError(
+            f"Expected {wanted}, found no java {where}. Install one (a JRE is enough) "
+            "and set JAVA_HOME to it."
+        )
+    try:
+        run = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60)
+        output = run.stderr + run.stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        output = one_line(error)
+    found = re.search(r'version "(?:1\.)?(\d+)', output)
+    if not found or int(found[1]) not in JAVA_VERSIONS:
+        got = f"Java {found[1]}" if found else f"an answer without a version ({output[:80]!r})"
+        raise SparkUnavailableError(
+            f"Expected {wanted} for Spark {PYSPARK_SERIES}, got {got} from {java}. "
+            f"Set JAVA_HOME to a {wanted} installation."
+        )
+
+
+def _check_reachable(url: str, default_port: int | None = None) -> None:
+    """Connect to one of the hosts of ``spark://a:7077,b:7077`` or ``sc://host:15002/;...``."""
+    problems: list[str] = []
+    for address in re.split(r"[/;]", url.partition("://")[2], maxsplit=1)[0].split(","):
+        try:
+            parts = urlsplit(f"//{address}")
+            host, port = parts.hostname, parts.port or default_port
+            if not host or not port:
+                raise ValueError("no host:port")
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+            return
+        except (OSError, ValueError) as error:
+            problems.append(f"{address or url}: {one_line(error)}")
+    raise SparkUnavailableError(
+        f"Expected Spark to answer at {url}, got no connection ({'; '.join(problems)}). "
+        "Start it, or correct the address."
+    )
+
+
+def _check_connect(url: str) -> None:
+    """The port is open; see that Spark Connect speaks there: its client retries long."""
+    import grpc
+    from pyspark.sql.connect.client import DefaultChannelBuilder
+
+    channel = DefaultChannelBuilder(url).toChannel()
+    try:
+        grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
+    except grpc.FutureTimeoutError:
+        raise SparkUnavailableError(
+            f"Expected Spark Connect to answer at {url}, but what listens there does not speak "
+            f"its protocol (waited {_ANSWER_SECONDS} s). Correct the address or its use_ssl."
+        ) from None
+    finally:
+        channel.close()
+
+
+# --------------------------------------------------------------------------------- quiet start

@@ -1,0 +1,226 @@
+"""A versioned table in a test: put, get, delete and history, as KIP-889 names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import pyarrow as pa
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import LongType, StructField, StructType, TimestampType
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    IS_TOMBSTONE,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import versioned
+from vt_dagster.core.arrival import Fate, by_partition, duration
+from vt_dagster.core.records import REASON
+from vt_dagster.errors import ContractError
+from vt_dagster.topology.model import VersionedTable
+
+if TYPE_CHECKING:
+    from vt_dagster.testing.driver import TopologyTestDriver
+
+Row = dict[str, Any]
+
+_AT = "_at"
+
+
+class Refused(Enum):
+    """The answer of a put that the table did not take."""
+
+    REFUSED = "refused"
+
+
+REFUSED: Final = Refused.REFUSED
+"""A put older than the history retention; KIP-889's ``PUT_RETURN_CODE_NOT_PUT``."""
+
+
+class VersionedStore:
+    """The calls of KIP-889 on a versioned table of a :class:`TopologyTestDriver`.
+
+    A key is a value, or a tuple for a composite key; none of it may be null. A time is a datetime
+    (naive = UTC) or an integer, epoch milliseconds. The ``..._each`` methods make many calls at
+    once: each sees the table as it was before them, so give them different keys.
+    """
+
+    def __init__(self, driver: TopologyTestDriver, node: VersionedTable) -> None:
+        self._driver, self._node = driver, node
+
+    @property
+    def _state(self):
+        return self._driver._states[self._node.name]
+
+    def get(self, key: Any, as_of: datetime | int | None = None) -> Row | None:
+        """The row of a key, as of a time (inclusive) or now; None where there is none, where it was
+        deleted, or where the time is older than the history retention (unless the current version
+        answers it)."""
+        return self.get_each((key, as_of))[0]
+
+    def get_each(self, *calls: tuple[Any, datetime | int | None]) -> list[Row | None]:
+        """The answers to many :meth:`get` calls, given as (key, as_of)."""
+        driver, node = self._driver, self._node
+        schema = StructType(
+            [StructField(k, t) for k, t in zip(node.key, node.key_types, strict=True)]
+            + [StructField(_AT, TimestampType()), StructField(ARRIVAL, LongType())]
+        )
+        asked = [
+            {**self._key(key), _AT: to_value(as_of, TimestampType()), ARRIVAL: i}
+            for i, (key, as_of) in enumerate(calls)
+        ]
+        table = pa.Table.from_pylist(asked, schema=to_arrow_schema(schema))
+        with driver._session():
+            view = driver._view_or_empty(node)
+            candidates = view.join(
+                driver._frame(table),
+                list(node.key),
+            )
+            now = versioned.get(candidates.where(F.col(_AT).isNull()))
+            dated = candidates.where(F.col(_AT).isNotNull())
+            then = versioned.get_as_of(dated, F.col(_AT), self._horizon())
+            found = {r.pop(ARRIVAL): r for r in now.unionByName(then).toArrow().to_pylist()}
+        for row in found.values():
+            del row[_AT]
+        return [found.get(i) for i in range(len(calls))]
+
+    def history(self, key: Any) -> list[Row]:
+        """All versions of a key by ``valid_from``, tombstones included."""
+        values = tuple(self._key(key).values())
+        with self._driver._session():
+            view = self._driver._view_or_empty(self._node)
+            own = versioned.key_range(view, key=self._node.key, lower=values, upper=values)
+            return versioned.history(own, key=self._node.key).toArrow().to_pylist()
+
+    def put(
+        self, key: Any, value: Any, timestamp: datetime | int
+    ) -> datetime | Literal[Refused.REFUSED] | None:
+        """Stores a value, as a run of its own.
+
+        Args:
+            value: the value columns by name; the bare value where there is only one such column;
+                None = a tombstone, whatever the table's tombstone condition says.
+
+        Returns:
+            when the value's validity ends (exclusive): the timestamp of the key's next version, or
+            None where the value is the latest; ``REFUSED`` where the timestamp is older than the
+            history retention.
+        """
+        return self.put_each(self._record(key, value, timestamp))[0]
+
+    def put_each(self, *records: Mapping[str, Any]) -> list[datetime | Literal[Refused.REFUSED] | None]:
+        """The answers to many :meth:`put` calls, given as records for ``pipe``, made in one run."""
+        self._driver.pipe(self._node.name, *records)
+        state = self._state
+        assert state.considered is not None
+        fates = {r[ARRIVAL]: r for r in state.considered.to_pylist()}
+        versions = self._valid_to()
+        answers: list[datetime | Literal[Refused.REFUSED] | None] = []
+        for i in range(len(records)):
+            row = fates[i]
+            if row[FATE] == Fate.QUARANTINED:
+                raise ContractError(
+                    f"{self._node.name}: expected a record with a key and a timestamp, got "
+                    f"{dict(records[i])} ({row[REASON]}); give both"
+                )
+            at = (*(_hashable(row[k]) for k in self._node.key), row[TIMESTAMP])
+            answers.append(REFUSED if row[FATE] == Fate.LATE else versions.get(at))
+        return answers
+
+    def delete(self, key: Any, timestamp: datetime | int) -> Row | None:
+        """Stores a tombstone, as a run of its own.
+
+        Returns:
+            the row that was valid then; None where there was none, or where the timestamp is older
+            than the history retention, and nothing is stored.
+        """
+        return self.delete_each(self._record(key, None, timestamp))[0]
+
+    def delete_each(self, *records: Mapping[str, Any]) -> list[Row | None]:
+        """The answers to many :meth:`delete` calls, given as records for ``pipe``, in one run."""
+        removed = self.find_each(*records)
+        self.put_each(*({**r, IS_TOMBSTONE: True} for r in records))
+        return removed
+
+    def find_each(self, *records: Mapping[str, Any]) -> list[Row | None]:
+        """What :meth:`delete_each` would answer; changes nothing."""
+        driver, node = self._driver, self._node
+        with driver._session():
+            requests = driver._prepared(node, records)
+            found = versioned.delete(
+                requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
+                driver._view_or_empty(node),
+                key=node.key,
+                stream_time=by_partition(self._state.stream_time),
+                history_retention=node.history_retention,
+            )
+            rows = found.where("removed IS NOT NULL").select(ARRIVAL, "removed.*")
+            removed = {r.pop(ARRIVAL): r for r in rows.toArrow().to_pylist()}
+        return [removed.get(i) for i in range(len(records))]
+
+    def _horizon(self) -> Column:
+        return by_partition(self._state.stream_time) - duration(self._node.history_retention)
+
+    def _valid_to(self) -> dict[tuple[Any, ...], datetime | None]:
+        columns = [*self._node.key, VALID_FROM, VALID_TO]
+        with self._driver._session():
+            view = self._driver._view_or_empty(self._node).select(*columns).toArrow()
+        rows = zip(*(view[c].to_pylist() for c in columns), strict=True)
+        return {(*(_hashable(k) for k in row[:-2]), row[-2]): row[-1] for row in rows}
+
+    def _key(self, key: Any) -> Row:
+        names = self._node.key
+        values = key if isinstance(key, tuple) else (key,)
+        if len(values) != len(names) or any(v is None for v in values):
+            raise ContractError(
+                f"{self._node.name}: expected a key with a value for each of {list(names)}, got "
+                f"{key!r}; a composite key is a tuple, and no part of it may be None"
+            )
+        return dict(zip(names, values, strict=True))
+
+    def _record(self, key: Any, value: Any, timestamp: datetime | int) -> Row:
+        node = self._node
+        if not node.timestamp.isidentifier():
+            raise ContractError(
+                f"{node.name}: expected a timestamp column, got the expression {node.timestamp!r}, "
+                "which put() and delete() cannot fill; pipe a record instead"
+            )
+        record = {**self._key(key), node.timestamp: timestamp}
+        names = [c for c in node.value_columns if c != node.timestamp]
+        if value is None:
+            return record | {IS_TOMBSTONE: True}
+        if isinstance(value, Mapping) and set(value) <= set(names):
+            return record | dict(value)
+        if len(names) != 1:
+            raise ContractError(
+                f"{node.name}: expected a mapping with the value columns {names}, got {value!r}"
+            )
+        return record | {names[0]: value}
+
+
+def _hashable(value: Any) -> Any:
+    return repr(value) if isinstance(value, list | dict) else value
+
+
+def to_value(value: Any, kind: Any) -> Any:
+    """A value as Arrow wants it: times become datetimes, everything else stays."""
+    if isinstance(kind, TimestampType) and isinstance(value, int | datetime):
+        return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=to_micros(value))
+    return value
+
+
+def to_micros(moment: datetime | int) -> int:
+    """Epoch microseconds of a datetime (naive = UTC) or of epoch milliseconds."""
+    if isinstance(moment, int):
+        return moment * 1000
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return (aware - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1)

@@ -1,0 +1,129 @@
+"""What ``group_by`` and ``windowed_by`` give: a step on the way to an aggregate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vt_dagster.topology.model import Stream, Table
+from vt_dagster.topology.operators import (
+    Aggregator,
+    Emit,
+    Materialized,
+    Row,
+    TableAggregate,
+    WindowedAggregate,
+)
+from vt_dagster.topology.windowing import Window
+
+
+@dataclass(frozen=True)
+class GroupedTable:
+    """A table's rows by another key; see :class:`vt_dagster.topology.operators.TableAggregate`."""
+
+    table: Table
+    key: tuple[str, ...]
+    partitions: int | None = None
+    partition_by: str | None = None
+
+    def aggregate(
+        self,
+        aggregates: Mapping[str, str] | Aggregator,
+        *,
+        name: str,
+        select: Sequence[str] = ("*",),
+        materialized: Materialized | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> Table:
+        """One row a group.
+
+        Args:
+            aggregates: ``{"aircraft": "count(*)", "seats": "sum(seats)"}``, of count, sum and avg
+                over SQL expressions; or an :class:`Aggregator`.
+            select: the columns that an Aggregator sees.
+        """
+        chosen = aggregates if isinstance(aggregates, Aggregator) else tuple(aggregates.items())
+        return TableAggregate(
+            self.table,
+            name,
+            materialized,
+            group_key=self.key,
+            aggregates=chosen,
+            select=tuple(select),
+            emit=emit,
+            partitions=self.partitions,
+            partition_by=self.partition_by,
+        ).result(**shown)
+
+    def count(self, *, name: str, column: str = "count", **more: Any) -> Table:
+        """The number of rows of each group."""
+        return self.aggregate({column: "count(*)"}, name=name, **more)
+
+    def sum(self, expression: str, *, name: str, column: str = "sum", **more: Any) -> Table:
+        """The sum of an expression over each group's rows; null adds nothing."""
+        return self.aggregate({column: f"sum({expression})"}, name=name, **more)
+
+    def reduce(
+        self,
+        adder: Callable[[Row, Row], Row],
+        subtractor: Callable[[Row, Row], Row],
+        *,
+        name: str,
+        **more: Any,
+    ) -> Table:
+        """The rows of each group combined by functions ``(row, aggregate) -> aggregate``."""
+        return self.aggregate(Aggregator(adder, subtractor), name=name, **more)
+
+
+@dataclass(frozen=True)
+class GroupedStream:
+    """A stream's records by a key, to be cut into windows."""
+
+    stream: Stream
+    key: tuple[str, ...]
+    partitions: int | None = None
+    partition_by: str | None = None
+
+    def windowed_by(self, window: Window) -> WindowedStream:
+        """The records of each key in tumbling, hopping or session windows."""
+        return WindowedStream(self, window)
+
+
+@dataclass(frozen=True)
+class WindowedStream:
+    """A stream's records by key and window; see ``WindowedAggregate``."""
+
+    grouped: GroupedStream
+    window: Window
+
+    def aggregate(
+        self,
+        aggregates: Mapping[str, str],
+        *,
+        name: str,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> Table:
+        """One row for each key and window.
+
+        Args:
+            aggregates: ``{"departures": "count(*)", "mean_delay": "avg(dep_delay)"}``, of count, sum,
+                min, max and avg over SQL expressions.
+        """
+        grouped = self.grouped
+        return WindowedAggregate(
+            grouped.stream,
+            name,
+            window=self.window,
+            aggregates=tuple(aggregates.items()),
+            group_key=grouped.key,
+            emit=emit,
+            partitions=grouped.partitions,
+            partition_by=grouped.partition_by,
+        ).result(**shown)
+
+    def count(self, *, name: str, column: str = "count", **more: Any) -> Table:
+        """The number of records of each key and window."""
+        return self.aggregate({column: "count(*)"}, name=name, **more)

@@ -1,0 +1,442 @@
+"""Tables and streams as typed values, and the rules that hold between them.
+
+A topology is made of :class:`Stream`, :class:`Table` and :class:`VersionedTable` values. Making one
+checks it: whatever Kafka Streams refuses when a topology is built raises :class:`TopologyError`
+here, which is when definitions load, before any run. Nothing in this module starts Spark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pyspark.sql.types import DataType, StructType
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.durations import Duration, check_duration
+from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp
+
+if TYPE_CHECKING:
+    from vt_dagster.topology.grouping import GroupedStream, GroupedTable
+    from vt_dagster.topology.operators import (
+        Emit,
+        Materialized,
+        Operator,
+        UntilTimeLimit,
+        UntilWindowCloses,
+    )
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Source(Protocol):
+    """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``."""
+
+    def describe(self) -> str:
+        """What is read, for descriptions and messages."""
+        ...
+
+    @property
+    def gives_timestamp(self) -> bool:
+        """Whether it has a ``timestamp`` of its own for each record."""
+        ...
+
+    def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
+        """Refuses columns that it cannot give, by a ``TopologyError``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Records with a key and a timestamp, in order of arrival.
+
+    Args:
+        name: the asset's name: letters, digits, underscores.
+        key: the key column, or several for a composite key (a tuple, once made). A record lacks a
+            key where any of them is null.
+        schema: every column of a record, key included: a pandera model for PySpark, whose checks are
+            then applied before each commit, or a StructType (which it is, once made). Any Spark type
+            may be a value; a key must not hold a map.
+        timestamp: the column, or a SQL expression over the columns, that says when the record was
+            true (TIMESTAMP, UTC). The log has it as ``timestamp``.
+        tombstone: a SQL condition that marks a record whose *value is null*: a deletion in a
+            table, in a stream a record that joins drop. None: there are none. A null column alone
+            never makes a tombstone.
+        partitions: number of partitions of the log of a files source; a record goes to the hash of
+            its key modulo this number. Stream time is kept per partition, so it is a semantic
+            setting, not only one of speed.
+        partition_by: a SQL expression over the key columns that gives the partition, instead of the
+            hash of the key.
+        source: where the records come from; None for the result of an operator.
+        null_key: what becomes of a source record without a key: ``quarantine`` (default), or
+            ``keep`` so that a left join can emit it with nothing on the right.
+        description, group, owners: shown in Dagster.
+    """
+
+    name: str
+    key: Sequence[str] = field(kw_only=True)
+    schema: Any = field(kw_only=True)
+    timestamp: str = field(default=TIMESTAMP, kw_only=True)
+    tombstone: str | None = field(default=None, kw_only=True)
+    partitions: int = field(default=1, kw_only=True)
+    partition_by: str | None = field(default=None, kw_only=True)
+    source: Source | None = field(default=None, kw_only=True)
+    null_key: Literal["quarantine", "keep"] = field(default="quarantine", kw_only=True)
+    description: str | None = field(default=None, kw_only=True)
+    group: str | None = field(default=None, kw_only=True)
+    owners: tuple[str, ...] = field(default=(), kw_only=True)
+    operator: Operator | None = field(default=None, kw_only=True, repr=False)
+    contract: Any = field(default=None, kw_only=True, repr=False)
+    """The pandera model that ``schema`` was made from, if any."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise TopologyError(
+                f"{self.name!r} is not a name for a {self._kind()}: use letters, digits and "
+                "underscores, not starting with a digit"
+            )
+        if not isinstance(self.schema, StructType) and self.contract is None:
+            object.__setattr__(self, "contract", self.schema)
+        object.__setattr__(self, "schema", as_struct(self.schema, self.name))
+        key = (self.key,) if isinstance(self.key, str) else tuple(self.key)
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "owners", tuple(self.owners))
+        check_columns(self.name, self._kind(), key, self.schema, self.timestamp)
+        if self.operator is None and not (self._timed_by_source and self.timestamp == TIMESTAMP):
+            check_timestamp(self.name, self.schema, self.timestamp)
+        if self.source is not None:
+            self.source.check(self.name, key, self.schema)
+        if self.partitions < 1:
+            raise TopologyError(f"{self.name}: partitions must be 1 or more, got {self.partitions}")
+        if self.null_key not in ("quarantine", "keep"):
+            raise TopologyError(
+                f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
+            )
+
+    @property
+    def _timed_by_source(self) -> bool:
+        given = self.source is not None and self.source.gives_timestamp
+        return given and TIMESTAMP not in self.schema.names
+
+    def _kind(self) -> str:
+        return type(self).__name__
+
+    @property
+    def inputs(self) -> tuple[Stream, ...]:
+        """The streams and tables that this one is made of; empty for a source."""
+        return () if self.operator is None else self.operator.inputs
+
+    @property
+    def key_types(self) -> tuple[DataType, ...]:
+        """Types of the key columns, in the order of ``key``."""
+        return tuple(self.schema[k].dataType for k in self.key)
+
+    @property
+    def value_columns(self) -> tuple[str, ...]:
+        """The columns that are not part of the key."""
+        return tuple(f.name for f in self.schema.fields if f.name not in self.key)
+
+    @property
+    def versioned(self) -> bool:
+        """Whether it remembers what was true when."""
+        return isinstance(self, VersionedTable)
+
+    def join(
+        self,
+        table: Table,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        **shown: Any,
+    ) -> Stream:
+        """Inner join with a table: each record as of its own time; see ``StreamTableJoin``.
+
+        ``shown``: description, group and owners of the result.
+        """
+        from vt_dagster.topology.operators import StreamTableJoin
+
+        return StreamTableJoin(self, table, "inner", name, tuple(select), grace_period).result(**shown)
+
+    def left_join(
+        self,
+        table: Table,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        **shown: Any,
+    ) -> Stream:
+        """Left join with a table: each record as of its own time; see ``StreamTableJoin``.
+
+        ``shown``: description, group and owners of the result.
+        """
+        from vt_dagster.topology.operators import StreamTableJoin
+
+        return StreamTableJoin(self, table, "left", name, tuple(select), grace_period).result(**shown)
+
+    def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
+        """Its records as changes of a table; see ``ToTable``."""
+        from vt_dagster.topology.operators import ToTable
+
+        return ToTable(self, name, materialized).result(**shown)
+
+    def group_by(
+        self, *key: str, partitions: int | None = None, partition_by: str | None = None
+    ) -> GroupedStream:
+        """Its records by another key, to be aggregated in windows; see ``WindowedAggregate``.
+
+        Args:
+            key: ``column`` or ``expression as name``; none: the stream's own key.
+            partitions, partition_by: of the result, as of a source.
+        """
+        from vt_dagster.topology.grouping import GroupedStream
+
+        return GroupedStream(self, key, partitions, partition_by)
+
+
+@dataclass(frozen=True)
+class Table(Stream):
+    """A stream of changes of which the latest record per key, by arrival, counts.
+
+    A later record replaces an earlier one whatever their timestamps, as in Kafka Streams' plain
+    stores. Joins with a stream use what the table holds when the run starts. Records without a key
+    are quarantined.
+
+    Args:
+        broadcast: a small table that every executor holds a copy of in joins with streams (Kafka's
+            global table). A versioned table cannot be one.
+    """
+
+    broadcast: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.null_key != "quarantine":
+            raise TopologyError(
+                f"{self.name}: a table cannot keep records without a key; leave null_key out"
+            )
+
+    def join(
+        self,
+        table: Table,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        foreign_key: str | Sequence[str] | None = None,
+        materialized: Materialized | None = None,
+        monotone_timestamps: bool | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> Table:
+        """Inner join with another table, by the common key or a foreign key.
+
+        See ``TableTableJoin`` and ``ForeignKeyJoin``. ``grace_period`` belongs to streams and is
+        refused.
+        """
+        return self._join(
+            "inner",
+            table,
+            shown,
+            name=name,
+            select=tuple(select),
+            grace_period=grace_period,
+            foreign_key=foreign_key,
+            materialized=materialized,
+            monotone_timestamps=monotone_timestamps,
+            emit=emit,
+        )
+
+    def left_join(
+        self,
+        table: Table,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        foreign_key: str | Sequence[str] | None = None,
+        materialized: Materialized | None = None,
+        monotone_timestamps: bool | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> Table:
+        """Left join with another table; see :meth:`join`."""
+        return self._join(
+            "left",
+            table,
+            shown,
+            name=name,
+            select=tuple(select),
+            grace_period=grace_period,
+            foreign_key=foreign_key,
+            materialized=materialized,
+            monotone_timestamps=monotone_timestamps,
+            emit=emit,
+        )
+
+    def outer_join(
+        self,
+        table: Table,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        materialized: Materialized | None = None,
+        monotone_timestamps: bool | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> Table:
+        """Outer join with another table by the common key; see ``TableTableJoin``."""
+        return self._join(
+            "outer",
+            table,
+            shown,
+            name=name,
+            select=tuple(select),
+            materialized=materialized,
+            monotone_timestamps=monotone_timestamps,
+            emit=emit,
+        )
+
+    def _join(
+        self,
+        kind: Literal["inner", "left", "outer"],
+        table: Table,
+        shown: dict[str, Any],
+        *,
+        name: str,
+        grace_period: Duration | None = None,
+        foreign_key: str | Sequence[str] | None = None,
+        **about: Any,
+    ) -> Table:
+        from vt_dagster.topology.operators import ForeignKeyJoin, TableTableJoin
+
+        if grace_period is not None:
+            raise TopologyError(
+                f"{name}: a grace period lets a stream's records wait, but a join of the tables "
+                f"{self.name!r} and {table.name!r} is made anew at each change: leave grace_period out"
+            )
+        if foreign_key is None:
+            return TableTableJoin(self, table, kind, name, **about).result(**shown)
+        keys = (foreign_key,) if isinstance(foreign_key, str) else tuple(foreign_key)
+        return ForeignKeyJoin(self, table, kind, name, foreign_key=keys, **about).result(**shown)
+
+    def filter(
+        self, predicate: str, *, name: str, materialized: Materialized | None = None, **shown: Any
+    ) -> Table:
+        """The rows for which a SQL condition holds; see ``Filter``."""
+        from vt_dagster.topology.operators import Filter
+
+        return Filter(self, name, materialized, predicate=predicate).result(**shown)
+
+    def filter_not(
+        self, predicate: str, *, name: str, materialized: Materialized | None = None, **shown: Any
+    ) -> Table:
+        """The rows for which a SQL condition does not hold (null counts as false); see ``Filter``."""
+        from vt_dagster.topology.operators import Filter
+
+        return Filter(self, name, materialized, predicate=predicate, negate=True).result(**shown)
+
+    def map_values(
+        self,
+        *select: str,
+        name: str,
+        materialized: Materialized | None = None,
+        **shown: Any,
+    ) -> Table:
+        """The same keys with other values; see ``MapValues``."""
+        from vt_dagster.topology.operators import MapValues
+
+        return MapValues(self, name, materialized, select=select).result(**shown)
+
+    def group_by(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *key: str, partitions: int | None = None, partition_by: str | None = None
+    ) -> GroupedTable:
+        """Its rows by another key, to be aggregated; see ``TableAggregate``.
+
+        Args:
+            key: ``column`` or ``expression as name``.
+            partitions, partition_by: of the result, as of a source.
+        """
+        from vt_dagster.topology.grouping import GroupedTable
+
+        return GroupedTable(self, key, partitions, partition_by)
+
+    def suppress(self, until: UntilTimeLimit | UntilWindowCloses, *, name: str, **shown: Any) -> Table:
+        """Holds back updates; see ``Suppress``."""
+        from vt_dagster.topology.operators import Suppress
+
+        return Suppress(self, name, until=until).result(**shown)
+
+    def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
+        """Refused, for it is a table; ``to_stream(name=...)`` gives its changes, to make another of."""
+        from vt_dagster.topology.operators import ToTable
+
+        return ToTable(self, name, materialized).result(**shown)
+
+    def to_stream(self, *, name: str, **shown: Any) -> Stream:
+        """Its changes as records of a stream; see ``ToStream``."""
+        from vt_dagster.topology.operators import ToStream
+
+        return ToStream(self, name).result(**shown)
+
+
+@dataclass(frozen=True)
+class VersionedTable(Table):
+    """A table that remembers what was true when (KIP-889).
+
+    Args:
+        history_retention: how far back the table answers, and how late a record may be: one with
+            ``timestamp < stream time - history_retention`` is refused and counted; one exactly
+            that old is accepted.
+        segment_interval: Kafka's name for the width of a piece of stored history. It never changes
+            a result.
+    """
+
+    history_retention: Duration = field(kw_only=True)
+    segment_interval: timedelta | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_duration(self.name, "history_retention", self.history_retention)
+        if self.broadcast:
+            raise TopologyError(
+                f"{self.name}: a versioned table cannot be broadcast, since its history need not fit "
+                "into an executor's memory; leave broadcast out, or declare it as a plain Table"
+            )
+        if self.segment_interval is not None and self.segment_interval <= timedelta(0):
+            raise TopologyError(
+                f"{self.name}: segment_interval must be longer than 0, got {self.segment_interval}; "
+                "leave it out for the default"
+            )
+
+
+def topological(nodes: Sequence[Stream]) -> list[Stream]:
+    """The given nodes and all their inputs, each once, inputs first."""
+    found: dict[str, Stream] = {}
+
+    def visit(node: Stream) -> None:
+        for source in node.inputs:
+            visit(source)
+        other = found.setdefault(node.name, node)
+        if other != node:
+            raise TopologyError(f"two different assets have the name {node.name!r}; rename one of them")
+
+    for node in nodes:
+        visit(node)
+    return list(found.values())
+
+
+__all__ = [
+    "Duration",
+    "Source",
+    "Stream",
+    "Table",
+    "VersionedTable",
+    "replace",
+    "topological",
+]

@@ -1,0 +1,178 @@
+"""suppress: holding back updates of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from vt_dagster.errors import BufferFullError, TopologyError
+from vt_dagster.topology.durations import FOREVER, Duration, check_duration, spoken
+from vt_dagster.topology.model import Table, VersionedTable
+from vt_dagster.topology.operators.aggregates import WindowedAggregate
+from vt_dagster.topology.operators.base import OneInput, need_table
+from vt_dagster.topology.operators.transform import Filter, MapValues
+from vt_dagster.topology.windowing import SessionWindow, Window
+
+WhenFull = Literal["emit_early", "shut_down", "unbounded"]
+Limit = int | Mapping[int, int | None] | None
+"""How many records or bytes a partition's buffer may hold; None = any number."""
+
+
+@dataclass(frozen=True)
+class UntilTimeLimit:
+    """At most one update of a key in each stretch of stream time (KIP-328).
+
+    Args:
+        duration: how long the first update of a key waits for others; the last of them goes out.
+        max_records, max_bytes: what the buffer of a partition may hold; None = any. Bytes are those
+            of the rows as JSON text.
+        when_full: ``emit_early``: the oldest go out before their time; ``shut_down``: the run fails
+            before its commit; ``unbounded``: there is no limit (the buffer lies on disk).
+    """
+
+    duration: Duration
+    max_records: Limit = None
+    max_bytes: Limit = None
+    when_full: WhenFull = "emit_early"
+
+
+@dataclass(frozen=True)
+class UntilWindowCloses:
+    """Only the final result of each window, once (KIP-328).
+
+    Args:
+        when_full: ``shut_down`` or ``unbounded``. ``emit_early`` is refused: what goes out early is
+            not final.
+    """
+
+    max_records: Limit = None
+    max_bytes: Limit = None
+    when_full: WhenFull = "unbounded"
+
+
+@dataclass(frozen=True)
+class Suppress(OneInput):
+    """Holds back updates of a table: until a time limit, or until a window closes (KIP-328).
+
+    Each materialization has KIP-328's metrics: ``suppression_emit``, and ``suppression_buffer_count_*``
+    and ``suppression_buffer_size_*`` (``current``, ``avg``, ``max``; size in bytes of JSON text).
+    ``when_full="shut_down"`` ends a run before its commit with the buffer, its limit and how to go on;
+    the next run with a larger limit takes the same records.
+    """
+
+    until: UntilTimeLimit | UntilWindowCloses = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        need_table(self.name, "suppress", self.source)
+        until: Any = self.until
+        if isinstance(self.source, VersionedTable):
+            raise TopologyError(
+                f"{self.name}: suppress would lose versions of {self.source.name!r}, which is "
+                "versioned; materialize it as a plain table first, for example "
+                "filter('true', name=..., materialized=Materialized())"
+            )
+        if not isinstance(until, UntilTimeLimit | UntilWindowCloses):
+            raise TopologyError(
+                f"{self.name}: suppress takes UntilTimeLimit(...) or UntilWindowCloses(...), got "
+                f"{until!r}"
+            )
+        if until.when_full not in ("emit_early", "shut_down", "unbounded"):
+            raise TopologyError(
+                f"{self.name}: when_full must be 'emit_early', 'shut_down' or 'unbounded', got "
+                f"{until.when_full!r}"
+            )
+        for what in ("max_records", "max_bytes"):
+            self._check_limit(what, getattr(until, what))
+        if isinstance(until, UntilTimeLimit):
+            check_duration(self.name, "duration", until.duration, FOREVER)
+            return
+        if until.when_full == "emit_early":
+            raise TopologyError(
+                f"{self.name}: until_window_closes promises final results only, so a full buffer "
+                "cannot emit early; use when_full='shut_down' or 'unbounded'"
+            )
+        self.window()
+
+    def _check_limit(self, what: str, limit: Any) -> None:
+        every: list[Any] = [limit]
+        if isinstance(limit, Mapping):
+            every = list(cast(Mapping[int, Any], limit).values())
+        wrong = [n for n in every if n is not None and (not isinstance(n, int) or n < 0)]
+        if wrong:
+            raise TopologyError(f"{self.name}: {what} must be a number, 0 or more, got {wrong[0]!r}")
+        if any(n is not None for n in every) and self.until.when_full == "unbounded":
+            raise TopologyError(
+                f"{self.name}: {what} is given, but when_full='unbounded' has no limit; leave one of "
+                "them out"
+            )
+
+    def window(self) -> Window:
+        """The windows of the table.
+
+        Raises:
+            TopologyError: it has none.
+        """
+        if self.windowed is None:
+            raise TopologyError(
+                f"{self.name}: until_window_closes needs a windowed table, but {self.source.name!r} "
+                "has no windows; aggregate a stream with windowed_by(...), or use UntilTimeLimit"
+            )
+        return self.windowed
+
+    @property
+    def windowed(self) -> Window | None:
+        """The windows of the table; None where it has none."""
+        node = self.source
+        while isinstance(node.operator, Filter | MapValues):
+            node = node.operator.source
+        return node.operator.window if isinstance(node.operator, WindowedAggregate) else None
+
+    @property
+    def period(self) -> Duration:
+        """How long after its place in the buffer an update goes out."""
+        if isinstance(self.until, UntilTimeLimit):
+            return self.until.duration
+        return self.window().closes_after
+
+    def check_buffer(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        """Refuses a buffer that holds more than it may and is to stop the run.
+
+        Args:
+            sizes: records and bytes by partition.
+
+        Raises:
+            BufferFullError: says which buffer, which limit, and how to go on.
+        """
+        if self.until.when_full != "shut_down":
+            return
+        limits = {"max_records": self.until.max_records, "max_bytes": self.until.max_bytes}
+        over: dict[int, str] = {}
+        for partition, found in sorted(sizes.items()):
+            for (what, limit), held in zip(limits.items(), found, strict=True):
+                most = limit.get(partition) if isinstance(limit, Mapping) else limit
+                if most is not None and held > most:
+                    over[partition] = (
+                        f"expected at most {what}={most} in the suppression buffer of partition "
+                        f"{partition}, got {held}"
+                    )
+        if over:
+            raise BufferFullError(
+                f"{self.name}: {next(iter(over.values()))}; when_full='shut_down' stops the run before "
+                "its commit, so nothing is lost. Raise the limit, or take another when_full, and run "
+                "again: the same records are taken",
+                list(over),
+            )
+
+    def result(self, **shown: Any) -> Table:
+        return self._table(self.source, self.source.schema, None, shown)
+
+    def describe(self) -> str:
+        if isinstance(self.until, UntilWindowCloses):
+            return f"{self.source.name}, each window once, when it has closed."
+        return f"{self.source.name}, at most one update of a key in {spoken(self.until.duration)}."
+
+
+def is_session(window: Window | None) -> bool:
+    """Whether windows are sessions, whose end is inclusive."""
+    return isinstance(window, SessionWindow)
