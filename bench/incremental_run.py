@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from vt_dagster.runs import run_source
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import AssetStore, Head, Standing
+from vt_dagster.storage.store import AssetStore, Head, Snapshot
 from vt_dagster.topology.model import VersionedTable
 
 KEYS = 10_000
@@ -40,7 +40,7 @@ class TimedStore(AssetStore):
         finally:
             self.spent["log commit"] += time.perf_counter() - start
 
-    def catch_up(self, head: Head | None = None) -> Standing:
+    def catch_up(self, head: Head | None = None) -> Snapshot:
         start = time.perf_counter()
         try:
             return super().catch_up(head)

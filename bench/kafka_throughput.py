@@ -21,9 +21,9 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from vt_dagster import Stream, VersionedTable
 from vt_dagster.kafka import KafkaCluster, KafkaSource
-from vt_dagster.runs.replay import run_once
+from vt_dagster.runs.run import run_once
 from vt_dagster.spark.jars import resolve_maven_jars
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.testing_kafka import KafkaBroker
 
 PARTITIONS = 4
@@ -108,7 +108,7 @@ def run(
             warehouse, parts = outputs.fresh("kafka"), {}
             for node in (table, stream, joined):
                 start = perf_counter()
-                run_once(warehouse, node, spark)
+                run_once(node, stores_of(warehouse, spark))
                 parts[node.name] = perf_counter() - start
             return parts
 

@@ -21,7 +21,7 @@ from vt_dagster.core import step
 from vt_dagster.core.arrival import Fate, by_partition
 from vt_dagster.orchestration.factory import build_resources
 from vt_dagster.runs.join_way import way_of
-from vt_dagster.runs.replay import run_once
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream, Table, VersionedTable

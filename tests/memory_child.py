@@ -15,10 +15,10 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType, TimestampType
 
-from vt_dagster.runs.replay import run_once
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 
 START = 1_600_000_000
@@ -84,7 +84,7 @@ class Shop:
     def run(self, spark: SparkSession) -> dict[str, int]:
         """One run of each asset; what is in the tables then."""
         for node in (self.prices, self.orders, self.priced):
-            run_once(self.warehouse, node, spark)
+            run_once(node, stores_of(self.warehouse, spark))
         versions = AssetStore(self.warehouse, self.prices, spark).read("versions")
         joined = AssetStore(self.warehouse, self.priced, spark).read()
         wrong = ~F.col("price").eqNullSafe(F.col("due"))

@@ -1,3 +1,31 @@
 """The ops that assets are made of, for graphs of your own; see ``vt_dagster.orchestration.ops``."""
 
-from vt_dagster.orchestration.ops import *  # noqa: F403
+from vt_dagster.orchestration.ops import (
+    OP_MEMORY,
+    TABLES,
+    FilesConfig,
+    Results,
+    TopicsConfig,
+    maintenance_op,
+    operate_op,
+    publish_op,
+    put_op,
+    read_logs_op,
+    read_op,
+    write_op,
+)
+
+__all__ = [
+    "OP_MEMORY",
+    "TABLES",
+    "FilesConfig",
+    "Results",
+    "TopicsConfig",
+    "maintenance_op",
+    "operate_op",
+    "publish_op",
+    "put_op",
+    "read_logs_op",
+    "read_op",
+    "write_op",
+]

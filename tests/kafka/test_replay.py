@@ -17,8 +17,9 @@ from vt_dagster import Stream, Table, VersionedTable
 from vt_dagster.cli import app
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import Raw
-from vt_dagster.runs.replay import compare, replay, run_once, swap
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.runs.replay import compare, replay, swap
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import AssetStore, stores_of
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     with pytest.raises(StorageError, match="nothing was ever committed"):
         replay(warehouse, node, "t2", spark)
     for _ in range(3):
-        run_once(warehouse, node, spark)
-    run_once(warehouse, big, spark)
+        run_once(node, stores_of(warehouse, spark))
+    run_once(big, stores_of(warehouse, spark))
     topics.produce(topic, records([999]))  # came after the live table's last run: not replayed
     # the same definition gives the same table, in as many runs as it takes
     same = replay(warehouse, node, "t2", spark)
@@ -64,16 +65,16 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     now = AssetStore(warehouse, fixed, spark)
     assert compare(now, same).extra == 6
     # the live table goes on where it was
-    assert run_once(warehouse, fixed, spark).commit is not None
+    assert run_once(fixed, stores_of(warehouse, spark)).commit is not None
     assert pipeline.head(fixed).batch == 4
     assert pipeline.head(fixed).totals["in"] == 61
     # what consumed the old log refuses to take the new one for it
     with pytest.raises(StorageError, match="the log of t is another one than in batch 1"):
-        run_once(warehouse, big, spark)
+        run_once(big, stores_of(warehouse, spark))
     big_now = fixed.filter("n >= 30", name="big")
     replay(warehouse, big_now, "big2", spark)
     swap(warehouse, "big", "big2")
-    assert run_once(warehouse, big_now, spark).commit is None
+    assert run_once(big_now, stores_of(warehouse, spark)).commit is None
     assert {r.n for r in AssetStore(warehouse, big_now, spark).read().collect()} <= {*range(30, 1000)}
 
 
@@ -83,7 +84,7 @@ def test_replay_from_a_place(topics: Topics, pipeline: Pipeline, spark: SparkSes
     topics.produce(topic, [{**record("a", n, n), "timestamp": base + n * 1000} for n in range(10)])
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, topic))
     warehouse = str(pipeline.root / "warehouse")
-    run_once(warehouse, node, spark)
+    run_once(node, stores_of(warehouse, spark))
     later = replay(
         warehouse, node, "late", spark, datetime.fromtimestamp(base / 1000 + 7, timezone.utc)
     )
@@ -135,7 +136,7 @@ def test_the_commands(
     warehouse = str(pipeline.root / "warehouse")
     from shop import orders  # pyright: ignore[reportMissingImports]
 
-    run_once(warehouse, orders, spark)
+    run_once(orders, stores_of(warehouse, spark))
 
     def said(*arguments: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, [*arguments, "--warehouse", warehouse])

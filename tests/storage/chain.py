@@ -16,10 +16,10 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType, Tim
 
 from vt_dagster.columns import OLD
 from vt_dagster.runs import run_source
-from vt_dagster.runs.replay import run_once
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 from vt_dagster.topology.operators import UntilWindowCloses
 from vt_dagster.topology.windowing import TumblingWindow
@@ -86,7 +86,7 @@ class Chain:
                 if isinstance(node.source, FilesSource):
                     _take(AssetStore(self.warehouse, node, spark), node.source, f"{i}.parquet")
                 else:
-                    run_once(self.warehouse, node, spark)
+                    run_once(node, stores_of(self.warehouse, spark))
 
     def tables(self, spark: SparkSession) -> dict[str, object]:
         """Of each asset how far it has come, and a sum over all rows of its log and view."""

@@ -13,9 +13,9 @@ from pyspark.sql import functions as F
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.columns import SEGMENT
 from vt_dagster.runs.audit import Finding, audit
-from vt_dagster.runs.replay import run_once
+from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, segments
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import UntilWindowCloses
 from vt_dagster.topology.windowing import TumblingWindow
@@ -36,7 +36,7 @@ def three(tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) 
 
 def run(topology: Topology, node: Stream, spark: SparkSession) -> AssetStore:
     """The asset's tables after a run."""
-    done = run_once(topology.warehouse, node, spark, run_id=f"run of {node.name}")
+    done = run_once(node, stores_of(topology.warehouse, spark), run_id=f"run of {node.name}")
     assert done.commit is not None
     return AssetStore(topology.warehouse, node, spark)
 

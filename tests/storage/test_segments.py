@@ -15,13 +15,13 @@ from tests.storage.topology import EPOCH, Topology
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.runs import run_source
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.replay import run_once
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.spark import small_runs
 from vt_dagster.storage import delta, segments
-from vt_dagster.storage.positions import Applied
+from vt_dagster.storage.positions import Checkpoint
 from vt_dagster.storage.segments import Segments
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_any_runs_make_the_view_that_the_whole_log_makes(
             moment = max(0.0, now - dice.choice([0, 0, 0, 0, 3, 8, 12]))
             records.append((dice.choice("abcd"), dice.choice([None, 1, 2, 3]), moment))
         topology.land("rates", f"{run}.jsonl", records)
-        run_once(topology.warehouse, topology.rates, spark, run_id=f"run {run}")
+        run_once(topology.rates, stores_of(topology.warehouse, spark), run_id=f"run {run}")
         store = topology.store("rates", spark)
         found = audit(store, f"run {run}")
         assert {f.name: f.sample for f in found if not f.passed} == {}
@@ -155,7 +155,7 @@ def test_a_run_is_small_by_what_it_meets(
 
 def test_how_many_rows_a_time_reaches() -> None:
     layout = Segments(first=2, ends=[10, 20], rows=4)
-    view = Applied(asset="a", batch=1, attempt="", next_offset={0: 50}, segments=layout, rows=3)
+    view = Checkpoint(asset="a", batch=1, attempt="", next_offset={0: 50}, segments=layout, rows=3)
     assert [view.reach(None), view.reach(25), view.reach(20)] == [3, 7, 7]
     assert [view.reach(19), view.reach(-1)] == [
         7 + segments.SEGMENT_ROWS,

@@ -10,11 +10,11 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
-
-from vt_dagster.runs.replay import run_once
 from vt_dagster.runs.runs import Receipt
+
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 
 SCHEMA = StructType(
@@ -66,7 +66,7 @@ class Topology:
 
     def run(self, name: str, spark: SparkSession) -> Receipt:
         """One run of an asset."""
-        return run_once(self.warehouse, getattr(self, name), spark)
+        return run_once(getattr(self, name), stores_of(self.warehouse, spark))
 
     def tables(self, name: str, spark: SparkSession) -> Mapping[str, list[Any]]:
         """Everything that an asset shows, in a comparable form."""

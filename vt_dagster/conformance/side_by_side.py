@@ -23,10 +23,10 @@ from vt_dagster.conformance.scenario import (
 from vt_dagster.conformance.steps import Layout, Shape, inputs_of, layout, nodes_of
 from vt_dagster.conformance.topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.core.arrival import Fate
+from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import BufferFullError, VtDagsterError
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, VersionedTable
-from vt_dagster.topology.operators import StreamTableJoin
 
 
 def side_by_side(
@@ -212,7 +212,7 @@ class _Group:
         """What a node adds to Kafka's dropped-records-total."""
         fates = Counter(self.driver.metrics(node.name, partition))
         # Late records of a join with grace are joined at once.
-        late = 0 if isinstance(node.operator, StreamTableJoin) else fates[Fate.LATE]
+        late = fates[Fate.LATE] if processor_of(node).drops_late else 0
         return late + fates[Fate.QUARANTINED] + fates[Fate.DROPPED]
 
 

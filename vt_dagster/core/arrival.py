@@ -8,9 +8,7 @@ the maximum of those before it. Numbering rows works the same way with counts.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from pyspark.sql import Column, DataFrame
@@ -22,9 +20,6 @@ from vt_dagster.topology.durations import Duration
 
 CHUNK = 100_000
 """Arrivals handled by one task at a time."""
-
-_few: ContextVar[bool] = ContextVar("_few", default=False)
-_small: ContextVar[bool] = ContextVar("_small", default=False)
 
 STREAM_TIME = "_stream_time"
 _CHUNK = "_chunk"
@@ -43,38 +38,16 @@ class Fate:
     QUARANTINED = "quarantined"  # not a record: unreadable, no key, no timestamp, far future
 
 
-@contextmanager
-def few_records(few: bool = True) -> Generator[None]:
-    """Within it runs are known to be small: nothing is cut into chunks, and plans are shorter."""
-    token = _few.set(few)
-    try:
-        yield
-    finally:
-        _few.reset(token)
-
-
-@contextmanager
-def small_tables() -> Generator[None]:
-    """Within it the tables and states that records meet are known to be small as well: one task
-    takes everything, which spares the shuffle after each union."""
-    token = _small.set(True)
-    try:
-        yield
-    finally:
-        _small.reset(token)
-
-
 def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
     """The rows of both, null in columns that one of them lacks."""
     if more is None:
         return rows
-    both = rows.unionByName(more, allowMissingColumns=True)
-    return both.coalesce(1) if _small.get() else both
+    return rows.unionByName(more, allowMissingColumns=True)
 
 
 def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
     """The rows, all those that are equal in some columns in one task: one shuffle."""
-    return rows.coalesce(1) if _small.get() else rows.repartition(*[F.col(c) for c in by])
+    return rows.repartition(*[F.col(c) for c in by])
 
 
 def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> Column:
@@ -141,15 +114,15 @@ def with_stream_time(
 ) -> DataFrame:
     """Adds stream time as of each record, the record itself included.
 
-    Plan: one aggregate over the records (a row a chunk, broadcast), one shuffle and sort by
-    partition and chunk.
+    Plan: one shuffle and sort by partition; with a chunk one aggregate over the records before it
+    (a row a chunk, broadcast), and the shuffle is by partition and chunk.
 
     Args:
         records: ``partition, _arrival, timestamp, …``; where ``_arrival`` alone is not a total order,
             the other columns of ``ORDER`` too.
         before: stream time of the record's partition before the run; null = no record yet.
         counts: whether a record moves stream time; None = every one does.
-        chunk: ascends with the order; None = ``_arrival`` is an offset.
+        chunk: ascends with the order; None = one task takes all that a partition has.
         included: False = as of just before the record.
 
     Returns:
@@ -158,10 +131,10 @@ def with_stream_time(
     moves = F.col(TIMESTAMP) if counts is None else F.when(counts, F.col(TIMESTAMP))
     in_order = [c for c in ORDER if c in records.columns]
     last = W.currentRow if included else -1
-    if _few.get():
+    if chunk is None:
         every = W.partitionBy(PARTITION).orderBy(*in_order).rowsBetween(W.unboundedPreceding, last)
         return records.withColumn(STREAM_TIME, F.greatest(F.max(moves).over(every), before))
-    chunked = records.withColumn(_CHUNK, arrival_chunk() if chunk is None else chunk)
+    chunked = records.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
         chunked.groupBy(PARTITION, _CHUNK)
@@ -181,19 +154,20 @@ def number(
 ) -> DataFrame:
     """Gives rows the gap-free offsets of their partition, in the given order.
 
-    Plan: one aggregate over the rows (a row a chunk, broadcast), one shuffle and sort by partition
-    and chunk.
+    Plan: one shuffle and sort by partition; with a chunk one aggregate over the rows before it (a row
+    a chunk, broadcast), and the shuffle is by partition and chunk.
 
     Args:
         rows: ``partition, …``.
         first: the first free offset of the row's partition; null counts as 0.
         order: the order of the rows within a partition; must be total.
-        chunk: ascends with the order; rows of one chunk are numbered by one task.
+        chunk: ascends with the order; rows of one chunk are numbered by one task. None = one task
+            numbers all that a partition has.
     """
-    if _few.get():
+    if chunk is None:
         place = F.row_number().over(W.partitionBy(PARTITION).orderBy(*order))
         return rows.withColumn(OFFSET, (place - 1 + F.coalesce(first, F.lit(0))).cast("long"))
-    chunked = rows.withColumn(_CHUNK, F.lit(0) if chunk is None else chunk)
+    chunked = rows.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
         chunked.groupBy(PARTITION, _CHUNK)

@@ -105,6 +105,19 @@ def over_struct(
     return found.select(f"{_ROW}.*", *[c.alias(name) for name, c in added.items()])
 
 
+def over_old(
+    changes: DataFrame, key: Sequence[str], values: Sequence[str], columns: Mapping[str, str]
+) -> DataFrame:
+    """Adds SQL expressions over the row that each change replaced.
+
+    Args:
+        columns: name -> expression over key columns, value columns and ``timestamp``. Where there was
+            no row, all but the key are null, and what an expression makes of that means nothing.
+    """
+    added = {name: F.expr(expression) for name, expression in columns.items()}
+    return over_struct(changes, key, F.col(OLD), [*values, TIMESTAMP], added)
+
+
 def columns(names: Sequence[str]) -> list[Column]:
     """Columns by names that may hold dots."""
     return [F.col(f"`{n}`") for n in names]
@@ -172,6 +185,11 @@ def state_of(name: str, by: Sequence[str], order: Sequence[str] = ORDER) -> Colu
     return F.coalesce(
         F.last(now, ignorenulls=True).over(so_far), F.first(found, ignorenulls=True).over(whole)
     ).getField(_STATE)
+
+
+def comes_from(name: str) -> Column:
+    """Whether a row of a run is a change of a side, or a current row of it."""
+    return F.col(_containers(name)[1]).isNotNull()
 
 
 def found_state(name: str) -> Column:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -12,7 +12,6 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import (
     ARRIVAL,
     FATE,
-    INPUT,
     IS_TOMBSTONE,
     ORDER,
     PARTITION,
@@ -26,6 +25,7 @@ from vt_dagster.core.changes import (
     RIGHT,
     TAKEN,
     TableInput,
+    comes_from,
     match_columns,
     match_names,
     over_struct,
@@ -34,11 +34,26 @@ from vt_dagster.core.changes import (
     timeline,
 )
 from vt_dagster.core.changes import columns as named
+from vt_dagster.core.table_table_join import TableTableJoinProcessor
 
 _NEW, _OLD, _STATE, _RIGHT_STATE = "_new_state", "_old_state", "_state", "_right_state"
 _NEW_KEY, _OLD_KEY, _REFERS = "_new_foreign_key", "_old_foreign_key", "_foreign_key"
 _KEY, _SALT = "_left_key", "_salt"
 _START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
+
+
+class ForeignKeyJoinProcessor(TableTableJoinProcessor):
+    """As of tables with a common key, but see :func:`join` here."""
+
+    def joined(self, left: TableInput, right: TableInput) -> DataFrame:
+        operator: Any = self.operator
+        return join(
+            left,
+            right,
+            kind=operator.kind,
+            foreign_key=operator.foreign_key,
+            columns=operator.projection().columns,
+        )
 
 
 def join(
@@ -111,7 +126,7 @@ def _after_left(
     )
     rows = union(asking, timeline(right, RIGHT, asking))
     moments = rows.withColumn(_RIGHT_STATE, state_of(RIGHT, [*on, _SALT])).where(
-        F.col(TAKEN).isNotNull() & ((F.col(INPUT) == 0) | ~F.col(TAKEN))
+        F.col(TAKEN).isNotNull() & (~comes_from(RIGHT) | ~F.col(TAKEN))
     )
     fate, tombstone = _outcome(kind)
     found = F.col(_RIGHT_STATE).isNotNull()

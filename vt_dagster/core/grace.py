@@ -48,6 +48,7 @@ def hold(
     grace: Duration | None,
     before: Column,
     due: Column,
+    chunk: Column | None = None,
 ) -> DataFrame:
     """Decides for each record whether it is joined in this run.
 
@@ -60,6 +61,7 @@ def hold(
         grace: None = nothing waits any longer.
         before: the buffer's stream time before the run, per partition.
         due: the due time at the end of the run, per partition.
+        chunk: see ``with_stream_time``.
 
     Returns:
         all of them with ``_fate``: ``applied`` (timestamp <= due time), ``late`` (timestamp < stream
@@ -74,7 +76,7 @@ def hold(
     if grace is None:
         fate = fate.otherwise(Fate.APPLIED)
     else:
-        seen = with_stream_time(arrived, before, moves_stream_time(key))
+        seen = with_stream_time(arrived, before, moves_stream_time(key), chunk=chunk)
         late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(grace)
         fate = fate.when(late, Fate.LATE).when(F.col(TIMESTAMP) <= due, Fate.APPLIED)
         fate = fate.otherwise(Fate.WAITING)

@@ -2,18 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, FATE, IS_LATE, IS_TOMBSTONE, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import Fate
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    IS_LATE,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import grace, store
+from vt_dagster.core.arrival import Fate, arrival_chunk, by_partition, stream_time_of
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
-from vt_dagster.topology.operators import JoinKind
+from vt_dagster.core.processor import Counts, Input, Known, Lookup, Processor
+from vt_dagster.topology.durations import micros_of
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import JoinKind, StreamTableJoin
 
 LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"
+_UNMATCHED = "unmatched"
+
+
+class StreamTableJoinProcessor(Processor[StreamTableJoin]):
+    """Judges the stream's records (``grace.hold``), then looks them up in the table (:func:`join`)."""
+
+    goes_by_time = True
+    drops_late = False
+    counted = ("in", "out", "late", "dropped", _UNMATCHED, Fate.WAITING)
+
+    @property
+    def goes_forward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.operator.waits
+
+    @property
+    def consumed(self) -> tuple[Stream, ...]:
+        return (self.operator.left,)
+
+    @property
+    def looked_up(self) -> Table:
+        return self.operator.right
+
+    def look_back(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> int | None:
+        held = any(stream_time[partition] > moment for partition, moment in released.items())
+        return min(released.values()) if held else None
+
+    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        moves = grace.moves_stream_time(self.operator.left.key)
+        return stream_time_of(inputs[0].rows, moves).select(
+            PARTITION, F.unix_micros("stream_time").alias("time")
+        )
+
+    def released(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> dict[int, int]:
+        period = self.operator.grace_period or timedelta(0)
+        due = {p: moment - micros_of(period, p) for p, moment in stream_time.items()}
+        return {p: max(moment, released.get(p, moment)) for p, moment in due.items()}
+
+    def waiting(self, log: DataFrame, released: Mapping[int, int]) -> DataFrame:
+        return grace.waiting(log, key=self.operator.left.key, released=by_partition(released))
+
+    def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        operator, (stream,) = self.operator, inputs
+        earlier = stream.earlier
+        if earlier is not None:
+            earlier = grace.waiting(earlier, key=operator.left.key, released=known.released)
+            earlier = earlier.withColumn(ARRIVAL, F.col(OFFSET))
+        return grace.hold(
+            stream.rows.withColumn(ARRIVAL, F.col(OFFSET)),
+            earlier,
+            key=operator.left.key,
+            kind=operator.kind,
+            grace=operator.grace_period if operator.waits else None,
+            before=known.stream_time,
+            due=known.released_after,
+            chunk=self.chunk,
+        )
+
+    def look_up(self, judged: DataFrame, lookup: Lookup) -> DataFrame:
+        operator, right = self.operator, self.operator.right
+        projection = operator.projection()
+        horizon = None
+        needed = {*right.key, *projection.right_columns(), IS_TOMBSTONE, PARTITION}
+        if isinstance(right, VersionedTable):
+            horizon = store.horizon_of(right, lookup.stream_time)
+            needed |= {VALID_FROM, VALID_TO}
+        return join(
+            judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)),
+            lookup.rows.select(*[c for c in lookup.rows.columns if c in needed]),
+            kind=operator.kind,
+            stream_key=operator.left.key,
+            table_key=right.key,
+            columns=projection.columns,
+            horizon=horizon,
+            way=lookup.way,
+        )
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        raise AssertionError("a stream-table join judges its records, then looks them up")
+
+    @property
+    def result_order(self) -> list[Column]:
+        """Order of arrival, or as records leave the grace buffer: by timestamp, key, arrival
+        (kip923-probe-tie-order)."""
+        waits = self.operator.waits
+        order = (TIMESTAMP, *self.node.key, ARRIVAL) if waits else (ARRIVAL,)
+        return [F.col(c) for c in order]
+
+    def result_chunk(self, few: bool) -> Column | None:
+        if few:
+            return None
+        return F.date_trunc("hour", TIMESTAMP) if self.operator.waits else arrival_chunk()
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {_UNMATCHED: F.count_if(~F.col(MATCHED))}
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
+        counts = {"in": taken, **{fate: judged.get(fate, 0) for fate in fates}}
+        out, joined = found[Fate.APPLIED], counts[Fate.APPLIED] + counts[Fate.LATE]
+        unmatched = found[_UNMATCHED] if self.operator.kind == "left" else joined - out
+        return {**counts, "out": out, _UNMATCHED: unmatched}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        fates = (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.WAITING)
+        done = sum(totals.get(fate, 0) for fate in fates)
+        inner = totals.get(_UNMATCHED, 0) if self.operator.kind == "inner" else 0
+        joined = totals.get(Fate.APPLIED, 0) + totals.get(Fate.LATE, 0) - inner
+        return [
+            ("records in = joined + dropped + waiting", totals.get("in", 0), done),
+            ("records out = rows in the log", totals.get("out", 0), rows),
+            ("records joined = records out", joined, totals.get("out", 0)),
+        ]
 
 
 def join(
@@ -41,7 +168,7 @@ def join(
         way: of a versioned table, see ``as_of_join``.
 
     Returns:
-        ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched``:
+        ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _fate``:
         one row a record, or for an inner join one for each that found something. The result's
         timestamp is the stream record's.
     """
@@ -76,6 +203,7 @@ def join(
         ARRIVAL,
         IS_LATE,
         F.col(FOUND).alias(MATCHED),
+        F.lit(Fate.APPLIED).alias(FATE),
     )
 
 

@@ -9,7 +9,7 @@ place, then key.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -43,8 +43,18 @@ from vt_dagster.core.arrival import (
     union,
     with_stream_time,
 )
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.processor import Counts, Input, Known, Processor, hour_of_arrival, lateness
+from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import Duration
-from vt_dagster.topology.operators import Limit, WhenFull
+from vt_dagster.topology.operators import (
+    Limit,
+    Suppress,
+    UntilTimeLimit,
+    UntilWindowCloses,
+    WhenFull,
+    is_session,
+)
 
 pa: Any = pyarrow
 
@@ -56,6 +66,88 @@ _FRESH, _FIRST, _LAST, _AT, _PERIOD, _AFTER = "_fresh", "_first", "_last", "_at"
 _RELEASED, _RANK, _LATE = "_released", "_rank", "_late"
 _FULL = "_full"
 _EARLIEST = -(2**62)
+
+
+class SuppressProcessor(Processor[Suppress]):
+    """See :func:`suppress` and :func:`buffer_after`."""
+
+    goes_by_time = True
+
+    @property
+    def is_final(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return isinstance(self.operator.until, UntilWindowCloses)
+
+    def result_chunk(self, few: bool) -> Column | None:
+        # Results go by their place in the buffer, which is a time.
+        return None if few else hour_of_arrival()
+
+    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        return lateness(self.in_order(inputs)[0], known.stream_time, self.chunk)
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        operator, until = self.operator, self.operator.until
+        return suppress(
+            rows[0].withColumn(TURN, F.lit(0)),
+            known.state,
+            key=list(operator.source.key),
+            values=value_columns(operator.source),
+            until="time_limit" if isinstance(until, UntilTimeLimit) else "window_closes",
+            duration=operator.period,
+            before=known.stream_time,
+            after=known.stream_time_after,
+            window_end_inclusive=is_session(operator.windowed),
+            max_records=until.max_records,
+            max_bytes=until.max_bytes,
+            when_full=until.when_full,
+            chunk=self.chunk,
+        )
+
+    def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
+        source = self.operator.source
+        return buffer_after(rows, key=list(source.key), values=value_columns(source))
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        return super().counts(taken, found, judged) | {"suppression_emit": found[Fate.APPLIED]}
+
+    def fullness(self, state: DataFrame | None) -> DataFrame | None:
+        return None if state is None else fullness(state)
+
+    def gauges(
+        self, sizes: Mapping[int, tuple[int, int]], earlier: Mapping[str, float], runs: int
+    ) -> dict[str, float]:
+        self._check_limits(sizes)
+        found: dict[str, float] = {}
+        for place, name in enumerate(("count", "size")):
+            now, key = sum(size[place] for size in sizes.values()), f"suppression_buffer_{name}"
+            found |= {
+                f"{key}_current": now,
+                f"{key}_avg": (earlier.get(f"{key}_avg", 0.0) * runs + now) / (runs + 1),
+                f"{key}_max": max(now, earlier.get(f"{key}_max", 0.0)),
+            }
+        return found
+
+    def _check_limits(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        """Refuses a buffer that holds more than it may and is to stop the run."""
+        until = self.operator.until
+        if until.when_full != "shut_down":
+            return
+        limits = {"max_records": until.max_records, "max_bytes": until.max_bytes}
+        over: dict[int, str] = {}
+        for partition, size in sorted(sizes.items()):
+            for (what, limit), number in zip(limits.items(), size, strict=True):
+                most = limit.get(partition) if isinstance(limit, Mapping) else limit
+                if most is not None and number > most:
+                    over[partition] = (
+                        f"expected at most {what}={most} in the suppression buffer of partition "
+                        f"{partition}, got {number}"
+                    )
+        if over:
+            raise BufferFullError(
+                f"{self.node.name}: {next(iter(over.values()))}; when_full='shut_down' stops the run "
+                "before its commit, so nothing is lost. Raise the limit, or take another when_full, "
+                "and run again: the same records are taken",
+                list(over),
+            )
 
 
 def suppress(
@@ -148,7 +240,11 @@ def suppress(
         F.lit(0).alias(INPUT),
         F.lit(0).alias(HOME),
         F.lit(0).cast("long").alias(SEQUENCE),
-        F.struct(_LATE, F.when(F.col(_LATE), F.struct(*ORDER)).alias("_order"), *turn).alias(TURN),
+        F.struct(
+            _LATE,
+            F.struct(*[F.when(F.col(_LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order"),
+            *turn,
+        ).alias(TURN),
     )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, INPUT, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
+from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
+from vt_dagster.core import store
 from vt_dagster.core.arrival import Fate, union
 from vt_dagster.core.changes import (
     LEFT,
     RIGHT,
     TAKEN,
     TableInput,
+    comes_from,
     found_state,
     match_columns,
     match_names,
@@ -21,9 +24,43 @@ from vt_dagster.core.changes import (
     state_of,
     timeline,
 )
-from vt_dagster.topology.operators import JoinKind
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.processor import Input, Known, Processor
+from vt_dagster.topology.model import Table
+from vt_dagster.topology.operators import JoinKind, TableTableJoin
 
 _LEFT_STATE, _RIGHT_STATE, _OLD_STATE = "_left_state", "_right_state", "_old_state"
+_FROM_LEFT, _LAST_TIME = "_from_left", "_last_time"
+
+
+class TableTableJoinProcessor(Processor[TableTableJoin]):
+    """See :func:`join`; where timestamps are monotone also :func:`monotone`."""
+
+    reads_tables = True
+    merges = True
+
+    @property
+    def goes_forward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.operator.monotone
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        sides: list[TableInput] = []
+        for node, changes, one in zip(self.consumed, rows, inputs, strict=True):
+            there = None
+            if one.table is not None and isinstance(node, Table):
+                there = store.rows_of(node, one.table)
+            sides.append(TableInput(changes, there, node.key, value_columns(node), node.versioned))
+        left, right = sides
+        joined = self.joined(left, right)
+        return monotone(joined, known.state, self.node.key) if self.operator.monotone else joined
+
+    def joined(self, left: TableInput, right: TableInput) -> DataFrame:
+        """The join itself."""
+        operator = self.operator
+        return join(left, right, kind=operator.kind, columns=operator.projection().columns)
+
+    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
+        return last_times(rows, known.state, self.node.key) if self.operator.monotone else None
 
 
 def join(
@@ -61,13 +98,14 @@ def join(
     rows = rows.withColumn(TURN, F.lit(0))
     # By key and in the order in which the result's store wants them next: it sorts no more.
     order = [*ORDER, TURN]
-    from_left = F.col(INPUT) == 0
+    from_left = comes_from(LEFT)
     moments = rows.select(
         *on,
         TIMESTAMP,
         PARTITION,
         *order,
         TAKEN,
+        from_left.alias(_FROM_LEFT),
         state_of(LEFT, on, order).alias(_LEFT_STATE),
         state_of(RIGHT, on, order).alias(_RIGHT_STATE),
         F.when(from_left, found_state(LEFT).isNotNull())
@@ -75,7 +113,7 @@ def join(
         .alias(_OLD_STATE),
     ).where(F.col(TAKEN).isNotNull())
     says, tombstone = _outcome(kind)
-    other = F.when(from_left, F.col(_RIGHT_STATE).getField(TIMESTAMP)).otherwise(
+    other = F.when(F.col(_FROM_LEFT), F.col(_RIGHT_STATE).getField(TIMESTAMP)).otherwise(
         F.col(_LEFT_STATE).getField(TIMESTAMP)
     )
     applied = F.col(TAKEN) & says
@@ -100,7 +138,7 @@ def _outcome(kind: JoinKind) -> tuple[Column, Column]:
     """Whether a change gives a result, and whether that is a tombstone."""
     has_left, has_right = F.col(_LEFT_STATE).isNotNull(), F.col(_RIGHT_STATE).isNotNull()
     anything = has_left | has_right | F.col(_OLD_STATE)
-    from_left = F.col(INPUT) == 0
+    from_left = F.col(_FROM_LEFT)
     if kind == "inner":
         return F.when(from_left, has_right).otherwise(has_left), ~(has_left & has_right)
     if kind == "left":
@@ -114,3 +152,27 @@ def _row(side: TableInput, state: str) -> Column:
         *[F.col(n).alias(k) for n, k in zip(match_names(side.key), side.key, strict=True)],
         *[F.col(state).getField(c).alias(c) for c in side.state_columns],
     )
+
+
+def monotone(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
+    """Keeps results of a key from going back in time.
+
+    Plan: one shuffle and sort by key, together with one row a key of ``state``.
+
+    Source: FORMAT section 7, "Join timestamps".
+    """
+    applied = F.col(FATE) == Fate.APPLIED
+    so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
+    if state is None:
+        known = rows.withColumn(_LAST_TIME, F.lit(None).cast("timestamp"))
+    else:
+        known = rows.join(state.withColumnRenamed(TIMESTAMP, _LAST_TIME), list(key), "left")
+    newest = F.greatest(F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far), F.col(_LAST_TIME))
+    timed = known.withColumn(TIMESTAMP, F.when(applied, newest).otherwise(F.col(TIMESTAMP)))
+    return timed.drop(_LAST_TIME)
+
+
+def last_times(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
+    """The last timestamp of each key's results, also of those that the result's store refused."""
+    results = rows.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)).select(*key, TIMESTAMP)
+    return union(results, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))

@@ -127,9 +127,14 @@ def valid_at(as_of: Column, horizon: Column) -> Column:
     return in_time & remembered & ~F.col(IS_TOMBSTONE)
 
 
+def latest(versions: DataFrame) -> DataFrame:
+    """The current version of every key: a row or a tombstone."""
+    return versions.where(F.col(VALID_TO).isNull())
+
+
 def get(versions: DataFrame) -> DataFrame:
     """The current row of every key; deleted keys are not among them."""
-    return versions.where(F.col(VALID_TO).isNull() & ~F.col(IS_TOMBSTONE))
+    return latest(versions).where(~F.col(IS_TOMBSTONE))
 
 
 def get_as_of(versions: DataFrame, as_of: Column, horizon: Column) -> DataFrame:

@@ -17,7 +17,6 @@ from vt_dagster.orchestration.sensors import build_sensor
 from vt_dagster.sources.kafka_sink import KafkaSink
 from vt_dagster.storage.maintenance import KEEP
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
-from vt_dagster.topology.operators import StreamTableJoin
 
 
 def build_asset(node: Stream) -> dg.AssetsDefinition:
@@ -26,8 +25,6 @@ def build_asset(node: Stream) -> dg.AssetsDefinition:
     Raises:
         TopologyError: the node has neither a source nor an operator.
     """
-    if isinstance(node.operator, StreamTableJoin):
-        return _join_asset(node, node.operator)
     return _source_asset(node) if node.operator is None else _operator_asset(node)
 
 
@@ -62,22 +59,8 @@ def _source_asset(node: Stream) -> dg.AssetsDefinition:
     return cast(dg.AssetsDefinition, source_asset)
 
 
-def _join_asset(node: Stream, operator: StreamTableJoin) -> dg.AssetsDefinition:
-    read, join = ops.read_stream_op(node, operator), ops.join_op(node, operator)
-
-    @dg.graph_asset(
-        ins={up.name: dg.AssetIn(dg.AssetKey(up.name), dagster_type=dg.Nothing) for up in node.inputs},
-        **_shown(node),
-    )
-    def join_asset(**inputs: Any) -> Any:
-        considered, arrival = read(**inputs)
-        return join(considered, arrival)
-
-    return cast(dg.AssetsDefinition, join_asset)
-
-
 def _operator_asset(node: Stream) -> dg.AssetsDefinition:
-    read, operate, write = ops.read_logs_op(node), ops.operate_op(node), ops.write_results_op(node)
+    read, operate, write = ops.read_logs_op(node), ops.operate_op(node), ops.write_op(node)
     inputs = ops.input_nodes(node)
 
     @dg.graph_asset(
@@ -89,8 +72,7 @@ def _operator_asset(node: Stream) -> dg.AssetsDefinition:
     )
     def operator_asset(**after: Any) -> Any:
         *logs, arrival = read(**after)
-        given = {up.name: log for up, log in zip(inputs, logs, strict=True)}
-        return write(operate(**given, arrival=arrival), arrival)
+        return write(operate(*logs, arrival), arrival)
 
     return cast(dg.AssetsDefinition, operator_asset)
 

@@ -19,15 +19,16 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.step import log_columns
-from vt_dagster.runs.runs import Receipt
-from vt_dagster.sources.kafka import KafkaSource, Pinned
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.log import log_columns
+from vt_dagster.core.processors import processor_of
+from vt_dagster.runs.run import Receipt
+from vt_dagster.sources.kafka import PinnedTopics
 from vt_dagster.sources.kafka_sink import Publication
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.operators import StreamTableJoin
 
 _OURS = {
     TIMESTAMP: ("timestamp", "when the record was true, UTC"),
@@ -83,10 +84,9 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     }
     if isinstance(node, VersionedTable):
         metadata["vt_dagster/history_retention"] = spoken(node.history_retention)
-    if isinstance(node.operator, StreamTableJoin):
-        metadata["vt_dagster/grace_period"] = spoken(node.operator.grace_period or timedelta(0))
     if node.operator is not None:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
+        metadata |= {f"vt_dagster/{name}": said for name, said in node.operator.settings.items()}
     metadata |= _column_lineage(node)
     if node.source is not None:
         metadata["vt_dagster/source"] = node.source.describe()
@@ -141,10 +141,10 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
     if receipt.view_version is not None:
         metadata["view_version"] = receipt.view_version
     counts = state.counts if commit else dict.fromkeys(state.counts, 0)
-    for name in _counts_of(node):
-        metadata[f"records_{name}"] = counts.get(name, 0)
-    if isinstance(node.operator, StreamTableJoin):
-        metadata["records_waiting"] = state.counts.get("waiting", 0)
+    for name in processor_of(node).counted:
+        # What waits, waits on where there is nothing new.
+        of_run = state.counts if name == Fate.WAITING else counts
+        metadata[f"records_{name}"] = of_run.get(name, 0)
     for name, number in state.gauges.items():
         metadata[_GAUGES.get(name, name)] = round(number, 6)
     for name in _KIP_328:
@@ -176,12 +176,12 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
     return metadata
 
 
-def lag_metadata(source: KafkaSource, pinned: Pinned) -> dict[str, Any]:
+def lag_metadata(pinned: PinnedTopics) -> dict[str, Any]:
     """How far a run left its topics behind, as of its start: offsets, and the oldest record's age."""
     waiting = pinned.waiting
     if not waiting:
         return {"lag_records": 0, "lag_seconds": 0.0}
-    oldest = source.cluster.oldest(waiting)
+    oldest = pinned.source.cluster.oldest(waiting)
     if oldest is None:  # the broker has gone since
         return {"lag_records": pinned.behind}
     return {
@@ -214,14 +214,6 @@ _GAUGES = {
     "lateness_avg": "record_lateness_avg_seconds",
     "lateness_max": "record_lateness_max_seconds",
 }
-
-
-def _counts_of(node: Stream) -> list[str]:
-    if node.operator is not None and not isinstance(node.operator, StreamTableJoin):
-        return ["in", "out", "late", "dropped"]
-    if node.operator is not None:
-        return ["in", "out", "late", "dropped", "unmatched"]
-    return ["in", "applied", "late", "quarantined"]
 
 
 def _moment(micros: int) -> datetime:

@@ -1,4 +1,4 @@
-"""The ops that assets are made of: read -> operator -> write.
+"""The ops that assets are made of: read -> operate -> write, each a step of a ``Run``.
 
 They are public: build your own ``@dg.graph_asset`` from them, with ops of yours in between. DataFrames
 pass between ops in one process, so the job needs ``in_process_executor``. Every op needs the resources
@@ -14,28 +14,26 @@ import dagster as dg
 from pyspark.sql import DataFrame
 
 from vt_dagster.core.arrival import Fate
-from vt_dagster.errors import ExecutorError, TopologyError
+from vt_dagster.core.processors import processor_of
+from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.metadata import lag_metadata, publication_metadata, run_metadata
 from vt_dagster.orchestration.pictures import pictures
 from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
 from vt_dagster.orchestration.types import (
     ArrivalType,
-    considered_type,
     log_type,
     records_type,
     results_type,
 )
-from vt_dagster.runs import run_join, run_operator, run_source
-from vt_dagster.runs.run_operator import Results
-from vt_dagster.runs.run_source import Source
-from vt_dagster.runs.runs import Arrival, Receipt
-from vt_dagster.sources.files import FilesSource
-from vt_dagster.sources.kafka import KafkaSource, as_ranges
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.run import Receipt, Results, Run, source_of
+from vt_dagster.runs.store import Stores
+from vt_dagster.sources.kafka import KafkaSource, PinnedTopics, as_ranges
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.operators import Operator, StreamTableJoin
+from vt_dagster.topology.operators import Operator
 
 OP_MEMORY = "vt_dagster_op_memory"
 """Resource key of the IO manager between ops."""
@@ -59,20 +57,6 @@ class TopicsConfig(dg.Config):
     """Go on where records are gone that were not consumed; the commit records which."""
 
 
-def source_of(node: Stream) -> Source:
-    """Where a node's records come from.
-
-    Raises:
-        TopologyError: nowhere.
-    """
-    if not isinstance(node.source, FilesSource | KafkaSource):
-        raise TopologyError(
-            f"{node.name}: expected a source to read from, got {node.source!r}; give it one, for "
-            "example source=FilesSource('data/landing/weather', format='csv')"
-        )
-    return node.source
-
-
 def _require_one_process(context: dg.OpExecutionContext) -> None:
     """Refuses an executor that gives each step a process of its own, before anything is read.
 
@@ -93,41 +77,25 @@ def _require_one_process(context: dg.OpExecutionContext) -> None:
         )
 
 
-def _store(
-    context: dg.OpExecutionContext, node: Stream, spark: SparkResource, warehouse: WarehouseResource
-) -> AssetStore:
-    """The tables of an op's asset; what is written there is told in the run's log."""
-    return AssetStore(warehouse.path, node, spark.spark_session, context.log.info)
-
-
-def _new_partitions(arrival: Arrival) -> dict[str, list[int]]:
-    before = arrival.before.inputs
-    now = arrival.topics.ranges if arrival.topics else {}
-    return {
-        t: new for t, some in now.items() if t in before and (new := sorted(set(some) - set(before[t])))
-    }
+def _stores(
+    context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
+) -> Stores:
+    """The tables of an op's asset and its inputs; what is written there is told in the run's log."""
+    return stores_of(warehouse.path, spark.spark_session, context.log.info)
 
 
 def _log_arrival(context: dg.OpExecutionContext, arrival: Arrival) -> None:
+    name = arrival.node.name
     if arrival.empty:
-        context.log.info(f"{arrival.node.name}: nothing new since batch {arrival.before.batch}")
-    elif arrival.files:
-        files, size = arrival.files, sum(f.size for f in arrival.files)
-        names = ", ".join(f.name for f in files[:5])
-        more = f" and {len(files) - 5:,} more" if len(files) > 5 else ""
-        context.log.info(
-            f"{arrival.node.name}: takes {len(files):,} file(s), {size / 1000:,.1f} kB: {names}{more}"
-        )
-    else:
+        context.log.info(f"{name}: nothing new since batch {arrival.before.batch}")
+    elif arrival.source is None:
         taken = {n: sum(e - s for s, e in r.values()) for n, r in arrival.taken.items()}
-        records = ", ".join(f"{number:,} of {name}" for name, number in taken.items())
-        context.log.info(f"{arrival.node.name}: takes records: {records}")
-    if arrival.topics is not None and arrival.topics.gaps:
-        context.log.warning(
-            f"{arrival.node.name}: goes on without {arrival.topics.gaps}, as it was told"
-        )
-    for topic, partitions in _new_partitions(arrival).items():
-        context.log.info(f"{arrival.node.name}: topic {topic} has new partitions {partitions}")
+        records = ", ".join(f"{number:,} of {log}" for log, number in taken.items())
+        context.log.info(f"{name}: takes records: {records}")
+    else:
+        for line in arrival.source.describe():
+            tell = context.log.warning if line.startswith("!") else context.log.info
+            tell(f"{name}: {line.removeprefix('!')}")
 
 
 def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
@@ -136,7 +104,7 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     ``records`` is lazy and empty where there is nothing new. Rows that are no records (unreadable,
     no key, no timestamp, too far in the future) are among them, with their reason.
     """
-    source = source_of(node)
+    source = _declared_source(node)
     op = dg.op(
         name=name or f"read_{node.name}",
         out={
@@ -146,38 +114,37 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         description=f"Reads new {source.describe()}.",
     )
 
-    def read(context: dg.OpExecutionContext, store: AssetStore, arrival: Arrival) -> Any:
-        _log_arrival(context, arrival)
-        return run_source.read_records(store, source, arrival), arrival
+    def read(context: dg.OpExecutionContext, stores: Stores, **asked: Any) -> Any:
+        _require_one_process(context)
+        run = Run.pin(node, stores, **asked)
+        _log_arrival(context, run.arrival)
+        return run.read()[0], run.arrival
 
-    if isinstance(source, FilesSource):
+    if isinstance(source, KafkaSource):
 
         @op
-        def read_files(
+        def read_topics(
             context: dg.OpExecutionContext,
-            config: FilesConfig,
+            config: TopicsConfig,
             spark: SparkResource,
             warehouse: WarehouseResource,
         ) -> tuple[DataFrame, Arrival]:
-            _require_one_process(context)
-            store = _store(context, node, spark, warehouse)
-            return read(context, store, run_source.pin_files(store, source, config.files))
+            wanted, accept_gap = as_ranges(config.ranges), config.accept_gap
+            stores = _stores(context, spark, warehouse)
+            return read(context, stores, wanted=wanted, accept_gap=accept_gap)
 
-        return read_files
+        return read_topics
 
     @op
-    def read_topics(
+    def read_files(
         context: dg.OpExecutionContext,
-        config: TopicsConfig,
+        config: FilesConfig,
         spark: SparkResource,
         warehouse: WarehouseResource,
     ) -> tuple[DataFrame, Arrival]:
-        _require_one_process(context)
-        store = _store(context, node, spark, warehouse)
-        wanted = as_ranges(config.ranges)
-        return read(context, store, run_source.pin_topics(store, source, wanted, config.accept_gap))
+        return read(context, _stores(context, spark, warehouse), only=config.files)
 
-    return read_topics
+    return read_files
 
 
 def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
@@ -190,151 +157,83 @@ def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     @dg.op(
         name=name or f"put_{node.name}",
         ins={"records": dg.In(records_type(node)), "arrival": dg.In(ArrivalType)},
-        out=dg.Out(considered_type(node), io_manager_key=OP_MEMORY),
+        out=dg.Out(results_type(node), io_manager_key=OP_MEMORY),
         description="Decides which records are applied and which come too late.",
     )
     def put(
-        records: Any, arrival: Any, spark: SparkResource, warehouse: WarehouseResource
-    ) -> DataFrame:
-        store = AssetStore(warehouse.path, node, spark.spark_session)
-        return run_source.consider(store, arrival, records)
+        context: dg.OpExecutionContext,
+        records: Any,
+        arrival: Any,
+        spark: SparkResource,
+        warehouse: WarehouseResource,
+    ) -> Results:
+        return Run(arrival, _stores(context, spark, warehouse)).operate([records])
 
     return put
 
 
-def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
-    """Op ``(considered, arrival) -> asset``: gate, commit to the log, then view and quarantine.
-
-    The asset's value is nothing: what it stores is the *whole* table, of which this run added what
-    its metadata counts.
-    """
-    source = source_of(node)
-
-    @dg.op(
-        name=name or f"write_{node.name}",
-        ins={"considered": dg.In(considered_type(node)), "arrival": dg.In(ArrivalType)},
-        out=dg.Out(dg.Nothing, io_manager_key=TABLES),
-        description="Checks the records against their contract and commits them to the log.",
-    )
-    def write(
-        context: dg.OpExecutionContext,
-        considered: Any,
-        arrival: Any,
-        spark: SparkResource,
-        warehouse: WarehouseResource,
-    ) -> dg.Output[None]:
-        store = _store(context, node, spark, warehouse)
-        receipt = run_source.commit_records(store, source, arrival, considered, context.run_id)
-        return _materialized(context, store, arrival, receipt)
-
-    return write
-
-
-def read_stream_op(node: Stream, join: StreamTableJoin, name: str | None = None) -> dg.OpDefinition:
-    """Op ``(after upstream) -> (considered, arrival)``: a join's stream records with their fate."""
-
-    @dg.op(
-        name=name or f"read_{node.name}",
-        ins={up.name: dg.In(dg.Nothing) for up in node.inputs},
-        out={
-            "considered": dg.Out(considered_type(join.left), io_manager_key=OP_MEMORY),
-            "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
-        },
-        description=f"Takes what is new in the log of {join.left.name}, and what waited.",
-    )
-    def read_stream(
-        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-    ) -> tuple[DataFrame, Arrival]:
-        _require_one_process(context)
-        stream = AssetStore(warehouse.path, join.left, spark.spark_session)
-        arrival = run_join.pin_join(_store(context, node, spark, warehouse), join, stream)
-        _log_arrival(context, arrival)
-        return run_join.read_stream(stream, join, arrival), arrival
-
-    return read_stream
-
-
-def join_op(node: Stream, join: StreamTableJoin, name: str | None = None) -> dg.OpDefinition:
-    """Op ``(considered, arrival) -> asset``: joins what is due with the table, and commits."""
-
-    @dg.op(
-        name=name or f"join_{node.name}",
-        ins={"considered": dg.In(considered_type(join.left)), "arrival": dg.In(ArrivalType)},
-        out=dg.Out(dg.Nothing, io_manager_key=TABLES),
-        description=f"Joins {join.left.name} with {join.right.name} and commits to the log.",
-    )
-    def join_and_write(
-        context: dg.OpExecutionContext,
-        considered: Any,
-        arrival: Any,
-        spark: SparkResource,
-        warehouse: WarehouseResource,
-    ) -> dg.Output[None]:
-        store = _store(context, node, spark, warehouse)
-        table = AssetStore(warehouse.path, join.right, spark.spark_session)
-        receipt = run_join.commit_join(store, join, arrival, considered, table, context.run_id)
-        return _materialized(context, store, arrival, receipt)
-
-    return join_and_write
-
-
 def read_logs_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
-    """Op ``(after upstream) -> (one DataFrame for each input, arrival)``: what is new in their logs.
+    """Op ``(after upstream) -> (one DataFrame for each log, arrival)``: what is new in an operator's
+    inputs.
 
-    The outputs have the names of the inputs; they are lazy, and empty where there is nothing new.
+    The outputs have the names of the inputs; they are lazy, and empty where there is nothing new. Of a
+    join with grace, log rows of earlier runs that may wait are among them.
     """
-    inputs = input_nodes(node)
+    inputs, logs = input_nodes(node), _logs(node)
 
     @dg.op(
         name=name or f"read_{node.name}",
         ins={f"after_{up.name}": dg.In(dg.Nothing) for up in inputs},
         out={
-            **{up.name: dg.Out(log_type(up), io_manager_key=OP_MEMORY) for up in inputs},
+            **{up.name: dg.Out(log_type(up), io_manager_key=OP_MEMORY) for up in logs},
             "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
         },
-        description=f"Takes what is new in the log of {' and of '.join(up.name for up in inputs)}.",
+        description=f"Takes what is new in the log of {' and of '.join(up.name for up in logs)}.",
     )
     def read_logs(  # Dagster would count the parts of a tuple's annotation
         context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
     ):
         _require_one_process(context)
-        stores = [AssetStore(warehouse.path, up, spark.spark_session) for up in inputs]
-        arrival = run_operator.pin_logs(_store(context, node, spark, warehouse), stores)
-        _log_arrival(context, arrival)
-        return (*run_operator.read_logs(stores, arrival), arrival)
+        run = Run.pin(node, _stores(context, spark, warehouse))
+        _log_arrival(context, run.arrival)
+        by_name = dict(zip((up.name for up in run.processor.consumed), run.read(), strict=True))
+        return (*by_name.values(), run.arrival)
 
     return read_logs
 
 
 def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
-    """Op ``(one DataFrame for each input, arrival) -> results``: the operator itself.
+    """Op ``(one DataFrame for each log, arrival) -> results``: the operator itself.
 
-    ``results`` are :class:`vt_dagster.runs.run_operator.Results`: rows with what becomes of them,
-    lazy, and what the operator knew before.
+    ``results`` are :class:`Results`: rows with what becomes of them, lazy, and what the operator knew
+    before.
     """
-    inputs = input_nodes(node)
+    consumed = processor_of(node).consumed
 
     @dg.op(
         name=name or f"{_verb(node)}_{node.name}",
         ins={
-            **{up.name: dg.In(log_type(up)) for up in inputs},
+            **{up.name: dg.In(log_type(up)) for up in consumed},
             "arrival": dg.In(ArrivalType),
         },
         out=dg.Out(results_type(node), io_manager_key=OP_MEMORY),
         description=operator_of(node).describe(),
     )
-    def operate(spark: SparkResource, warehouse: WarehouseResource, **given: Any) -> Results:
-        session = spark.spark_session
-        stores = [AssetStore(warehouse.path, up, session) for up in inputs]
-        store = AssetStore(warehouse.path, node, session)
-        arrival: Arrival = given["arrival"]
-        return run_operator.results_of(store, stores, arrival, [given[up.name] for up in inputs])
+    def operate(
+        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource, **given: Any
+    ) -> Results:
+        run = Run(given["arrival"], _stores(context, spark, warehouse))
+        return run.operate([given[up.name] for up in consumed])
 
     return operate
 
 
-def write_results_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
-    """Op ``(results, arrival) -> asset``: gate, state, commit to the log, then view."""
+def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+    """Op ``(results, arrival) -> asset``: gate, state, commit to the log, then view and quarantine.
+
+    The asset's value is nothing: what it stores is the *whole* table, of which this run added what
+    its metadata counts.
+    """
 
     @dg.op(
         name=name or f"write_{node.name}",
@@ -342,18 +241,19 @@ def write_results_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         out=dg.Out(dg.Nothing, io_manager_key=TABLES),
         description="Checks the results against their contract and commits them to the log.",
     )
-    def write_results(
+    def write(
         context: dg.OpExecutionContext,
         results: Any,
         arrival: Any,
         spark: SparkResource,
         warehouse: WarehouseResource,
     ) -> dg.Output[None]:
-        store = _store(context, node, spark, warehouse)
-        receipt = run_operator.commit_results(store, arrival, results, context.run_id)
+        stores = _stores(context, spark, warehouse)
+        receipt = Run(arrival, stores).commit(results, context.run_id)
+        store = AssetStore(warehouse.path, node, spark.spark_session)
         return _materialized(context, store, arrival, receipt)
 
-    return write_results
+    return write
 
 
 def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefinition:
@@ -417,8 +317,20 @@ def operator_of(node: Stream) -> Operator:
 
 
 def input_nodes(node: Stream) -> tuple[Stream, ...]:
-    """What an operator's asset consumes, each once."""
+    """What an operator's asset is made of, each once."""
     return tuple({up.name: up for up in operator_of(node).inputs}.values())
+
+
+def _logs(node: Stream) -> tuple[Stream, ...]:
+    """Whose logs it consumes, each once."""
+    return tuple({up.name: up for up in processor_of(node).consumed}.values())
+
+
+def _declared_source(node: Stream) -> Any:
+    try:
+        return source_of(node)
+    except SourceError as error:
+        raise TopologyError(str(error)) from None
 
 
 def _verb(node: Stream) -> str:
@@ -431,8 +343,8 @@ def _materialized(
 ) -> dg.Output[None]:
     seconds = time.monotonic() - arrival.started
     metadata = run_metadata(store.node, store, receipt, seconds)
-    if arrival.topics is not None and isinstance(store.node.source, KafkaSource):
-        metadata |= lag_metadata(store.node.source, arrival.topics)
+    if isinstance(arrival.source, PinnedTopics):
+        metadata |= lag_metadata(arrival.source)
     if receipt.commit is None:
         context.log.info(f"{store.node.name}: nothing new, so there is no commit")
     else:

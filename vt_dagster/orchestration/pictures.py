@@ -31,11 +31,12 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.runs.runs import Arrival, Receipt
+from vt_dagster.core.processors import processor_of
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.run import Receipt
 from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream, VersionedTable
-from vt_dagster.topology.operators import StreamTableJoin
 
 SAMPLE = 20_000
 """At most so many rows of a run are looked at."""
@@ -77,36 +78,43 @@ def pictures(
 
 def _draw(store: AssetStore, arrival: Arrival, version: int) -> dict[str, str]:
     node = store.node
-    join = node.operator if isinstance(node.operator, StreamTableJoin) else None
-    if join is None and not isinstance(node, VersionedTable) and node.operator is not None:
+    looked_up = processor_of(node).looked_up
+    versions = looked_up or node
+    if node.operator is not None and looked_up is None and not isinstance(node, VersionedTable):
         return {}
     rows = _sample(store.log_path, version)
     if rows is None or rows.num_rows == 0:
         return {}
     found: dict[str, str] = {}
-    if join is not None or isinstance(node, VersionedTable):
-        versions = node if join is None else join.right
-        view = AssetStore(posixpath.dirname(store.root), versions)
-        lanes = _lanes(node, rows, join is not None)
+    joined = looked_up is not None
+    if joined or isinstance(node, VersionedTable):
+        lanes = _lanes(node, rows, joined)
         if isinstance(versions, VersionedTable):
-            _add_bars(lanes, view, versions)
+            _add_bars(lanes, AssetStore(posixpath.dirname(store.root), versions), versions)
         lanes = {key: lane for key, lane in lanes.items() if lane.marks}
         if lanes:
-            found["timeline"] = timeline(list(lanes.values()), "late" if join else "out of order")
+            found["timeline"] = timeline(list(lanes.values()), "late" if joined else "out of order")
     if node.operator is None:
         retention = getattr(node, "history_retention", None)
         limits = {"history retention": retention} if isinstance(retention, timedelta) else {}
         found["lateness"] = histogram(_lateness(rows, arrival.before.stream_time), limits)
-    elif join is not None:
-        late = rows.column(IS_LATE).to_pylist() if IS_LATE in rows.column_names else []
-        if late and isinstance(join.grace_period, timedelta) and join.left.operator is None:
-            stream = AssetStore(posixpath.dirname(store.root), join.left)
-            head = arrival.inputs[join.left.name]
-            arrived = _sample(stream.log_path, head.version)
-            if arrived is not None:
-                lateness = _lateness(arrived, arrival.before.stream_time)
-                found["lateness"] = histogram(lateness, {"grace period": join.grace_period})
+    elif IS_LATE in rows.column_names:
+        found |= _lateness_of_input(store, arrival)
     return found
+
+
+def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, str]:
+    """How late the records of a source were that a join with grace has taken."""
+    (stream,) = processor_of(store.node).consumed
+    grace = getattr(store.node.operator, "grace_period", None)
+    if not isinstance(grace, timedelta) or stream.operator is not None:
+        return {}
+    log = AssetStore(posixpath.dirname(store.root), stream).log_path
+    arrived = _sample(log, arrival.inputs[stream.name].version)
+    if arrived is None:
+        return {}
+    late = _lateness(arrived, arrival.before.stream_time)
+    return {"lateness": histogram(late, {"grace period": grace})}
 
 
 # --------------------------------------------------------------------------------- what was written

@@ -11,9 +11,8 @@ from typing import Any
 import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
-from vt_dagster.orchestration.ops import source_of
 from vt_dagster.orchestration.resource import WarehouseResource
-from vt_dagster.runs.run_source import Source
+from vt_dagster.runs.run import source_of
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore, Head
 from vt_dagster.topology.model import Stream
@@ -71,7 +70,7 @@ def build_sensor(
         maximum_wait: but not longer than this since a tick first saw some.
         running: whether the sensor is on from the start.
     """
-    source = source_of(node)
+    source: Any = source_of(node)
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.name)).downstream()
 
     @dg.sensor(
@@ -126,12 +125,12 @@ def build_sensor(
     return sense
 
 
-def _news(source: Source, store: AssetStore, head: Head | None) -> _News:
+def _news(source: Any, store: AssetStore, head: Head | None) -> _News:
     if isinstance(source, FilesSource):
         names = [f.name for f in source.pending(store.consumed_files(head))]
         return _News({"files": names}, f"{len(names)} new file(s)") if names else _News(None, "")
     pinned = source.pin(None if head is None else head.commit)
-    ranges = pinned.taken
+    ranges = pinned.records
     records = sum(e - s for some in ranges.values() for s, e in some.values())
     if head is None and not records and source.start != "earliest":
         ranges = pinned.ranges  # the position to begin at has to be committed

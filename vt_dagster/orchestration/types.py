@@ -12,13 +12,12 @@ from vt_dagster.columns import (
     ARRIVAL,
     FATE,
     IS_TOMBSTONE,
-    ORDER,
     PARTITION,
     TIMESTAMP,
 )
-from vt_dagster.core.step import log_columns
-from vt_dagster.runs.run_operator import Results
-from vt_dagster.runs.runs import Arrival
+from vt_dagster.core.log import log_columns
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.run import Results
 from vt_dagster.topology.model import Stream
 
 
@@ -75,13 +74,6 @@ def records_type(node: Stream) -> dg.DagsterType:
 
 
 @cache
-def considered_type(node: Stream) -> dg.DagsterType:
-    """Records with what becomes of them: applied, late, waiting, dropped, quarantined."""
-    more = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
-    return _frame_type(node, "considered", more, "Records with what becomes of them in this run.")
-
-
-@cache
 def log_type(node: Stream) -> dg.DagsterType:
     """Log rows of a stream or table, as a run takes them."""
     return _frame_type(node, "log", tuple(log_columns(node)), "Log rows that a run takes.")
@@ -93,7 +85,7 @@ def results_type(node: Stream) -> dg.DagsterType:
     frame = _frame_type(
         node,
         "results",
-        (TIMESTAMP, PARTITION, IS_TOMBSTONE, FATE, *ORDER),
+        (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE),
         "An operator's results, and what it keeps for the next run.",
     )
 

@@ -19,22 +19,16 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import step
+from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import by_partition, has_key
+from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import Reason
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Applied, Commit, Offsets
+from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.segments import Segments
 from vt_dagster.storage.store import AssetStore, Head
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.operators import (
-    StreamTableJoin,
-    Suppress,
-    TableAggregate,
-    TableTableJoin,
-    UntilWindowCloses,
-)
 
 SAMPLE = 10
 
@@ -92,25 +86,11 @@ def checks_of(node: Stream) -> list[Check]:
         found = [OVERLAP, CONTIGUOUS, DUPLICATE, INTERVAL, CURRENT, RETENTION, SEGMENTED]
     elif isinstance(node, Table):
         found = [ONE_ROW]
-    if _goes_forward(node):
+    if processor_of(node).goes_forward:
         found.append(ORDER)
-    if _is_final(node):
+    if processor_of(node).is_final:
         found.append(FINAL)
     return [*found, ACCOUNTED]
-
-
-def _goes_forward(node: Stream) -> bool:
-    """Whether results of a key never go back in time."""
-    operator = node.operator
-    if isinstance(operator, StreamTableJoin):
-        return step.has_grace(operator)
-    if isinstance(operator, TableTableJoin):
-        return operator.monotone
-    return isinstance(operator, TableAggregate)
-
-
-def _is_final(node: Stream) -> bool:
-    return isinstance(node.operator, Suppress) and isinstance(node.operator.until, UntilWindowCloses)
 
 
 @dataclass(frozen=True)
@@ -124,13 +104,13 @@ class Scope:
         start: the log from these offsets on (inclusive).
         segment: of a versioned table's view what is current, and history from this segment on; None =
             all of it.
-        rows: so many of the log, and ``met``, of the view, more or less.
+        rows: so many of the log, and ``rows_read``, of the view, more or less.
     """
 
     start: Offsets
     segment: int | None
     rows: int
-    met: int
+    rows_read: int
 
 
 def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
@@ -152,16 +132,16 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
     total = sum(head.commit.next_offset.values())
     scope = None
     if run_id is not None and head.commit.run_id == run_id:
-        scope = _of_the_batch(store, head, there.applied)
+        scope = _of_the_batch(store, head, there.checkpoint)
     scope = scope or Scope({}, None, total, 0)
-    with small_run(store.spark, is_small(scope.rows, scope.met)):
+    with small_run(store.spark, is_small(scope.rows, scope.rows_read)):
         found = _findings(store, head, scope)
     if not scope.start:
         return found
     return [replace(one, looked_at=f"what batch {head.commit.batch} changed") for one in found]
 
 
-def _of_the_batch(store: AssetStore, head: Head, applied: Applied | None) -> Scope | None:
+def _of_the_batch(store: AssetStore, head: Head, checkpoint: Checkpoint | None) -> Scope | None:
     """What the last batch changed; None where more than that must be looked at."""
     batch = head.commit.batch
     before = delta.batch_before(store.log_path, batch)
@@ -173,15 +153,16 @@ def _of_the_batch(store: AssetStore, head: Head, applied: Applied | None) -> Sco
     rows = sum(head.commit.next_offset.values()) - sum(start.values())
     if not isinstance(store.node, Table):
         return Scope(start, None, rows, 0)
-    if applied is None or delta.batch_before(store.view_path, batch) is None:
+    if checkpoint is None or delta.batch_before(store.view_path, batch) is None:
         return None
-    if applied.segments is None:
-        return Scope(start, None, rows, applied.rows)
+    if checkpoint.segments is None:
+        return Scope(start, None, rows, checkpoint.rows)
     # A batch without a row in the log, all late perhaps, leaves the view as it is.
-    written = applied.batch == batch
+    written = checkpoint.batch == batch
     numbers = delta.partitions_written(store.view_path, batch, SEGMENT) if written else set[None]()
-    first = min((int(n) for n in numbers if n is not None), default=applied.segments.last)
-    return Scope(start, first, rows, applied.rows + applied.segments.rows_from(first, applied.total))
+    first = min((int(n) for n in numbers if n is not None), default=checkpoint.segments.last)
+    rows_read = checkpoint.rows + checkpoint.segments.rows_from(first, checkpoint.total)
+    return Scope(start, first, rows, rows_read)
 
 
 def _findings(store: AssetStore, head: Head, scope: Scope) -> list[Finding]:
@@ -191,9 +172,9 @@ def _findings(store: AssetStore, head: Head, scope: Scope) -> list[Finding]:
         found += _versions(store, node, scope)
     elif isinstance(node, Table):
         found += _rows(store, node)
-    if _goes_forward(node):
+    if processor_of(node).goes_forward:
         found.append(_order(store, node, head, scope))
-    if _is_final(node):
+    if processor_of(node).is_final:
         found.append(_final(store, node, head, scope))
     return [*found, _accounted(store, head, scope)]
 
@@ -219,19 +200,19 @@ def _sample(rows: DataFrame) -> list[dict[str, Any]]:
     return [row.asDict() for row in texts.limit(SAMPLE).collect()]
 
 
-def _stored_view(store: AssetStore) -> tuple[DataFrame, Applied]:
+def _stored_view(store: AssetStore) -> tuple[DataFrame, Checkpoint]:
     """The view as it lies there, whoever wrote to it last, and what its last commit of ours says."""
-    found = store.view()
-    assert found is not None
-    return delta.read(store.spark, store.view_path), found[1]
+    checkpoint = store.catch_up().checkpoint
+    assert checkpoint is not None
+    return delta.read(store.spark, store.view_path), checkpoint
 
 
 def _versions(store: AssetStore, node: VersionedTable, scope: Scope) -> list[Finding]:
-    rows, applied = _stored_view(store)
+    rows, checkpoint = _stored_view(store)
     in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
     following = F.col("_next")
-    horizon = step.horizon_of(node, by_partition(applied.stream_time))
-    layout = applied.segments or Segments()
+    horizon = of_table.horizon_of(node, by_partition(checkpoint.stream_time))
+    layout = checkpoint.segments or Segments()
     if scope.segment is not None:
         wanted = f"{SEGMENT} IS NULL OR {SEGMENT} >= {scope.segment} OR {SEGMENT} < {layout.first}"
         rows = rows.where(wanted)
@@ -326,42 +307,23 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
             problems += _gaps(log.where(F.col(PARTITION) == partition), partition, first, end)
     numbers = {f"records_{k}": n for k, n in totals.items()}
     numbers.update(rows_in_log=_stored_log(store).count(), rows_lost=lost)
+    taken = sum(sum(ends.values()) for ends in head.commit.inputs.values())
+    short = processor_of(node).accounts(totals, taken, numbers["rows_in_log"])
     if node.operator is None:
         rejected = _rejected_counts(store)
         numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})
         late = rejected.get(Reason.LATE, 0)
         others = sum(rejected.values()) - late
-        short = [
+        short += [
             ("late records in quarantine", totals.get("late", 0), late),
             ("bad records in quarantine", totals.get("quarantined", 0), others),
-            (
-                "records in = applied + late + quarantined",
-                totals.get("in", 0),
-                sum(totals.get(k, 0) for k in ("applied", "late", "quarantined")),
-            ),
         ]
         if scope.start:
-            short.append(
-                ("records applied = rows in the log", totals["applied"], numbers["rows_in_log"])
-            )
+            applied = totals.get("applied", 0)
+            short.append(("records applied = rows in the log", applied, numbers["rows_in_log"]))
         elif isinstance(node, VersionedTable):
             keys = log.agg(F.count_distinct(F.struct(*node.key, TIMESTAMP))).collect()[0][0]
             numbers["records_duplicate"] = numbers["rows_in_log"] - keys
-    elif not isinstance(node.operator, StreamTableJoin):
-        taken = sum(sum(ends.values()) for ends in head.commit.inputs.values())
-        short = [
-            ("records in = positions of the inputs", taken, totals.get("in", 0)),
-            ("records out = rows in the log", totals.get("out", 0), numbers["rows_in_log"]),
-        ]
-    else:
-        done = sum(totals.get(k, 0) for k in ("applied", "late", "dropped", "waiting"))
-        inner = totals.get("unmatched", 0) if node.operator.kind == "inner" else 0
-        joined = totals.get("applied", 0) + totals.get("late", 0) - inner
-        short = [
-            ("records in = joined + dropped + waiting", totals.get("in", 0), done),
-            ("records out = rows in the log", totals.get("out", 0), numbers["rows_in_log"]),
-            ("records joined = records out", joined, totals.get("out", 0)),
-        ]
     wrong = [{"what": w, "expected": str(a), "found": str(b)} for w, a, b in short if a != b]
     offending = lost + doubled + sum(abs(a - b) for _, a, b in short)
     return Finding(ACCOUNTED.name, offending, (problems + wrong)[:SAMPLE], numbers)

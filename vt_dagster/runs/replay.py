@@ -13,60 +13,13 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_LATE, IS_LATEST, OFFSET, OLD, PARTITION
 from vt_dagster.errors import SourceError, StorageError
-from vt_dagster.runs import run_join, run_operator, run_source
-from vt_dagster.runs.runs import Receipt
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Offsets
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.operators import StreamTableJoin
 
 Start = datetime | Mapping[str, Mapping[int, int]] | None
-
-
-def run_once(
-    warehouse: str,
-    node: Stream,
-    spark: SparkSession,
-    wanted: Mapping[str, Offsets] | None = None,
-    tell: Callable[[str], None] | None = None,
-    run_id: str | None = None,
-) -> Receipt:
-    """One run of an asset without Dagster: what its ops do, one after another.
-
-    Args:
-        wanted: of a Kafka source, the offsets up to which it goes; None = all there are.
-        tell: is told what has been written, in a line each.
-        run_id: what the commit says of whose run it is.
-    """
-    store = AssetStore(warehouse, node, spark, tell)
-    operator = node.operator
-    if isinstance(operator, StreamTableJoin):
-        stream, table = (AssetStore(warehouse, n, spark) for n in (operator.left, operator.right))
-        arrival = run_join.pin_join(store, operator, stream)
-        considered = run_join.read_stream(stream, operator, arrival)
-        return run_join.commit_join(store, operator, arrival, considered, table, run_id)
-    if operator is not None:
-        inputs = [AssetStore(warehouse, n, spark) for n in {n.name: n for n in node.inputs}.values()]
-        arrival = run_operator.pin_logs(store, inputs)
-        logs = run_operator.read_logs(inputs, arrival)
-        results = run_operator.results_of(store, inputs, arrival, logs)
-        return run_operator.commit_results(store, arrival, results, run_id)
-    source = node.source
-    if isinstance(source, FilesSource):
-        arrival = run_source.pin_files(store, source)
-    elif isinstance(source, KafkaSource):
-        ends = None
-        if wanted is not None:
-            ends = {t: {p: (0, e) for p, e in some.items()} for t, some in wanted.items()}
-        arrival = run_source.pin_topics(store, source, ends)
-    else:
-        raise SourceError(f"{node.name}: expected a source or an operator, got neither")
-    records = run_source.read_records(store, source, arrival)
-    considered = run_source.consider(store, arrival, records)
-    return run_source.commit_records(store, source, arrival, considered, run_id)
 
 
 def replay(
@@ -109,8 +62,11 @@ def replay(
     copy = replace(node, name=into, source=source)
     if copy.operator is not None:
         copy = replace(copy, operator=replace(copy.operator, name=into))  # pyright: ignore
-    ends = head.commit.inputs if isinstance(source, KafkaSource) else None
-    while run_once(warehouse, copy, spark, ends, tell).commit is not None:
+    asked: dict[str, Any] = {}
+    if isinstance(source, KafkaSource):
+        ends = head.commit.inputs
+        asked["wanted"] = {t: {p: (0, e) for p, e in some.items()} for t, some in ends.items()}
+    while run_once(copy, stores_of(warehouse, spark, tell), **asked).commit is not None:
         pass
     return AssetStore(warehouse, copy, spark)
 

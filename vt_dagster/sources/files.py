@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -24,6 +24,8 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError
 from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.topology.model import Stream
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
 
@@ -37,6 +39,70 @@ class FileInfo(NamedTuple):
     name: str
     path: str
     size: int
+
+
+FILES = "files"
+"""The name of a files source among a commit's inputs; its offsets count lines."""
+
+
+@dataclass(frozen=True)
+class PinnedFiles:
+    """The files that a run takes.
+
+    Args:
+        source: their directory.
+        files: in order of arrival.
+        before: the files consumed by earlier runs: name -> size.
+    """
+
+    source: FilesSource
+    files: Sequence[FileInfo]
+    before: Mapping[str, Any]
+
+    @property
+    def max_bad_share(self) -> float:
+        return self.source.max_bad_share
+
+    @property
+    def max_clock_skew(self) -> timedelta:
+        return self.source.max_clock_skew
+
+    @property
+    def taken(self) -> Ranges:
+        return {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(f.size for f in self.files)
+
+    @property
+    def consumed(self) -> dict[str, Any]:
+        return {**self.before, **{f.name: f.size for f in self.files}}
+
+    @property
+    def empty(self) -> bool:
+        return not self.files
+
+    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+        return self.source.read(spark, self.files, node.schema)
+
+    def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        first = before.inputs.get(FILES, {}).get(0, 0)
+        end = first + counts["in"]
+        return {"taken": {FILES: {0: (first, end)}}, "inputs": {FILES: {0: end}}, "files": True}
+
+    def describe(self) -> list[str]:
+        names = ", ".join(f.name for f in self.files[:5])
+        more = f" and {len(self.files) - 5:,} more" if len(self.files) > 5 else ""
+        size = self.bytes / 1000
+        return [f"takes {len(self.files):,} file(s), {size:,.1f} kB: {names}{more}"]
+
+    def explain(self, error: Exception) -> SourceError | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -108,7 +174,17 @@ class FilesSource:
             i for i in infos if not i.name.startswith((".", "_")) and fnmatch(i.name, self.pattern)
         )
 
-    def pending(self, consumed: dict[str, Any], only: Sequence[str] | None = None) -> list[FileInfo]:
+    def pin(
+        self,
+        before: Commit | None,
+        only: Sequence[str] | None = None,
+        *,
+        consumed: Mapping[str, Any] = {},
+    ) -> PinnedFiles:
+        """The files that a run takes; see :meth:`pending`. Does not use Spark."""
+        return PinnedFiles(self, self.pending(consumed, only), consumed)
+
+    def pending(self, consumed: Mapping[str, Any], only: Sequence[str] | None = None) -> list[FileInfo]:
         """The files that have not been consumed yet, by name, as many as a run may take.
 
         Args:

@@ -7,6 +7,7 @@ are pinned when it starts; only committed records of transactions are in them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -22,10 +23,8 @@ from vt_dagster.core.records import DELETED, POSITION, RAW, RAW_KEY, REASON, REC
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.formats import Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
-from vt_dagster.storage.positions import Commit, Offsets
-
-Ranges = dict[str, dict[int, tuple[int, int]]]
-"""Topic -> partition -> [start, end)."""
+from vt_dagster.storage.positions import Commit, Offsets, Ranges
+from vt_dagster.topology.model import Stream
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 """The type of a column that takes a record's headers."""
@@ -38,10 +37,12 @@ _PLACE = "_place"
 
 
 @dataclass(frozen=True)
-class Pinned:
+class PinnedTopics:
     """What a run takes from its topics.
 
     Args:
+        source: the topics.
+        before: the asset's last commit; None = there is none.
         ranges: what is read, of every partition that there is.
         ids: of the topics.
         gaps: what was lost before the ranges, and accepted to be lost; of a topic that was created
@@ -49,16 +50,76 @@ class Pinned:
         ends: the offset after the last record of each partition, when the run started.
     """
 
+    source: KafkaSource
+    before: Commit | None
     ranges: Ranges
     ids: dict[str, str]
     gaps: Ranges
     ends: dict[str, Offsets]
 
+    bytes = consumed = None
+
     @property
-    def taken(self) -> Ranges:
+    def max_bad_share(self) -> float:
+        return self.source.max_bad_share
+
+    @property
+    def max_clock_skew(self) -> timedelta:
+        return self.source.max_clock_skew
+
+    @property
+    def records(self) -> Ranges:
         """The ranges that hold something."""
         some = {t: {p: r for p, r in of.items() if r[1] > r[0]} for t, of in self.ranges.items()}
         return {t: of for t, of in some.items() if of}
+
+    @property
+    def taken(self) -> Ranges:
+        """The same, or all of them where there is something to commit besides records."""
+        # A first position counts, even where there is nothing to read: else ``latest`` would move on.
+        new = self.before is None or self.gaps or set(self.ids) - set(self.before.topics)
+        return self.ranges if new else self.records
+
+    @property
+    def empty(self) -> bool:
+        return not self.taken
+
+    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+        return self.source.read(spark, self.records, key=node.key, schema=node.schema)
+
+    def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        return {
+            "taken": self.taken,
+            "inputs": {t: {p: e for p, (_, e) in of.items()} for t, of in self.ranges.items()},
+            "topics": self.ids,
+            "gaps": self.gaps,
+        }
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """``lost``: offsets that are gone, and accepted to be."""
+        return {"lost": sum(e - s for some in self.gaps.values() for s, e in some.values())}
+
+    def describe(self) -> list[str]:
+        taken = {topic: sum(e - s for s, e in some.values()) for topic, some in self.taken.items()}
+        lines = ["takes records: " + ", ".join(f"{n:,} of {topic}" for topic, n in taken.items())]
+        if self.gaps:
+            lines.append(f"!goes on without {self.gaps}, as it was told")
+        inputs = {} if self.before is None else self.before.inputs
+        for topic, some in self.ranges.items():
+            new = sorted(set(some) - set(inputs[topic])) if topic in inputs else []
+            if new:
+                lines.append(f"topic {topic} has new partitions {new}")
+        return lines
+
+    def explain(self, error: Exception) -> SourceError | None:
+        said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
+        if said is None:
+            return None
+        return SourceError(
+            f"the {self.source.describe()} could not be read to their end: {said[1].strip()}; nothing "
+            "was committed: run again, and see what the topic's retention is"
+        )
 
     @property
     def behind(self) -> int:
@@ -170,8 +231,13 @@ class KafkaSource:
     # -- offsets ---------------------------------------------------------------------------------
 
     def pin(
-        self, before: Commit | None, wanted: Ranges | None = None, accept_gap: bool = False
-    ) -> Pinned:
+        self,
+        before: Commit | None,
+        wanted: Ranges | None = None,
+        accept_gap: bool = False,
+        *,
+        consumed: Mapping[str, Any] = {},
+    ) -> PinnedTopics:
         """What a run takes after a commit. Does not use Spark.
 
         Args:
@@ -180,6 +246,7 @@ class KafkaSource:
                 position all the same, so that nothing is skipped or taken twice. None = all there is.
             accept_gap: go on where records were lost: removed by the topic's retention, or with the
                 whole topic.
+            consumed: of no use; offsets tell.
 
         Raises:
             RecordsGoneError: the topic has lost records that were not consumed.
@@ -203,7 +270,8 @@ class KafkaSource:
             }
         ids = {topic: state.id for topic, state in states.items()}
         ends = {topic: dict(state.ends) for topic, state in states.items()}
-        return Pinned(_bounded(ranges, self.max_records_per_run), ids, gaps, ends)
+        bounded = _bounded(ranges, self.max_records_per_run)
+        return PinnedTopics(self, before, bounded, ids, gaps, ends)
 
     def _ranges(
         self, topic: str, state: TopicState, before: Commit | None, gaps: Ranges
@@ -429,7 +497,7 @@ def as_offsets(text: str) -> dict[str, dict[int, int]]:
 __all__ = [
     "HEADERS",
     "KafkaSource",
-    "Pinned",
+    "PinnedTopics",
     "Ranges",
     "as_offsets",
     "as_ranges",

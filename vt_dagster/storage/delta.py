@@ -33,7 +33,7 @@ _ROWS_BESIDE = {"spark.databricks.delta.replaceWhere.constraintCheck.enabled": "
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 
 
-class Ours(NamedTuple):
+class Committed(NamedTuple):
     """A commit of ours.
 
     Args:
@@ -52,7 +52,7 @@ def filesystem(path: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
 
 
-def last_commit(path: str) -> Ours | None:
+def last_commit(path: str) -> Committed | None:
     """The newest commit of ours.
 
     Returns:
@@ -133,12 +133,12 @@ def forget_commits(path: str, keep: timedelta) -> int:
     return sum(_COMMIT_FILE.fullmatch(name) is not None for _, name in gone)
 
 
-def _ours(path: str, names: Iterable[str]) -> Iterator[Ours]:
+def _ours(path: str, names: Iterable[str]) -> Iterator[Committed]:
     found = (_own(name, _info(path, name)) for name in names)
     return (one for one in found if one is not None)
 
 
-def _own(name: str, info: dict[str, Any]) -> Ours | None:
+def _own(name: str, info: dict[str, Any]) -> Committed | None:
     try:
         document = json.loads(info.get("userMetadata") or "{}").get(MARK)
     except (ValueError, AttributeError):
@@ -146,10 +146,10 @@ def _own(name: str, info: dict[str, Any]) -> Ours | None:
     if not isinstance(document, dict):
         return None
     written = (info.get("operationMetrics") or {}).get("numOutputRows")
-    return Ours(int(name[:20]), document, None if written is None else int(written))
+    return Committed(int(name[:20]), document, None if written is None else int(written))
 
 
-def batch_before(path: str, batch: int) -> Ours | None:
+def batch_before(path: str, batch: int) -> Committed | None:
     """Our newest commit of an earlier batch; None where there is none, or where somebody else has
     written to the table since. Does not use Spark."""
     for name in _commit_files(path):
@@ -194,7 +194,7 @@ def is_conflict(error: Exception) -> bool:
     return _CONFLICT.search(str(error)) is not None
 
 
-def _commit_of(path: str, batch: int, attempt: str) -> Ours | None:
+def _commit_of(path: str, batch: int, attempt: str) -> Committed | None:
     """The commit that this attempt made of a batch, later ones may stand above it by now; None = it
     was another attempt that wrote the batch."""
     for found in _ours(path, _commit_files(path)):
@@ -233,7 +233,7 @@ def write(
     stats: tuple[str, ...] = (),
     partitioned_by: str | None = None,
     replaced: str | None = None,
-) -> Ours:
+) -> Committed:
     """One commit with a document. A batch is written once: another run's is a conflict.
 
     Args:

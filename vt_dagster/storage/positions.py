@@ -10,6 +10,8 @@ from vt_dagster.storage.segments import Segments
 
 Offsets = dict[int, int]
 """Partition -> offset."""
+Ranges = dict[str, dict[int, tuple[int, int]]]
+"""Input -> partition -> [start, end)."""
 
 
 class Shape(BaseModel):
@@ -17,8 +19,8 @@ class Shape(BaseModel):
 
     kind: Literal["stream", "table", "versioned"]
     key: list[str]
-    history_retention: int | None = None
-    """Microseconds; of a versioned table."""
+    history_retention: int | dict[int, int] | None = None
+    """Microseconds; of a versioned table. Of each partition, where they differ."""
 
 
 class Commit(BaseModel):
@@ -40,7 +42,7 @@ class Commit(BaseModel):
     logs: dict[str, str] = Field(default_factory=dict)
     """The same of each log that was consumed."""
     run_id: str | None = None
-    taken: dict[str, dict[int, tuple[int, int]]] = Field(default_factory=dict)
+    taken: Ranges = Field(default_factory=dict)
     """What this run took from each input: ``{input: {partition: [start, end)}}``."""
     inputs: dict[str, Offsets] = Field(default_factory=dict)
     """How far all runs together have come in each input."""
@@ -60,11 +62,14 @@ class Commit(BaseModel):
     """Of this run, what cannot be added up: lateness, sizes of buffers."""
     totals: dict[str, int] = Field(default_factory=dict)
     """The same over all runs."""
+    totals_by_partition: dict[int, dict[str, int]] = Field(default_factory=dict)
+    """What became of records over all runs, by partition: late, dropped, quarantined, and how many are
+    waiting now. Those of which there are none are left out."""
     topics: dict[str, str] = Field(default_factory=dict)
     """Of a Kafka source: the id of each topic; another topic of the same name has another one."""
     earliest: int | None = None
     """Of this run: the smallest timestamp of a record that was not its key's latest; None = of none."""
-    gaps: dict[str, dict[int, tuple[int, int]]] = Field(default_factory=dict)
+    gaps: Ranges = Field(default_factory=dict)
     """Of this run: offsets that were gone before they could be consumed, ``[first, next)``; of a topic
     that was created anew, where it stood. A run has them only where it was told to accept them."""
     files: bool = False
@@ -75,7 +80,7 @@ class Commit(BaseModel):
     """Whether the attempt's directory holds what an operator keeps from run to run."""
 
 
-class Applied(BaseModel):
+class Checkpoint(BaseModel):
     """The document in each commit of a view or quarantine: the log's batch that it stands at."""
 
     asset: str

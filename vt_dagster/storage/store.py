@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import posixpath
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,17 +33,20 @@ from vt_dagster.columns import (
     PARTITION,
     TIMESTAMP,
 )
-from vt_dagster.core import step, versioned
+from vt_dagster.core import store as of_table
+from vt_dagster.core import versioned
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Applied, Commit, Offsets, Shape
+from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Shape
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import CURRENT, EVERYTHING
-from vt_dagster.storage.view import View, applied_at
-from vt_dagster.topology.durations import parse_time
+from vt_dagster.storage.view import View, checkpoint_at
+from vt_dagster.topology.durations import Duration, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+_ROWS_OF_A_FILE = 250_000
 
 
 @dataclass(frozen=True)
@@ -53,23 +58,23 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """An asset's tables, brought up to the log.
+class Snapshot:
+    """An asset's tables, brought up to the log, as one reads them.
 
     Args:
         head: the log's last commit; None before the first.
         version: the view's; pin it to go on reading what it is now. None where there is no view.
-        applied: the batch that the view stands at: the last one, or what another run made since.
+        checkpoint: the batch that the view stands at: the last one, or what another run made since.
     """
 
     head: Head | None = None
     version: int | None = None
-    applied: Applied | None = None
+    checkpoint: Checkpoint | None = None
 
     @property
     def rows(self) -> int:
         """How many rows of the view a run in order meets, more or less."""
-        return 0 if self.applied is None else self.applied.rows
+        return 0 if self.checkpoint is None else self.checkpoint.rows
 
 
 def asset_names(warehouse: str) -> list[str]:
@@ -88,16 +93,20 @@ def shape_of(node: Stream) -> Shape:
         return Shape(kind="stream", key=list(node.key))
     if not isinstance(node, VersionedTable):
         return Shape(kind="table", key=list(node.key))
-    retention = node.history_retention
-    if not isinstance(retention, timedelta):
-        raise StorageError(
-            f"{node.name}: an asset has one history_retention for all partitions; give a timedelta"
-        )
-    return Shape(
-        kind="versioned",
-        key=list(node.key),
-        history_retention=retention // timedelta(microseconds=1),
-    )
+    retention, one = node.history_retention, timedelta(microseconds=1)
+    if isinstance(retention, timedelta):
+        length: int | dict[int, int] = retention // one
+    else:
+        length = {partition: value // one for partition, value in retention.items()}
+    return Shape(kind="versioned", key=list(node.key), history_retention=length)
+
+
+def _retention(shape: Shape) -> Duration:
+    """The history retention that a commit describes."""
+    told = shape.history_retention or 0
+    if isinstance(told, int):
+        return timedelta(microseconds=told)
+    return {partition: timedelta(microseconds=length) for partition, length in told.items()}
 
 
 class AssetStore:
@@ -145,8 +154,8 @@ class AssetStore:
         own = [f for f in fields if f.name not in added]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         if shape.kind == "versioned":
-            retention = timedelta(microseconds=shape.history_retention or 0)
-            return cls(warehouse, VersionedTable(name, history_retention=retention, **about), spark)
+            table = VersionedTable(name, history_retention=_retention(shape), **about)
+            return cls(warehouse, table, spark)
         kind = Table if shape.kind == "table" else Stream
         return cls(warehouse, kind(name, **about), spark)
 
@@ -182,8 +191,11 @@ class AssetStore:
             wanted = wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after)))
         return rows.where(wanted) if start else rows
 
-    def commit(self, rows: DataFrame, commit: Commit) -> Head:
+    def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
         """Appends a run's rows: the one atomic step that makes the run count.
+
+        Args:
+            count: how many rows these are.
 
         Raises:
             ConcurrentRunError: another run has committed this batch.
@@ -191,8 +203,9 @@ class AssetStore:
         """
         if commit.batch > 1:
             self._check_columns(rows)
+        # Small runs must not leave many small files, and large ones must not wait for one task.
         written = delta.write(
-            rows,
+            rows.coalesce(max(1, math.ceil(count / _ROWS_OF_A_FILE))),
             self.log_path,
             mode="append",
             document=commit.model_dump(),
@@ -272,23 +285,23 @@ class AssetStore:
             with contextlib.suppress(OSError):
                 fs.rm(local, recursive=True)
 
-    def pinned_view(self) -> Standing:
-        """The last commit, and the view that stands exactly at it."""
-        while True:
-            found = self.catch_up()
-            if found.head is None or found.applied is None:
-                return found
-            if found.applied.next_offset == found.head.commit.next_offset:
-                return found
+    # -- what a run holds in memory --------------------------------------------------------------
 
-    def current_at(self, version: int) -> DataFrame:
-        """What the view has of each key as of one of its versions: rows, and of a versioned table
-        also tombstones, without history."""
-        return self._view.stored(self.spark, version, CURRENT)
+    def tuned(self, small: bool) -> AbstractContextManager[None]:
+        """Within it Spark plans for few rows, where there are few."""
+        return small_run(self.spark, small)
+
+    def hold(self, rows: DataFrame) -> DataFrame:
+        """Rows that are wanted several times: computed once."""
+        return rows.persist()
+
+    def release(self, rows: DataFrame) -> None:
+        """They are not wanted any more."""
+        rows.unpersist()
 
     # -- what follows from the log ---------------------------------------------------------------
 
-    def catch_up(self, head: Head | None = None) -> Standing:
+    def catch_up(self, head: Head | None = None) -> Snapshot:
         """Brings quarantine and view up to the log. Safe to call at any time, by anyone.
 
         Args:
@@ -296,13 +309,22 @@ class AssetStore:
         """
         head = head or self.head()
         if head is None:
-            return Standing()
+            return Snapshot()
         self._check_shape(head.commit.shape)
         self._publish_rejected(head)
         if not isinstance(self.node, Table):
-            return Standing(head)
-        version, applied = self._update_view(head)
-        return Standing(head, version, applied)
+            return Snapshot(head)
+        version, checkpoint = self._update_view(head)
+        return Snapshot(head, version, checkpoint)
+
+    def snapshot(self) -> Snapshot:
+        """The last commit, and the view that stands exactly at it."""
+        while True:
+            found = self.catch_up()
+            if found.head is None or found.checkpoint is None:
+                return found
+            if found.checkpoint.next_offset == found.head.commit.next_offset:
+                return found
 
     def _check_shape(self, shape: Shape) -> None:
         if (shape.kind, shape.key) != (shape_of(self.node).kind, list(self.node.key)):
@@ -316,23 +338,23 @@ class AssetStore:
         commit = head.commit
         if not commit.rejected:
             return
-        done = applied_at(self.quarantine_path)
+        done = checkpoint_at(self.quarantine_path)
         if done is not None and done[1].batch >= commit.batch:
             return
         rows = self.spark.read.parquet(self._attempt_path(commit.attempt, "rejected"))
-        applied = Applied(asset=commit.asset, batch=commit.batch, attempt=commit.attempt)
+        checkpoint = Checkpoint(asset=commit.asset, batch=commit.batch, attempt=commit.attempt)
         count = commit.counts.get("late", 0) + commit.counts.get("quarantined", 0)
         with small_run(self.spark, is_small(count, 0)):
             delta.write(
                 rows.withColumn("batch", F.lit(commit.batch)),
                 self.quarantine_path,
                 mode="append",
-                document=applied.model_dump(),
+                document=checkpoint.model_dump(),
                 batch=commit.batch,
                 asset=commit.asset,
             )
 
-    def _update_view(self, head: Head, rebuild: bool = False) -> tuple[int, Applied]:
+    def _update_view(self, head: Head, rebuild: bool = False) -> tuple[int, Checkpoint]:
         return self._view.update(head.commit, lambda start: self.log(start, head), rebuild)
 
     def rebuild_view(self) -> None:
@@ -341,24 +363,28 @@ class AssetStore:
         if head is not None and isinstance(self.node, Table):
             self._update_view(head, rebuild=True)
 
-    def view(self, since: int | None = None) -> tuple[int, Applied, DataFrame] | None:
-        """The view as of the log's last commit, with the Delta version to pin; None before it.
+    def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame:
+        """The rows of the view of a snapshot, which has one: versions, or current rows.
 
         Args:
             since: epoch microseconds: versions that ended by then are not needed, and may be left out.
         """
-        found = self.catch_up()
-        version, applied = found.version, found.applied
-        if version is None or applied is None:
-            return None
-        layout = applied.segments
+        assert at.version is not None
+        assert at.checkpoint is not None
+        layout = at.checkpoint.segments
         wanted = EVERYTHING if layout is None or since is None else layout.ending_after(since)
-        return version, applied, self._view.remembered(self.spark, version, applied, wanted)
+        return self._view.remembered(self.spark, at.version, at.checkpoint, wanted)
+
+    def current_at(self, at: Snapshot) -> DataFrame:
+        """What the view of a snapshot has of each key: rows, and of a versioned table also tombstones,
+        without history."""
+        assert at.version is not None
+        return self._view.stored(self.spark, at.version, CURRENT)
 
     def current(self) -> DataFrame | None:
-        """What the view has of each key, without history: see ``current_at``; None before it."""
-        version = self.catch_up().version
-        return None if version is None else self.current_at(version)
+        """The same as of the log's last commit; None before the first."""
+        at = self.catch_up()
+        return None if at.version is None else self.current_at(at)
 
     def quarantine(self) -> DataFrame | None:
         """What was rejected, and why; None where nothing ever was."""
@@ -400,11 +426,22 @@ class AssetStore:
         if what == "current" and as_of is None:
             rows = self.current()
             assert rows is not None
-            return versioned.get(rows) if isinstance(node, VersionedTable) else rows
+            return of_table.rows_of(node, rows) if isinstance(node, Table) else rows
         moment = parse_time(as_of) if as_of is not None and what == "current" else None
-        found = self.view(since=moment)
-        assert found is not None
-        if moment is None or not isinstance(node, VersionedTable):
-            return found[2]
-        horizon = step.horizon_of(node, by_partition(found[1].stream_time))
-        return versioned.get_as_of(found[2], F.timestamp_micros(F.lit(moment)), horizon)
+        at = self.catch_up()
+        view = self.view_at(at, since=moment)
+        if moment is None or at.checkpoint is None or not isinstance(node, VersionedTable):
+            return view
+        horizon = of_table.horizon_of(node, by_partition(at.checkpoint.stream_time))
+        return versioned.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
+
+
+def stores_of(
+    warehouse: str, spark: SparkSession, tell: Callable[[str], None] | None = None
+) -> Callable[[Stream], AssetStore]:
+    """Gives the tables of each stream and table of a warehouse.
+
+    Args:
+        tell: is told what has been written, in a line each.
+    """
+    return lambda node: AssetStore(warehouse, node, spark, tell)

@@ -9,12 +9,12 @@ from uuid import uuid4
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.columns import SEGMENT
-from vt_dagster.core import step, versioned
+from vt_dagster.core import store, versioned
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Applied, Commit, Offsets
+from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import EVERYTHING, plan
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -23,17 +23,17 @@ _TRIES = 3
 """How often a view is written where its files are compacted at the same time."""
 
 
-def applied_at(path: str) -> tuple[int, Applied] | None:
+def checkpoint_at(path: str) -> tuple[int, Checkpoint] | None:
     """The version of a table that follows from a log, and the batch that it stands at; None where there
     is no table. Does not use Spark."""
     found = delta.last_commit(path)
-    return None if found is None else _applied(found)
+    return None if found is None else _checkpoint(found)
 
 
-def _applied(commit: delta.Ours) -> tuple[int, Applied]:
-    applied = Applied.model_validate(commit.document)
-    applied.rows = applied.total if commit.rows is None else commit.rows
-    return commit.version, applied
+def _checkpoint(commit: delta.Committed) -> tuple[int, Checkpoint]:
+    checkpoint = Checkpoint.model_validate(commit.document)
+    checkpoint.rows = checkpoint.total if commit.rows is None else commit.rows
+    return commit.version, checkpoint
 
 
 class View:
@@ -44,9 +44,9 @@ class View:
         self.path = path
         self._progress = progress
 
-    def applied(self) -> tuple[int, Applied] | None:
-        """See ``applied_at``."""
-        return applied_at(self.path)
+    def checkpoint(self) -> tuple[int, Checkpoint] | None:
+        """See ``checkpoint_at``."""
+        return checkpoint_at(self.path)
 
     def stored(self, spark: SparkSession, version: int, versions: str) -> DataFrame:
         """The rows as they lie there; of a versioned table those that are asked for, as SQL."""
@@ -54,13 +54,14 @@ class View:
         return rows.where(versions).drop(SEGMENT) if SEGMENT in rows.columns else rows
 
     def remembered(
-        self, spark: SparkSession, version: int, applied: Applied, versions: str
+        self, spark: SparkSession, version: int, checkpoint: Checkpoint, versions: str
     ) -> DataFrame:
         """The same without versions that have expired."""
         rows = self.stored(spark, version, versions)
         if not isinstance(self.node, VersionedTable):
             return rows
-        return versioned.remembered(rows, step.horizon_of(self.node, by_partition(applied.stream_time)))
+        horizon = store.horizon_of(self.node, by_partition(checkpoint.stream_time))
+        return versioned.remembered(rows, horizon)
 
     def update(
         self,
@@ -68,7 +69,7 @@ class View:
         log: Callable[[Offsets], DataFrame],
         rebuild: bool = False,
         tries: int = _TRIES,
-    ) -> tuple[int, Applied]:
+    ) -> tuple[int, Checkpoint]:
         """Brings the view up to a commit; changes nothing where it stands there, or further.
 
         Args:
@@ -76,14 +77,14 @@ class View:
             rebuild: from the whole log, whatever is there.
 
         Returns:
-            see ``applied_at``; where another run has brought it further, that.
+            see ``checkpoint_at``; where another run has brought it further, that.
 
         Raises:
             ConcurrentRunError: another run writes to it all the time.
         """
         node = self.node
         assert isinstance(node, Table)
-        done = None if rebuild else self.applied()
+        done = None if rebuild else self.checkpoint()
         if done is not None and (
             done[1].next_offset == commit.next_offset or done[1].batch > commit.batch
         ):
@@ -91,7 +92,7 @@ class View:
         start = {} if done is None else done[1].next_offset
         new = log(start)
         spark = new.sparkSession
-        document = Applied(
+        document = Checkpoint(
             asset=commit.asset,
             batch=commit.batch,
             attempt=uuid4().hex,
@@ -99,7 +100,7 @@ class View:
             stream_time=commit.stream_time,
         )
         records = document.total - sum(start.values())
-        met = 0 if done is None else done[1].rows
+        rows_met = 0 if done is None else done[1].rows
         wanted = EVERYTHING
         segment, replaced = None, None
         if isinstance(node, VersionedTable):
@@ -107,7 +108,7 @@ class View:
             # Where it is more than a batch behind, only the last of them says what was out of order.
             one_behind = done is not None and done[1].batch == commit.batch - 1
             if done is not None:
-                met = done[1].reach(commit.earliest) if one_behind else done[1].total
+                rows_met = done[1].reach(commit.earliest) if one_behind else done[1].total
             change = plan(
                 done[1].segments if done is not None and one_behind else None,
                 new,
@@ -122,9 +123,9 @@ class View:
             document.segments = change.following
             wanted = change.read
         before = None if done is None else self.remembered(spark, *done, wanted)
-        rows = step.fold(node, before, new, by_partition(commit.stream_time))
+        rows = store.fold(node, before, new, by_partition(commit.stream_time))
         try:
-            with small_run(spark, is_small(records, met)):
+            with small_run(spark, is_small(records, rows_met)):
                 written = delta.write(
                     rows if segment is None else rows.withColumn(SEGMENT, segment),
                     self.path,
@@ -136,11 +137,11 @@ class View:
                     replaced=replaced,
                 )
         except ConcurrentRunError:
-            others = self.applied()
+            others = self.checkpoint()
             if others is not None and others[1].batch >= commit.batch:
                 return others
             if tries == 1:
                 raise
             return self.update(commit, log, rebuild, tries - 1)  # it was a compaction
         self._progress.done(f"view at version {written.version}, of batch {commit.batch}")
-        return _applied(written)
+        return _checkpoint(written)

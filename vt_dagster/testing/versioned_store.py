@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import datetime
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import pyarrow as pa
 from pyspark.sql import Column
@@ -22,14 +23,13 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
+from vt_dagster.core import store as of_table
 from vt_dagster.core import versioned
-from vt_dagster.core.arrival import Fate, by_partition, duration
-from vt_dagster.core.records import REASON
+from vt_dagster.core.arrival import Fate, by_partition
+from vt_dagster.core.records import REASON, prepare
 from vt_dagster.errors import ContractError
+from vt_dagster.testing.memory import MemoryStore, Records, to_value
 from vt_dagster.topology.model import VersionedTable
-
-if TYPE_CHECKING:
-    from vt_dagster.testing.driver import TopologyTestDriver
 
 Row = dict[str, Any]
 
@@ -54,12 +54,14 @@ class VersionedStore:
     once: each sees the table as it was before them, so give them different keys.
     """
 
-    def __init__(self, driver: TopologyTestDriver, node: VersionedTable) -> None:
-        self._driver, self._node = driver, node
-
-    @property
-    def _state(self):
-        return self._driver._states[self._node.name]
+    def __init__(
+        self,
+        node: VersionedTable,
+        store: MemoryStore,
+        pipe: Callable[..., None],
+        session: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._node, self._store, self._pipe, self._session = node, store, pipe, session
 
     def get(self, key: Any, as_of: datetime | int | None = None) -> Row | None:
         """The row of a key, as of a time (inclusive) or now; None where there is none, where it was
@@ -69,7 +71,7 @@ class VersionedStore:
 
     def get_each(self, *calls: tuple[Any, datetime | int | None]) -> list[Row | None]:
         """The answers to many :meth:`get` calls, given as (key, as_of)."""
-        driver, node = self._driver, self._node
+        node = self._node
         schema = StructType(
             [StructField(k, t) for k, t in zip(node.key, node.key_types, strict=True)]
             + [StructField(_AT, TimestampType()), StructField(ARRIVAL, LongType())]
@@ -79,12 +81,8 @@ class VersionedStore:
             for i, (key, as_of) in enumerate(calls)
         ]
         table = pa.Table.from_pylist(asked, schema=to_arrow_schema(schema))
-        with driver._session():
-            view = driver._view_or_empty(node)
-            candidates = view.join(
-                driver._frame(table),
-                list(node.key),
-            )
+        with self._session():
+            candidates = self._store.view().join(self._store.frame(table), list(node.key))
             now = versioned.get(candidates.where(F.col(_AT).isNull()))
             dated = candidates.where(F.col(_AT).isNotNull())
             then = versioned.get_as_of(dated, F.col(_AT), self._horizon())
@@ -96,8 +94,8 @@ class VersionedStore:
     def history(self, key: Any) -> list[Row]:
         """All versions of a key by ``valid_from``, tombstones included."""
         values = tuple(self._key(key).values())
-        with self._driver._session():
-            view = self._driver._view_or_empty(self._node)
+        with self._session():
+            view = self._store.view()
             own = versioned.key_range(view, key=self._node.key, lower=values, upper=values)
             return versioned.history(own, key=self._node.key).toArrow().to_pylist()
 
@@ -119,10 +117,9 @@ class VersionedStore:
 
     def put_each(self, *records: Mapping[str, Any]) -> list[datetime | Literal[Refused.REFUSED] | None]:
         """The answers to many :meth:`put` calls, given as records for ``pipe``, made in one run."""
-        self._driver.pipe(self._node.name, *records)
-        state = self._state
-        assert state.considered is not None
-        fates = {r[ARRIVAL]: r for r in state.considered.to_pylist()}
+        self._pipe(self._node.name, *records)
+        assert self._store.held is not None
+        fates = {r[ARRIVAL]: r for r in self._store.held.to_pylist()}
         versions = self._valid_to()
         answers: list[datetime | Literal[Refused.REFUSED] | None] = []
         for i in range(len(records)):
@@ -153,14 +150,14 @@ class VersionedStore:
 
     def find_each(self, *records: Mapping[str, Any]) -> list[Row | None]:
         """What :meth:`delete_each` would answer; changes nothing."""
-        driver, node = self._driver, self._node
-        with driver._session():
-            requests = driver._prepared(node, records)
+        node, store = self._node, self._store
+        with self._session():
+            requests = prepare(Records(store, records).read(store.spark, node), node)
             found = versioned.delete(
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
-                driver._view_or_empty(node),
+                store.view(),
                 key=node.key,
-                stream_time=by_partition(self._state.stream_time),
+                stream_time=self._stream_time(),
                 history_retention=node.history_retention,
             )
             rows = found.where("removed IS NOT NULL").select(ARRIVAL, "removed.*")
@@ -168,12 +165,16 @@ class VersionedStore:
         return [removed.get(i) for i in range(len(records))]
 
     def _horizon(self) -> Column:
-        return by_partition(self._state.stream_time) - duration(self._node.history_retention)
+        return of_table.horizon_of(self._node, self._stream_time())
+
+    def _stream_time(self) -> Column:
+        head = self._store.head()
+        return by_partition({} if head is None else head.commit.stream_time)
 
     def _valid_to(self) -> dict[tuple[Any, ...], datetime | None]:
         columns = [*self._node.key, VALID_FROM, VALID_TO]
-        with self._driver._session():
-            view = self._driver._view_or_empty(self._node).select(*columns).toArrow()
+        with self._session():
+            view = self._store.view().select(*columns).toArrow()
         rows = zip(*(view[c].to_pylist() for c in columns), strict=True)
         return {(*(_hashable(k) for k in row[:-2]), row[-2]): row[-1] for row in rows}
 
@@ -209,18 +210,3 @@ class VersionedStore:
 
 def _hashable(value: Any) -> Any:
     return repr(value) if isinstance(value, list | dict) else value
-
-
-def to_value(value: Any, kind: Any) -> Any:
-    """A value as Arrow wants it: times become datetimes, everything else stays."""
-    if isinstance(kind, TimestampType) and isinstance(value, int | datetime):
-        return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=to_micros(value))
-    return value
-
-
-def to_micros(moment: datetime | int) -> int:
-    """Epoch microseconds of a datetime (naive = UTC) or of epoch milliseconds."""
-    if isinstance(moment, int):
-        return moment * 1000
-    aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-    return (aware - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1)

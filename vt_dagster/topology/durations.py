@@ -88,6 +88,12 @@ def plus(one: Duration, other: Duration) -> Duration:
     return {p: at(one, p) + at(other, p) for p in sorted(partitions)}
 
 
+def micros_of(value: Duration, partition: int) -> int:
+    """A duration of one partition in microseconds."""
+    length = value if isinstance(value, timedelta) else value[partition]
+    return length // timedelta(microseconds=1)
+
+
 def parse_time(text: str) -> int:
     """Epoch microseconds of an ISO 8601 time; UTC where it has no offset.
 

@@ -57,6 +57,16 @@ class Operator(ABC):
         """For each column of the result the (asset, column) pairs that it is made of."""
 
     @property
+    def settings(self) -> dict[str, str]:
+        """What an asset's metadata says of it, by name."""
+        return {}
+
+    @property
+    def log_columns(self) -> tuple[str, ...]:
+        """Columns that it adds to its result's log, besides those of any log."""
+        return ()
+
+    @property
     def stored(self) -> bool:
         """Whether the result has a store of its own, which decides what is latest and what was
         before; else it passes on what its input says (filter, map_values)."""

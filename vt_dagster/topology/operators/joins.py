@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, cast
 
 from pyspark.sql.types import StructField, StructType
 
-from vt_dagster.columns import TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import IS_LATE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, pairs, spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -90,6 +91,19 @@ class StreamTableJoin(_Join):
         if self.grace_period is not None:
             self._check_grace(self.grace_period)
         self.projection()
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything can wait: a grace period of zero is none."""
+        return self.grace_period is not None and self.grace_period != type(self.grace_period)()
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"grace_period": spoken(self.grace_period or timedelta(0))}
+
+    @property
+    def log_columns(self) -> tuple[str, ...]:
+        return (IS_LATE,) if self.waits else ()
 
     def _check_grace(self, grace: Duration) -> None:
         check_duration(self.name, "grace_period", grace)

@@ -25,9 +25,14 @@ from vt_dagster.columns import (
     TURN,
 )
 from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, gathered, union, with_stream_time
-from vt_dagster.core.transform import over_old
+from vt_dagster.core.changes import over_old
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.processor import Input, Known, Processor, is_last
+from vt_dagster.core.records import home_of
 from vt_dagster.topology.accumulators import Aggregates
 from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.model import VersionedTable
+from vt_dagster.topology.operators import Aggregator, TableAggregate
 
 pa: Any = pyarrow  # has no types
 
@@ -35,6 +40,56 @@ Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
 _TAKE, _ADD, _CHANGE = "_take", "_add", "_change"
 _LAST = "_last"
+
+
+class TableAggregateProcessor(Processor[TableAggregate]):
+    """See :func:`entries`, :func:`refuse` and :func:`aggregate` or :func:`aggregate_by`."""
+
+    merges = True
+    goes_forward = True
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        operator, node = self.operator, self.node
+        source, chosen = operator.source, operator.aggregates
+        if isinstance(chosen, Aggregator):
+            wanted = operator.selection().columns
+        else:
+            wanted = [(a.name, a.expression) for a in operator.parsed().accumulators]
+        changes = entries(
+            rows[0],
+            key=source.key,
+            values=value_columns(source),
+            group_key=operator.keys().columns,
+            inputs=wanted,
+            partition=home_of(node.key, node),
+            versioned=source.versioned,
+        )
+        if isinstance(node, VersionedTable):
+            changes = refuse(
+                changes,
+                known.state,
+                key=node.key,
+                stream_time=known.stream_time,
+                history_retention=node.history_retention,
+                chunk=self.chunk,
+            )
+        else:
+            changes = changes.withColumn(FATE, F.lit(Fate.APPLIED))
+        if not isinstance(chosen, Aggregator):
+            return aggregate(changes, known.state, key=node.key, aggregates=operator.parsed())
+        return aggregate_by(
+            changes,
+            known.state,
+            key=node.key,
+            names=value_columns(node),
+            initializer=chosen.initializer,
+            adder=chosen.adder,
+            subtractor=chosen.subtractor,
+            schema=chosen.schema,
+        )
+
+    def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
+        return state_after(rows, known.state, key=self.node.key)
 
 
 def entries(
@@ -193,16 +248,6 @@ def _group_time(so_far: Any, counts: Column) -> Column:
     return F.greatest(F.max(F.when(counts, F.col(TIMESTAMP))).over(so_far), F.col(_BASE_TIME))
 
 
-def is_last(key: Sequence[str]) -> Column:
-    """Whether a row is its group's or key's last update in this run."""
-    in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
-    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
-    whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
-    applied = F.col(FATE) == Fate.APPLIED
-    updates = F.count(F.when(applied, 1))
-    return applied & (updates.over(so_far) == updates.over(whole))
-
-
 def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str]) -> DataFrame:
     """The groups after a run: the last update of each, and the groups that had none.
 
@@ -287,6 +332,3 @@ def aggregate_by(
     applied = F.col(FATE) == Fate.APPLIED
     columns = {f.name: F.when(applied, F.col("_acc")[f.name]) for f in result.fields}
     return made.withColumns({**columns, IS_TOMBSTONE: F.col("_acc").isNull()})
-
-
-__all__ = ["aggregate", "aggregate_by", "entries", "is_last", "refuse", "state_after"]

@@ -1,11 +1,8 @@
-"""filter, filter_not, map_values: a table row by row; and stream to table, table to stream (KIP-914).
-
-All of them are projections of the change rows, without shuffle or sort, but for ``told_once``.
-"""
+"""filter, filter_not: the rows of a table for which a condition holds (KIP-914)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pyarrow  # pyright: ignore[reportMissingTypeStubs]
@@ -13,10 +10,14 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, StructField, StructType
 
-from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMESTAMP, VALID_TO
-from vt_dagster.core.arrival import Fate, gathered, has_key, micros
-from vt_dagster.core.changes import over_struct
+from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMESTAMP, TURN, VALID_TO
+from vt_dagster.core.arrival import Fate, gathered, micros
+from vt_dagster.core.changes import over_old
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.processor import Input, Known, Processor
 from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.model import VersionedTable
+from vt_dagster.topology.operators import Filter
 
 pa: Any = pyarrow
 
@@ -24,17 +25,30 @@ _NEWEST, _ALIVE, _TIME, _BEFORE, _RETENTION = "_newest", "_alive", "_time", "_be
 _REPEATED = "_repeated"
 
 
-def over_old(
-    changes: DataFrame, key: Sequence[str], values: Sequence[str], columns: Mapping[str, str]
-) -> DataFrame:
-    """Adds SQL expressions over the row that each change replaced.
+class FilterProcessor(Processor[Filter]):
+    """See :func:`filter`; into a versioned table also :func:`without_repeated_tombstones`."""
 
-    Args:
-        columns: name -> expression over key columns, value columns and ``timestamp``. Where there was
-            no row, all but the key are null, and what an expression makes of that means nothing.
-    """
-    added = {name: F.expr(expression) for name, expression in columns.items()}
-    return over_struct(changes, key, F.col(OLD), [*values, TIMESTAMP], added)
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        operator, node = self.operator, self.node
+        source = operator.source
+        begins = isinstance(node, VersionedTable) and not source.versioned
+        results = filter(
+            rows[0].withColumn(TURN, F.lit(0)),
+            key=source.key,
+            values=value_columns(source),
+            predicate=operator.predicate,
+            negate=operator.negate,
+            versioned=source.versioned or begins,
+        )
+        if not isinstance(node, VersionedTable) or not begins:
+            return results
+        return without_repeated_tombstones(
+            results,
+            known.view,
+            key=node.key,
+            stream_time=known.stream_time,
+            history_retention=node.history_retention,
+        )
 
 
 def filter(
@@ -63,15 +77,16 @@ def filter(
     passes = F.expr(condition) & ~F.col(IS_TOMBSTONE)
     old = F.when(F.col("_old_passes"), F.col(OLD))
     goes_out = F.lit(True) if versioned else F.col("_passes") | F.col(OLD).isNotNull()
+    fate = F.when(goes_out, Fate.APPLIED).otherwise(Fate.NO_RESULT)
     kept = {v: F.when(F.col("_passes"), F.col(f"`{v}`")) for v in values}
     return (
         seen.withColumns({"_passes": passes, OLD: old})
-        .withColumns({**kept, FATE: _fate(goes_out), IS_TOMBSTONE: ~F.col("_passes")})
+        .withColumns({**kept, FATE: fate, IS_TOMBSTONE: ~F.col("_passes")})
         .drop("_passes", "_old_passes")
     )
 
 
-def told_once(
+def without_repeated_tombstones(
     rows: DataFrame,
     versions: DataFrame | None,
     *,
@@ -141,49 +156,6 @@ def told_once(
             yield batch.append_column("_repeated", pa.array(repeated, pa.bool_()))
 
     schema = StructType([*ordered.schema.fields, StructField(_REPEATED, BooleanType())])
-    told = cast(DataFrame, cast(Any, ordered).mapInArrow(run, schema))
+    decided = cast(DataFrame, cast(Any, ordered).mapInArrow(run, schema))
     fate = F.when(F.col(_REPEATED), Fate.NO_RESULT).otherwise(F.col(FATE))
-    return told.withColumn(FATE, fate).select(*[F.col(f"`{c}`") for c in rows.columns])
-
-
-def map_values(
-    changes: DataFrame,
-    *,
-    key: Sequence[str],
-    values: Sequence[str],
-    columns: Sequence[tuple[str, str]],
-) -> DataFrame:
-    """Other values for the same keys; every record goes out, repeated tombstones too
-    (kip914-probe-map-values-tombstones).
-
-    Args:
-        columns: the result's value columns, (name, SQL expression over the table's columns).
-    """
-    names = [name for name, _ in columns]
-    before = [f"_old_{i}" for i in range(len(columns))]
-    seen = over_old(changes, key, values, {b: sql for b, (_, sql) in zip(before, columns, strict=True)})
-    old = F.struct(
-        *[F.col(b).alias(n) for b, n in zip(before, names, strict=True)], f"{OLD}.{TIMESTAMP}"
-    )
-    mapped = [F.when(~F.col(IS_TOMBSTONE), F.expr(sql)).alias(name) for name, sql in columns]
-    others = [c for c in changes.columns if c not in {*values, *names, OLD}]
-    return seen.select(
-        *[F.col(f"`{c}`") for c in others],
-        *mapped,
-        F.when(F.col(OLD).isNotNull(), old).alias(OLD),
-        F.lit(Fate.APPLIED).alias(FATE),
-    )
-
-
-def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:
-    """A stream's records as changes; those without a key are dropped."""
-    return records.withColumn(FATE, F.when(~has_key(key), Fate.DROPPED).otherwise(Fate.APPLIED))
-
-
-def to_stream(changes: DataFrame) -> DataFrame:
-    """A table's changes as records, tombstones included."""
-    return changes.withColumn(FATE, F.lit(Fate.APPLIED))
-
-
-def _fate(goes_out: Column) -> Column:
-    return F.when(goes_out, Fate.APPLIED).otherwise(Fate.NO_RESULT)
+    return decided.withColumn(FATE, fate).select(*[F.col(f"`{c}`") for c in rows.columns])

@@ -16,9 +16,11 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.columns import (
     FATE,
+    HOME,
     IS_TOMBSTONE,
     ORDER,
     PARTITION,
+    SEQUENCE,
     TIMESTAMP,
     TURN,
     WINDOW_END,
@@ -34,12 +36,73 @@ from vt_dagster.core.arrival import (
     union,
     with_stream_time,
 )
+from vt_dagster.core.processor import Counts, Input, Known, Processor, lateness
+from vt_dagster.core.records import home_of
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
 from vt_dagster.topology.accumulators import Aggregates
+from vt_dagster.topology.operators import WindowedAggregate
 from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
 
 _OPEN, _LAST, _MARK = "_open", "_last", "_mark"
 _MERGES = {"sum": F.sum, "min": F.min, "max": F.max}
+
+_LATE, _EXPIRED = "late_records_dropped", "expired_window_records_dropped"
+
+
+class WindowedAggregateProcessor(Processor[WindowedAggregate]):
+    """See :func:`aggregate` and :func:`state_after`."""
+
+    goes_by_time = True
+
+    @property
+    def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return bool(self.operator.group_key)
+
+    @property
+    def _key(self) -> list[str]:
+        """The key without the window."""
+        return [name for name, _ in self.operator.keys().columns]
+
+    def _regrouped(self, rows: DataFrame) -> DataFrame:
+        """Records under their new key, in its partition."""
+        if not self.operator.group_key:
+            return rows
+        chosen = {name: F.expr(sql) for name, sql in self.operator.keys().columns}
+        return rows.withColumns(chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
+
+    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        rows = self._regrouped(self.in_order(inputs)[0]).where(has_key(self._key))
+        return lateness(rows, known.stream_time, self.chunk)
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        return aggregate(
+            self._regrouped(rows[0]),
+            known.state,
+            key=self._key,
+            window=self.operator.window,
+            aggregates=self.operator.parsed(),
+            before=known.stream_time,
+            chunk=self.chunk,
+        )
+
+    def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
+        return state_after(
+            rows,
+            key=self._key,
+            window=self.operator.window,
+            aggregates=self.operator.parsed(),
+            after=known.stream_time_after,
+        )
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        late = (F.col(FATE) == Fate.DROPPED) & has_key(self._key)
+        return {
+            _EXPIRED: F.count_if(late),
+            _LATE: F.count_distinct(F.when(late, F.struct(HOME, SEQUENCE))),
+        }
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        return super().counts(taken, found, judged) | {n: found[n] for n in (_LATE, _EXPIRED)}
 
 
 def aggregate(

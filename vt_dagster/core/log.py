@@ -1,0 +1,72 @@
+"""The columns of logs and views, with their types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql.types import (
+    BooleanType,
+    DataType,
+    IntegerType,
+    LongType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    LOG_COLUMNS,
+    OFFSET,
+    OLD,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+_TYPES: dict[str, DataType] = {
+    TIMESTAMP: TimestampType(),
+    PARTITION: IntegerType(),
+    OFFSET: LongType(),
+    IS_TOMBSTONE: BooleanType(),
+    IS_LATEST: BooleanType(),
+    IS_LATE: BooleanType(),
+    VALID_FROM: TimestampType(),
+    VALID_TO: TimestampType(),
+}
+
+
+def value_columns(node: Stream) -> list[str]:
+    """The value columns of a node's log: all but the key and ``timestamp``."""
+    return [c for c in node.schema.names if c not in node.key and c.lower() != TIMESTAMP]
+
+
+def log_columns(node: Stream) -> list[str]:
+    """The columns of a node's log, in order."""
+    own = [c for c in node.schema.names if c.lower() != TIMESTAMP]
+    of_tables = (IS_LATEST, OLD) if isinstance(node, Table) else ()
+    of_operator = node.operator.log_columns if node.operator is not None else ()
+    return [*own, *LOG_COLUMNS, *of_tables, *of_operator]
+
+
+def log_schema(node: Stream) -> StructType:
+    """The columns of a node's log with their types."""
+    return _schema(node, log_columns(node))
+
+
+def view_schema(node: Table) -> StructType:
+    """The columns of a table's view with their types."""
+    names = [n for n in log_columns(node) if n not in (IS_LATEST, OLD)]
+    ends = [VALID_FROM, VALID_TO] if isinstance(node, VersionedTable) else []
+    return _schema(node, [*names, *ends])
+
+
+def _schema(node: Stream, names: Sequence[str]) -> StructType:
+    own: dict[str, DataType] = {f.name: f.dataType for f in node.schema.fields}
+    old = [*value_columns(node), TIMESTAMP]
+    own[OLD] = StructType([StructField(n, _TYPES.get(n) or own[n]) for n in old])
+    return StructType([StructField(n, _TYPES.get(n) or own[n]) for n in names])

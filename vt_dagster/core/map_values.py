@@ -1,0 +1,58 @@
+"""map_values: a table with other values for the same keys (KIP-914)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, TIMESTAMP, TURN
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.changes import over_old
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.processor import Input, Known, Processor
+from vt_dagster.topology.operators import MapValues
+
+
+class MapValuesProcessor(Processor[MapValues]):
+    """See :func:`map_values`."""
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        source = self.operator.source
+        columns = self.operator.selection().columns
+        return map_values(
+            rows[0].withColumn(TURN, F.lit(0)),
+            key=source.key,
+            values=value_columns(source),
+            columns=[c for c in columns if c[0] not in source.key],
+        )
+
+
+def map_values(
+    changes: DataFrame,
+    *,
+    key: Sequence[str],
+    values: Sequence[str],
+    columns: Sequence[tuple[str, str]],
+) -> DataFrame:
+    """Other values for the same keys; every record goes out, repeated tombstones too
+    (kip914-probe-map-values-tombstones).
+
+    Args:
+        columns: the result's value columns, (name, SQL expression over the table's columns).
+    """
+    names = [name for name, _ in columns]
+    before = [f"_old_{i}" for i in range(len(columns))]
+    seen = over_old(changes, key, values, {b: sql for b, (_, sql) in zip(before, columns, strict=True)})
+    old = F.struct(
+        *[F.col(b).alias(n) for b, n in zip(before, names, strict=True)], f"{OLD}.{TIMESTAMP}"
+    )
+    mapped = [F.when(~F.col(IS_TOMBSTONE), F.expr(sql)).alias(name) for name, sql in columns]
+    others = [c for c in changes.columns if c not in {*values, *names, OLD}]
+    return seen.select(
+        *[F.col(f"`{c}`") for c in others],
+        *mapped,
+        F.when(F.col(OLD).isNotNull(), old).alias(OLD),
+        F.lit(Fate.APPLIED).alias(FATE),
+    )

@@ -1,0 +1,376 @@
+"""What a run needs to know of an operator, in one object: its *processor*, in Kafka Streams' word.
+
+A processor says what it takes from each input, in which order, what it makes of that, what it keeps
+for the next run, and what is counted and promised. It makes lazy DataFrames of DataFrames; a ``Run``
+reads, holds and writes them. Each operator's file has its own; ``processors.py`` lists them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    HOME,
+    INPUT,
+    IS_LATEST,
+    OFFSET,
+    OLD,
+    ORDER,
+    PARTITION,
+    SEQUENCE,
+    TIMESTAMP,
+    TURN,
+)
+from vt_dagster.core import store
+from vt_dagster.core.arrival import STREAM_TIME, Fate, arrival_chunk, number, with_stream_time
+from vt_dagster.core.as_of_join import Way
+from vt_dagster.core.log import log_columns
+from vt_dagster.topology.model import Stream, Table
+
+_HOUR = 3_600_000_000
+
+Counts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a run takes from one input.
+
+    Args:
+        rows: the log rows of the run; of a source, its prepared records.
+        table: of a table that is looked into, what it has of each key at the end of ``rows`` (of a
+            versioned one also tombstones); None = every row of it is among ``rows``, or it is not
+            looked into.
+        earlier: log rows of runs before, as far back as ``look_back`` asked for; None = none.
+    """
+
+    rows: DataFrame
+    table: DataFrame | None = None
+    earlier: DataFrame | None = None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known besides the inputs: from the runs before, and of this run's end.
+
+    Args:
+        state: what the processor kept; None = nothing yet.
+        view: the current rows of the result; None = nothing yet.
+        stream_time: before the run, of a row's partition of the result.
+        stream_time_after: at the end of the run, where the processor has a stream time of its own.
+        released: of what is held back, the time up to which it had gone out before the run.
+        released_after: at the end of the run.
+    """
+
+    state: DataFrame | None
+    view: DataFrame | None
+    stream_time: Column
+    stream_time_after: Column
+    released: Column
+    released_after: Column
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table that is looked into as of times.
+
+    Args:
+        rows: its versions, of a plain table its current rows.
+        stream_time: of a row's partition.
+        way: see ``as_of_join``.
+    """
+
+    rows: DataFrame
+    stream_time: Column
+    way: Way = "sorted"
+
+
+O = TypeVar("O", covariant=True)  # noqa: E741
+
+
+class Processor(ABC, Generic[O]):
+    """What a run needs to know of an operator.
+
+    Args:
+        node: the result.
+        few: whether one task can well put in order what the run takes of a partition: then nothing is
+            cut into chunks, and plans are shorter.
+    """
+
+    reads_tables = False
+    """Whether it looks into its inputs' tables, not only at their changes."""
+    merges = False
+    """Whether a result's partition has records of several logs or partitions."""
+    goes_by_time = False
+    """Whether it has a stream time of its own, which decides what is closed or goes out."""
+    drops_late = True
+    """Whether a late record is of no use; else it is joined at once."""
+    goes_forward = False
+    """Whether results of a key never go back in time."""
+    is_final = False
+    """Whether each key has one result at most."""
+    counted: tuple[str, ...] = ("in", "out", "late", "dropped")
+    """The counts that each run is to show."""
+
+    def __init__(self, node: Stream, few: bool = False) -> None:
+        self.node = node
+        self.few = few
+
+    @property
+    def operator(self) -> O:
+        """The declaration."""
+        operator: Any = self.node.operator
+        return operator
+
+    # -- what it takes ---------------------------------------------------------------------------
+
+    @property
+    def consumed(self) -> tuple[Stream, ...]:
+        """The inputs whose logs it takes, by position; one may be there twice."""
+        return self.node.inputs
+
+    @property
+    def looked_up(self) -> Table | None:
+        """The table that it looks into as of its records' times, if any."""
+        return None
+
+    def look_back(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> int | None:
+        """How far back it needs the log of its input again: rows with a larger timestamp (epoch
+        microseconds); None = not at all.
+
+        Args:
+            stream_time: by partition, before the run.
+            released: the time up to which records had gone out, likewise.
+        """
+        return None
+
+    def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
+        """The inputs' rows in the order in which a Kafka Streams task takes them.
+
+        A task takes the record with the smallest timestamp among the heads of its inputs (equal: the
+        left one's). That is the order of each input's own stream time in this run. Rows of one
+        partition of one log keep the order of their offsets. A log that is two inputs at once gives
+        each record to the left one, then to the right one.
+        """
+        nothing = F.lit(None).cast("timestamp")
+        names = [node.name for node in self.consumed]
+        twice = len(set(names)) < len(names)
+        ordered: list[DataFrame] = []
+        for i, one in enumerate(inputs):
+            rows = one.rows.withColumn(ARRIVAL, F.col(OFFSET))
+            if self.merges:
+                timed = with_stream_time(rows, nothing, chunk=None if self.few else arrival_chunk())
+                rows = timed.withColumn(ARRIVAL, F.unix_micros(STREAM_TIME)).drop(STREAM_TIME)
+            place = F.col(OFFSET) * 2 + i if twice else F.col(OFFSET)
+            side = F.lit(0 if twice else i)
+            ordered.append(rows.withColumns({INPUT: side, HOME: F.col(PARTITION), SEQUENCE: place}))
+        return ordered
+
+    @property
+    def chunk(self) -> Column | None:
+        """Ascends with the order of what it takes, so that a long partition is not one task's."""
+        if self.few:
+            return None
+        return hour_of_arrival() if self.merges else arrival_chunk()
+
+    # -- what it makes of it ---------------------------------------------------------------------
+
+    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame | None:
+        """How its own stream time moves in a run; None where it has none.
+
+        Returns:
+            ``partition`` (of the result), ``time`` (epoch microseconds); and where lateness is told,
+            ``records, lateness`` (the sum) and ``most``, microseconds.
+        """
+        return None
+
+    def released(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> dict[int, int]:
+        """The time up to which held records go out, after a run that ends at a stream time."""
+        return {}
+
+    def waiting(self, log: DataFrame, released: Mapping[int, int]) -> DataFrame:
+        """Of the log rows that it has consumed, those that it holds back; of what holds back records.
+
+        Args:
+            released: the time up to which records have gone out, by partition.
+        """
+        return log.limit(0)
+
+    @abstractmethod
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        """The operator itself.
+
+        Args:
+            rows: the inputs' rows ``in_order``.
+
+        Returns:
+            rows ``key columns, value columns, timestamp, partition, is_tombstone, _fate, ORDER,
+            _turn``, of what has no store of its own also ``is_latest, old``; and what ``state_after``
+            needs.
+        """
+
+    def results(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        """The results of a run with all that is counted, and what ``state_after`` needs.
+
+        Returns:
+            rows of ``process``, of tables with ``is_latest`` and ``old``: what the result's own store
+            makes of them.
+        """
+        rows = self.process(self.in_order(inputs), inputs, known)
+        node, operator = self.node, self.node.operator
+        if not isinstance(node, Table) or operator is None or not operator.stored:
+            return rows
+        if operator.emit == "per_run":
+            rows = last_of_run(rows, node.key)
+        told = rows.where(F.col(FATE) != Fate.NO_RESULT)
+        pending = told.drop(IS_LATEST, OLD).withColumn(
+            FATE, F.when(F.col(FATE) != Fate.APPLIED, F.col(FATE))
+        )
+        return store.put(
+            node,
+            pending,
+            known.view,
+            stream_time=known.stream_time,
+            order=[*ORDER, TURN],
+            chunk=self.result_chunk(self.few),
+        )
+
+    def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame | None:
+        """Of what looks into a table as of times: the records with their fate, before it looks."""
+        return None
+
+    def look_up(self, judged: DataFrame, lookup: Lookup) -> DataFrame:
+        """The results of judged records, with the table as of their times."""
+        raise AssertionError("only what judges records looks them up")
+
+    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
+        """What it keeps for its next run; None where it keeps nothing.
+
+        Args:
+            rows: its results. They are wanted again: hold them.
+        """
+        return None
+
+    # -- what becomes of it ----------------------------------------------------------------------
+
+    @property
+    def result_order(self) -> list[Column]:
+        """The order in which results go to the log; total within a partition."""
+        return [F.col(c) for c in (*ORDER, TURN)]
+
+    def result_chunk(self, few: bool) -> Column | None:
+        """Ascends with that order."""
+        if few:
+            return None
+        return hour_of_arrival() if self.merges else arrival_chunk()
+
+    def produce(self, rows: DataFrame, first: Column, few: bool) -> DataFrame:
+        """The log rows of a run: results in order, numbered from ``first``.
+
+        Args:
+            few: whether one task can well number a partition's results.
+        """
+        results = rows.where(F.col(FATE) == Fate.APPLIED)
+        numbered = number(results, first, self.result_order, self.result_chunk(few))
+        return numbered.select(*log_columns(self.node))
+
+    # -- what is counted and promised ------------------------------------------------------------
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        """Aggregates over its results that are counted besides their fates, by name."""
+        return {}
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        """The counts of a run.
+
+        Args:
+            taken: number of log rows that it took.
+            found: of its results, by fate, and ``tallies``.
+            judged: of the records that it judged, by fate.
+        """
+        return {"in": taken, "out": found[Fate.APPLIED], **_of(found, Fate.LATE, Fate.DROPPED)}
+
+    def fullness(self, state: DataFrame | None) -> DataFrame | None:
+        """How full its buffer is: ``partition, records, bytes``; None where it has none."""
+        return None
+
+    def gauges(
+        self, sizes: Mapping[int, tuple[int, int]], earlier: Mapping[str, float], runs: int
+    ) -> dict[str, float]:
+        """What cannot be added up over runs, told of its buffer.
+
+        Args:
+            sizes: records and bytes by partition, of ``fullness``.
+            earlier: the gauges of the last run; ``runs``: how many there were.
+
+        Raises:
+            BufferFullError: the buffer is over a limit that stops the run.
+        """
+        return {}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        """What must be equal: (what, expected, found).
+
+        Args:
+            totals: counts over all runs.
+            taken: number of log rows that all runs took.
+            rows: in the result's log.
+        """
+        return [
+            ("records in = positions of the inputs", taken, totals.get("in", 0)),
+            ("records out = rows in the log", totals.get("out", 0), rows),
+        ]
+
+
+def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
+    """Leaves the last update of each key a result, as Kafka Streams' cache does until it is flushed.
+
+    Plan: one shuffle and sort by key, those that an aggregate has made already.
+    """
+    earlier = (F.col(FATE) == Fate.APPLIED) & ~is_last(key)
+    fate = F.when(earlier, Fate.NO_RESULT).otherwise(F.col(FATE))
+    return rows.withColumn(FATE, fate)
+
+
+def is_last(key: Sequence[str]) -> Column:
+    """Whether a row is its group's or key's last update in this run."""
+    in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
+    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+    whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
+    applied = F.col(FATE) == Fate.APPLIED
+    updates = F.count(F.when(applied, 1))
+    return applied & (updates.over(so_far) == updates.over(whole))
+
+
+def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> DataFrame:
+    """How a stream time moves with rows, and how far they lie behind it: see ``Processor.own_time``.
+
+    Plan: ``with_stream_time`` over few columns, then one aggregate by partition.
+    """
+    narrow = rows.select(PARTITION, TIMESTAMP, *ORDER)
+    timed = with_stream_time(narrow, stream_time, chunk=chunk)
+    behind = F.unix_micros(STREAM_TIME) - F.unix_micros(TIMESTAMP)
+    return timed.groupBy(PARTITION).agg(
+        F.max(F.unix_micros(TIMESTAMP)).alias("time"),
+        F.count(F.lit(1)).alias("records"),
+        F.sum(behind).alias("lateness"),
+        F.max(behind).alias("most"),
+    )
+
+
+def hour_of_arrival() -> Column:
+    """The chunk where ``_arrival`` is a time."""
+    return F.floor(F.col(ARRIVAL) / F.lit(_HOUR))
+
+
+def _of(counts: Counts, *names: str) -> dict[str, int]:
+    return {name: counts[name] for name in names}

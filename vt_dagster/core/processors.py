@@ -1,0 +1,39 @@
+"""Which processor each operator has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vt_dagster.core.filter import FilterProcessor
+from vt_dagster.core.foreign_key_join import ForeignKeyJoinProcessor
+from vt_dagster.core.map_values import MapValuesProcessor
+from vt_dagster.core.processor import Processor
+from vt_dagster.core.source import SourceProcessor
+from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
+from vt_dagster.core.suppress import SuppressProcessor
+from vt_dagster.core.table_aggregate import TableAggregateProcessor
+from vt_dagster.core.table_table_join import TableTableJoinProcessor
+from vt_dagster.core.to_stream import ToStreamProcessor
+from vt_dagster.core.to_table import ToTableProcessor
+from vt_dagster.core.windowed_aggregate import WindowedAggregateProcessor
+from vt_dagster.topology import operators as of
+from vt_dagster.topology.model import Stream
+
+PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
+    of.StreamTableJoin: StreamTableJoinProcessor,
+    of.TableTableJoin: TableTableJoinProcessor,
+    of.ForeignKeyJoin: ForeignKeyJoinProcessor,
+    of.Filter: FilterProcessor,
+    of.MapValues: MapValuesProcessor,
+    of.ToTable: ToTableProcessor,
+    of.ToStream: ToStreamProcessor,
+    of.TableAggregate: TableAggregateProcessor,
+    of.WindowedAggregate: WindowedAggregateProcessor,
+    of.Suppress: SuppressProcessor,
+}
+
+
+def processor_of(node: Stream, few: bool = False) -> Processor[Any]:
+    """The processor of a node; ``few``: see :class:`Processor`."""
+    kind = SourceProcessor if node.operator is None else PROCESSORS[type(node.operator)]
+    return kind(node, few)

@@ -1,0 +1,66 @@
+"""A source's records, once they are read: which are applied, which come too late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import ARRIVAL, FATE, PARTITION
+from vt_dagster.core import store
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.processor import Counts, Input, Known, Processor
+from vt_dagster.core.records import RAW, RAW_KEY
+from vt_dagster.topology.model import Stream, Table
+
+_FATES = (Fate.APPLIED, Fate.LATE, Fate.QUARANTINED)
+
+
+class SourceProcessor(Processor[None]):
+    """Puts a source's prepared records (``records.prepare``) into its stream or table.
+
+    A stream and a plain table apply every record; a versioned table refuses those older than its
+    history retention. Records with a reason for quarantine are passed through.
+    """
+
+    counted = ("in", *_FATES)
+
+    @property
+    def consumed(self) -> tuple[Stream, ...]:
+        return ()
+
+    def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
+        return [one.rows for one in inputs]
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        node, (records,) = self.node, rows
+        if not isinstance(node, Table):
+            return _without_raw(records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED))))
+        decided = store.put(
+            node,
+            records,
+            known.view,
+            stream_time=known.stream_time,
+            order=[PARTITION, ARRIVAL],
+            chunk=self.chunk,
+        )
+        return _without_raw(decided)
+
+    @property
+    def result_order(self) -> list[Column]:
+        return [F.col(ARRIVAL)]
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        return {"in": found["in"], **{fate: found[fate] for fate in _FATES}}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        done = sum(totals.get(fate, 0) for fate in _FATES)
+        return [("records in = applied + late + quarantined", totals.get("in", 0), done)]
+
+
+def _without_raw(records: DataFrame) -> DataFrame:
+    """What a record was read from is of use only where it goes to quarantine."""
+    rejected = F.col(FATE).isin(Fate.LATE, Fate.QUARANTINED)
+    raw = {c: F.when(rejected, F.col(c)) for c in (RAW, RAW_KEY) if c in records.columns}
+    return records.withColumns(raw) if raw else records

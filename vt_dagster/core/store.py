@@ -1,0 +1,70 @@
+"""A table's store, in Kafka's word: what it makes of records, and its rows after more of its log.
+
+A table is versioned or plain; this is the one place that chooses between ``versioned`` and ``table``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column, DataFrame
+
+from vt_dagster.core import table, versioned
+from vt_dagster.core.arrival import duration
+from vt_dagster.core.log import value_columns
+from vt_dagster.topology.model import Table, VersionedTable
+
+
+def put(
+    node: Table,
+    records: DataFrame,
+    view: DataFrame | None,
+    *,
+    stream_time: Column,
+    order: Sequence[str],
+    chunk: Column | None,
+) -> DataFrame:
+    """What a table's store makes of records: see ``versioned.put`` and ``table.put``.
+
+    Source: KIP-889, FORMAT 4.1 and 4.2.3.
+    """
+    values = value_columns(node)
+    if isinstance(node, VersionedTable):
+        return versioned.put(
+            records,
+            view,
+            key=node.key,
+            values=values,
+            order=order,
+            stream_time=stream_time,
+            history_retention=node.history_retention,
+            chunk=chunk,
+        )
+    return table.put(records, view, key=node.key, values=values, order=order)
+
+
+def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Column) -> DataFrame:
+    """The rows of a table after more of its log: see ``versioned.fold`` and ``table.fold``.
+
+    Args:
+        view: the rows before; None = none.
+        stream_time: of a row's partition, after the log's rows.
+    """
+    if isinstance(node, VersionedTable):
+        return versioned.fold(view, log, key=node.key, horizon=horizon_of(node, stream_time))
+    return table.fold(view, log, key=node.key)
+
+
+def current(node: Table, view: DataFrame) -> DataFrame:
+    """What a view has of each key, without history: its row, of a versioned table also a tombstone."""
+    return versioned.latest(view) if isinstance(node, VersionedTable) else view
+
+
+def rows_of(node: Table, current: DataFrame) -> DataFrame:
+    """The rows among what :func:`current` gives."""
+    return versioned.get(current) if isinstance(node, VersionedTable) else current
+
+
+def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
+    """The time from which on a table answers, of a row's partition: inclusive."""
+    return stream_time - duration(node.history_retention)

@@ -1,0 +1,25 @@
+"""to_stream: a table's changes as records of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import FATE, TURN
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.processor import Input, Known, Processor
+from vt_dagster.topology.operators import ToStream
+
+
+class ToStreamProcessor(Processor[ToStream]):
+    """See :func:`to_stream`."""
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        return to_stream(rows[0].withColumn(TURN, F.lit(0)))
+
+
+def to_stream(changes: DataFrame) -> DataFrame:
+    """A table's changes as records, tombstones included."""
+    return changes.withColumn(FATE, F.lit(Fate.APPLIED))

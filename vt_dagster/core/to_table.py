@@ -1,0 +1,25 @@
+"""to_table: a stream's records as changes of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import FATE, TURN
+from vt_dagster.core.arrival import Fate, has_key
+from vt_dagster.core.processor import Input, Known, Processor
+from vt_dagster.topology.operators import ToTable
+
+
+class ToTableProcessor(Processor[ToTable]):
+    """See :func:`to_table`."""
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        return to_table(rows[0].withColumn(TURN, F.lit(0)), key=self.operator.source.key)
+
+
+def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:
+    """A stream's records as changes; those without a key are dropped."""
+    return records.withColumn(FATE, F.when(~has_key(key), Fate.DROPPED).otherwise(Fate.APPLIED))

@@ -1,0 +1,120 @@
+"""What one run takes, pinned when it starts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vt_dagster.core.arrival import CHUNK, Fate
+from vt_dagster.errors import StorageError
+from vt_dagster.sources.base import Pinned
+from vt_dagster.spark.small_runs import is_small
+from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.storage.store import Head, Snapshot, shape_of
+from vt_dagster.topology.model import Stream
+
+_FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000
+"""Of files: so many bytes are some ten thousand lines."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What one run takes, pinned when it starts.
+
+    Args:
+        node: the asset.
+        previous: its last commit; None = there is none.
+        attempt: the name of what this run prepares.
+        source: what is taken from a source.
+        inputs: of each log that is consumed, the commit up to which.
+        tables: of each table that is looked into, the view that is looked at.
+        taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
+        stream_time: by partition, at the end of the run, where the operator has one of its own.
+        released: what is held back goes out up to this time, likewise.
+        gauges: what pinning has told of the records.
+        rows_read: how many rows of tables the run reads, as far as one knows before it.
+        state_bytes: of what an operator keeps from run to run.
+    """
+
+    node: Stream
+    previous: Head | None
+    attempt: str
+    source: Pinned | None = None
+    inputs: dict[str, Head] = field(default_factory=dict[str, Head])
+    tables: dict[str, Snapshot] = field(default_factory=dict[str, Snapshot])
+    taken: Ranges = field(default_factory=Ranges)
+    stream_time: dict[int, int] = field(default_factory=dict[int, int])
+    released: dict[int, int] = field(default_factory=dict[int, int])
+    gauges: dict[str, float] = field(default_factory=dict[str, float])
+    rows_read: int = 0
+    state_bytes: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        for name, head in self.inputs.items():
+            known = self.before.logs.get(name, head.commit.log)
+            if known != head.commit.log:
+                raise StorageError(
+                    f"{self.node.name}: the log of {name} is another one than in batch "
+                    f"{self.before.batch}: its offsets mean other records. Replay {self.node.name} "
+                    "into tables of another name, compare, and swap them too"
+                )
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing new: such a run commits nothing."""
+        return not self.taken if self.source is None else self.source.empty
+
+    @property
+    def before(self) -> Commit:
+        """The commit that the run starts from."""
+        if self.previous is not None:
+            return self.previous.commit
+        return Commit(asset=self.node.name, batch=0, attempt="", shape=shape_of(self.node))
+
+    @property
+    def reads(self) -> dict[str, int]:
+        """The Delta versions of all that is read."""
+        logs = {f"{name}/log": head.version for name, head in self.inputs.items()}
+        views = {
+            f"{name}/view": at.version for name, at in self.tables.items() if at.version is not None
+        }
+        return logs | views
+
+    @property
+    def new_records(self) -> int:
+        """How many records of logs or topics the run takes."""
+        return sum(end - start for ranges in self.taken.values() for start, end in ranges.values())
+
+    @property
+    def records(self) -> int:
+        """The same, with those that waited."""
+        return self.new_records + self.before.counts.get(Fate.WAITING, 0)
+
+    @property
+    def _bytes(self) -> int | None:
+        return None if self.source is None else self.source.bytes
+
+    @property
+    def few(self) -> bool:
+        """Whether the run takes few records."""
+        return self.records <= CHUNK and (self._bytes or 0) <= _FEW_BYTES
+
+    @property
+    def few_of_a_partition(self) -> bool:
+        """Whether one task can well put into order what the run takes of a partition."""
+        if self._bytes is not None:
+            return self.few
+        of_each = Counter[int]()
+        for ranges in self.taken.values():
+            of_each.update({partition: end - start for partition, (start, end) in ranges.items()})
+        waiting = self.before.counts.get(Fate.WAITING, 0)
+        return max(of_each.values(), default=0) + waiting <= CHUNK
+
+    @property
+    def small(self) -> bool:
+        """Whether there is so little, also in the tables that the run reads, that planning is most of
+        the work."""
+        size = self.state_bytes + (self._bytes or 0)
+        return size <= _SMALL_BYTES and is_small(self.records, self.rows_read)

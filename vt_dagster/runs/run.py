@@ -1,0 +1,551 @@
+"""One run of an asset: pin, read, operate, commit, follow. No Dagster.
+
+Whoever runs an asset goes this way: ops, replay, the test driver, conformance, benchmarks. What is
+operated is said by the asset's ``Processor``; where tables are is said by its ``Store``.
+
+The order of what is written is the protocol: first, under the attempt's name, what the run rejects,
+what it keeps for the next one and the files it consumed; then the log (**the commit**); then view and
+quarantine, which follow from it. So a run can be killed anywhere and started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    HOME,
+    INPUT,
+    OFFSET,
+    PARTITION,
+    SEQUENCE,
+    TIMESTAMP,
+    TURN,
+)
+from vt_dagster.core.arrival import Fate, by_partition
+from vt_dagster.core.log import log_schema, view_schema
+from vt_dagster.core.processor import Input, Known, Lookup, Processor
+from vt_dagster.core.processors import processor_of
+from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason, prepare
+from vt_dagster.errors import ContractError, SourceError
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.gate import Passed, gate
+from vt_dagster.runs.join_way import way_of
+from vt_dagster.runs.store import Store, Stores
+from vt_dagster.sources.base import Pinned, Source
+from vt_dagster.spark.small_runs import is_small
+from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.progress import in_words
+from vt_dagster.storage.store import Snapshot, shape_of
+from vt_dagster.topology.model import Stream, Table
+
+_NOT_IN_LOG = (Fate.LATE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The records of a run that looks into a table as of times.
+
+    Args:
+        counts: by fate.
+        by_partition: the same of each partition.
+        span: the smallest and the largest timestamp of those that it looks up; None = there are none.
+        rows_read: how many rows of the table it reads, more or less.
+        strategy: how it looks, and why so.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    by_partition: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
+    span: tuple[int, int] | None = None
+    rows_read: int = 0
+    strategy: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an operator made of a run, before the commit: its rows with their fate, lazy."""
+
+    rows: DataFrame
+    known: Known
+    judged: Judged = field(default_factory=Judged)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a run did: its commit, or None where there was nothing new.
+
+    Args:
+        fates: how many records had which fate, by partition.
+    """
+
+    commit: Commit | None
+    log_version: int | None
+    view_version: int | None = None
+    fates: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, dict[str, int]])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of an asset. ``Run.pin(...)`` starts it; then ``read``, ``operate``, ``commit``.
+
+    Args:
+        arrival: what it takes.
+        stores: gives the tables of the asset and of its inputs.
+    """
+
+    arrival: Arrival
+    stores: Stores
+
+    @property
+    def node(self) -> Stream:
+        return self.arrival.node
+
+    @property
+    def store(self) -> Store:
+        """The asset's own tables."""
+        return self.stores(self.node)
+
+    @property
+    def processor(self) -> Processor[Any]:
+        return processor_of(self.node, self.arrival.few_of_a_partition)
+
+    # -- pin -------------------------------------------------------------------------------------
+
+    @classmethod
+    def pin(cls, node: Stream, stores: Stores, source: Source | None = None, **asked: Any) -> Run:
+        """Repairs what a dead run left, then pins all that this run takes and looks into.
+
+        Args:
+            source: of a source asset; None = the node's own.
+            asked: what is asked of the source, see its ``pin``.
+
+        Raises:
+            SourceError: the source is not there, or the asset has none.
+        """
+        store = stores(node)
+        at = store.catch_up()
+        if node.operator is None:
+            return cls(_from_source(node, store, at, source, asked), stores)
+        run = cls(_from_logs(node, store, at, stores), stores)
+        return run if run.arrival.empty else replace(run, arrival=run._timed())
+
+    def _timed(self) -> Arrival:
+        """With the operator's own stream time at the end of the run, and how late its records are."""
+        arrival, before = self.arrival, self.arrival.before
+        processor = self.processor
+        if not processor.goes_by_time:
+            return arrival
+        inputs = self._inputs(self.read())
+        times, gauges = dict(before.stream_time), dict[str, float]()
+        found: list[Any] = []
+        with self.store.tuned(arrival.small):
+            timed = processor.own_time(inputs, self._known())
+            if timed is not None:
+                found = timed.collect()
+        for row in found:
+            times[row[PARTITION]] = max(times.get(row[PARTITION], row["time"]), row["time"])
+        if found and "records" in found[0]:
+            count = sum(row["records"] for row in found)
+            gauges["lateness_avg"] = sum(row["lateness"] for row in found) / count / 1e6
+            gauges["lateness_max"] = max(row["most"] for row in found) / 1e6
+        released = processor.released(times, before.released)
+        return replace(arrival, stream_time=times, gauges=gauges, released=released)
+
+    # -- read ------------------------------------------------------------------------------------
+
+    def read(self, now: datetime | None = None) -> list[DataFrame]:
+        """What the run takes: a source's prepared records, or the log rows of each consumed input.
+
+        Args:
+            now: what a timestamp may not lie far behind; None = this machine's clock.
+        """
+        arrival = self.arrival
+        if arrival.source is not None:
+            return [self._records(arrival.source, now)]
+        return [self._log_of(node) for node in self.processor.consumed]
+
+    def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
+        limit: Column | None = None
+        if source.max_clock_skew is not None:
+            latest = (now or datetime.now(timezone.utc)) + source.max_clock_skew
+            limit = F.timestamp_micros(F.lit(int(latest.timestamp()) * 1_000_000))
+        return prepare(source.read(self.store.spark, self.node), self.node, limit)
+
+    def _log_of(self, node: Stream) -> DataFrame:
+        arrival, store = self.arrival, self.stores(node)
+        head = arrival.inputs.get(node.name)
+        if head is None:
+            return store.spark.createDataFrame([], log_schema(node))
+        if node.name not in arrival.taken:
+            return store.log({}, head).limit(0)
+        return store.log(arrival.before.inputs.get(node.name, {}), head, self._look_back())
+
+    def _look_back(self) -> int | None:
+        before = self.arrival.before
+        return self.processor.look_back(before.stream_time, before.released)
+
+    def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
+        """The rows that were read, and the tables that are looked into besides."""
+        if self.arrival.source is not None:
+            return [Input(rows) for rows in logs]
+        before = self.arrival.before
+        found: list[Input] = []
+        for node, rows in zip(self.processor.consumed, logs, strict=True):
+            start = before.inputs.get(node.name, {})
+            table = earlier = None
+            # Where nothing was consumed before, every row of the table is among the changes.
+            if start and self.processor.reads_tables and node.name in self.arrival.tables:
+                table = self.stores(node).current_at(self.arrival.tables[node.name])
+            if start and self._look_back() is not None:
+                consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
+                earlier, rows = rows.where(consumed), rows.where(~consumed)
+            found.append(Input(rows, table, earlier))
+        return found
+
+    # -- operate ---------------------------------------------------------------------------------
+
+    def operate(self, read: Sequence[DataFrame]) -> Results:
+        """The operator: its results with all that is counted. Lazy, but where a table is looked into
+        as of times: then one job tells which of its versions are needed.
+
+        Args:
+            read: of :meth:`read`, or what an op in between made of it.
+        """
+        known, processor = self._known(with_tables=True), self.processor
+        if self.arrival.empty:
+            return Results(self._nothing(), known)
+        inputs = self._inputs(read)
+        judged = processor.judge(inputs, known)
+        if judged is None:
+            return Results(processor.results(inputs, known), known)
+        with self.store.tuned(self.arrival.small):
+            told = self._judged(judged)
+        with self.store.tuned(self._small(told)):
+            lookup, told = self._look_up(told)
+        return Results(processor.look_up(judged, lookup), known, told)
+
+    def _known(self, with_tables: bool = False) -> Known:
+        arrival, before, store = self.arrival, self.arrival.before, self.store
+        view = state = None
+        if with_tables and arrival.previous is not None:
+            state = store.state(arrival.previous)
+            view = store.current() if isinstance(self.node, Table) else None
+        return Known(
+            state=state,
+            view=view,
+            stream_time=by_partition(before.stream_time),
+            stream_time_after=by_partition(arrival.stream_time),
+            released=by_partition(before.released),
+            released_after=by_partition(arrival.released),
+        )
+
+    def _nothing(self) -> DataFrame:
+        """The results of a run that takes nothing."""
+        empty = self.store.spark.createDataFrame([], log_schema(self.node))
+        places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
+        return empty.withColumns({**places, FATE: F.lit(Fate.APPLIED)})
+
+    def _judged(self, records: DataFrame) -> Judged:
+        """How many records have which fate, and from when to when those are that are looked up."""
+        found = (
+            records.groupBy(PARTITION, FATE)
+            .agg(
+                F.count(F.lit(1)).alias("records"),
+                F.min(F.unix_micros(TIMESTAMP)).alias("oldest"),
+                F.max(F.unix_micros(TIMESTAMP)).alias("newest"),
+            )
+            .collect()
+        )
+        counts, homes = dict[str, int](), dict[int, dict[str, int]]()
+        for row in found:
+            counts[row[FATE]] = counts.get(row[FATE], 0) + row["records"]
+            homes.setdefault(row[PARTITION], {})[row[FATE]] = row["records"]
+        sought = [row for row in found if row[FATE] in (Fate.APPLIED, Fate.LATE)]
+        span = None
+        if sought:
+            span = min(row["oldest"] for row in sought), max(row["newest"] for row in sought)
+        return Judged(counts, homes, span)
+
+    def _look_up(self, judged: Judged) -> tuple[Lookup, Judged]:
+        """The versions of the table that answer for the records, and the way to find them."""
+        table = self.processor.looked_up
+        assert table is not None
+        store, at = self.stores(table), self.arrival.tables.get(table.name)
+        if at is None or at.checkpoint is None or judged.span is None:
+            empty = store.spark.createDataFrame([], view_schema(table))
+            return Lookup(empty, by_partition({})), judged
+        since = judged.span[0]
+        rows = store.view_at(at, since)
+        judged = replace(judged, rows_read=at.checkpoint.reach(since))
+        few, versions = self.arrival.few, at.checkpoint.total
+        way, strategy = way_of(table, rows, few, versions, judged.span)
+        lookup = Lookup(rows, by_partition(at.checkpoint.stream_time), way)
+        return lookup, replace(judged, strategy=strategy)
+
+    def _small(self, judged: Judged) -> bool:
+        return self.arrival.small and is_small(self.arrival.records, judged.rows_read)
+
+    # -- commit ----------------------------------------------------------------------------------
+
+    def commit(self, results: Results, run_id: str | None = None) -> Receipt:
+        """Gate, state, commit; then view and quarantine.
+
+        Raises:
+            ContractError: results break the schema's checks, or too large a share of a source's
+                records is bad; nothing has been committed.
+            BufferFullError: a suppression buffer is full and is to stop the run; nothing is lost, the
+                next run with a larger limit takes the same records.
+            ConcurrentRunError: another run won.
+            SourceError: the source could not be read to its end.
+        """
+        arrival, store = self.arrival, self.store
+        if arrival.empty:
+            return Receipt(None, None)
+        with store.tuned(self._small(results.judged)):
+            rows = store.hold(results.rows)
+            try:
+                passed, commit = self._prepare(rows, results, run_id)
+                first = by_partition(arrival.before.next_offset, "long")
+                new = self.processor.produce(rows, first, passed.few)
+                head = store.commit(new, commit, passed.counts[Fate.APPLIED])
+            except (PySparkException, Py4JJavaError) as error:
+                gone = None if arrival.source is None else arrival.source.explain(error)
+                if gone is None:
+                    raise
+                raise gone from error
+            finally:
+                store.release(rows)
+        view_version = store.catch_up(head).version
+        store.forget(arrival.previous)
+        fates = results.judged.by_partition or passed.by_partition
+        return Receipt(head.commit, head.version, view_version, fates)
+
+    def _prepare(self, rows: DataFrame, results: Results, run_id: str | None) -> tuple[Passed, Commit]:
+        """Looks at what is to be committed, and writes what belongs to it beside the log."""
+        arrival, store, processor = self.arrival, self.store, self.processor
+        before, judged = arrival.before, results.judged
+        passed = gate(processor, rows)
+        counts = processor.counts(arrival.new_records, passed.counts, judged.counts)
+        state = processor.state_after(rows, results.known)
+        buffer = processor.fullness(state)
+        gauges = dict(arrival.gauges)
+        if buffer is not None:
+            full = {r[PARTITION]: (r["records"], r["bytes"]) for r in buffer.collect()}
+            gauges |= processor.gauges(full, before.gauges, before.batch)
+        position: dict[str, Any] = {"taken": arrival.taken, "inputs": _ends(arrival)}
+        if arrival.source is not None:
+            counts |= arrival.source.counts
+            self._check_share(arrival.source, rows, counts)
+            position = arrival.source.position(before, counts)
+        store.progress.done(f"decided: {in_words(counts)}")
+        if state is not None:
+            store.stage_state(arrival.attempt, state)
+        rejected = arrival.source is not None and self._stage_rejected(rows, counts)
+        if arrival.source is not None and arrival.source.consumed is not None:
+            store.stage_files(arrival.attempt, arrival.source.consumed)
+        own_time = processor.goes_by_time
+        return passed, _commit(
+            arrival,
+            passed,
+            counts,
+            judged.by_partition or passed.by_partition,
+            stream_time=arrival.stream_time if own_time else passed.times,
+            gauges=gauges,
+            strategy=judged.strategy,
+            state=state is not None,
+            rejected=rejected,
+            run_id=run_id,
+            **position,
+        )
+
+    def _stage_rejected(self, rows: DataFrame, counts: Mapping[str, int]) -> bool:
+        """Keeps a source's records that are not in the log; whether there are any."""
+        if not counts[Fate.LATE] + counts[Fate.QUARANTINED]:
+            return False
+        rejected = rows.where(F.col(FATE).isin(Fate.LATE, Fate.QUARANTINED))
+        self.store.stage_rejected(
+            self.arrival.attempt,
+            rejected.select(
+                F.coalesce(F.col(REASON), F.lit(Reason.LATE)).alias("reason"),
+                F.col(SOURCE).alias("source"),
+                F.col(POSITION).alias("position"),
+                F.col(RAW).alias("raw"),
+                *([F.col(RAW_KEY).alias("raw_key")] if RAW_KEY in rows.columns else []),
+                TIMESTAMP,
+                PARTITION,
+            ),
+        )
+        return True
+
+    def _check_share(self, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
+        bad, total = counts[Fate.QUARANTINED], counts["in"]
+        if not total or bad / total <= source.max_bad_share:
+            return
+        worst = (
+            rows.where(F.col(FATE) == Fate.QUARANTINED)
+            .select(SOURCE, POSITION, REASON, RAW)
+            .orderBy(ARRIVAL)
+            .limit(3)
+            .collect()
+        )
+        examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
+        raise ContractError(
+            f"{self.node.name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
+            f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the input, or "
+            "raise max_bad_share of the source to send them to quarantine"
+        )
+
+
+def run_once(
+    node: Stream,
+    stores: Stores,
+    source: Source | None = None,
+    run_id: str | None = None,
+    **asked: Any,
+) -> Receipt:
+    """A whole run: what the ops of an asset do, one after another.
+
+    Args:
+        source, asked: see :meth:`Run.pin`.
+        run_id: what the commit says of whose run it is.
+    """
+    run = Run.pin(node, stores, source, **asked)
+    return run.commit(run.operate(run.read()), run_id)
+
+
+def source_of(node: Stream) -> Source:
+    """Where a node's records come from.
+
+    Raises:
+        SourceError: nowhere.
+    """
+    source: Any = node.source
+    if not hasattr(source, "pin"):
+        raise SourceError(
+            f"{node.name}: expected a source to read from, got {source!r}; give it one, for "
+            "example source=FilesSource('data/landing/weather', format='csv')"
+        )
+    return source
+
+
+def _from_source(
+    node: Stream, store: Store, at: Snapshot, source: Source | None, asked: Mapping[str, Any]
+) -> Arrival:
+    commit = None if at.head is None else at.head.commit
+    consumed = store.consumed_files(at.head)
+    pinned = (source or source_of(node)).pin(commit, consumed=consumed, **asked)
+    return Arrival(
+        node,
+        at.head,
+        store.new_attempt(),
+        source=pinned,
+        taken=pinned.taken,
+        rows_read=at.rows,
+    )
+
+
+def _from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arrival:
+    processor = processor_of(node)
+    pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
+    start = pinned.before.inputs
+    inputs, tables, taken, rows_read = dict(pinned.inputs), dict(pinned.tables), pinned.taken, at.rows
+    names = {up.name for up in processor.consumed}
+    for up in {up.name: up for up in node.inputs}.values():
+        looked_at = processor.reads_tables or up.name not in names
+        found = stores(up).snapshot() if looked_at else stores(up).catch_up()
+        if found.head is None:
+            continue
+        if looked_at and found.version is not None:
+            tables[up.name] = found
+            rows_read += found.rows if up.name in names else 0
+        if up.name not in names:
+            continue
+        inputs[up.name] = found.head
+        ends, first = found.head.commit.next_offset, start.get(up.name, {})
+        ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
+        if ranges:
+            taken[up.name] = ranges
+    return replace(
+        pinned,
+        inputs=inputs,
+        tables=tables,
+        taken=taken,
+        rows_read=rows_read,
+        stream_time=dict(pinned.before.stream_time),
+    )
+
+
+def _ends(arrival: Arrival) -> dict[str, dict[int, int]]:
+    """How far the run comes in each log."""
+    return {n: {p: end for p, (_, end) in ranges.items()} for n, ranges in arrival.taken.items()}
+
+
+def _commit(
+    arrival: Arrival,
+    passed: Passed,
+    counts: dict[str, int],
+    fates: Mapping[int, Mapping[str, int]],
+    *,
+    inputs: dict[str, dict[int, int]],
+    stream_time: Mapping[int, int],
+    **more: Any,
+) -> Commit:
+    """The document of a run's commit."""
+    before = arrival.before
+    offsets, times = dict(before.next_offset), dict(before.stream_time)
+    for partition, some in passed.by_partition.items():
+        if some[Fate.APPLIED]:
+            offsets[partition] = offsets.get(partition, 0) + some[Fate.APPLIED]
+    for partition, moment in stream_time.items():
+        times[partition] = max(times.get(partition, moment), moment)
+    # A topic says all its partitions, and may have fewer than before.
+    if not more.get("topics"):
+        inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
+    totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
+    if Fate.WAITING in counts:
+        totals[Fate.WAITING] = counts[Fate.WAITING]
+    return Commit(
+        asset=arrival.node.name,
+        batch=before.batch + 1,
+        attempt=arrival.attempt,
+        shape=shape_of(arrival.node),
+        log=before.log or arrival.attempt,
+        logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
+        inputs={**before.inputs, **inputs},
+        next_offset=offsets,
+        stream_time=times,
+        released=arrival.released,
+        earliest=passed.earliest,
+        counts=counts,
+        totals=totals,
+        totals_by_partition=_totals_by_partition(before, fates),
+        reads=arrival.reads,
+        **more,
+    )
+
+
+def _totals_by_partition(
+    before: Commit, fates: Mapping[int, Mapping[str, int]]
+) -> dict[int, dict[str, int]]:
+    found = {p: dict(some) for p, some in before.totals_by_partition.items()}
+    for some in found.values():
+        some.pop(Fate.WAITING, None)
+    for partition, some in fates.items():
+        mine = found.setdefault(partition, {})
+        for fate in _NOT_IN_LOG:
+            if some.get(fate):
+                mine[fate] = mine.get(fate, 0) + some[fate]
+    return {p: some for p, some in found.items() if some}
+
+
+def _text(raw: Any) -> str:
+    return bytes(raw).decode("utf-8", "backslashreplace") if isinstance(raw, bytearray) else str(raw)

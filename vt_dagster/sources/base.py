@@ -1,0 +1,86 @@
+"""What a run needs of a source: what it pins when the run starts, and how to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+from pyspark.sql import DataFrame, SparkSession
+
+from vt_dagster.errors import SourceError
+from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.topology.model import Stream
+
+
+class Pinned(Protocol):
+    """What one run takes from a source."""
+
+    @property
+    def taken(self) -> Ranges:
+        """The offsets that the run takes, where the source has any; part of the commit."""
+        ...
+
+    @property
+    def bytes(self) -> int | None:
+        """How much that is; None where ``taken`` says it in records."""
+        ...
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the source counts besides records."""
+        ...
+
+    @property
+    def consumed(self) -> dict[str, Any] | None:
+        """The files that will have been consumed after the run; None where offsets tell."""
+        ...
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing new: such a run commits nothing."""
+        ...
+
+    @property
+    def max_bad_share(self) -> float:
+        """A run with a larger share of quarantined records fails before its commit."""
+        ...
+
+    @property
+    def max_clock_skew(self) -> timedelta | None:
+        """How far in the future a timestamp may lie; None = any."""
+        ...
+
+    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+        """The records, as ``core.records.prepare`` takes them."""
+        ...
+
+    def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        """What the commit says of how far the run has come: fields of ``Commit``.
+
+        Args:
+            counts: of the run.
+        """
+        ...
+
+    def describe(self) -> list[str]:
+        """What is taken, in lines for the run's log; warnings begin with ``!``."""
+        ...
+
+    def explain(self, error: Exception) -> SourceError | None:
+        """What happened, where it was the source that did not give its records."""
+        ...
+
+
+class Source(Protocol):
+    """Where the records of an asset come from."""
+
+    def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = ..., **asked: Any) -> Pinned:
+        """What a run takes after a commit. Does not use Spark.
+
+        Args:
+            before: the asset's last commit; None = there is none.
+            consumed: the files consumed so far: name -> size.
+            asked: what the run's config asks for.
+        """
+        ...

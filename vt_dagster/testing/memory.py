@@ -1,0 +1,284 @@
+"""The tables of the test driver: logs in memory, as Arrow tables, and views made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.types import (
+    BooleanType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.core import store as of_table
+from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.log import log_columns, log_schema, view_schema
+from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, home_of
+from vt_dagster.errors import ConcurrentRunError, ContractError
+from vt_dagster.runs.store import Store
+from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Ranges
+from vt_dagster.storage.progress import Progress
+from vt_dagster.storage.store import Head, Snapshot
+from vt_dagster.topology.model import Stream, Table
+
+_SAID = "_said_partition"
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+class MemoryStore(Store):
+    """One stream or table: what ``AssetStore`` is on Delta."""
+
+    def __init__(self, node: Stream, spark: SparkSession) -> None:
+        self.node = node
+        self.progress = Progress(node.name)
+        self._spark = spark
+        self._log = to_arrow_schema(log_schema(node)).empty_table()
+        self._commits: list[tuple[Commit, int]] = []
+        """Each with the number of rows in the log after it."""
+        self._state: pa.Table | None = None
+        self._staged: dict[str, pa.Table] = {}
+        self._views: dict[int, DataFrame] = {}
+        self.held: pa.Table | None = None
+        """The results of the last run, also those that are not in the log."""
+        self.rejected: list[tuple[int, str]] = []
+        """Partition and reason of each record of a source that is not in the log."""
+
+    def saved(self) -> dict[str, Any]:
+        """All that it holds, for ``restore``; Arrow tables never change."""
+        copied = {n: v.copy() for n, v in vars(self).items() if isinstance(v, list | dict)}
+        return {**vars(self), **copied}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Makes it what it was."""
+        vars(self).update(saved)
+
+    @property
+    def spark(self) -> SparkSession:
+        return self._spark
+
+    def frame(self, table: pa.Table) -> DataFrame:
+        """An Arrow table for Spark, as one task's."""
+        # Spark Connect makes no DataFrame of an empty Arrow table that comes without a Spark schema.
+        schema = from_arrow_schema(table.schema)
+        # Of an empty chunk and one after it, Spark takes the empty one for all.
+        return self._spark.createDataFrame(table.combine_chunks(), schema).coalesce(1)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> pa.Table:
+        """The whole log."""
+        return self._log
+
+    def head(self) -> Head | None:
+        """The last commit; None before the first."""
+        return Head(len(self._commits), self._commits[-1][0]) if self._commits else None
+
+    def catch_up(self, head: Head | None = None) -> Snapshot:
+        head = head or self.head()
+        if head is None or not isinstance(self.node, Table):
+            return Snapshot(head)
+        commit = head.commit
+        about = commit.model_dump(include={"asset", "batch", "attempt", "next_offset", "stream_time"})
+        return Snapshot(head, head.version, Checkpoint(**about))
+
+    def snapshot(self) -> Snapshot:
+        return self.catch_up()
+
+    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
+        ends = [0, *(end for _, end in self._commits)]
+        # Whoever consumes a log has come to one of its commits.
+        offsets = [Offsets(), *(commit.next_offset for commit, _ in self._commits)]
+        first = max(i for i, one in enumerate(offsets) if one == start or i == 0)
+        new = self._log.slice(ends[first], ends[head.version] - ends[first])
+        if after is None:
+            return self.frame(new)
+        time = pc.scalar(_EPOCH + timedelta(microseconds=after))
+        earlier = self._log.slice(0, ends[first]).filter(pc.field(TIMESTAMP) > time)
+        return self.frame(pa.concat_tables([earlier, new]))
+
+    def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame:
+        node, head = self.node, at.head
+        assert isinstance(node, Table)
+        assert head is not None
+        if head.version not in self._views:
+            rows = self.log({}, head)
+            # The same view serves all who read it.
+            view = of_table.fold(node, None, rows, by_partition(head.commit.stream_time))
+            self._views = {head.version: view}
+        return self._views[head.version]
+
+    def view(self) -> DataFrame:
+        """The view as it is now; empty before the first commit."""
+        assert isinstance(self.node, Table)
+        if self.head() is None:
+            return self.frame(to_arrow_schema(view_schema(self.node)).empty_table())
+        return self.view_at(self.catch_up())
+
+    def current_at(self, at: Snapshot) -> DataFrame:
+        assert isinstance(self.node, Table)
+        return of_table.current(self.node, self.view_at(at))
+
+    def current(self) -> DataFrame | None:
+        at = self.catch_up()
+        return None if at.version is None else self.current_at(at)
+
+    def state(self, head: Head | None) -> DataFrame | None:
+        return None if self._state is None else self.frame(self._state)
+
+    def state_bytes(self, head: Head | None) -> int:
+        return 0
+
+    def consumed_files(self, head: Head | None) -> dict[str, Any]:
+        return {}
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def tuned(self, small: bool) -> AbstractContextManager[None]:
+        return nullcontext()  # the driver's session is, always
+
+    def hold(self, rows: DataFrame) -> DataFrame:
+        self.held = rows.toArrow()
+        return self.frame(self.held)
+
+    def release(self, rows: DataFrame) -> None:
+        pass
+
+    def new_attempt(self) -> str:
+        return f"{self.node.name}-{len(self._commits)}"
+
+    def stage_rejected(self, attempt: str, rows: DataFrame) -> None:
+        self._staged["rejected"] = rows.select(PARTITION, "reason").toArrow()
+
+    def stage_state(self, attempt: str, rows: DataFrame) -> None:
+        self._staged["state"] = rows.toArrow()
+
+    def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
+        raise AssertionError("the driver reads no files")
+
+    def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
+        if commit.batch != len(self._commits) + 1:
+            raise ConcurrentRunError(f"{self.node.name}: batch {commit.batch} is there; run again")
+        new = rows.toArrow().sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
+        new = new.select(log_columns(self.node))
+        if new.num_rows:
+            self._log = pa.concat_tables([self._log, new], promote_options="default")
+            if self._log.num_rows == new.num_rows:
+                self._log = new
+        self._commits.append((commit, self._log.num_rows))
+        self._state = self._staged.get("state") if commit.state else None
+        if commit.rejected:
+            columns = self._staged["rejected"].to_pydict()
+            self.rejected += zip(columns[PARTITION], columns["reason"], strict=True)
+        return Head(len(self._commits), commit)
+
+    def forget(self, previous: Head | None) -> None:
+        self._staged = {}
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records that a test gives, as a source that is taken whole."""
+
+    store: MemoryStore
+    records: Sequence[Mapping[str, Any]]
+
+    consumed = None
+
+    def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = {}, **asked: Any) -> Records:
+        return self
+
+    @property
+    def max_bad_share(self) -> float:
+        return 1.0
+
+    @property
+    def max_clock_skew(self) -> timedelta | None:
+        return None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def taken(self) -> Ranges:
+        return {}
+
+    @property
+    def bytes(self) -> int:
+        return 0
+
+    @property
+    def empty(self) -> bool:
+        return not self.records
+
+    def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        return {"inputs": {}}
+
+    def describe(self) -> list[str]:
+        return [f"takes {len(self.records)} record(s)"]
+
+    def explain(self, error: Exception) -> None:
+        return None
+
+    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+        kinds = {f.name: f.dataType for f in node.schema.fields}
+        for r in self.records:
+            unknown = sorted(set(r) - {*kinds, PARTITION, TIMESTAMP, IS_TOMBSTONE})
+            if unknown:
+                raise ContractError(
+                    f"{node.name}: expected the columns {sorted(kinds)}, got {unknown}; correct "
+                    "the record or the schema"
+                )
+        if node.timestamp == TIMESTAMP:
+            kinds[TIMESTAMP] = TimestampType()
+        values = [
+            {name: to_value(r.get(name), kind) for name, kind in kinds.items()}
+            | {ARRIVAL: i, POSITION: i, DELETED: bool(r.get(IS_TOMBSTONE))}
+            | {_SAID: r.get(PARTITION), SOURCE: node.name}
+            for i, r in enumerate(self.records)
+        ]
+        kinds |= {ARRIVAL: LongType(), POSITION: LongType(), DELETED: BooleanType()}
+        kinds |= {_SAID: IntegerType(), SOURCE: StringType(), RAW: StringType()}
+        kinds |= {REASON: StringType()}
+        schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
+        try:
+            table = pa.Table.from_pylist(values, schema=to_arrow_schema(schema))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ContractError(
+                f"{node.name}: expected values of the schema's types "
+                f"({node.schema.simpleString()}), got: {error}; correct the record"
+            ) from None
+        home = F.coalesce(_SAID, home_of(node.key, node))
+        nothing = F.lit(None).cast("timestamp")
+        rows = self.store.frame(table).withColumns({PARTITION: home, RECORD_TIME: nothing})
+        return rows.drop(_SAID)
+
+
+def to_value(value: Any, kind: Any) -> Any:
+    """A value as Arrow wants it: times become datetimes, everything else stays."""
+    if isinstance(kind, TimestampType) and isinstance(value, int | datetime):
+        return _EPOCH + timedelta(microseconds=to_micros(value))
+    return value
+
+
+def to_micros(moment: datetime | int) -> int:
+    """Epoch microseconds of a datetime (naive = UTC) or of epoch milliseconds."""
+    if isinstance(moment, int):
+        return moment * 1000
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+    return (aware - _EPOCH) // timedelta(microseconds=1)
