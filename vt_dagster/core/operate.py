@@ -64,7 +64,6 @@ from vt_dagster.topology.operators import (
     ToTable,
     UntilTimeLimit,
     WindowedAggregate,
-    is_session,
 )
 
 _HOUR = 3_600_000_000
@@ -356,7 +355,7 @@ def _aggregate(node: Stream, operator: TableAggregate, changes: DataFrame, befor
 
 
 def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> DataFrame:
-    until = operator.until
+    until, window = operator.until, operator.window
     return suppress.suppress(
         changes,
         before.state,
@@ -366,7 +365,7 @@ def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> DataFra
         duration=operator.period,
         before=before.stream_time,
         after=before.after,
-        window_end_inclusive=is_session(operator.windowed),
+        window_end_inclusive=window is not None and window.end_inclusive,
         max_records=until.max_records,
         max_bytes=until.max_bytes,
         when_full=until.when_full,
