@@ -17,22 +17,12 @@ from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_cluster import KafkaCluster
-from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
+from vt_dagster.topology.grouping import GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.operators import Emit, Materialized, UntilTimeLimit, UntilWindowCloses
+from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
 
 _SHOWN = ("name", "description", "group", "owners")
-_NAMES: dict[str, Any] = {
-    "Operator": Any,
-    "Materialized": Materialized,
-    "Emit": Emit,
-    "UntilTimeLimit": UntilTimeLimit,
-    "UntilWindowCloses": UntilWindowCloses,
-    "GroupedStream": GroupedStream,
-    "GroupedTable": GroupedTable,
-}
-"""What annotations name and their modules import for type checkers alone."""
 
 
 def _part(
@@ -42,7 +32,7 @@ def _part(
     leave_out = (*_SHOWN, "table", "operator", "contract")
     if name == "Sensor":
         leave_out = ("node", "target")
-    return part(name, targets, leave_out, types, _NAMES, **more)
+    return part(name, targets, leave_out, types, **more)
 
 
 _materialized = _part("Materialized", Materialized)
@@ -199,7 +189,6 @@ _AGGREGATE = part(
     [GroupedTable.aggregate, WindowedStream.aggregate],
     (*_SHOWN, "select"),
     {Materialized: _materialized},
-    _NAMES,
     input=_NODE,
     group_by=(optional(Texts), Field(default=None, description="column, or expression as name.")),
     window=(optional(_window), Field(default=None, description="Of a stream: its windows.")),

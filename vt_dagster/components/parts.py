@@ -203,7 +203,6 @@ def part(
     targets: Sequence[Callable[..., Any]],
     leave_out: Iterable[str] = (),
     types: Mapping[Any, Any] = {},
-    hints: Mapping[str, Any] = {},
     **more: Any,
 ) -> type[Part]:
     """A model with the parameters of some classes or functions; where two have one, the first counts.
@@ -211,13 +210,12 @@ def part(
     Args:
         leave_out: parameters that the YAML does not have.
         types: the YAML's type for some Python types, which are looked for in unions as well.
-        hints: names that annotations use and their module does not have.
         more: other fields, or other types, as pydantic's create_model has them.
     """
     fields: dict[str, Any] = {}
     kind: Any
     for target in targets:
-        known = get_type_hints(target.__init__ if _is_plain(target) else target, localns=dict(hints))
+        known = get_type_hints(target.__init__ if _is_plain(target) else target)
         for parameter in inspect.signature(target).parameters.values():
             told = parameter.name, parameter.kind
             if told[0] in {"self", *leave_out, *more} or told[1] is parameter.VAR_KEYWORD:

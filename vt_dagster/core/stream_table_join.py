@@ -30,6 +30,8 @@ from vt_dagster.topology.operators import JoinKind, StreamTableJoin
 LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"
 _UNMATCHED = "unmatched"
+_ROW = "_row"
+"""The table's row, as long as it stands beside the stream's columns, one of which may be ``right``."""
 
 
 class StreamTableJoinProcessor(Processor[StreamTableJoin]):
@@ -181,14 +183,14 @@ def join(
             left_key=stream_key,
             right_key=table_key,
             horizon=horizon,
-            name=RIGHT,
+            name=_ROW,
             way=way,
         )
     if kind == "inner":
         found = found.where(F.col(FOUND))
     rows = found.select(
         F.struct(*[F.col(f"`{c}`") for c in stream.columns]).alias(LEFT),
-        RIGHT,
+        F.col(_ROW).alias(RIGHT),
         TIMESTAMP,
         PARTITION,
         ARRIVAL,
@@ -210,11 +212,11 @@ def join(
 def _current(
     stream: DataFrame, table: DataFrame, stream_key: Sequence[str], table_key: Sequence[str]
 ) -> DataFrame:
-    row = F.struct(*[F.col(f"`{c}`") for c in table.columns]).alias(RIGHT)
+    row = F.struct(*[F.col(f"`{c}`") for c in table.columns]).alias(_ROW)
     keys = [f"_key{i}" for i in range(len(table_key))]
     rows = table.select(*[F.col(k).alias(n) for k, n in zip(table_key, keys, strict=True)], row)
     matches = F.lit(True)
     for k, n in zip(stream_key, keys, strict=True):
         matches = matches & (F.col(k) == F.col(n))
     found = stream.join(rows, matches, "left").drop(*keys)
-    return found.withColumn(FOUND, F.col(RIGHT).isNotNull())
+    return found.withColumn(FOUND, F.col(_ROW).isNotNull())

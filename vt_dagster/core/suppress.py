@@ -53,7 +53,6 @@ from vt_dagster.topology.operators import (
     UntilTimeLimit,
     UntilWindowCloses,
     WhenFull,
-    is_session,
 )
 
 pa: Any = pyarrow
@@ -86,6 +85,7 @@ class SuppressProcessor(Processor[Suppress]):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         operator, until = self.operator, self.operator.until
+        window = operator.window
         return suppress(
             rows[0].withColumn(TURN, F.lit(0)),
             known.state,
@@ -95,7 +95,7 @@ class SuppressProcessor(Processor[Suppress]):
             duration=operator.period,
             before=known.stream_time,
             after=known.stream_time_after,
-            window_end_inclusive=is_session(operator.windowed),
+            window_end_inclusive=window is not None and window.end_inclusive,
             max_records=until.max_records,
             max_bytes=until.max_bytes,
             when_full=until.when_full,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from vt_dagster.topology.model import Stream, Table
+from vt_dagster.topology.node import Node
 from vt_dagster.topology.operators import (
     Aggregator,
     Emit,
@@ -17,12 +17,15 @@ from vt_dagster.topology.operators import (
 )
 from vt_dagster.topology.windowing import Window
 
+T = TypeVar("T", bound=Node)
+"""The class of what an aggregate gives, a table: it has methods that give what is in this module."""
+
 
 @dataclass(frozen=True)
-class GroupedTable:
+class GroupedTable(Generic[T]):
     """A table's rows by another key; see :class:`vt_dagster.topology.operators.TableAggregate`."""
 
-    table: Table
+    table: Node
     key: tuple[str, ...]
     partitions: int | None = None
     partition_by: str | None = None
@@ -36,7 +39,7 @@ class GroupedTable:
         materialized: Materialized | None = None,
         emit: Emit = "every_update",
         **shown: Any,
-    ) -> Table:
+    ) -> T:
         """One row a group.
 
         Args:
@@ -57,11 +60,11 @@ class GroupedTable:
             partition_by=self.partition_by,
         ).result(**shown)
 
-    def count(self, *, name: str, column: str = "count", **more: Any) -> Table:
+    def count(self, *, name: str, column: str = "count", **more: Any) -> T:
         """The number of rows of each group."""
         return self.aggregate({column: "count(*)"}, name=name, **more)
 
-    def sum(self, expression: str, *, name: str, column: str = "sum", **more: Any) -> Table:
+    def sum(self, expression: str, *, name: str, column: str = "sum", **more: Any) -> T:
         """The sum of an expression over each group's rows; null adds nothing."""
         return self.aggregate({column: f"sum({expression})"}, name=name, **more)
 
@@ -72,30 +75,30 @@ class GroupedTable:
         *,
         name: str,
         **more: Any,
-    ) -> Table:
+    ) -> T:
         """The rows of each group combined by functions ``(row, aggregate) -> aggregate``."""
         return self.aggregate(Aggregator(adder, subtractor), name=name, **more)
 
 
 @dataclass(frozen=True)
-class GroupedStream:
+class GroupedStream(Generic[T]):
     """A stream's records by a key, to be cut into windows."""
 
-    stream: Stream
+    stream: Node
     key: tuple[str, ...]
     partitions: int | None = None
     partition_by: str | None = None
 
-    def windowed_by(self, window: Window) -> WindowedStream:
+    def windowed_by(self, window: Window) -> WindowedStream[T]:
         """The records of each key in tumbling, hopping or session windows."""
         return WindowedStream(self, window)
 
 
 @dataclass(frozen=True)
-class WindowedStream:
+class WindowedStream(Generic[T]):
     """A stream's records by key and window; see ``WindowedAggregate``."""
 
-    grouped: GroupedStream
+    grouped: GroupedStream[T]
     window: Window
 
     def aggregate(
@@ -105,7 +108,7 @@ class WindowedStream:
         name: str,
         emit: Emit = "every_update",
         **shown: Any,
-    ) -> Table:
+    ) -> T:
         """One row for each key and window.
 
         Args:
@@ -124,6 +127,6 @@ class WindowedStream:
             partition_by=grouped.partition_by,
         ).result(**shown)
 
-    def count(self, *, name: str, column: str = "count", **more: Any) -> Table:
+    def count(self, *, name: str, column: str = "count", **more: Any) -> T:
         """The number of records of each key and window."""
         return self.aggregate({column: "count(*)"}, name=name, **more)

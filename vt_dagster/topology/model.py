@@ -7,51 +7,33 @@ here, which is when definitions load, before any run. Nothing in this module sta
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, cast
 
-from pyspark.sql.types import DataType, StructType
-
-from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration
-from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp
-
-if TYPE_CHECKING:
-    from vt_dagster.topology.grouping import GroupedStream, GroupedTable
-    from vt_dagster.topology.operators import (
-        Emit,
-        Materialized,
-        Operator,
-        UntilTimeLimit,
-        UntilWindowCloses,
-    )
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class Source(Protocol):
-    """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``."""
-
-    def describe(self) -> str:
-        """What is read, for descriptions and messages."""
-        ...
-
-    @property
-    def gives_timestamp(self) -> bool:
-        """Whether it has a ``timestamp`` of its own for each record."""
-        ...
-
-    def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """Refuses columns that it cannot give, by a ``TopologyError``."""
-        ...
+from vt_dagster.topology.grouping import GroupedStream, GroupedTable
+from vt_dagster.topology.node import Node, Source, topological
+from vt_dagster.topology.operators import (
+    Emit,
+    Filter,
+    ForeignKeyJoin,
+    MapValues,
+    Materialized,
+    StreamTableJoin,
+    Suppress,
+    TableTableJoin,
+    ToStream,
+    ToTable,
+    UntilTimeLimit,
+    UntilWindowCloses,
+)
 
 
 @dataclass(frozen=True)
-class Stream:
+class Stream(Node, kind="stream"):
     """Records with a key and a timestamp, in order of arrival.
 
     Args:
@@ -77,74 +59,6 @@ class Stream:
         description, group, owners: shown in Dagster.
     """
 
-    name: str
-    key: Sequence[str] = field(kw_only=True)
-    schema: Any = field(kw_only=True)
-    timestamp: str = field(default=TIMESTAMP, kw_only=True)
-    tombstone: str | None = field(default=None, kw_only=True)
-    partitions: int = field(default=1, kw_only=True)
-    partition_by: str | None = field(default=None, kw_only=True)
-    source: Source | None = field(default=None, kw_only=True)
-    null_key: Literal["quarantine", "keep"] = field(default="quarantine", kw_only=True)
-    description: str | None = field(default=None, kw_only=True)
-    group: str | None = field(default=None, kw_only=True)
-    owners: tuple[str, ...] = field(default=(), kw_only=True)
-    operator: Operator | None = field(default=None, kw_only=True, repr=False)
-    contract: Any = field(default=None, kw_only=True, repr=False)
-    """The pandera model that ``schema`` was made from, if any."""
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise TopologyError(
-                f"{self.name!r} is not a name for a {self._kind()}: use letters, digits and "
-                "underscores, not starting with a digit"
-            )
-        if not isinstance(self.schema, StructType) and self.contract is None:
-            object.__setattr__(self, "contract", self.schema)
-        object.__setattr__(self, "schema", as_struct(self.schema, self.name))
-        key = (self.key,) if isinstance(self.key, str) else tuple(self.key)
-        object.__setattr__(self, "key", key)
-        object.__setattr__(self, "owners", tuple(self.owners))
-        check_columns(self.name, self._kind(), key, self.schema, self.timestamp)
-        if self.operator is None and not (self._timed_by_source and self.timestamp == TIMESTAMP):
-            check_timestamp(self.name, self.schema, self.timestamp)
-        if self.source is not None:
-            self.source.check(self.name, key, self.schema)
-        if self.partitions < 1:
-            raise TopologyError(f"{self.name}: partitions must be 1 or more, got {self.partitions}")
-        if self.null_key not in ("quarantine", "keep"):
-            raise TopologyError(
-                f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
-            )
-
-    @property
-    def _timed_by_source(self) -> bool:
-        given = self.source is not None and self.source.gives_timestamp
-        return given and TIMESTAMP not in self.schema.names
-
-    def _kind(self) -> str:
-        return type(self).__name__
-
-    @property
-    def inputs(self) -> tuple[Stream, ...]:
-        """The streams and tables that this one is made of; empty for a source."""
-        return () if self.operator is None else self.operator.inputs
-
-    @property
-    def key_types(self) -> tuple[DataType, ...]:
-        """Types of the key columns, in the order of ``key``."""
-        return tuple(self.schema[k].dataType for k in self.key)
-
-    @property
-    def value_columns(self) -> tuple[str, ...]:
-        """The columns that are not part of the key."""
-        return tuple(f.name for f in self.schema.fields if f.name not in self.key)
-
-    @property
-    def versioned(self) -> bool:
-        """Whether it remembers what was true when."""
-        return isinstance(self, VersionedTable)
-
     def join(
         self,
         table: Table,
@@ -158,8 +72,6 @@ class Stream:
 
         ``shown``: description, group and owners of the result.
         """
-        from vt_dagster.topology.operators import StreamTableJoin
-
         return StreamTableJoin(self, table, "inner", name, tuple(select), grace_period).result(**shown)
 
     def left_join(
@@ -175,32 +87,31 @@ class Stream:
 
         ``shown``: description, group and owners of the result.
         """
-        from vt_dagster.topology.operators import StreamTableJoin
-
         return StreamTableJoin(self, table, "left", name, tuple(select), grace_period).result(**shown)
 
     def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
         """Its records as changes of a table; see ``ToTable``."""
-        from vt_dagster.topology.operators import ToTable
-
         return ToTable(self, name, materialized).result(**shown)
 
     def group_by(
         self, *key: str, partitions: int | None = None, partition_by: str | None = None
-    ) -> GroupedStream:
+    ) -> GroupedStream[Table]:
         """Its records by another key, to be aggregated in windows; see ``WindowedAggregate``.
 
         Args:
             key: ``column`` or ``expression as name``; none: the stream's own key.
             partitions, partition_by: of the result, as of a source.
         """
-        from vt_dagster.topology.grouping import GroupedStream
-
         return GroupedStream(self, key, partitions, partition_by)
+
+    @property
+    def inputs(self) -> tuple[Stream, ...]:
+        """The streams and tables that this one is made of; empty for a source."""
+        return cast("tuple[Stream, ...]", super().inputs)
 
 
 @dataclass(frozen=True)
-class Table(Stream):
+class Table(Stream, kind="table"):
     """A stream of changes of which the latest record per key, by arrival, counts.
 
     A later record replaces an earlier one whatever their timestamps, as in Kafka Streams' plain
@@ -220,6 +131,11 @@ class Table(Stream):
             raise TopologyError(
                 f"{self.name}: a table cannot keep records without a key; leave null_key out"
             )
+
+    @property
+    def is_table(self) -> bool:
+        """It is one."""
+        return True
 
     def join(
         self,
@@ -313,8 +229,6 @@ class Table(Stream):
         foreign_key: str | Sequence[str] | None = None,
         **about: Any,
     ) -> Table:
-        from vt_dagster.topology.operators import ForeignKeyJoin, TableTableJoin
-
         if grace_period is not None:
             raise TopologyError(
                 f"{name}: a grace period lets a stream's records wait, but a join of the tables "
@@ -329,16 +243,12 @@ class Table(Stream):
         self, predicate: str, *, name: str, materialized: Materialized | None = None, **shown: Any
     ) -> Table:
         """The rows for which a SQL condition holds; see ``Filter``."""
-        from vt_dagster.topology.operators import Filter
-
         return Filter(self, name, materialized, predicate=predicate).result(**shown)
 
     def filter_not(
         self, predicate: str, *, name: str, materialized: Materialized | None = None, **shown: Any
     ) -> Table:
         """The rows for which a SQL condition does not hold (null counts as false); see ``Filter``."""
-        from vt_dagster.topology.operators import Filter
-
         return Filter(self, name, materialized, predicate=predicate, negate=True).result(**shown)
 
     def map_values(
@@ -349,44 +259,34 @@ class Table(Stream):
         **shown: Any,
     ) -> Table:
         """The same keys with other values; see ``MapValues``."""
-        from vt_dagster.topology.operators import MapValues
-
         return MapValues(self, name, materialized, select=select).result(**shown)
 
     def group_by(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *key: str, partitions: int | None = None, partition_by: str | None = None
-    ) -> GroupedTable:
+    ) -> GroupedTable[Table]:
         """Its rows by another key, to be aggregated; see ``TableAggregate``.
 
         Args:
             key: ``column`` or ``expression as name``.
             partitions, partition_by: of the result, as of a source.
         """
-        from vt_dagster.topology.grouping import GroupedTable
-
         return GroupedTable(self, key, partitions, partition_by)
 
     def suppress(self, until: UntilTimeLimit | UntilWindowCloses, *, name: str, **shown: Any) -> Table:
         """Holds back updates; see ``Suppress``."""
-        from vt_dagster.topology.operators import Suppress
-
         return Suppress(self, name, until=until).result(**shown)
 
     def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
         """Refused, for it is a table; ``to_stream(name=...)`` gives its changes, to make another of."""
-        from vt_dagster.topology.operators import ToTable
-
         return ToTable(self, name, materialized).result(**shown)
 
     def to_stream(self, *, name: str, **shown: Any) -> Stream:
         """Its changes as records of a stream; see ``ToStream``."""
-        from vt_dagster.topology.operators import ToStream
-
         return ToStream(self, name).result(**shown)
 
 
 @dataclass(frozen=True)
-class VersionedTable(Table):
+class VersionedTable(Table, kind="versioned_table"):
     """A table that remembers what was true when (KIP-889).
 
     Args:
@@ -414,21 +314,10 @@ class VersionedTable(Table):
                 "leave it out for the default"
             )
 
-
-def topological(nodes: Sequence[Stream]) -> list[Stream]:
-    """The given nodes and all their inputs, each once, inputs first."""
-    found: dict[str, Stream] = {}
-
-    def visit(node: Stream) -> None:
-        for source in node.inputs:
-            visit(source)
-        other = found.setdefault(node.name, node)
-        if other != node:
-            raise TopologyError(f"two different assets have the name {node.name!r}; rename one of them")
-
-    for node in nodes:
-        visit(node)
-    return list(found.values())
+    @property
+    def retention(self) -> Duration:
+        """Its history retention."""
+        return self.history_retention
 
 
 __all__ = [

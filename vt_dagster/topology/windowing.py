@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, pairs, plus, spoken
@@ -32,6 +32,8 @@ class TumblingWindow:
     size: Duration
     grace: Duration = _NONE
     retention: Duration | None = None
+    end_inclusive: ClassVar[bool] = False
+    """Whether a record at the very end of a window belongs to it."""
 
     def __post_init__(self) -> None:
         _check_lengths(self, "size")
@@ -72,6 +74,8 @@ class HoppingWindow:
     advance: Duration
     grace: Duration = _NONE
     retention: Duration | None = None
+    end_inclusive: ClassVar[bool] = False
+    """Whether a record at the very end of a window belongs to it."""
 
     def __post_init__(self) -> None:
         _check_lengths(self, "size", "advance")
@@ -116,6 +120,7 @@ class SessionWindow:
     gap: Duration
     grace: Duration = _NONE
     retention: Duration | None = None
+    end_inclusive: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_lengths(self, "gap")

@@ -4,23 +4,25 @@ The fluent methods of ``vt_dagster.topology.model`` make these; they are public 
 look at a topology.
 """
 
-from vt_dagster.topology.operators.aggregates import Aggregator, Row, TableAggregate, WindowedAggregate
-from vt_dagster.topology.operators.base import Emit, Materialized, Operator
-from vt_dagster.topology.operators.joins import (
-    ForeignKeyJoin,
-    JoinKind,
-    StreamTableJoin,
-    TableTableJoin,
-)
+from vt_dagster.topology.node import Emit, Operator
+from vt_dagster.topology.operators.base import Materialized
+from vt_dagster.topology.operators.filter import Filter
+from vt_dagster.topology.operators.foreign_key_join import ForeignKeyJoin
+from vt_dagster.topology.operators.join import JoinKind
+from vt_dagster.topology.operators.map_values import MapValues
+from vt_dagster.topology.operators.stream_table_join import StreamTableJoin
 from vt_dagster.topology.operators.suppress import (
     Limit,
     Suppress,
     UntilTimeLimit,
     UntilWindowCloses,
     WhenFull,
-    is_session,
 )
-from vt_dagster.topology.operators.transform import Filter, MapValues, ToStream, ToTable
+from vt_dagster.topology.operators.table_aggregate import Aggregator, Row, TableAggregate
+from vt_dagster.topology.operators.table_table_join import TableTableJoin
+from vt_dagster.topology.operators.to_stream import ToStream
+from vt_dagster.topology.operators.to_table import ToTable
+from vt_dagster.topology.operators.windowed_aggregate import WindowedAggregate
 
 __all__ = [
     "Aggregator",
@@ -43,5 +45,4 @@ __all__ = [
     "UntilWindowCloses",
     "WhenFull",
     "WindowedAggregate",
-    "is_session",
 ]

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from vt_dagster.errors import BufferFullError, TopologyError
+from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import FOREVER, Duration, check_duration, spoken
-from vt_dagster.topology.model import Table, VersionedTable
-from vt_dagster.topology.operators.aggregates import WindowedAggregate
-from vt_dagster.topology.operators.base import OneInput, need_table
-from vt_dagster.topology.operators.transform import Filter, MapValues
-from vt_dagster.topology.windowing import SessionWindow, Window
+from vt_dagster.topology.operators.base import OneInput, make_table, need_table
+from vt_dagster.topology.windowing import Window
 
 WhenFull = Literal["emit_early", "shut_down", "unbounded"]
 Limit = int | Mapping[int, int | None] | None
@@ -66,7 +63,7 @@ class Suppress(OneInput):
     def __post_init__(self) -> None:
         need_table(self.name, "suppress", self.source)
         until: Any = self.until
-        if isinstance(self.source, VersionedTable):
+        if self.source.versioned:
             raise TopologyError(
                 f"{self.name}: suppress would lose versions of {self.source.name!r}, which is "
                 "versioned; materialize it as a plain table first, for example "
@@ -92,7 +89,7 @@ class Suppress(OneInput):
                 f"{self.name}: until_window_closes promises final results only, so a full buffer "
                 "cannot emit early; use when_full='shut_down' or 'unbounded'"
             )
-        self.window()
+        self._closing()
 
     def _check_limit(self, what: str, limit: Any) -> None:
         every: list[Any] = [limit]
@@ -107,72 +104,29 @@ class Suppress(OneInput):
                 "them out"
             )
 
-    def window(self) -> Window:
-        """The windows of the table.
+    @property
+    def window(self) -> Window | None:
+        return self.source.window
 
-        Raises:
-            TopologyError: it has none.
-        """
-        if self.windowed is None:
+    def _closing(self) -> Window:
+        if self.window is None:
             raise TopologyError(
                 f"{self.name}: until_window_closes needs a windowed table, but {self.source.name!r} "
                 "has no windows; aggregate a stream with windowed_by(...), or use UntilTimeLimit"
             )
-        return self.windowed
-
-    @property
-    def windowed(self) -> Window | None:
-        """The windows of the table; None where it has none."""
-        node = self.source
-        while isinstance(node.operator, Filter | MapValues):
-            node = node.operator.source
-        return node.operator.window if isinstance(node.operator, WindowedAggregate) else None
+        return self.window
 
     @property
     def period(self) -> Duration:
         """How long after its place in the buffer an update goes out."""
         if isinstance(self.until, UntilTimeLimit):
             return self.until.duration
-        return self.window().closes_after
+        return self._closing().closes_after
 
-    def check_buffer(self, sizes: Mapping[int, tuple[int, int]]) -> None:
-        """Refuses a buffer that holds more than it may and is to stop the run.
-
-        Args:
-            sizes: records and bytes by partition.
-
-        Raises:
-            BufferFullError: says which buffer, which limit, and how to go on.
-        """
-        if self.until.when_full != "shut_down":
-            return
-        limits = {"max_records": self.until.max_records, "max_bytes": self.until.max_bytes}
-        over: dict[int, str] = {}
-        for partition, found in sorted(sizes.items()):
-            for (what, limit), held in zip(limits.items(), found, strict=True):
-                most = limit.get(partition) if isinstance(limit, Mapping) else limit
-                if most is not None and held > most:
-                    over[partition] = (
-                        f"expected at most {what}={most} in the suppression buffer of partition "
-                        f"{partition}, got {held}"
-                    )
-        if over:
-            raise BufferFullError(
-                f"{self.name}: {next(iter(over.values()))}; when_full='shut_down' stops the run before "
-                "its commit, so nothing is lost. Raise the limit, or take another when_full, and run "
-                "again: the same records are taken",
-                list(over),
-            )
-
-    def result(self, **shown: Any) -> Table:
-        return self._table(self.source, self.source.schema, None, shown)
+    def result(self, **shown: Any) -> Any:
+        return make_table(self, self.source, self.source.schema, None, shown)
 
     def describe(self) -> str:
         if isinstance(self.until, UntilWindowCloses):
             return f"{self.source.name}, each window once, when it has closed."
         return f"{self.source.name}, at most one update of a key in {spoken(self.until.duration)}."
-
-
-def is_session(window: Window | None) -> bool:
-    """Whether windows are sessions, whose end is inclusive."""
-    return isinstance(window, SessionWindow)

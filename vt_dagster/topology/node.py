@@ -1,0 +1,215 @@
+"""A stream or table as a typed value, what it is made by, and the rules that hold for any of them.
+
+Operators know no more than this module of what they take and give. ``vt_dagster.topology.model`` adds
+the classes that people use, with a method for each operator.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+from pyspark.sql.types import DataType, StructType
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp
+from vt_dagster.topology.windowing import Window
+
+Emit = Literal["every_update", "per_run"]
+"""``per_run``: only the last update of each key in a run."""
+
+Kind = Literal["stream", "table", "versioned_table"]
+
+N = TypeVar("N", bound="Node")
+Input: TypeAlias = Any
+"""A ``Node``; to users of an operator it is a ``Stream`` or ``Table``, which cannot be named here."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_KINDS: dict[Kind, type[Node]] = {}
+
+
+class Source(Protocol):
+    """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``."""
+
+    def describe(self) -> str:
+        """What is read, for descriptions and messages."""
+        ...
+
+    @property
+    def gives_timestamp(self) -> bool:
+        """Whether it has a ``timestamp`` of its own for each record."""
+        ...
+
+    def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
+        """Refuses columns that it cannot give, by a ``TopologyError``."""
+        ...
+
+
+class Operator(ABC):
+    """What a stream or table is the result of."""
+
+    name: str
+    emit: Emit = "every_update"
+    """Which of a run's results count: every one, or the last of each key."""
+    window: Window | None = None
+    """The windows that the result's rows belong to; None where they belong to none."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[Input, ...]:
+        """The streams and tables whose logs it consumes or whose views it reads."""
+
+    @abstractmethod
+    def result(self, **shown: Any) -> Any:
+        """The stream or table that it makes; ``shown``: description, group, owners."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What it does, in a sentence."""
+
+    @abstractmethod
+    def lineage(self) -> dict[str, list[tuple[str, str]]]:
+        """For each column of the result the (asset, column) pairs that it is made of."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What an asset's metadata says of it, by name."""
+        return {}
+
+    @property
+    def log_columns(self) -> tuple[str, ...]:
+        """Columns that it adds to its result's log, besides those of any log."""
+        return ()
+
+    @property
+    def stored(self) -> bool:
+        """Whether the result has a store of its own, which decides what is latest and what was
+        before; else it passes on what its input says (filter, map_values)."""
+        return True
+
+
+@dataclass(frozen=True)
+class Node:
+    """What streams and tables have in common; ``Stream`` says what the fields mean.
+
+    Args:
+        operator: what it is the result of; None: it has a source.
+        contract: the pandera model that ``schema`` was made from, if any.
+    """
+
+    name: str
+    key: Sequence[str] = field(kw_only=True)
+    schema: Any = field(kw_only=True)
+    timestamp: str = field(default=TIMESTAMP, kw_only=True)
+    tombstone: str | None = field(default=None, kw_only=True)
+    partitions: int = field(default=1, kw_only=True)
+    partition_by: str | None = field(default=None, kw_only=True)
+    source: Source | None = field(default=None, kw_only=True)
+    null_key: Literal["quarantine", "keep"] = field(default="quarantine", kw_only=True)
+    description: str | None = field(default=None, kw_only=True)
+    group: str | None = field(default=None, kw_only=True)
+    owners: tuple[str, ...] = field(default=(), kw_only=True)
+    operator: Operator | None = field(default=None, kw_only=True, repr=False)
+    contract: Any = field(default=None, kw_only=True, repr=False)
+
+    def __init_subclass__(cls, kind: Kind | None = None, **more: Any) -> None:
+        """``kind``: of the class whose values ``make_node`` makes for operators."""
+        super().__init_subclass__(**more)
+        if kind is not None:
+            _KINDS[kind] = cls
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise TopologyError(
+                f"{self.name!r} is not a name for a {self._kind()}: use letters, digits and "
+                "underscores, not starting with a digit"
+            )
+        if not isinstance(self.schema, StructType) and self.contract is None:
+            object.__setattr__(self, "contract", self.schema)
+        object.__setattr__(self, "schema", as_struct(self.schema, self.name))
+        key = (self.key,) if isinstance(self.key, str) else tuple(self.key)
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "owners", tuple(self.owners))
+        check_columns(self.name, self._kind(), key, self.schema, self.timestamp)
+        if self.operator is None and not (self._timed_by_source and self.timestamp == TIMESTAMP):
+            check_timestamp(self.name, self.schema, self.timestamp)
+        if self.source is not None:
+            self.source.check(self.name, key, self.schema)
+        if self.partitions < 1:
+            raise TopologyError(f"{self.name}: partitions must be 1 or more, got {self.partitions}")
+        if self.null_key not in ("quarantine", "keep"):
+            raise TopologyError(
+                f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
+            )
+
+    @property
+    def _timed_by_source(self) -> bool:
+        given = self.source is not None and self.source.gives_timestamp
+        return given and TIMESTAMP not in self.schema.names
+
+    def _kind(self) -> str:
+        return type(self).__name__
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The streams and tables that this one is made of; empty for a source."""
+        return () if self.operator is None else self.operator.inputs
+
+    @property
+    def key_types(self) -> tuple[DataType, ...]:
+        """Types of the key columns, in the order of ``key``."""
+        return tuple(self.schema[k].dataType for k in self.key)
+
+    @property
+    def value_columns(self) -> tuple[str, ...]:
+        """The columns that are not part of the key."""
+        return tuple(f.name for f in self.schema.fields if f.name not in self.key)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its records are changes of rows, of which one a key counts."""
+        return False
+
+    @property
+    def retention(self) -> Duration | None:
+        """How far back it remembers what was true when; None: it does not."""
+        return None
+
+    @property
+    def versioned(self) -> bool:
+        """Whether it remembers what was true when."""
+        return self.retention is not None
+
+    @property
+    def window(self) -> Window | None:
+        """The windows that its rows belong to; None where they belong to none."""
+        return None if self.operator is None else self.operator.window
+
+
+def make_node(kind: Kind, name: str, **about: Any) -> Any:
+    """A stream or table of the class that was declared as of this kind.
+
+    Operators make their results by it: the classes have methods that make operators.
+    """
+    return _KINDS[kind](name, **about)
+
+
+def topological(nodes: Sequence[N]) -> list[N]:
+    """The given nodes and all their inputs, each once, inputs first."""
+    found: dict[str, Any] = {}
+
+    def visit(node: Node) -> None:
+        for source in node.inputs:
+            visit(source)
+        other = found.setdefault(node.name, node)
+        if other != node:
+            raise TopologyError(f"two different assets have the name {node.name!r}; rename one of them")
+
+    for node in nodes:
+        visit(node)
+    return list(found.values())

@@ -1,0 +1,55 @@
+"""What the aggregates have in common: a key to group by, and a result with that key."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql.types import StructField, StructType
+
+from vt_dagster.topology.node import Emit
+from vt_dagster.topology.operators.base import Materialized, OneInput, make_table
+from vt_dagster.topology.projection import Selection
+
+
+@dataclass(frozen=True)
+class Aggregate(OneInput, ABC):
+    """Rows aggregated by a key, which may be another than the input's.
+
+    Args:
+        group_key: the key's columns as ``column`` or ``expression as name``.
+        partitions: number of partitions of a result with another key, which the key's hash
+            chooses; None = as many as the input has. ``partition_by``: a SQL expression instead
+            of the hash.
+    """
+
+    group_key: tuple[str, ...] = field(default=(), kw_only=True)
+    emit: Emit = field(default="every_update", kw_only=True)
+    partitions: int | None = field(default=None, kw_only=True)
+    partition_by: str | None = field(default=None, kw_only=True)
+
+    def keys(self) -> Selection:
+        """The columns of the key, of windows without their ends."""
+        fields = tuple(self.source.schema.fields)
+        chosen = self.group_key or tuple(self.source.key)
+        return Selection(self.name, self.source.name, fields, chosen)
+
+    def _grouped(
+        self,
+        keys: Sequence[StructField],
+        values: Sequence[StructField],
+        materialized: Materialized | None,
+        shown: dict[str, Any],
+    ) -> Any:
+        about: dict[str, Any] = {"key": [k.name for k in keys]}
+        if self.group_key:
+            about["partitions"] = self.partitions or self.source.partitions
+            about["partition_by"] = self.partition_by
+        schema = StructType([*keys, *values])
+        return make_table(self, self.source, schema, materialized, shown, **about)
+
+    def _lineage(self, aggregates: tuple[tuple[str, str], ...]) -> dict[str, list[tuple[str, str]]]:
+        keys = self.keys()
+        return keys.lineage() | {c: keys.mentioned(e) for c, e in aggregates}

@@ -1,0 +1,54 @@
+"""foreign-key join: each row of a table with the row of another that it refers to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.operators.base import check_emit, need_table
+from vt_dagster.topology.operators.join import check_kind
+from vt_dagster.topology.operators.table_table_join import TableTableJoin
+from vt_dagster.topology.projection import Selection
+from vt_dagster.topology.schema import same_types
+
+
+@dataclass(frozen=True)
+class ForeignKeyJoin(TableTableJoin):
+    """Each row of a table with the row of another that it refers to (KIP-914, KIP-213).
+
+    Both sides trigger: a change of the right row gives one result for each left row that refers to
+    it. The result has the left's key.
+
+    Args:
+        kind: ``inner`` or ``left``.
+        foreign_key: SQL expressions over the left's columns, one for each column of the right's key.
+            A row in which any is null refers to nothing.
+    """
+
+    foreign_key: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        need_table(self.name, "the left side of a foreign-key join", self.left)
+        need_table(self.name, "the right side of a foreign-key join", self.right)
+        check_kind(self.name, "foreign-key join", self.kind, ("inner", "left"))
+        check_emit(self.name, self.emit)
+        object.__setattr__(self, "select", tuple(self.select))
+        if len(self.foreign_key) != len(self.right.key):
+            raise TopologyError(
+                f"{self.name}: the foreign key {list(self.foreign_key)} must have one expression for "
+                f"each key column of {self.right.name!r}, which has {list(self.right.key)}"
+            )
+        own = Selection(self.name, self.left.name, tuple(self.left.schema.fields))
+        types = [own.type_of(expression) for expression in self.foreign_key]
+        if not same_types(types, self.right.key_types):
+            theirs = [t.simpleString() for t in self.right.key_types]
+            raise TopologyError(
+                f"{self.name}: the foreign key {list(self.foreign_key)} has the types "
+                f"{[t.simpleString() for t in types]}, but the key of {self.right.name!r} has "
+                f"{theirs}; cast it, for example 'cast({self.foreign_key[0]} as {theirs[0]})'"
+            )
+        self.projection()
+
+    def describe(self) -> str:
+        by = ", ".join(self.foreign_key)
+        return f"{self.left.name}, each row with the row of {self.right.name} that {by} refers to."

@@ -1,0 +1,60 @@
+"""table-table join: the current rows of two tables with the same key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql.types import StructField, StructType
+
+from vt_dagster.topology.node import Emit
+from vt_dagster.topology.operators.base import Materialized, check_emit, make_table, need_table
+from vt_dagster.topology.operators.join import Join, check_keys, check_kind
+
+
+@dataclass(frozen=True)
+class TableTableJoin(Join):
+    """The current rows of two tables with the same key, joined anew at each change (KIP-914).
+
+    A change that is out of order for its key in a versioned side is dropped and counted. The result's
+    timestamp is the larger of the change's and the other side's row's.
+
+    Args:
+        kind: ``inner``, ``left`` or ``outer``.
+        materialized: None: a plain table; with a history retention: a versioned one.
+        monotone_timestamps: a result is never older than the last one of its key, tombstones
+            included; None = where both sides are versioned. False: Kafka Streams' own timestamps.
+        emit: ``every_update``, or ``per_run``: only the last update of each key in a run.
+    """
+
+    materialized: Materialized | None = None
+    monotone_timestamps: bool | None = None
+    emit: Emit = "every_update"
+
+    def __post_init__(self) -> None:
+        need_table(self.name, "the left side of a table-table join", self.left)
+        need_table(self.name, "the right side of a table-table join", self.right)
+        check_kind(self.name, "table-table join", self.kind, ("inner", "left", "outer"))
+        check_emit(self.name, self.emit)
+        object.__setattr__(self, "select", tuple(self.select))
+        check_keys(self.name, self.left, self.right)
+        self.projection()
+
+    @property
+    def monotone(self) -> bool:
+        """Whether results are kept from going back in time."""
+        if self.monotone_timestamps is None:
+            return self.left.versioned and self.right.versioned
+        return self.monotone_timestamps
+
+    def result(self, **shown: Any) -> Any:
+        fields = self.projection().fields()
+        if self.kind == "outer":
+            fields = [StructField(f.name, f.dataType, True) for f in fields]
+        return make_table(self, self.left, StructType(fields), self.materialized, shown)
+
+    def describe(self) -> str:
+        return (
+            f"{self.left.name} and {self.right.name} by their common key ({self.kind}), joined anew "
+            "at each change of either."
+        )

@@ -1,0 +1,35 @@
+"""to_stream: the changes of a table as records of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.topology.node import make_node
+from vt_dagster.topology.operators.base import OneInput, need_table
+
+
+@dataclass(frozen=True)
+class ToStream(OneInput):
+    """The changes of a table as records of a stream, tombstones included."""
+
+    def __post_init__(self) -> None:
+        need_table(self.name, "to_stream", self.source)
+
+    def result(self, **shown: Any) -> Any:
+        return make_node(
+            "stream",
+            self.name,
+            key=self.source.key,
+            schema=self.source.schema,
+            timestamp=TIMESTAMP,
+            partitions=self.source.partitions,
+            partition_by=self.source.partition_by,
+            null_key="keep",
+            operator=self,
+            **shown,
+        )
+
+    def describe(self) -> str:
+        return f"The changes of {self.source.name} as a stream."
