@@ -13,7 +13,7 @@ import generate
 from measure import Outputs, Result, compare, take_turns
 from pyspark.sql import DataFrame, SparkSession
 
-from vt_dagster.runs import run_source
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore, Head, Snapshot
@@ -33,10 +33,10 @@ class TimedStore(AssetStore):
         super().__init__(warehouse, node, spark)
         self.spent: defaultdict[str, float] = defaultdict(float)
 
-    def commit(self, rows: DataFrame, commit: Commit) -> Head:
+    def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
         start = time.perf_counter()
         try:
-            return super().commit(rows, commit)
+            return super().commit(rows, commit, count)
         finally:
             self.spent["log commit"] += time.perf_counter() - start
 
@@ -98,10 +98,7 @@ class Site:
         """One run of the asset, as the Dagster ops do it."""
         start = time.perf_counter()
         store = self.store()
-        arrival = run_source.pin_files(store, self.source)
-        records = run_source.read_records(store, self.source, arrival)
-        considered = run_source.consider(store, arrival, records)
-        receipt = run_source.commit_records(store, self.source, arrival, considered, self.run_id)
+        receipt = run_once(self.table, lambda _: store, run_id=self.run_id)
         assert receipt.commit is not None
         writes = sum(store.spent.values())
         return {**store.spent, "the rest": time.perf_counter() - start - writes}
@@ -121,9 +118,11 @@ class Site:
 
     def check(self) -> None:
         """Every record became a version: none was late, none has expired."""
-        found = self.store().view()
-        assert found is not None
-        rows, appended = found[2].count(), self.spark.read.format("delta").load(self.appended)
+        store = self.store()
+        rows, appended = (
+            store.view_at(store.catch_up()).count(),
+            self.spark.read.format("delta").load(self.appended),
+        )
         if not rows == appended.count() == self.delivered:
             raise AssertionError(
                 f"incremental run: {self.delivered} records, {rows} versions, "

@@ -21,8 +21,10 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core import operate, step
+from vt_dagster.core import store
 from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.processor import Input, Known
+from vt_dagster.core.processors import processor_of
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
@@ -67,23 +69,22 @@ class Case:
 
 def results_of(node: Stream, logs: Sequence[DataFrame]) -> DataFrame:
     """What an operator makes of one run that takes everything."""
-    assert node.operator is not None
-    taken, none = [operate.Taken(rows) for rows in logs], by_partition({})
-    after = none
-    if operate.goes_by_time(node.operator):
-        times = operate.with_lateness(node, taken, none).collect()
-        after = by_partition({row[PARTITION]: row["time"] for row in times})
-    return operate.operate(node, taken, operate.Before(None, None, none, after))
+    processor, inputs = processor_of(node), [Input(rows) for rows in logs]
+    times: dict[int, int] = {}
+    timed = processor.own_time(inputs, Known.nothing())
+    if timed is not None:
+        times = {row[PARTITION]: row["time"] for row in timed.collect()}
+    return processor.results(inputs, Known.nothing(times))
 
 
 def log_rows(node: Stream, results: DataFrame) -> DataFrame:
-    return operate.produce(node, results, by_partition({}, "long"))
+    return processor_of(node).produce(results, by_partition({}, "long"), few=False)
 
 
 def final_state(node: Stream, results: DataFrame) -> DataFrame:
     """The view of the operator's result."""
     assert isinstance(node, Table)
-    return step.fold(node, None, log_rows(node, results), by_partition({}))
+    return store.fold(node, None, log_rows(node, results), by_partition({}))
 
 
 def latest(log: DataFrame, *names: str) -> DataFrame:

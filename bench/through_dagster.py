@@ -17,15 +17,15 @@ from pyspark.sql import functions as F
 
 from vt_dagster import SparkResource, build_asset
 from vt_dagster.columns import ARRIVAL, FATE, OFFSET, TIMESTAMP
-from vt_dagster.core import step
 from vt_dagster.core.arrival import Fate, by_partition
+from vt_dagster.core.processor import Lookup
+from vt_dagster.core.processors import processor_of
 from vt_dagster.orchestration.factory import build_resources
 from vt_dagster.runs.join_way import way_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.operators import StreamTableJoin
 from vt_dagster.topology.windowing import TumblingWindow
 
 ALONE = "the operator alone, to Parquet"
@@ -72,7 +72,7 @@ def run(
     for name, total in (("prices", rows), ("orders", rows + 1)):  # other times, and another file
         (home / name).mkdir(parents=True)
         shutil.copy(generate.json_lines(spark, 0, rows, total, keys), home / name / "1.jsonl")
-        run_once(warehouse, nodes[name], spark)
+        run_once(nodes[name], stores_of(warehouse, spark))
     logging.getLogger("dagster").setLevel(logging.ERROR)
 
     def stored(node: Stream) -> AssetStore:
@@ -111,18 +111,17 @@ def run(
 
 
 def _results(node: Stream, stored: Callable[[Stream], AssetStore]) -> DataFrame:
-    join = node.operator
-    if not isinstance(join, StreamTableJoin):
-        results = results_of(node, [stored(n).read("log") for n in node.inputs])
+    processor = processor_of(node)
+    logs = [stored(n).read("log") for n in processor.consumed]
+    table = processor.looked_up
+    if table is None:
         assert isinstance(node, Table)
-        return final_state(node, results)
-    records = stored(join.left).read("log").withColumn(ARRIVAL, F.col(OFFSET))
-    records = records.withColumn(FATE, F.lit(Fate.APPLIED))
+        return final_state(node, results_of(node, logs))
+    records = logs[0].withColumns({ARRIVAL: F.col(OFFSET), FATE: F.lit(Fate.APPLIED)})
     time = F.unix_micros(TIMESTAMP)
     first, last = records.agg(F.min(time), F.max(time)).collect()[0]
-    table = stored(join.right).view()
-    assert table is not None
-    _, applied, view = table
-    count = sum(applied.next_offset.values())
-    way, _ = way_of(join.right, view, False, count, (first, last))
-    return step.join_records(join, records, view, by_partition(applied.stream_time), way)
+    at = stored(table).catch_up()
+    assert at.checkpoint is not None
+    view = stored(table).view_at(at)
+    way, _ = way_of(table, view, False, at.checkpoint.total, (first, last))
+    return processor.look_up(records, Lookup(view, by_partition(at.checkpoint.stream_time), way))

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import DataFrame, SparkSession
 from typer import Typer
 from typer.testing import CliRunner
 
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS
-from vt_dagster.core import step
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.errors import SourceError
+from vt_dagster.runs import run as runs
 from vt_dagster.runs.join_way import tiles_of
-from vt_dagster.topology.operators import StreamTableJoin
+from vt_dagster.topology.model import Table
 
 SCENARIOS = Path(__file__).parent / "conformance"
 
@@ -79,13 +77,14 @@ def test_the_other_ways_to_join_are_identical_too(
     """Each way in which a run of many records may look for versions, with the few of the scenarios."""
     asked: list[Way] = []
 
-    def join_records(join: StreamTableJoin, records: Any, view: Any, table_time: Column) -> DataFrame:
-        chosen: Way = way if way == "broadcast" else tiles(records, view, join.right.key)
+    def way_of(table: Table, view: DataFrame, few: bool, versions: int, due: Any) -> tuple[Way, str]:
+        tiled = way == "tiled" and table.versioned
+        first, last = due
+        chosen = tiles_of(view, key=table.key, first=first, last=last)[0] if tiled else "broadcast"
         asked.append(chosen)
-        return plain(join, records, view, table_time, chosen)
+        return chosen, "forced"
 
-    plain = step.join_records
-    monkeypatch.setattr(step, "join_records", join_records)
+    monkeypatch.setattr(runs, "way_of", way_of)
     lines: list[str] = []
     report = run(
         [SCENARIOS / "worked"],
@@ -96,14 +95,6 @@ def test_the_other_ways_to_join_are_identical_too(
     )
     assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
     assert asked
-
-
-def tiles(records: DataFrame, view: DataFrame, key: Sequence[str]) -> Way:
-    if "valid_from" not in view.columns:
-        return "sorted"
-    time = F.unix_micros("timestamp")
-    first, last = records.agg(F.min(time), F.max(time)).collect()[0]
-    return tiles_of(view, key=key, first=first or 0, last=last or 0)[0]
 
 
 @pytest.mark.slow

@@ -109,9 +109,9 @@ def test_definitions_carry_columns_and_lineage(market: Market) -> None:
         ("valid_from", "timestamp"),
         ("valid_to", "timestamp"),
     ]
-    view = market.store(market.prices).view()
-    assert view is not None
-    assert sorted(c.name for c in schema.columns) == sorted(view[2].columns)
+    store = market.store(market.prices)
+    view = store.view_at(store.catch_up())
+    assert sorted(c.name for c in schema.columns) == sorted(view.columns)
     priced = build_asset(market.priced).metadata_by_key[dg.AssetKey("priced")]
     lineage = priced["dagster/column_lineage"].deps_by_column
     assert lineage["price"] == [dg.TableColumnDep(dg.AssetKey("prices"), "v")]

@@ -10,9 +10,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DoubleType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster.core import operate, step, stream_table_join
-from vt_dagster.core.arrival import by_partition, few_records
+from vt_dagster.core import store, stream_table_join
+from vt_dagster.core.arrival import by_partition
 from vt_dagster.core.as_of_join import Tiles, Way
+from vt_dagster.core.log import log_schema, view_schema
+from vt_dagster.core.processor import Input, Known
+from vt_dagster.core.processors import processor_of
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
@@ -46,12 +49,8 @@ def count(text: str) -> dict[str, int]:
 
 def results_of(spark: SparkSession, node: Stream) -> DataFrame:
     assert node.operator is not None
-    taken = [
-        operate.Taken(spark.createDataFrame([], step.log_schema(one))) for one in node.operator.inputs
-    ]
-    none = by_partition({})
-    with few_records():
-        return operate.operate(node, taken, operate.Before(None, None, none, none))
+    inputs = [Input(spark.createDataFrame([], log_schema(one))) for one in node.operator.inputs]
+    return processor_of(node, few=True).results(inputs, Known.nothing())
 
 
 @pytest.mark.parametrize("way", ["broadcast", Tiles(40, 0, 10**15, 2)], ids=["broadcast", "tiled"])
@@ -60,7 +59,7 @@ def test_a_join_reads_and_sends_what_its_result_has(spark: SparkSession, way: Wa
     stream = spark.createDataFrame(
         [], f"{SCHEMA.simpleString()[7:-1]},partition:int,_arrival:bigint,_fate:string"
     )
-    versions = spark.createDataFrame([], step.view_schema(rates("rates")))
+    versions = spark.createDataFrame([], view_schema(rates("rates")))
     joined = stream_table_join.join(
         stream,
         versions,
@@ -91,8 +90,7 @@ def test_each_window_is_computed_once(spark: SparkSession) -> None:
     table = rates("rates")
     names = "partition:int,_arrival:bigint,is_tombstone:boolean,_fate:string"
     records = spark.createDataFrame([], f"{SCHEMA.simpleString()[7:-1]},{names}")
-    with few_records():
-        put = step.consider_records(table, records, None, by_partition({}))
+    put = processor_of(table, few=True).results([Input(records)], Known.nothing())
     assert count(plan(put)) == {"shuffles": 2, "sorts": 2, "windows": 3}
 
 
@@ -108,6 +106,6 @@ def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:
     assert (count(final)["shuffles"], "WindowGroupLimit" in final) == (1, False)
     plain = Table("plain", **ABOUT)
     folded = plan(
-        step.fold(plain, None, spark.createDataFrame([], step.log_schema(plain)), by_partition({}))
+        store.fold(plain, None, spark.createDataFrame([], log_schema(plain)), by_partition({}))
     )
     assert count(folded) == {"shuffles": 1, "sorts": 1, "windows": 1}

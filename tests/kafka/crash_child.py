@@ -7,11 +7,11 @@ from pathlib import Path
 
 from tests.kafka.topics import Topics
 from tests.storage.crash_child import arm
-from vt_dagster.runs import run_source
+from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage import delta
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import stores_of
 
 
 def main() -> None:
@@ -25,11 +25,7 @@ def main() -> None:
 
     node = crash_table(Topics(servers), topic)
     spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})
-    store, source = AssetStore(str(Path(root) / "warehouse"), node, spark), node.source
-    assert isinstance(source, KafkaSource)
-    arrival = run_source.pin_topics(store, source)
-    rows = run_source.consider(store, arrival, run_source.read_records(store, source, arrival))
-    run_source.commit_records(store, source, arrival, rows)
+    run_once(node, stores_of(str(Path(root) / "warehouse"), spark))
     print("survived")
 
 

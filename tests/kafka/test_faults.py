@@ -25,8 +25,7 @@ from tests.kafka.topics import SCHEMA, Topics, record, records
 from vt_dagster import Stream, VersionedTable
 from vt_dagster.errors import ConcurrentRunError, RecordsGoneError, SourceError
 from vt_dagster.kafka import KafkaSource
-from vt_dagster.runs import run_source
-from vt_dagster.runs.runs import Arrival, Receipt
+from vt_dagster.runs.run import Receipt, Run
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]
@@ -49,16 +48,12 @@ def stream(pipeline: Pipeline, topics: Topics, topic: str, **options: Any) -> St
     return Stream("s", key="k", schema=SCHEMA, timestamp="at", source=source)
 
 
-def pin(pipeline: Pipeline, node: Stream) -> Arrival:
-    assert isinstance(node.source, KafkaSource)
-    return run_source.pin_topics(pipeline.store(node), node.source)
+def pin(pipeline: Pipeline, node: Stream) -> Run:
+    return Run.pin(node, pipeline.store)
 
 
-def finish(pipeline: Pipeline, node: Stream, arrival: Arrival) -> Receipt:
-    source, store = node.source, pipeline.store(node)
-    assert isinstance(source, KafkaSource)
-    rows = run_source.consider(store, arrival, run_source.read_records(store, source, arrival))
-    return run_source.commit_records(store, source, arrival, rows)
+def finish(run: Run) -> Receipt:
+    return run.commit(run.operate(run.read()))
 
 
 def test_retention_has_passed(topics: Topics, pipeline: Pipeline) -> None:
@@ -123,9 +118,9 @@ def test_two_runs_at_once(topics: Topics, pipeline: Pipeline) -> None:
     topics.produce(topic, records(range(5)))
     node = stream(pipeline, topics, topic)
     one, other = pin(pipeline, node), pin(pipeline, node)
-    assert finish(pipeline, node, one).commit is not None
+    assert finish(one).commit is not None
     with pytest.raises(ConcurrentRunError, match="another run committed"):
-        finish(pipeline, node, other)
+        finish(other)
     assert [r.n for r in pipeline.log(node)] == [0, 1, 2, 3, 4]
 
 
@@ -133,10 +128,10 @@ def test_records_vanish_while_a_run_reads(topics: Topics, pipeline: Pipeline) ->
     topic = topics.create()
     topics.produce(topic, records(range(10)))
     node = stream(pipeline, topics, topic)
-    arrival = pin(pipeline, node)
+    run = pin(pipeline, node)
     topics.expire(topic, {0: 4})
     with pytest.raises(SourceError, match="nothing was committed"):
-        finish(pipeline, node, arrival)
+        finish(run)
     assert pipeline.store(node).head() is None
 
 
@@ -146,13 +141,13 @@ def test_broker_stops_and_starts_while_a_run_reads(own_broker: KafkaBroker, pipe
     for partition in (0, 1):
         topics.produce(topic, records(range(500), partition=partition))
     node = stream(pipeline, topics, topic)
-    arrival = pin(pipeline, node)
+    run = pin(pipeline, node)
     own_broker.kill()
     assert "did not answer" in pipeline.tick(node)
     assert "did not answer" in pipeline.fails(node)
     restart = threading.Timer(3, own_broker.start)
     restart.start()
-    finish(pipeline, node, arrival)
+    finish(run)
     restart.join()
     assert Counter(r.n for r in pipeline.log(node)) == Counter([*range(500), *range(500)])
     assert pipeline.run(node)["status"] == "nothing new: no commit"

@@ -15,7 +15,6 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster.columns import OLD
-from vt_dagster.runs import run_source
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.spark.session import build_session
@@ -83,10 +82,8 @@ class Chain:
         """Everything that is left to do."""
         for i in range(FILES):
             for node in self.nodes:
-                if isinstance(node.source, FilesSource):
-                    _take(AssetStore(self.warehouse, node, spark), node.source, f"{i}.parquet")
-                else:
-                    run_once(node, stores_of(self.warehouse, spark))
+                asked = {} if node.source is None else {"only": [f"{i}.parquet"]}
+                run_once(node, stores_of(self.warehouse, spark), **asked)
 
     def tables(self, spark: SparkSession) -> dict[str, object]:
         """Of each asset how far it has come, and a sum over all rows of its log and view."""
@@ -101,14 +98,6 @@ class Chain:
             if isinstance(node, Table):
                 found[f"{node.name} view"] = view_digest(store)
         return found
-
-
-def _take(store: AssetStore, source: FilesSource, file: str) -> None:
-    arrival = run_source.pin_files(store, source, [file])
-    if not arrival.empty:
-        records = run_source.read_records(store, source, arrival)
-        considered = run_source.consider(store, arrival, records)
-        run_source.commit_records(store, source, arrival, considered)
 
 
 def digest(store: AssetStore, what: str) -> tuple[int, int]:

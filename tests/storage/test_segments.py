@@ -13,10 +13,8 @@ from pyspark.sql import SparkSession
 
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.errors import ConcurrentRunError
-from vt_dagster.runs import run_source
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.run import run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.runs.run import Run, run_once
 from vt_dagster.spark import small_runs
 from vt_dagster.storage import delta, segments
 from vt_dagster.storage.positions import Checkpoint
@@ -32,10 +30,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def layout(store: AssetStore) -> Segments:
-    found = store.view()
-    assert found is not None
-    assert found[1].segments is not None
-    return found[1].segments
+    at = store.catch_up()
+    assert at.checkpoint is not None
+    assert at.checkpoint.segments is not None
+    return at.checkpoint.segments
 
 
 def stored(store: AssetStore) -> Counter[int | None]:
@@ -56,7 +54,7 @@ def as_made_anew(topology: Topology, spark: SparkSession, to: str) -> list[objec
     head = store.head()
     assert head is not None
     copy = AssetStore(str(topology.root / to), topology.rates, spark)
-    copy.commit(store.log({}, head), head.commit.model_copy(update={"rejected": False, "batch": 1}))
+    copy.commit(store.log({}, head), head.commit.model_copy(update={"rejected": False, "batch": 1}), 1)
     return rows_of(copy)
 
 
@@ -133,14 +131,12 @@ def test_a_run_is_small_by_what_it_meets(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the log has become: a table that runs often would be slow from some day on."""
-    monkeypatch.setattr(small_runs, "_FEW_MET", 8)
+    monkeypatch.setattr(small_runs, "_FEW_READ", 8)
     topology = Topology(tmp_path)
 
     def next_is_small(file: str, *records: tuple[str, int, float]) -> bool:
         topology.land("rates", file, records)
-        store = topology.store("rates", spark)
-        assert isinstance(topology.rates.source, FilesSource)
-        small = run_source.pin_files(store, topology.rates.source).small
+        small = Run.pin(topology.rates, stores_of(topology.warehouse, spark)).arrival.small
         topology.run("rates", spark)
         return small
 
@@ -170,9 +166,8 @@ def test_a_join_reads_the_history_that_it_needs(
     topology.land("rates", "0.jsonl", [("a", i, i / 10) for i in range(40)])
     topology.run("rates", spark)
     store = topology.store("rates", spark)
-    found = store.view(since=int((EPOCH + timedelta(minutes=3)).timestamp()) * 1_000_000)
-    assert found is not None
-    ends = [row.valid_to for row in found[2].collect()]
+    since = int((EPOCH + timedelta(minutes=3)).timestamp()) * 1_000_000
+    ends = [row.valid_to for row in store.view_at(store.catch_up(), since).collect()]
     assert len(ends) < 40
     assert sum(end is None for end in ends) == 1
     topology.land("orders", "0.jsonl", [("a", 1, 3.05), ("a", 2, 3.95), ("a", 3, 9)])

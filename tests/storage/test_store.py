@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from pyspark.sql import functions as F
 
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
-from vt_dagster.runs import join_way, run_source, runs
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.runs import arrival as arrivals
+from vt_dagster.runs import join_way
+from vt_dagster.runs.run import Results, Run
 from vt_dagster.storage import delta
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ def test_a_join_of_many_records_looks_for_versions_in_the_cheaper_way(
     said, expected = joined()
     assert said == "sorted: the run has few records"
     assert len(expected) > 3
-    monkeypatch.setattr(runs, "CHUNK", -1)
+    monkeypatch.setattr(arrivals, "CHUNK", -1)
     assert joined() == ("broadcast: the table has at most 7 versions, and 2 of a key", expected)
     monkeypatch.setattr(join_way, "_FEW_OF_A_KEY", 1)
     said, rows = joined()
@@ -164,14 +166,11 @@ def test_an_error_of_spark_is_told_as_it_is(tmp_path: Path, spark: SparkSession)
     """Not as its own cause, which whoever follows causes would follow for ever."""
     topology = Topology(tmp_path)
     land_first(topology)
-    source = topology.rates.source
-    assert isinstance(source, FilesSource)
-    store = topology.store("rates", spark)
-    arrival = run_source.pin_files(store, source)
-    rows = run_source.consider(store, arrival, run_source.read_records(store, source, arrival))
-    broken = rows.withColumn("n", F.raise_error(F.lit("poison")).cast("int"))
+    run = Run.pin(topology.rates, stores_of(topology.warehouse, spark))
+    results = run.operate(run.read())
+    broken = results.rows.withColumn("n", F.raise_error(F.lit("poison")).cast("int"))
     with pytest.raises((PySparkException, Py4JJavaError), match="poison") as caught:
-        run_source.commit_records(store, source, arrival, broken)
+        run.commit(replace(results, rows=broken))
     assert caught.value.__cause__ is not caught.value
 
 
@@ -179,23 +178,20 @@ def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -
     """Both runs have pinned the same batch before either commits."""
     topology = Topology(tmp_path)
     land_first(topology)
-    source = topology.rates.source
-    assert isinstance(source, FilesSource)
     store = topology.store("rates", spark)
-    prepared = []
+    prepared: list[tuple[Run, Results]] = []
     for _ in range(2):
-        arrival = run_source.pin_files(store, source)
-        records = run_source.read_records(store, source, arrival)
-        prepared.append((arrival, run_source.consider(store, arrival, records)))
+        run = Run.pin(topology.rates, stores_of(topology.warehouse, spark))
+        prepared.append((run, run.operate(run.read())))
     outcomes: list[Any] = []
-    lost: list[Any] = []
+    lost: list[tuple[Run, Results]] = []
 
-    def commit(arrival: Any, considered: Any) -> None:
+    def commit(run: Run, results: Results) -> None:
         try:
-            outcomes.append(run_source.commit_records(store, source, arrival, considered))
+            outcomes.append(run.commit(results))
         except ConcurrentRunError as error:
             outcomes.append(error)
-            lost.append((arrival, considered))
+            lost.append((run, results))
 
     threads = [threading.Thread(target=commit, args=pair) for pair in prepared]
     for thread in threads:
@@ -209,7 +205,7 @@ def test_two_runs_at_once_have_one_winner(tmp_path: Path, spark: SparkSession) -
     assert store.read("versions").count() == 3
     # and one that comes after the winner has committed
     with pytest.raises(ConcurrentRunError):
-        run_source.commit_records(store, source, *lost[0])
+        lost[0][0].commit(lost[0][1])
     assert store.read("log").count() == 3
 
 
@@ -255,7 +251,7 @@ def test_a_changed_type_is_refused_before_the_commit(tmp_path: Path, spark: Spar
     assert head is not None
     changed = store.read("log").withColumn("n", F.col("n").cast("string"))
     with pytest.raises(StorageError, match="n: int -> string"):
-        store.commit(changed, head.commit.model_copy(update={"batch": 2}))
+        store.commit(changed, head.commit.model_copy(update={"batch": 2}), 1)
 
 
 def test_a_grace_period_may_change_between_runs(tmp_path: Path, spark: SparkSession) -> None:

@@ -31,7 +31,14 @@ from vt_dagster.columns import (
     TURN,
 )
 from vt_dagster.core import store
-from vt_dagster.core.arrival import STREAM_TIME, Fate, arrival_chunk, number, with_stream_time
+from vt_dagster.core.arrival import (
+    STREAM_TIME,
+    Fate,
+    arrival_chunk,
+    by_partition,
+    number,
+    with_stream_time,
+)
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.core.log import log_columns
 from vt_dagster.topology.model import Stream, Table
@@ -77,6 +84,12 @@ class Known:
     stream_time_after: Column
     released: Column
     released_after: Column
+
+    @classmethod
+    def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:
+        """What the first run knows, but for its end."""
+        none = by_partition({})
+        return cls(None, None, none, by_partition(stream_time_after), none, none)
 
 
 @dataclass(frozen=True)

@@ -31,18 +31,18 @@ SETTINGS = {
     "spark.sql.maxPlanStringLength": "100",
 }
 
-_FEW_RECORDS, _FEW_MET = 30_000, 200_000
+_FEW_RECORDS, _FEW_READ = 30_000, 200_000
 """With more, compiled code and tasks beside each other are worth their price."""
 
 
-def is_small(records: int, met: int) -> bool:
+def is_small(records: int, rows_read: int) -> bool:
     """Whether planning is most of the work.
 
     Args:
         records: that are new.
-        met: rows of tables and states that are read with them, more or less.
+        rows_read: rows of tables and states that are read with them, more or less.
     """
-    return records <= _FEW_RECORDS and met <= _FEW_MET
+    return records <= _FEW_RECORDS and rows_read <= _FEW_READ
 
 
 def small_run(spark: SparkSession, small: bool = True) -> AbstractContextManager[None]:
