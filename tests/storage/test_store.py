@@ -314,5 +314,5 @@ def test_a_view_that_is_further_is_left_alone(
     topology.run("rates", spark)
     monkeypatch.setattr(delta, "write", lambda *_, **__: pytest.fail("it was written again"))
     found = store.catch_up(first)
-    assert found.applied is not None
-    assert (found.head, found.applied.batch) == (first, 2)
+    assert found.checkpoint is not None
+    assert (found.head, found.checkpoint.batch) == (first, 2)

@@ -14,6 +14,7 @@ import dagster as dg
 from pyspark.sql import DataFrame
 
 from vt_dagster.core.arrival import Fate
+from vt_dagster.core.processor import Known
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.metadata import lag_metadata, publication_metadata, run_metadata
@@ -157,7 +158,7 @@ def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     @dg.op(
         name=name or f"put_{node.name}",
         ins={"records": dg.In(records_type(node)), "arrival": dg.In(ArrivalType)},
-        out=dg.Out(results_type(node), io_manager_key=OP_MEMORY),
+        out=dg.Out(considered_type(node), io_manager_key=OP_MEMORY),
         description="Decides which records are applied and which come too late.",
     )
     def put(
@@ -166,8 +167,8 @@ def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         arrival: Any,
         spark: SparkResource,
         warehouse: WarehouseResource,
-    ) -> Results:
-        return Run(arrival, _stores(context, spark, warehouse)).operate([records])
+    ) -> DataFrame:
+        return Run(arrival, _stores(context, spark, warehouse)).operate([records]).rows
 
     return put
 
@@ -231,13 +232,17 @@ def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
 def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     """Op ``(results, arrival) -> asset``: gate, state, commit to the log, then view and quarantine.
 
-    The asset's value is nothing: what it stores is the *whole* table, of which this run added what
+    Of a source ``results`` are what ``put_op`` gives. The asset's value is nothing: what it stores is the *whole* table, of which this run added what
     its metadata counts.
     """
+    is_source = node.operator is None
 
     @dg.op(
         name=name or f"write_{node.name}",
-        ins={"results": dg.In(results_type(node)), "arrival": dg.In(ArrivalType)},
+        ins={
+            "results": dg.In(considered_type(node) if is_source else results_type(node)),
+            "arrival": dg.In(ArrivalType),
+        },
         out=dg.Out(dg.Nothing, io_manager_key=TABLES),
         description="Checks the results against their contract and commits them to the log.",
     )
@@ -249,7 +254,8 @@ def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         warehouse: WarehouseResource,
     ) -> dg.Output[None]:
         stores = _stores(context, spark, warehouse)
-        receipt = Run(arrival, stores).commit(results, context.run_id)
+        given = Results(results, Known.nothing()) if is_source else results
+        receipt = Run(arrival, stores).commit(given, context.run_id)
         store = AssetStore(warehouse.path, node, spark.spark_session)
         return _materialized(context, store, arrival, receipt)
 

@@ -74,6 +74,13 @@ def records_type(node: Stream) -> dg.DagsterType:
 
 
 @cache
+def considered_type(node: Stream) -> dg.DagsterType:
+    """A source's records with what becomes of them: applied, late, quarantined."""
+    more = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
+    return _frame_type(node, "considered", more, "Records with what becomes of them in this run.")
+
+
+@cache
 def log_type(node: Stream) -> dg.DagsterType:
     """Log rows of a stream or table, as a run takes them."""
     return _frame_type(node, "log", tuple(log_columns(node)), "Log rows that a run takes.")
