@@ -22,6 +22,7 @@ from vt_dagster.orchestration.pictures import pictures
 from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
 from vt_dagster.orchestration.types import (
     ArrivalType,
+    considered_type,
     log_type,
     records_type,
     results_type,
@@ -232,8 +233,8 @@ def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
 def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     """Op ``(results, arrival) -> asset``: gate, state, commit to the log, then view and quarantine.
 
-    Of a source ``results`` are what ``put_op`` gives. The asset's value is nothing: what it stores is the *whole* table, of which this run added what
-    its metadata counts.
+    Of a source ``results`` are what ``put_op`` gives. The asset's value is nothing: what it stores is
+    the *whole* table, of which this run added what its metadata counts.
     """
     is_source = node.operator is None
 
