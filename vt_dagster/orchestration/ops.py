@@ -28,7 +28,8 @@ from vt_dagster.orchestration.types import (
     results_type,
 )
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.run import Receipt, Results, Run, source_of
+from vt_dagster.runs.pin import source_of
+from vt_dagster.runs.run import Receipt, Results, Run
 from vt_dagster.runs.store import Stores
 from vt_dagster.sources.kafka import KafkaSource, PinnedTopics, as_ranges
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
