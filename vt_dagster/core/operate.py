@@ -42,7 +42,6 @@ from vt_dagster.core.arrival import (
     STREAM_TIME,
     Fate,
     arrival_chunk,
-    has_key,
     number,
     union,
     with_stream_time,
@@ -65,6 +64,7 @@ from vt_dagster.topology.operators import (
     UntilTimeLimit,
     WindowedAggregate,
     is_session,
+    is_sliding,
 )
 
 _HOUR = 3_600_000_000
@@ -159,7 +159,7 @@ def with_lateness(node: Stream, taken: Sequence[Taken], before: Column) -> DataF
     rows = in_order(operator, taken)[0]
     if isinstance(operator, WindowedAggregate):
         regrouped = _regrouped(node, operator, rows)
-        rows = regrouped.where(has_key(_group_names(operator)))
+        rows = regrouped.where(windows.moves_stream_time(_group_names(operator), operator.window))
     narrow = rows.select(PARTITION, TIMESTAMP, *ORDER)
     timed = with_stream_time(narrow, before, chunk=_chunk_in(operator))
     behind = F.unix_micros(STREAM_TIME) - F.unix_micros(TIMESTAMP)
@@ -367,6 +367,7 @@ def _suppress(operator: Suppress, changes: DataFrame, before: Before) -> DataFra
         before=before.stream_time,
         after=before.after,
         window_end_inclusive=is_session(operator.windowed),
+        open_when_due=is_sliding(operator.windowed),
         max_records=until.max_records,
         max_bytes=until.max_bytes,
         when_full=until.when_full,

@@ -166,7 +166,8 @@ def gate(node: Stream, rows: DataFrame) -> Found:
     if MATCHED in rows.columns:
         wanted.append(count(~F.col(MATCHED)).alias("unmatched"))
     if isinstance(node.operator, WindowedAggregate):
-        late = (F.col(FATE) == Fate.DROPPED) & has_key(node.key[:-2])
+        # A record that is no record for windows, for its null key or value, has no window either.
+        late = (F.col(FATE) == Fate.DROPPED) & has_key(node.key)
         wanted.append(count(late).alias("expired_window_records_dropped"))
         record = F.when(late, F.struct(HOME, SEQUENCE))
         wanted.append(F.count_distinct(record).alias("late_records_dropped"))

@@ -49,6 +49,7 @@ from vt_dagster.core.arrival import (
     stream_time_of,
 )
 from vt_dagster.core.records import prepare
+from vt_dagster.core.windows import needs_value
 from vt_dagster.errors import ContractError
 from vt_dagster.spark.small_runs import SETTINGS
 from vt_dagster.testing.state import State, advance, see
@@ -161,7 +162,8 @@ class TopologyTestDriver:
                 advance(times, row[PARTITION], row["time"])
         elif operate.goes_by_time(operator):
             # Partitions and keys are the input's own: no need to ask Spark.
-            see(times, _with_key(logs[0], node) if isinstance(operator, WindowedAggregate) else logs[0])
+            windowed = isinstance(operator, WindowedAggregate)
+            see(times, _counted(logs[0], operator) if windowed else logs[0])
         kept = None if state.kept is None else self._frame(state.kept)
         known = operate.Before(kept, self._view(node), before, by_partition(times))
         rows = operate.operate(node, taken, known)
@@ -388,11 +390,11 @@ def _rows_of(view: DataFrame, node: Table) -> list[Row]:
     return view.orderBy(*order).toArrow().to_pylist()
 
 
-def _with_key(rows: pa.Table, node: Stream) -> pa.Table:
-    """The records whose key, which a windowed table's begins with, has no null."""
-    for k in node.inputs[0].key:
+def _counted(rows: pa.Table, operator: WindowedAggregate) -> pa.Table:
+    """The records that move stream time, as ``windows.moves_stream_time`` has it, without Spark."""
+    for k in operator.source.key:
         rows = rows.filter(rows[k].is_valid())
-    return rows
+    return rows.filter(~pc.field(IS_TOMBSTONE)) if needs_value(operator.window) else rows
 
 
 __all__ = ["REFUSED", "TopologyTestDriver", "VersionedStore"]

@@ -87,7 +87,7 @@ class GroupedStream:
     partition_by: str | None = None
 
     def windowed_by(self, window: Window) -> WindowedStream:
-        """The records of each key in tumbling, hopping or session windows."""
+        """The records of each key in tumbling, hopping, session or sliding windows."""
         return WindowedStream(self, window)
 
 

@@ -19,6 +19,7 @@ from vt_dagster.topology.operators.suppress import (
     UntilWindowCloses,
     WhenFull,
     is_session,
+    is_sliding,
 )
 from vt_dagster.topology.operators.transform import Filter, MapValues, ToStream, ToTable
 
@@ -44,4 +45,5 @@ __all__ = [
     "WhenFull",
     "WindowedAggregate",
     "is_session",
+    "is_sliding",
 ]

@@ -12,7 +12,7 @@ from vt_dagster.topology.model import Table, VersionedTable
 from vt_dagster.topology.operators.aggregates import WindowedAggregate
 from vt_dagster.topology.operators.base import OneInput, need_table
 from vt_dagster.topology.operators.transform import Filter, MapValues
-from vt_dagster.topology.windowing import SessionWindow, Window
+from vt_dagster.topology.windowing import SessionWindow, SlidingWindow, Window
 
 WhenFull = Literal["emit_early", "shut_down", "unbounded"]
 Limit = int | Mapping[int, int | None] | None
@@ -176,3 +176,8 @@ class Suppress(OneInput):
 def is_session(window: Window | None) -> bool:
     """Whether windows are sessions, whose end is inclusive."""
     return isinstance(window, SessionWindow)
+
+
+def is_sliding(window: Window | None) -> bool:
+    """Whether windows are sliding ones, which are still open at the moment of their final result."""
+    return isinstance(window, SlidingWindow)
