@@ -20,7 +20,7 @@ from vt_dagster.topology.operators import (
     UntilTimeLimit,
     UntilWindowCloses,
 )
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
 __all__ = [
     "Aggregator",
@@ -28,6 +28,7 @@ __all__ = [
     "HoppingWindow",
     "Materialized",
     "SessionWindow",
+    "SlidingWindow",
     "SparkResource",
     "Stream",
     "StreamTableJoin",

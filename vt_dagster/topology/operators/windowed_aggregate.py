@@ -27,7 +27,7 @@ class WindowedAggregate(Aggregate):
     ``expired_window_records_dropped`` (closed windows that records would have updated).
 
     Args:
-        window: tumbling, hopping or session.
+        window: tumbling, hopping, session or sliding.
         group_key: empty = the stream's own key.
         aggregates: (name, SQL aggregate) pairs, of count, sum, min, max, avg.
     """
