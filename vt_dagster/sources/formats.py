@@ -20,6 +20,7 @@ from pyspark.sql.types import BinaryType, LongType, StringType, StructField, Str
 
 from vt_dagster.core.records import Reason
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.kafka_cluster import setting
 
 _CORRUPT = "_corrupt"
 _READ = "_vt_read"
@@ -94,8 +95,6 @@ class SchemaRegistry:
                 "expected the package confluent-kafka with its schema registry client, found none; "
                 'install "vt-dagster[kafka]"'
             ) from None
-        from vt_dagster.sources.kafka_cluster import setting
-
         url = setting(self.url, "url")
         conf: dict[str, Any] = {"url": url, "timeout": 10, "max.retries": 2}
         if self.username is not None:
