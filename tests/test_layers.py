@@ -250,9 +250,8 @@ def asked_classes(root: ast.AST) -> Iterator[str]:
                 asked = [*node.args[1:]]
         elif isinstance(node, ast.MatchClass):
             asked = [node.cls]
-        elif isinstance(node, ast.Compare):
-            if isinstance(node.left, ast.Call) and getattr(node.left.func, "id", "") == "type":
-                asked = [*node.comparators]
+        elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+            asked = [*node.comparators]
         for part in (p for one in asked for p in ast.walk(one)):
             if isinstance(part, ast.Name):
                 yield part.id
