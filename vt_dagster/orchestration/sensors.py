@@ -12,7 +12,7 @@ import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
 from vt_dagster.orchestration.resource import WarehouseResource
-from vt_dagster.runs.run import source_of
+from vt_dagster.runs.pin import source_of
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore, Head
 from vt_dagster.topology.model import Stream
