@@ -17,7 +17,7 @@ from vt_dagster.conformance import conformance
 from vt_dagster.core.versioned import key_range
 from vt_dagster.errors import StorageError, TopologyError, VtDagsterError
 from vt_dagster.runs import replay as replays
-from vt_dagster.sources.kafka import as_offsets
+from vt_dagster.sources.kafka_messages import as_offsets
 from vt_dagster.spark.session import FEW_QUERIES, build_session
 from vt_dagster.storage.store import AssetStore, asset_names
 from vt_dagster.topology.durations import parse_time

@@ -244,8 +244,8 @@ class Processor(ABC, Generic[O]):
             return rows
         if operator.emit == "per_run":
             rows = last_of_run(rows, node.key)
-        told = rows.where(F.col(FATE) != Fate.NO_RESULT)
-        pending = told.drop(IS_LATEST, OLD).withColumn(
+        with_result = rows.where(F.col(FATE) != Fate.NO_RESULT)
+        pending = with_result.drop(IS_LATEST, OLD).withColumn(
             FATE, F.when(F.col(FATE) != Fate.APPLIED, F.col(FATE))
         )
         return store.put(
