@@ -335,3 +335,76 @@ def test_a_full_buffer_stops_the_run_and_a_larger_one_goes_on(
         ("y", 1, 3.0),
         ("z", 1, 5.0),
     ]
+
+
+@pytest.mark.slow
+def test_reduce(spark: SparkSession) -> None:
+    """The sum of each group by two functions of rows: what sum(n) gives (FORMAT 4.8)."""
+
+    def add(row: dict[str, Any], sum_: dict[str, Any]) -> dict[str, Any]:
+        return {**sum_, "n": sum_["n"] + row["n"]}
+
+    def take(row: dict[str, Any], sum_: dict[str, Any]) -> dict[str, Any]:
+        return {**sum_, "n": sum_["n"] - row["n"]}
+
+    grouped = plain().group_by("g")
+    reduced = grouped.reduce(add, take, name="reduced", select=["n"])
+    summed = grouped.sum("n", name="summed", column="n")
+    driver = TopologyTestDriver(reduced, summed, spark=spark)
+    driver.pipe(
+        "rates",
+        {"k": "a", "g": "x", "n": 1, "timestamp": at(5)},
+        {"k": "b", "g": "x", "n": 2, "timestamp": at(2)},  # the group's time does not go back
+        {"k": "a", "g": "x", "n": 4, "timestamp": at(6)},  # within the group: one result
+    )
+    driver.pipe(
+        "rates",
+        {"k": "b", "g": "y", "n": 8, "timestamp": at(7)},  # moves: the old group first
+        {"k": "a", "g": "x", "n": None, "timestamp": at(8)},  # x empties, and stays
+        {"k": "c", "g": "x", "n": None, "timestamp": at(9)},  # was never there: nothing
+        {"k": "d", "g": None, "n": 3, "timestamp": at(9)},  # belongs to no group
+    )
+    driver.pipe("rates", {"k": "e", "g": "x", "n": 16, "timestamp": at(10)})
+
+    def told(name: str) -> list[tuple[Any, ...]]:
+        return [(r["g"], r["n"], r["timestamp"].minute) for r in driver.read(name)]
+
+    results = told("reduced")
+    assert results == [
+        ("x", 1, 5),
+        ("x", 3, 5),
+        ("x", 6, 6),
+        ("x", 4, 7),
+        ("y", 8, 7),
+        ("x", 0, 8),
+        ("x", 16, 10),
+    ]
+    assert told("summed") == results
+    assert [(r["g"], r["n"]) for r in driver.table("reduced")] == [("x", 16), ("y", 8)]
+
+
+@pytest.mark.slow
+def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
+    minute = timedelta(minutes=1)
+    quiet = windows(TumblingWindow(HOUR, 10 * minute)).suppress(
+        UntilTimeLimit(5 * minute), name="quiet"
+    )
+    final = quiet.suppress(UntilWindowCloses(), name="final")
+    driver = TopologyTestDriver(final, spark=spark)
+
+    def piped(*minutes: float) -> None:
+        driver.pipe("sales", *({"k": "a", "g": "x", "n": 1, "timestamp": at(m)} for m in minutes))
+
+    piped(1, 2, 3)
+    piped(30, 59, 61)
+    piped(58, 75)  # 58 still finds its window open; 75 closes it
+    piped(90, 130, 140)
+    piped(200, 260)
+    rows = [(r["window_start"].hour, r["count"]) for r in driver.read("final")]
+    hours = [hour for hour, _ in rows]
+    assert hours == sorted(set(hours)), "each window comes once"
+    assert {0, 1, 2} <= set(hours)
+    updates = [(r["window_start"].hour, r["count"]) for r in driver.read("quiet")]
+    assert len(updates) > len(rows)
+    for hour, count in rows:  # the last update that the first suppression let go
+        assert count == max(n for h, n in updates if h == hour)

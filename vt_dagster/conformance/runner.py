@@ -26,6 +26,7 @@ from vt_dagster.conformance.side_by_side import side_by_side
 from vt_dagster.conformance.steps import layout, nodes_of, supported
 from vt_dagster.conformance.versioned_store import store_of, versioned_stores
 from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.spark.session import build_session
 
 _THREADS = 2
 """A run is mostly waiting for Spark's planner."""
@@ -134,8 +135,6 @@ def _error(scenario: Scenario) -> str:
 
 
 def _session() -> SparkSession:
-    from vt_dagster.spark.session import build_session
-
     conf = {
         # Many short queries leave much garbage that nobody needs any more.
         "spark.driver.extraJavaOptions": "-XX:+UseParallelGC -Xmn600m",

@@ -6,6 +6,7 @@ numbers by partition and its texts by the ``scenario`` column.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -373,8 +374,6 @@ def _append(sign: str) -> Callable[[dict[str, Any], dict[str, Any]], dict[str, A
 
 def _add(sign: int) -> Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]:
     def added(row: dict[str, Any], aggregate: dict[str, Any]) -> dict[str, Any]:
-        import re
-
         def number(value: str) -> int:
             found = re.match("-?[0-9]+", value)
             return int(found.group()) if found else 0

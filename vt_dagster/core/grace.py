@@ -25,7 +25,10 @@ from vt_dagster.topology.operators import JoinKind
 
 
 def moves_stream_time(key: Sequence[str]) -> Column:
-    """Whether a stream record enters a join: it has a value and a key."""
+    """Whether a stream record enters a join: it has a value and a key.
+
+    Source: FORMAT 4.5.1; kip923-probe-dropped-does-not-move-time.
+    """
     return ~F.col(IS_TOMBSTONE) & has_key(key)
 
 
@@ -35,6 +38,8 @@ def waiting(log: DataFrame, *, key: Sequence[str], released: Column) -> DataFram
     Args:
         log: the consumed part of the stream's log.
         released: the time up to which records had gone out after that part, of their partition.
+
+    Source: FORMAT 4.5.1, 4.5.6; kip923-probe-left-in-buffer.
     """
     return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > released))
 

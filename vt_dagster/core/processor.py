@@ -244,8 +244,8 @@ class Processor(ABC, Generic[O]):
             return rows
         if operator.emit == "per_run":
             rows = last_of_run(rows, node.key)
-        told = rows.where(F.col(FATE) != Fate.NO_RESULT)
-        pending = told.drop(IS_LATEST, OLD).withColumn(
+        with_result = rows.where(F.col(FATE) != Fate.NO_RESULT)
+        pending = with_result.drop(IS_LATEST, OLD).withColumn(
             FATE, F.when(F.col(FATE) != Fate.APPLIED, F.col(FATE))
         )
         return store.put(
@@ -348,6 +348,8 @@ def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
     """Leaves the last update of each key a result, as Kafka Streams' cache does until it is flushed.
 
     Plan: one shuffle and sort by key, those that an aggregate has made already.
+
+    Source: Kafka Streams' record cache, here one run long; no scenario: they are recorded without it.
     """
     earlier = (F.col(FATE) == Fate.APPLIED) & ~is_last(key)
     fate = F.when(earlier, Fate.NO_RESULT).otherwise(F.col(FATE))
@@ -368,6 +370,8 @@ def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> Data
     """How a stream time moves with rows, and how far they lie behind it: see ``Processor.own_time``.
 
     Plan: ``with_stream_time`` over few columns, then one aggregate by partition.
+
+    Source: KIP-328, its metrics ``record-lateness-avg`` and ``record-lateness-max``.
     """
     narrow = rows.select(PARTITION, TIMESTAMP, *ORDER)
     timed = with_stream_time(narrow, stream_time, chunk=chunk)

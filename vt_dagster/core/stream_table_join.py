@@ -174,6 +174,9 @@ def join(
         ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _fate``:
         one row a record, or for an inner join one for each that found something. The result's
         timestamp is the stream record's.
+
+    Source: KIP-914 "Stream-Table Joins", FORMAT 4.4; kip914-expired-lookup-inner,
+    kip914-probe-stream-join-nulls-left-versioned.
     """
     if horizon is None:
         found = _current(stream, table, stream_key, table_key)

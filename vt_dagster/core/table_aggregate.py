@@ -118,6 +118,8 @@ def entries(
     Returns:
         ``group key columns, _take, _add`` (structs of ``inputs``, null where there is no row to take
         out or to add), ``timestamp, partition, ORDER, _turn``.
+
+    Source: KIP-914 "Aggregations", FORMAT 4.8.1, 4.8.2, 4.8.5; kip914-aggregate-versioned.
     """
     taken = changes.where(IS_LATEST) if versioned else changes
     sql = {f"_old_{n}": e for n, e in [*group_key, *inputs]}
@@ -173,6 +175,8 @@ def aggregate(
 
     Returns:
         the results, with the accumulators after each: ``state_after`` needs them.
+
+    Source: FORMAT 4.8.3-4.8.5; kip914-aggregate-count-versioned, kip914-aggregate-sum-unversioned.
     """
     names = [a.name for a in aggregates.accumulators]
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
@@ -223,6 +227,8 @@ def refuse(
     Args:
         stream_time: of the result, before the run.
         chunk: see ``with_stream_time``.
+
+    Source: FORMAT 4.1.1, 4.2.3, 4.8.4; kip889-grace-rejects-old-writes.
     """
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     timed = with_stream_time(rows, stream_time, chunk=chunk)
@@ -253,6 +259,8 @@ def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str])
 
     Args:
         rows: the results of ``aggregate`` or ``aggregate_by``.
+
+    Source: FORMAT 4.8.3: a group that empties stays; kip914-aggregate-count-versioned.
     """
     kept = [c for c in rows.columns if c in key or c == TIMESTAMP or c.startswith("_acc")]
     last = rows.where(_LAST).select(*kept)
@@ -286,6 +294,9 @@ def aggregate_by(
         names: the result's value columns.
         schema: the aggregate's columns; None = those of a row.
         initializer: None: the first row added to an empty group is its aggregate (Kafka's reduce).
+
+    Source: FORMAT 4.8.2-4.8.5; kip914-aggregate-reduce-sum-versioned,
+    kip914-probe-aggregate-order-of-calls-unversioned.
     """
     known = gathered(_with_base(rows, state, key, ("_acc",)), key)
     ordered = known.withColumn(_LAST, is_last(key)).sortWithinPartitions(*key, *ORDER, TURN)

@@ -31,7 +31,8 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.run import Receipt, Results, Run
 from vt_dagster.runs.store import Stores
-from vt_dagster.sources.kafka import KafkaSource, PinnedTopics, as_ranges
+from vt_dagster.sources.kafka import KafkaSource, PinnedTopics
+from vt_dagster.sources.kafka_messages import as_ranges
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.storage.store import AssetStore, stores_of
