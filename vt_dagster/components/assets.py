@@ -163,12 +163,7 @@ def _aggregate(
                 "out, or make a stream of the table's changes by to_stream"
             )
         return grouped.aggregate(name=name, **values, **shown)
-    if window is None:
-        raise TopologyError(
-            f"{name}: the records of the stream {node.name!r} are aggregated in windows; give a "
-            "window, for example {tumbling: {size: 1h}}, or make a table of the stream by to_table"
-        )
-    made = grouped.windowed_by(window)
+    made = grouped if window is None else grouped.windowed_by(window)
     _refuse_foreign(name, "aggregate", made.aggregate, values, node)
     return made.aggregate(name=name, **values, **shown)
 
@@ -187,7 +182,7 @@ def _refuse_foreign(
 
 _AGGREGATE = part(
     "Aggregate",
-    [GroupedTable.aggregate, WindowedStream.aggregate],
+    [GroupedTable.aggregate, GroupedStream.aggregate, WindowedStream.aggregate],
     (*_SHOWN, "select"),
     {Materialized: _materialized},
     input=_NODE,

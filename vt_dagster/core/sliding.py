@@ -19,15 +19,16 @@ from typing import Any, NamedTuple, cast
 
 import pyarrow  # pyright: ignore[reportMissingTypeStubs]
 from pyspark import cloudpickle
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
-from vt_dagster.columns import ORDER, PARTITION, TIMESTAMP, TURN, WINDOW_END, WINDOW_START
-from vt_dagster.core.arrival import gathered
+from vt_dagster.columns import ARRIVAL, ORDER, PARTITION, TIMESTAMP, TURN, WINDOW_END, WINDOW_START
+from vt_dagster.core.arrival import STREAM_TIME, gathered, micros, union, with_stream_time
 from vt_dagster.core.sessions import CLOSED, FRESH, HORIZON, KEYED, KIND, MERGED, STATE, merger
 from vt_dagster.topology.accumulators import Accumulator
+from vt_dagster.topology.windowing import SlidingWindow
 
 pa: Any = pyarrow
 
@@ -39,6 +40,7 @@ LARGEST = "_largest"
 TICK = 1000
 """The microseconds from a record to the start of the window that it has just left."""
 _FIRST, _LAST = "_first", "_last"
+_EARLIEST = -(2**62)
 _TAKEN = (FRESH, KEYED, WINDOW_START, YOUNG, LENGTH, HORIZON, HIDDEN, _FIRST)
 
 Values = list[Any]
@@ -324,3 +326,32 @@ def _taken(
     if not keyed:
         return windows, [_Result(CLOSED, None, None, at, [None] * len(values))]
     return windows, windows.take(_Record(at, length, horizon, hidden, values))
+
+
+def with_hidden(
+    records: DataFrame,
+    earlier: DataFrame | None,
+    key: Sequence[str],
+    window: SlidingWindow,
+    chunk: Column | None,
+) -> DataFrame:
+    """Until which start a record sees no windows: the largest start so far - retention.
+
+    That start is the partition's, of all keys and just before the record. Of the windows before the
+    run the latest is still open, so that the state has it.
+    """
+    found = with_largest(union(records, earlier), key=key).where(FRESH)
+    if earlier is not None:
+        # One row a partition, before the first record.
+        newest = earlier.groupBy(PARTITION).agg(F.max(WINDOW_START).alias(LARGEST))
+        found = union(found, newest.withColumns({ARRIVAL: F.lit(_EARLIEST), FRESH: F.lit(False)}))
+    started = found.withColumn(TIMESTAMP, F.timestamp_micros(LARGEST))
+    nothing = F.lit(None).cast("timestamp")
+    timed = with_stream_time(started, nothing, chunk=chunk, included=False).where(FRESH)
+    hidden = F.unix_micros(STREAM_TIME) - micros(window.remembers)
+    return timed.withColumn(HIDDEN, hidden).select(*records.columns)
+
+
+def in_ticks(time: Column) -> Column:
+    """Microseconds, rounded down to those milliseconds that sliding windows count in."""
+    return time - F.pmod(time, F.lit(TICK))

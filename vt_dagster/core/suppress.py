@@ -8,17 +8,13 @@ place, then key.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Literal
 
-import pyarrow  # pyright: ignore[reportMissingTypeStubs]
-from pyspark import cloudpickle
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import BooleanType, LongType, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -48,6 +44,8 @@ from vt_dagster.core.emit_early import FRESH as _FRESH
 from vt_dagster.core.emit_early import RANK as _RANK
 from vt_dagster.core.emit_early import RELEASED as _RELEASED
 from vt_dagster.core.log import value_columns
+from vt_dagster.core.periods import LATE as _LATE
+from vt_dagster.core.periods import cut_into_periods
 from vt_dagster.core.processor import Counts, Input, Known, Processor, hour_of_arrival, lateness
 from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import Duration
@@ -59,13 +57,7 @@ from vt_dagster.topology.operators import (
     WhenFull,
 )
 
-pa: Any = pyarrow
-
-# Spark's workers need not have this package installed.
-cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
-
-_FIRST, _LAST, _PERIOD, _AFTER = "_first", "_last", "_period", "_after"
-_LATE = "_late"
+_LAST = "_last"
 _FULL, _NEXT = "_full", "_next"
 _EARLIEST = -(2**62)
 
@@ -243,9 +235,10 @@ def suppress(
         return _pass_through(changes, buffer, key, kept)
     else:
         seen = with_stream_time(changes, before, chunk=chunk, included=False)
+        rows = _together(seen, buffer, kept, F.unix_micros(STREAM_TIME).alias(STREAM_TIME))
         if limited and open_when_due:
-            told = emit_early(
-                _together(seen, buffer, kept, F.unix_micros(STREAM_TIME).alias(STREAM_TIME)),
+            left = emit_early(
+                rows,
                 kept=kept,
                 turn=turn,
                 period=micros(duration),
@@ -253,8 +246,10 @@ def suppress(
                 max_records=most(max_records),
                 max_bytes=most(max_bytes),
             )
-            return _told(told, kept, F.col(_RELEASED), size, F.col(NTH))
-        judged = _limited(seen, buffer, key, kept, micros(duration), F.unix_micros(after))
+            return _result(left, kept, F.col(_RELEASED), size, F.col(NTH))
+        judged = cut_into_periods(
+            rows, key=key, kept=kept, period=micros(duration), after=F.unix_micros(after)
+        )
     judged = judged.withColumn(BYTES, F.when(~F.col(_RELEASED), size))
     out: Column = F.col(_RELEASED)
     if limited:
@@ -263,10 +258,10 @@ def suppress(
     silent = F.col(IS_TOMBSTONE) if until == "window_closes" else F.lit(False)
     late_order = F.struct(*[F.when(F.col(_LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order")
     last_turn = F.struct(_LATE, late_order, *turn)
-    return _told(judged.where(~(out & silent)), kept, out, F.col(BYTES), last_turn)
+    return _result(judged.where(~(out & silent)), kept, out, F.col(BYTES), last_turn)
 
 
-def _told(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, turn: Column) -> DataFrame:
+def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, turn: Column) -> DataFrame:
     """The result of ``suppress``: what goes out and what waits, in order."""
     return rows.select(
         *_judged(kept, out, F.timestamp_micros(PLACE)),
@@ -390,89 +385,3 @@ def _each_final(
         )
         .where(F.col(_RELEASED) | F.isnull(_NEXT))
     )
-
-
-def _limited(
-    changes: DataFrame,
-    buffer: DataFrame | None,
-    key: Sequence[str],
-    kept: Sequence[str],
-    period: Column,
-    after: Column,
-) -> DataFrame:
-    """Each key's updates cut into periods: the last of each, released or left."""
-    seen = F.unix_micros(STREAM_TIME).alias(STREAM_TIME)
-    rows = _together(changes, buffer, kept, seen)
-    group, order = [PARTITION, *key], [_FRESH, *ORDER]
-    in_order = W.partitionBy(*group).orderBy(*order)
-    grouped = (
-        gathered(rows, group)
-        .withColumns({_PERIOD: period, _AFTER: after})
-        .withColumn(_FIRST, F.row_number().over(in_order) == 1)
-        .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
-        .sortWithinPartitions(*group, *order)
-    )
-    passed = [*kept, *ORDER]
-    schema = StructType([grouped.schema[c] for c in passed]).add(_RELEASED, BooleanType())
-    schema = schema.add(_LATE, BooleanType()).add(PLACE, LongType()).add(_RANK, LongType())
-
-    def kernel(batches: Iterator[Any]) -> Iterator[Any]:
-        return _periods(batches, passed)
-
-    return cast(Any, grouped).mapInArrow(kernel, schema)
-
-
-class _Key:
-    """One key's place in the buffer."""
-
-    def __init__(self) -> None:
-        self.row: int | None = None
-        """The last update, by its row in the batch at hand; None = nothing waits."""
-        self.place = 0
-
-    def put(self, row: int, at: int) -> bool:
-        """An update replaces what waits, or opens a period: True."""
-        opens = self.row is None
-        if opens:
-            self.place = at
-        self.row = row
-        return opens
-
-    def due(self, stream_time: int | None, period: int) -> bool:
-        """Whether what waits goes out at a stream time."""
-        return self.row is not None and stream_time is not None and self.place + period <= stream_time
-
-    def leave(self, released: bool, late: bool = False, rank: int = 0) -> tuple[Any, ...]:
-        """What waits goes out, or is left at the end: (row, released, late, place, rank)."""
-        left = (self.row, released, late, self.place, rank if late else self.place)
-        self.row = None
-        return left
-
-
-def _periods(batches: Iterator[Any], passed: Sequence[str]) -> Iterator[Any]:
-    key, carried = _Key(), None
-    wanted = [_FRESH, _FIRST, _LAST, _AT, STREAM_TIME, _PERIOD, _AFTER]
-    for batch in batches:
-        rows, start = pa.Table.from_batches([batch]), 0
-        if carried is not None:
-            # The update that waits at the end of a batch goes on as the first row of the next.
-            rows, start, key.row = pa.concat_tables([carried, rows]).combine_chunks(), 1, 0
-        out: list[tuple[Any, ...]] = []
-        taken = zip(*[batch.column(c).to_pylist() for c in wanted], strict=True)
-        for row, (fresh, first, last, at, seen, period, after) in enumerate(taken, start):
-            if first:
-                key = _Key()
-            if fresh and key.due(seen, period):
-                out.append(key.leave(True))
-            opens = key.put(row, at)
-            now = at if seen is None else max(at, seen)
-            if fresh and key.due(now, period):
-                out.append(key.leave(True, opens, now - period))
-            if last and key.row is not None:
-                out.append(key.leave(key.due(after, period)))
-        carried = None if key.row is None else rows.take(pa.array([key.row]))
-        result = rows.select(list(passed)).take(pa.array([o[0] for o in out], pa.int64()))
-        for i, name in enumerate((_RELEASED, _LATE, PLACE, _RANK), 1):
-            kind = pa.bool_() if i < 3 else pa.int64()
-            result = result.append_column(name, pa.array([o[i] for o in out], kind))
-        yield from result.to_batches()

@@ -38,7 +38,7 @@ pa: Any = pyarrow  # has no types
 
 Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
-_TAKE, _ADD, _CHANGE = "_take", "_add", "_change"
+TAKE, ADD, _CHANGE = "_take", "_add", "_change"
 _LAST = "_last"
 
 
@@ -142,9 +142,7 @@ def entries(
     same = has_old & has_new & (old_group == new_group)
 
     def entry(turn: int, group: Column, take: Column, add: Column) -> Column:
-        return F.struct(
-            F.lit(turn).alias(TURN), group.alias("group"), take.alias(_TAKE), add.alias(_ADD)
-        )
+        return F.struct(F.lit(turn).alias(TURN), group.alias("group"), take.alias(TAKE), add.alias(ADD))
 
     nothing = F.when(F.lit(False), new_row)
     both = F.array(
@@ -154,7 +152,7 @@ def entries(
     rows = seen.select(TIMESTAMP, PARTITION, *ORDER, F.explode(both).alias("_entry"))
     flat = rows.where(F.col("_entry").isNotNull()).select(
         *[F.col("_entry.group")[n].alias(n) for n, _ in group_key],
-        *[F.col("_entry")[c].alias(c) for c in (_TAKE, _ADD, TURN)],
+        *[F.col("_entry")[c].alias(c) for c in (TAKE, ADD, TURN)],
         TIMESTAMP,
         PARTITION,
         *ORDER,
@@ -183,14 +181,14 @@ def aggregate(
     applied = F.col(FATE) == Fate.APPLIED
 
     def change(name: str) -> Column:
-        return F.coalesce(F.col(_ADD)[name], F.lit(0)) - F.coalesce(F.col(_TAKE)[name], F.lit(0))
+        return F.coalesce(F.col(ADD)[name], F.lit(0)) - F.coalesce(F.col(TAKE)[name], F.lit(0))
 
     def total(name: str) -> Column:
         base = F.coalesce(F.col(_BASE)[name], F.lit(0))
         added = F.sum(F.when(applied, F.col(_CHANGE + name))).over(so_far)
         return (base + F.coalesce(added, F.lit(0))).alias(name)
 
-    others = [F.col(f"`{c}`") for c in rows.columns if c not in (_TAKE, _ADD)]
+    others = [F.col(f"`{c}`") for c in rows.columns if c not in (TAKE, ADD)]
     changes = rows.select(*others, *[change(n).alias(_CHANGE + n) for n in names])
     known = _with_base(changes, state, key, names)
     summed = known.select(
@@ -300,9 +298,9 @@ def aggregate_by(
     """
     known = gathered(_with_base(rows, state, key, ("_acc",)), key)
     ordered = known.withColumn(_LAST, is_last(key)).sortWithinPartitions(*key, *ORDER, TURN)
-    row_type = cast(StructType, rows.schema[_ADD].dataType)
+    row_type = cast(StructType, rows.schema[ADD].dataType)
     result = schema or StructType([row_type[n] for n in names])
-    others = (_TAKE, _ADD, _BASE, _BASE_TIME)
+    others = (TAKE, ADD, _BASE, _BASE_TIME)
     kept = [StructField(f.name, f.dataType) for f in ordered.schema.fields if f.name not in others]
     passed = [f.name for f in kept]
 
@@ -326,10 +324,10 @@ def aggregate_by(
                 if row[FATE] == applied_fate:
                     if acc is None and initializer is not None:
                         acc = initializer()
-                    if row[_TAKE] is not None and acc is not None:
-                        acc = subtractor(row[_TAKE], acc)
-                    if row[_ADD] is not None:
-                        acc = row[_ADD] if acc is None else adder(row[_ADD], acc)
+                    if row[TAKE] is not None and acc is not None:
+                        acc = subtractor(row[TAKE], acc)
+                    if row[ADD] is not None:
+                        acc = row[ADD] if acc is None else adder(row[ADD], acc)
                     newest = row[TIMESTAMP] if newest is None else max(newest, row[TIMESTAMP])
                 results.append(acc)
                 times.append(newest)

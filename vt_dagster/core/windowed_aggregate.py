@@ -16,7 +16,6 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import (
-    ARRIVAL,
     FATE,
     HOME,
     IS_TOMBSTONE,
@@ -41,7 +40,7 @@ from vt_dagster.core.arrival import (
 from vt_dagster.core.processor import Counts, Input, Known, Processor, lateness
 from vt_dagster.core.records import home_of
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
-from vt_dagster.core.sliding import HIDDEN, LARGEST, LENGTH, YOUNG
+from vt_dagster.core.sliding import HIDDEN, LENGTH, YOUNG
 from vt_dagster.topology.accumulators import Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
 from vt_dagster.topology.windowing import (
@@ -224,7 +223,7 @@ def state_after(
         closed = end < now - micros(window.closes_after)
     elif isinstance(window, SlidingWindow):
         # A record that is not too late lies at T - grace - difference, and looks back twice that.
-        least = _in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
+        least = sliding.in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
         closed = F.unix_micros(WINDOW_START) < least
     else:
         closed = end <= now - micros(window.grace)
@@ -338,7 +337,7 @@ def _sliding(
     chunk: Column | None,
 ) -> DataFrame:
     """Sliding windows: first, where it matters, which windows each record does not see any more."""
-    at, now = _in_ticks(F.unix_micros(TIMESTAMP)), _in_ticks(F.unix_micros(STREAM_TIME))
+    at, now = sliding.in_ticks(F.unix_micros(TIMESTAMP)), sliding.in_ticks(F.unix_micros(STREAM_TIME))
     length = micros(window.time_difference).alias(LENGTH)
     records = fresh.select(
         *[c for c in fresh.columns if c not in (TIMESTAMP, STREAM_TIME)],
@@ -356,38 +355,9 @@ def _sliding(
             length,
         )
     if window.hides:
-        records = _with_hidden(records, earlier, key, window, chunk)
+        records = sliding.with_hidden(records, earlier, key, window, chunk)
     merged = sliding.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
     return _by_kernel(merged, key, aggregates)
-
-
-def _with_hidden(
-    records: DataFrame,
-    earlier: DataFrame | None,
-    key: Sequence[str],
-    window: SlidingWindow,
-    chunk: Column | None,
-) -> DataFrame:
-    """Until which start a record sees no windows: the largest start so far - retention.
-
-    That start is the partition's, of all keys and just before the record. Of the windows before the
-    run the latest is still open, so that the state has it.
-    """
-    found = sliding.with_largest(union(records, earlier), key=key).where(FRESH)
-    if earlier is not None:
-        # One row a partition, before the first record.
-        newest = earlier.groupBy(PARTITION).agg(F.max(WINDOW_START).alias(LARGEST))
-        found = union(found, newest.withColumns({ARRIVAL: F.lit(_EARLIEST), FRESH: F.lit(False)}))
-    started = found.withColumn(TIMESTAMP, F.timestamp_micros(LARGEST))
-    nothing = F.lit(None).cast("timestamp")
-    timed = with_stream_time(started, nothing, chunk=chunk, included=False).where(FRESH)
-    hidden = F.unix_micros(STREAM_TIME) - micros(window.remembers)
-    return timed.withColumn(HIDDEN, hidden).select(*records.columns)
-
-
-def _in_ticks(time: Column) -> Column:
-    """Microseconds, rounded down to those milliseconds that sliding windows count in."""
-    return time - F.pmod(time, F.lit(sliding.TICK))
 
 
 def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) -> DataFrame:

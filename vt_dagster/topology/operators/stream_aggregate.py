@@ -1,0 +1,62 @@
+"""group_by and aggregate of a stream without windows: one row a group, for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.accumulators import Aggregates
+from vt_dagster.topology.operators.aggregate import Aggregate
+from vt_dagster.topology.operators.base import check_emit
+
+
+@dataclass(frozen=True)
+class StreamAggregate(Aggregate):
+    """All records of a stream aggregated by key, Kafka Streams' ``groupByKey().aggregate()``.
+
+    Each record gives one result, with the largest timestamp of its group so far. Late: counted like any
+    other. Null key: dropped and counted; where the records were brought to another key (``group_by``
+    with columns, ``select_key``) left out uncounted, as Kafka Streams' repartitioning does. Tombstone:
+    dropped and counted.
+
+    Args:
+        group_key: empty = the stream's own key.
+        aggregates: (name, SQL aggregate) pairs, of count, sum, avg.
+        materialized: None: a plain table; with a history retention: a versioned one.
+    """
+
+    aggregates: tuple[tuple[str, str], ...] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.source.is_table:
+            raise TopologyError(
+                f"{self.name}: expected a stream, got the table {self.source.name!r}, of which old rows "
+                "have to be taken out; use its group_by(...).aggregate(...)"
+            )
+        check_emit(self.name, self.emit)
+        if not self.parsed().invertible:
+            raise TopologyError(
+                f"{self.name}: expected count, sum and avg for a stream without windows, got min or max; "
+                "cut the stream into windows with windowed_by(...), or leave them out"
+            )
+        self.keys()
+
+    @property
+    def rekeyed(self) -> bool:
+        return bool(self.group_key) or self.source.rekeyed
+
+    def parsed(self) -> Aggregates:
+        """The aggregates, parsed."""
+        return Aggregates(self.name, self.aggregates)
+
+    def result(self, **shown: Any) -> Any:
+        values = self.parsed().fields(self.source.schema)
+        return self._grouped(self.keys().fields_of_result(), values, self.materialized, shown)
+
+    def lineage(self) -> dict[str, list[tuple[str, str]]]:
+        return self._lineage(self.aggregates)
+
+    def describe(self) -> str:
+        what = ", ".join(e for _, e in self.aggregates)
+        return f"{self.source.name} by {', '.join(self.group_key or self.source.key)}: {what}."
