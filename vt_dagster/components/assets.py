@@ -17,7 +17,7 @@ from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_cluster import KafkaCluster
-from vt_dagster.topology.grouping import GroupedTable, WindowedStream
+from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow

@@ -31,14 +31,14 @@ class StreamAggregate(Aggregate):
     def __post_init__(self) -> None:
         if self.source.is_table:
             raise TopologyError(
-                f"{self.name}: expected a stream, got the table {self.source.name!r}, of which old rows "
-                "have to be taken out; use its group_by(...).aggregate(...)"
+                f"{self.name}: expected a stream, got the table {self.source.name!r}, of which old "
+                "rows have to be taken out; use its group_by(...).aggregate(...)"
             )
         check_emit(self.name, self.emit)
         if not self.parsed().invertible:
             raise TopologyError(
-                f"{self.name}: expected count, sum and avg for a stream without windows, got min or max; "
-                "cut the stream into windows with windowed_by(...), or leave them out"
+                f"{self.name}: expected count, sum and avg for a stream without windows, got min or "
+                "max; cut the stream into windows with windowed_by(...), or leave them out"
             )
         self.keys()
 
