@@ -144,6 +144,12 @@ attributes:
         window:
           session: {{gap: 2h}}
         aggregates: {{n: count(*)}}
+    - name: sliding
+      aggregate:
+        input: orders
+        window:
+          sliding: {{time_difference: 10m, grace: 1m, retention: 1h}}
+        aggregates: {{n: count(*)}}
     - name: board
       to_table: {{input: orders, materialized: {{history_retention: 1d}}}}
 """

@@ -20,6 +20,7 @@ from vt_dagster import (
     HoppingWindow,
     Materialized,
     SessionWindow,
+    SlidingWindow,
     SparkResource,
     Stream,
     Table,
@@ -147,6 +148,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "sessions forgotten early": (
         lambda: SessionWindow(HOUR, HOUR, retention=HOUR),
         ["retention", "shorter than gap + grace"],
+    ),
+    "sliding windows forgotten early": (
+        lambda: SlidingWindow(HOUR, HOUR, retention=2 * HOUR),
+        ["retention", "shorter than 2 * time_difference + grace"],
     ),
     "one result a run of a versioned table": (
         lambda: plain().join(

@@ -42,7 +42,7 @@ from vt_dagster.topology.operators import (
     UntilTimeLimit,
     UntilWindowCloses,
 )
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
 __all__ = [
     "Aggregator",
@@ -50,6 +50,7 @@ __all__ = [
     "HoppingWindow",
     "Materialized",
     "SessionWindow",
+    "SlidingWindow",
     "SparkResource",
     "Stream",
     "StreamTableJoin",

@@ -20,7 +20,7 @@ from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.topology.grouping import GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
 _SHOWN = ("name", "description", "group", "owners")
 
@@ -68,6 +68,7 @@ _window = choice(
         "tumbling": _part("Tumbling", TumblingWindow),
         "hopping": _part("Hopping", HoppingWindow),
         "session": _part("Session", SessionWindow),
+        "sliding": _part("Sliding", SlidingWindow),
     },
 )
 _until = choice(

@@ -49,7 +49,7 @@ def run(
 
     Args:
         paths: scenario files, or directories that are searched for ``*.json``.
-        operators: run only these; None = all. Sliding windows and limits in bytes are not supported.
+        operators: run only these; None = all. Limits in bytes are not supported.
         json_file: where to write the report as JSON, if anywhere.
         spark: the session to use; None starts a small local one.
         echo: prints a line. The last one is ``N identical, M different, K not supported``.

@@ -20,7 +20,13 @@ from vt_dagster.conformance.topology import ms, source
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Aggregator, Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
+from vt_dagster.topology.windowing import (
+    HoppingWindow,
+    SessionWindow,
+    SlidingWindow,
+    TumblingWindow,
+    Window,
+)
 
 Config = Mapping[str, Any]
 Shape = tuple[Any, ...]
@@ -30,10 +36,8 @@ _INPUTS = ("left", "right", "from", "stream", "table")
 
 
 def supported(scenario: Scenario) -> bool:
-    """Whether it can be run: not sliding windows, and not limits in bytes, which are Kafka's own."""
-    suppress = scenario.config.get("suppress") or {}
-    window = scenario.config.get("window") or {}
-    return window.get("type") != "sliding" and "max_bytes" not in suppress
+    """Whether it can be run: not limits in bytes, which are those of Kafka's own objects."""
+    return "max_bytes" not in (scenario.config.get("suppress") or {})
 
 
 @dataclass(frozen=True)
@@ -273,7 +277,10 @@ class _Node:
             return self._lengths(lambda s: s["window"][of], ms(1))
 
         grace = length("grace")
-        # A retention changes no result, so that of one scenario is as good as those of many.
+        if window["type"] == "sliding":
+            kept = self._lengths(lambda s: _retention(s["window"]), ms(3))
+            return SlidingWindow(length("size"), grace, kept)
+        # The others' changes no result, so that of one scenario is as good as those of many.
         retention = length("retention") if self.every == 1 and "retention" in window else None
         if window["type"] == "session":
             return SessionWindow(length("gap"), grace, retention)
@@ -324,6 +331,12 @@ class _Node:
             return _quoted(next(iter(texts.values())))
         known = "\x01".join(f"{n}={text}" for n, text in texts.items() if text is not None)
         return f"try_element_at(str_to_map({_quoted(known)}, '\x01', '='), cast(scenario as string))"
+
+
+def _retention(window: Config) -> int:
+    """How long the store of sliding windows keeps them."""
+    given = window.get("retention")
+    return 2 * window["size"] + window["grace"] if given is None else given
 
 
 def _number(expression: str) -> str:

@@ -90,7 +90,7 @@ class GroupedStream(Generic[T]):
     partition_by: str | None = None
 
     def windowed_by(self, window: Window) -> WindowedStream[T]:
-        """The records of each key in tumbling, hopping or session windows."""
+        """The records of each key in tumbling, hopping, session or sliding windows."""
         return WindowedStream(self, window)
 
 
