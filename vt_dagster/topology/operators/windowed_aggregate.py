@@ -28,7 +28,7 @@ class WindowedAggregate(Aggregate):
 
     Late: a record updates those of its windows that are open; each that is closed counts as dropped.
     Null key: dropped and counted; it does not move stream time. Tombstone: a record like any other,
-    whose values are null.
+    whose values are null; sliding windows drop and count it.
 
     Args:
         window: tumbling, hopping, session or sliding.
