@@ -183,7 +183,7 @@ class Processor(ABC, Generic[O]):
             if self.merges:
                 timed = with_stream_time(rows, nothing, chunk=None if self.few else arrival_chunk())
                 rows = timed.withColumn(ARRIVAL, F.unix_micros(STREAM_TIME)).drop(STREAM_TIME)
-            place = F.col(OFFSET) * 2 + i if twice else F.col(OFFSET)
+            place = F.col(OFFSET) * len(names) + i if twice else F.col(OFFSET)
             side = F.lit(0 if twice else i)
             ordered.append(rows.withColumns({INPUT: side, HOME: F.col(PARTITION), SEQUENCE: place}))
         return ordered

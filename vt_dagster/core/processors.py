@@ -7,6 +7,7 @@ from typing import Any
 from vt_dagster.core.filter import FilterProcessor
 from vt_dagster.core.foreign_key_join import ForeignKeyJoinProcessor
 from vt_dagster.core.map_values import MapValuesProcessor
+from vt_dagster.core.merge import MergeProcessor
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.source import SourceProcessor
 from vt_dagster.core.stream_aggregate import StreamAggregateProcessor
@@ -29,6 +30,7 @@ PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
     of.ToTable: ToTableProcessor,
     of.ToStream: ToStreamProcessor,
     of.TableAggregate: TableAggregateProcessor,
+    of.Merge: MergeProcessor,
     of.StreamAggregate: StreamAggregateProcessor,
     of.WindowedAggregate: WindowedAggregateProcessor,
     of.Suppress: SuppressProcessor,

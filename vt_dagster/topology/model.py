@@ -22,6 +22,7 @@ from vt_dagster.topology.operators import (
     ForeignKeyJoin,
     MapValues,
     Materialized,
+    Merge,
     StreamTableJoin,
     Suppress,
     TableTableJoin,
@@ -92,6 +93,10 @@ class Stream(Node, kind="stream"):
     def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
         """Its records as changes of a table; see ``ToTable``."""
         return ToTable(self, name, materialized).result(**shown)
+
+    def merge(self, *others: Stream, name: str, **shown: Any) -> Stream:
+        """Its records and those of other streams as one; see ``Merge``."""
+        return Merge((self, *others), name).result(**shown)
 
     def group_by(
         self, *key: str, partitions: int | None = None, partition_by: str | None = None

@@ -10,6 +10,7 @@ from vt_dagster.topology.operators.filter import Filter
 from vt_dagster.topology.operators.foreign_key_join import ForeignKeyJoin
 from vt_dagster.topology.operators.join import JoinKind
 from vt_dagster.topology.operators.map_values import MapValues
+from vt_dagster.topology.operators.merge import Merge
 from vt_dagster.topology.operators.stream_aggregate import StreamAggregate
 from vt_dagster.topology.operators.stream_table_join import StreamTableJoin
 from vt_dagster.topology.operators.suppress import (
@@ -34,6 +35,7 @@ __all__ = [
     "Limit",
     "MapValues",
     "Materialized",
+    "Merge",
     "Operator",
     "Row",
     "StreamAggregate",

@@ -14,9 +14,9 @@ from vt_dagster.topology.node import Input, Operator, make_node
 class Merge(Operator):
     """The records of several streams with the same columns and key, each as it is.
 
-    Nothing is made unique or brought into order of time: a run takes the records as a Kafka Streams task
-    does, always the one with the smallest timestamp among the heads. Late: passed on like any other.
-    Null key: passed on. Tombstone: passed on.
+    Nothing is made unique or brought into order of time: a run takes the records as a Kafka Streams
+    task does, always the one with the smallest timestamp among the heads. Late: passed on like any
+    other. Null key: passed on. Tombstone: passed on.
 
     Args:
         sources: two streams or more; one may be there twice, and is then counted twice.
@@ -27,7 +27,9 @@ class Merge(Operator):
 
     def __post_init__(self) -> None:
         if len(self.sources) < 2:
-            raise TopologyError(f"{self.name}: expected two streams or more to merge, got one; add another")
+            raise TopologyError(
+                f"{self.name}: expected two streams or more to merge, got one; add another"
+            )
         for node in self.sources:
             if node.is_table:
                 raise TopologyError(
@@ -44,9 +46,9 @@ class Merge(Operator):
         )
         if ours != theirs or first.key != node.key:
             raise TopologyError(
-                f"{self.name}: expected streams with the same columns and the same key, got {first.name!r} "
-                f"with {ours} keyed by {list(first.key)}, and {node.name!r} with {theirs} keyed by "
-                f"{list(node.key)}; give both the same schema"
+                f"{self.name}: expected streams with the same columns and the same key, got "
+                f"{first.name!r} with {ours} keyed by {list(first.key)}, and {node.name!r} with "
+                f"{theirs} keyed by {list(node.key)}; give both the same schema"
             )
 
     @property
