@@ -41,7 +41,9 @@ ORDER = {
     "topology": """
         accumulators durations schema projection windowing node
         operators.base operators.join operators.aggregate operators.row_by_row
-        operators.filter operators.map_values operators.stream_table_join operators.suppress
+        operators.filter operators.map_values operators.merge operators.select_key
+        operators.flat_map_values operators.stream_aggregate operators.stream_table_join
+        operators.suppress
         operators.table_aggregate operators.table_table_join operators.foreign_key_join
         operators.to_stream operators.to_table operators.windowed_aggregate operators
         grouping model
@@ -49,7 +51,8 @@ ORDER = {
     "core": """
         arrival log records as_of_join changes grace sessions sliding emit_early periods table versioned
         store processor source filter map_values stream_table_join suppress table_table_join
-        foreign_key_join table_aggregate to_stream to_table windowed_aggregate processors
+        foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
+        to_stream to_table windowed_aggregate processors
         """,
     "spark": "settings small_runs jars launch session",
     "storage": "delta segments positions progress view store maintenance",
@@ -59,7 +62,7 @@ ORDER = {
     "orchestration": """
         resource metadata io_manager pictures types checks sensors ops factory
         """,
-    "conformance": "scenario topology steps versioned_store side_by_side runner",
+    "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
     "cli": "check app",
 }

@@ -206,6 +206,8 @@ CONCEPTS: dict[str, Concept] = {
     "filter": _method_concept("Filter", "filter", Table),
     "filter_not": _method_concept("FilterNot", "filter_not", Table),
     "map_values": _method_concept("MapValues", "map_values", Table),
+    "flat_map_values": _method_concept("FlatMapValues", "flat_map_values", Stream),
+    "select_key": _method_concept("SelectKey", "select_key", Stream),
     "merge": _method_concept("Merge", "merge", Stream),
     "aggregate": Concept(_AGGREGATE, ("input",), _aggregate),
     "suppress": _method_concept("Suppress", "suppress", Table),

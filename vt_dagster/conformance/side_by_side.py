@@ -24,7 +24,7 @@ from vt_dagster.conformance.steps import Layout, Shape, inputs_of, layout, nodes
 from vt_dagster.conformance.topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processors import processor_of
-from vt_dagster.errors import BufferFullError, VtDagsterError
+from vt_dagster.errors import RefusedRecordsError, VtDagsterError
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -178,7 +178,7 @@ class _Group:
                         inputs[self.nodes[shape].name].append(record_of(number, record))
             try:
                 self.driver.run(inputs)
-            except BufferFullError as error:
+            except RefusedRecordsError as error:
                 self.failed_at |= {n: cuts[n][-1] for n in error.partitions}
             else:
                 return

@@ -15,7 +15,8 @@ from typing import Any
 
 from pyspark.sql.types import StringType, StructField, StructType
 
-from vt_dagster.conformance.scenario import Scenario
+from vt_dagster.conformance import streams
+from vt_dagster.conformance.scenario import NOT_BUILT, Scenario
 from vt_dagster.conformance.topology import ms, source
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -36,8 +37,10 @@ _INPUTS = ("left", "right", "from", "stream", "table")
 
 
 def supported(scenario: Scenario) -> bool:
-    """Whether it can be run: not limits in bytes, which are those of Kafka's own objects."""
-    return "max_bytes" not in (scenario.config.get("suppress") or {})
+    """Whether it can be run: its operator is built, and it has no limit in bytes, which are those of
+    Kafka's own objects."""
+    limits = scenario.config.get("suppress") or {}
+    return scenario.operator not in NOT_BUILT and "max_bytes" not in limits
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,12 @@ class Layout:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether every record has to be a run: a buffer's limit counts after each record, and where
-        the ways of a record meet again, it must not meet the records after it."""
+        """Whether every record has to be a run: a buffer's limit counts after each record; a record that
+        is refused must not take others along; and where the ways of a record meet again, it must not
+        meet the records after it."""
         limits = [(s.get("suppress") or {}).get("max_records") for s in self.steps.values()]
-        return any(n is not None for n in limits) or self._meets_again()
+        fails = any(s.get("null_value") == "no_list" for s in self.steps.values())
+        return fails or any(n is not None for n in limits) or self._meets_again()
 
     def _meets_again(self) -> bool:
         above: dict[str, set[str]] = {}
@@ -110,6 +115,9 @@ def layout(scenario: Scenario) -> Layout:
 
 def _steps_of(operator: str, config: Config) -> Iterator[Config]:
     """The steps of a chain that does what an operator does."""
+    if operator.startswith("stream_") and operator != "stream_table_join":
+        yield from streams.steps_of(operator, config)
+        return
     result = {"id": "result", **config, "materialize": config.get("materialize_result")}
     if "left" in config:
         for side in ("left", "right"):
@@ -136,6 +144,8 @@ def _steps_of(operator: str, config: Config) -> Iterator[Config]:
 def _kind(step: Config) -> Shape:
     """What makes a step another node than a step of the same ``op``."""
     op = step["op"]
+    if op in streams.OPS:
+        return streams.kind_of(step)
     materialize = step.get("materialize")
     stored = materialize and ("versioned" if materialize["versioned"] else "plain")
     if op not in ("filter", "map_values") and stored == "plain":
@@ -207,6 +217,8 @@ class _Node:
             return self._windows(inputs[0])
         if op == "stream_table_join":
             return self._stream_join(*inputs)
+        if op in streams.OPS:
+            return streams.node_of(step, name, inputs, self.steps, self._by_scenario)
         stored = self._materialized()
         if op == "filter":
             make = inputs[0].filter_not if step["negate"] else inputs[0].filter

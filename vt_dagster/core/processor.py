@@ -302,6 +302,16 @@ class Processor(ABC, Generic[O]):
         """Aggregates over its results that are counted besides their fates, by name."""
         return {}
 
+    def check(self, found: Mapping[int, Counts]) -> None:
+        """Refuses results that are to stop the run.
+
+        Args:
+            found: by partition, results by fate and ``tallies``.
+
+        Raises:
+            RefusedRecordsError: there are some.
+        """
+
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         """The counts of a run.
 

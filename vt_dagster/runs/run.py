@@ -300,8 +300,8 @@ class Run:
         Raises:
             ContractError: results break the schema's checks, or too large a share of a source's
                 records is bad; nothing has been committed.
-            BufferFullError: a suppression buffer is full and is to stop the run; nothing is lost, the
-                next run with a larger limit takes the same records.
+            RefusedRecordsError: an operator cannot take some records, for example since its buffer is
+                full; nothing is lost, the next run takes the same records.
             ConcurrentRunError: another run won.
             SourceError: the source could not be read to its end.
         """
@@ -332,6 +332,7 @@ class Run:
         arrival, store, processor = self.arrival, self.store, self.processor
         before, judged = arrival.before, results.judged
         passed = gate(processor, rows)
+        processor.check(passed.by_partition)
         counts = processor.counts(arrival.new_records, passed.counts, judged.counts)
         state = processor.state_after(rows, results.known)
         buffer = processor.fullness(state)
