@@ -75,9 +75,9 @@ class Layout:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether every record has to be a run: a buffer's limit counts after each record; a record that
-        is refused must not take others along; and where the ways of a record meet again, it must not
-        meet the records after it."""
+        """Whether every record has to be a run: a buffer's limit counts after each record; a record
+        that is refused must not take others along; and where the ways of a record meet again, it must
+        not meet the records after it."""
         limits = [(s.get("suppress") or {}).get("max_records") for s in self.steps.values()]
         fails = any(s.get("null_value") == "no_list" for s in self.steps.values())
         return fails or any(n is not None for n in limits) or self._meets_again()

@@ -35,8 +35,8 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
         if wrong:
             raise NullArrayError(
                 f"{self.node.name}: expected an array of each record, got null of "
-                f"{sum(wrong.values())}: {self.operator.expression}; nothing was committed. Write coalesce(..., array()) "
-                "around it for records that are to give nothing, and run again",
+                f"{sum(wrong.values())}: {self.operator.expression}; nothing was committed. Write "
+                "coalesce(..., array()) around it for records that are to give nothing, and run again",
                 list(wrong),
             )
 
