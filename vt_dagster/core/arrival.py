@@ -156,6 +156,24 @@ def with_stream_time(
     )
 
 
+def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> DataFrame:
+    """How a stream time moves with rows, and how far they lie behind it: see ``Processor.own_time``.
+
+    Plan: ``with_stream_time`` over few columns, then one aggregate by partition.
+
+    Source: KIP-328, its metrics ``record-lateness-avg`` and ``record-lateness-max``.
+    """
+    narrow = rows.select(PARTITION, TIMESTAMP, *ORDER)
+    timed = with_stream_time(narrow, stream_time, chunk=chunk)
+    behind = F.unix_micros(STREAM_TIME) - F.unix_micros(TIMESTAMP)
+    return timed.groupBy(PARTITION).agg(
+        F.max(F.unix_micros(TIMESTAMP)).alias("time"),
+        F.count(F.lit(1)).alias("records"),
+        F.sum(behind).alias("lateness"),
+        F.max(behind).alias("most"),
+    )
+
+
 def number(
     rows: DataFrame, first: Column, order: Sequence[Column], chunk: Column | None = None
 ) -> DataFrame:

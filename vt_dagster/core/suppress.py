@@ -34,6 +34,7 @@ from vt_dagster.core.arrival import (
     STREAM_TIME,
     Fate,
     gathered,
+    lateness,
     micros,
     union,
     with_stream_time,
@@ -46,7 +47,7 @@ from vt_dagster.core.emit_early import RELEASED as _RELEASED
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.periods import LATE as _LATE
 from vt_dagster.core.periods import cut_into_periods
-from vt_dagster.core.processor import Counts, Input, Known, Processor, hour_of_arrival, lateness
+from vt_dagster.core.processor import Counts, Input, Known, Processor, hour_of_arrival
 from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.operators import (

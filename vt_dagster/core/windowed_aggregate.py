@@ -33,11 +33,12 @@ from vt_dagster.core.arrival import (
     Fate,
     gathered,
     has_key,
+    lateness,
     micros,
     union,
     with_stream_time,
 )
-from vt_dagster.core.processor import Counts, Input, Known, Processor, lateness
+from vt_dagster.core.processor import Counts, Input, Known, Processor
 from vt_dagster.core.records import home_of
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
 from vt_dagster.core.sliding import HIDDEN, LENGTH, YOUNG
