@@ -11,13 +11,13 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, FATE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core import grace, step
 from vt_dagster.core.arrival import Fate, by_partition, few_records, stream_time_of
-from vt_dagster.errors import ContractError
 from vt_dagster.runs.join_way import way_of
 from vt_dagster.runs.runs import Arrival, Receipt, few_files, finish, gate, next_commit
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage.positions import Offsets
 from vt_dagster.storage.progress import in_words
 from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.durations import length_at
 from vt_dagster.topology.operators import StreamTableJoin
 
 
@@ -48,11 +48,8 @@ def pin_join(store: AssetStore, join: StreamTableJoin, stream: AssetStore) -> Ar
 def _released(join: StreamTableJoin, before: dict[int, int], times: dict[int, int]) -> dict[int, int]:
     """The due time of each partition: stream time - grace period, and never before what it was."""
     period = join.grace_period or timedelta(0)
-    if not isinstance(period, timedelta):
-        raise ContractError(
-            f"{join.name}: an asset has one grace_period for all partitions; give a timedelta"
-        )
-    due = {p: moment - period // timedelta(microseconds=1) for p, moment in times.items()}
+    one = timedelta(microseconds=1)
+    due = {p: moment - length_at(period, p) // one for p, moment in times.items()}
     return {p: max(moment, before.get(p, moment)) for p, moment in due.items()}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from vt_dagster.storage.segments import Segments
+from vt_dagster.topology.durations import Duration
 
 Offsets = dict[int, int]
 """Partition -> offset."""
@@ -17,8 +19,15 @@ class Shape(BaseModel):
 
     kind: Literal["stream", "table", "versioned"]
     key: list[str]
-    history_retention: int | None = None
-    """Microseconds; of a versioned table."""
+    history_retention: int | dict[int, int] | None = None
+    """Microseconds; of a versioned table. Of each partition, where they differ."""
+
+    def retention(self) -> Duration:
+        """How far back the table answers; zero where it is not versioned."""
+        told = self.history_retention or 0
+        if isinstance(told, int):
+            return timedelta(microseconds=told)
+        return {partition: timedelta(microseconds=length) for partition, length in told.items()}
 
 
 class Commit(BaseModel):
@@ -60,6 +69,9 @@ class Commit(BaseModel):
     """Of this run, what cannot be added up: lateness, sizes of buffers."""
     totals: dict[str, int] = Field(default_factory=dict)
     """The same over all runs."""
+    totals_by_partition: dict[int, dict[str, int]] = Field(default_factory=dict)
+    """What became of records over all runs, by partition: late, dropped, quarantined, and how many are
+    waiting now. Those of which there are none are left out."""
     topics: dict[str, str] = Field(default_factory=dict)
     """Of a Kafka source: the id of each topic; another topic of the same name has another one."""
     earliest: int | None = None

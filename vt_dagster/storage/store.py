@@ -36,6 +36,7 @@ from vt_dagster.core.arrival import by_partition
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta
+from vt_dagster.storage.offsets import at_or_after
 from vt_dagster.storage.positions import Applied, Commit, Offsets, Shape
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import CURRENT, EVERYTHING
@@ -88,16 +89,12 @@ def shape_of(node: Stream) -> Shape:
         return Shape(kind="stream", key=list(node.key))
     if not isinstance(node, VersionedTable):
         return Shape(kind="table", key=list(node.key))
-    retention = node.history_retention
-    if not isinstance(retention, timedelta):
-        raise StorageError(
-            f"{node.name}: an asset has one history_retention for all partitions; give a timedelta"
-        )
-    return Shape(
-        kind="versioned",
-        key=list(node.key),
-        history_retention=retention // timedelta(microseconds=1),
-    )
+    retention, one = node.history_retention, timedelta(microseconds=1)
+    if isinstance(retention, timedelta):
+        length: int | dict[int, int] = retention // one
+    else:
+        length = {partition: value // one for partition, value in retention.items()}
+    return Shape(kind="versioned", key=list(node.key), history_retention=length)
 
 
 class AssetStore:
@@ -145,8 +142,8 @@ class AssetStore:
         own = [f for f in fields if f.name not in added]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         if shape.kind == "versioned":
-            retention = timedelta(microseconds=shape.history_retention or 0)
-            return cls(warehouse, VersionedTable(name, history_retention=retention, **about), spark)
+            table = VersionedTable(name, history_retention=shape.retention(), **about)
+            return cls(warehouse, table, spark)
         kind = Table if shape.kind == "table" else Stream
         return cls(warehouse, kind(name, **about), spark)
 
@@ -171,16 +168,12 @@ class AssetStore:
                 microseconds): what a grace buffer may still hold.
         """
         rows = delta.read(self.spark, self.log_path, head.version)
-        wanted = F.lit(False)
-        known = F.lit(False)
-        for partition, first in sorted(start.items()):
-            here = F.col(PARTITION) == partition
-            wanted = wanted | (here & (F.col(OFFSET) >= first))
-            known = known | here
-        wanted = wanted | ~known
+        if not start:
+            return rows
+        wanted = at_or_after(start, head.commit.next_offset)
         if after is not None:
             wanted = wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after)))
-        return rows.where(wanted) if start else rows
+        return rows.where(wanted)
 
     def commit(self, rows: DataFrame, commit: Commit) -> Head:
         """Appends a run's rows: the one atomic step that makes the run count.

@@ -117,6 +117,10 @@ class Stream:
                 f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
             )
 
+    def __hash__(self) -> int:
+        # What else they hold, a duration of each partition's own say, need not be hashable.
+        return hash(self.name)
+
     @property
     def _timed_by_source(self) -> bool:
         given = self.source is not None and self.source.gives_timestamp
@@ -213,6 +217,8 @@ class Table(Stream):
     """
 
     broadcast: bool = field(default=False, kw_only=True)
+
+    __hash__ = Stream.__hash__
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -399,6 +405,8 @@ class VersionedTable(Table):
 
     history_retention: Duration = field(kw_only=True)
     segment_interval: timedelta | None = field(default=None, kw_only=True)
+
+    __hash__ = Stream.__hash__
 
     def __post_init__(self) -> None:
         super().__post_init__()
