@@ -1,260 +1,103 @@
-"""Recorded scenarios through real assets: files, Dagster, Delta, one run after the other.
+"""Every worked scenario through real assets, compared with what Kafka Streams emitted.
 
-The scenarios share two tables, a stream and a few joins: each is a partition of its own (an op of ours
-between the public ones puts its records there), and all durations are scaled so that every scenario
-has the same history retention. A run takes table records before stream records, so that a scenario
-is cut wherever a table record follows a stream record.
+See ``tests/through_assets.py`` for how they run, and ``side_by_side`` for what is compared: what each
+run emits, in order, or as a set where results are held back; the final store; what was dropped, waits.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as F
-from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
-from tests.market import lines, messages, run
-from vt_dagster import FilesSource, Stream, Table, VersionedTable, build_asset, ops
-from vt_dagster.storage.store import AssetStore
+from tests.through_assets import StoreThroughAssets, ThroughAssets, runs_of
+from vt_dagster.conformance.scenario import Scenario, read_scenarios
+from vt_dagster.conformance.side_by_side import cut
+from vt_dagster.conformance.steps import layout, nodes_of, supported
+from vt_dagster.conformance.versioned_store import store_of
+from vt_dagster.errors import TopologyError
+from vt_dagster.runs.audit import audit
 
 SCENARIOS = Path(__file__).parent / "conformance"
-RETENTION = 1_000
-"""Milliseconds, of all scenarios once they are scaled."""
-RUNS = 3
-"""Of a scenario that needs more runs, only the records of these are taken."""
-
-WORKED = [
-    "kip914-expired-lookup-left",
-    "kip914-probe-stream-join-nulls-left-versioned",
-    "kip914-probe-stream-join-nulls-inner-versioned",
-    "kip914-probe-stream-join-nulls-left-unversioned",
-    "kip923-late-is-immediate",
-    "kip923-dequeue-boundary",
-    "kip923-probe-tie-order",
-    "kip923-probe-join-at-eviction",
-    "kip923-probe-left-null-key",
-]
+COUNTS_BY_PARTITION = True
+"""Whether commits say by partition what became of records: then it is compared by scenario."""
 RANDOM = [
     "stream-table-join-1-00-2",  # inner, retention 1
     "stream-table-join-1-04-1",  # inner, retention 50
     "stream-table-join-1-12-1",  # left, grace 5, retention 20
     "stream-table-join-1-12-4",
 ]
-SHAPE = StructType(
-    [
-        StructField("scenario", IntegerType()),
-        StructField("key", StringType()),
-        StructField("value", StringType()),
-        StructField("at", LongType()),
-    ]
-)
+RUNS = 4
+"""Of a random scenario that needs more runs, only the records of these are taken."""
 
 
-class Scenario:
-    """A recorded scenario as a partition."""
-
-    def __init__(self, partition: int, recorded: dict[str, Any]) -> None:
-        self.partition = partition
-        self.name: str = recorded["name"]
-        config = recorded["config"]
-        self.kind: str = config["kind"]
-        self.versioned: bool = config["table"]["versioned"]
-        retention = config["table"].get("history_retention") or RETENTION
-        self.scale = RETENTION // retention
-        assert self.scale * retention == RETENTION, f"{self.name}: choose another retention"
-        self.grace = (config["grace"] or 0) * self.scale
-        self.records: list[dict[str, Any]] = recorded["records"]
-        # Scaled times of our days would lie in a future that no source believes.
-        self.start = min(r["timestamp"] for r in self.records)
-        wanted = {**recorded, **recorded.get("by_design", {})}
-        self.expected: list[dict[str, Any]] = wanted["expected"]
-        edges = [
-            0,
-            *[
-                i
-                for i, (one, other) in enumerate(pairwise(self.records), 1)
-                if (one["input"], other["input"]) == ("stream", "table")
-            ],
-            len(self.records),
-        ]
-        self.runs = [range(a, b) for a, b in pairwise(edges)][:RUNS]
-        whole = self.runs[-1].stop == len(self.records)
-        self.store: list[dict[str, Any]] | None = wanted.get("final_store") if whole else None
-
-    @property
-    def join(self) -> str:
-        """The name of the join that it runs through."""
-        table = "versions" if self.versioned else "rows"
-        return f"{self.kind}_{table}" + (f"_{self.grace}" if self.grace else "")
-
-    def time(self, timestamp: int) -> int:
-        """A recorded time as it is here, epoch milliseconds."""
-        return (timestamp - self.start) * self.scale
-
-    def arriving(self, number: int, asset: str) -> Iterator[dict[str, Any]]:
-        """What arrives in a run at one of the assets ``versions``, ``rows`` and ``records``."""
-        table = "versions" if self.versioned else "rows"
-        for i in self.runs[number] if number < len(self.runs) else ():
-            r = self.records[i]
-            if asset == ("records" if r["input"] == "stream" else table):
-                yield {
-                    "scenario": self.partition,
-                    "key": r["key"],
-                    "value": r["value"],
-                    "at": self.time(r["timestamp"]),
-                }
-
-    def emitted(self, number: int) -> list[tuple[Any, ...]]:
-        """What Kafka Streams emitted in a run: key, value, timestamp."""
-        during = self.runs[number] if number < len(self.runs) else ()
-        return [
-            (e["key"], e["value"], self.time(e["timestamp"]))
-            for e in self.expected
-            if e["trigger"] in during
-        ]
+def chosen() -> list[Scenario]:
+    drawn = read_scenarios([SCENARIOS / "random" / "stream_table_join.json"])
+    return [*read_scenarios([SCENARIOS / "worked"]), *(beginning(s) for s in drawn if s.name in RANDOM)]
 
 
-def load() -> list[Scenario]:
-    found = [json.loads((SCENARIOS / "worked" / f"{n}.json").read_text("utf-8")) for n in WORKED]
-    drawn = json.loads((SCENARIOS / "random" / "stream_table_join.json").read_text("utf-8"))
-    by_name = {s["name"]: s for s in drawn}
-    return [Scenario(i, s) for i, s in enumerate([*found, *(by_name[n] for n in RANDOM)])]
+def beginning(scenario: Scenario) -> Scenario:
+    """A scenario's first runs, if it has many; what is left at its end is then not known."""
+    runs = cut(layout(scenario), "run")
+    if len(runs) <= RUNS:
+        return scenario
+    end = runs[RUNS].start
+    expected = [e for e in scenario.expected if e["trigger"] < end]
+    records = scenario.records[:end]
+    return replace(scenario, records=records, expected=expected, final_store=None, dropped=None)
 
 
-def sources(landing: Path) -> tuple[VersionedTable, Table, Stream]:
-    def about(name: str) -> dict[str, Any]:
-        return {
-            "key": ("scenario", "key"),
-            "schema": SHAPE,
-            "timestamp": "timestamp_millis(at)",
-            "tombstone": "value is null",
-            "source": FilesSource(str(landing / name), max_bad_share=1),
-        }
-
-    return (
-        VersionedTable(
-            "versions", history_retention=timedelta(milliseconds=RETENTION), **about("versions")
-        ),
-        Table("rows", **about("rows")),
-        Stream("records", null_key="keep", **about("records")),
-    )
+def is_refused(scenario: Scenario) -> bool:
+    """Whether its topology cannot be built."""
+    try:
+        store_of(scenario) if scenario.operator == "versioned_store" else nodes_of([layout(scenario)])
+    except TopologyError:
+        return True
+    return False
 
 
-def partitioned_asset(node: Stream) -> Any:
-    """A source asset whose records go to the partition of their scenario."""
-    read, put, write = ops.read_op(node), ops.put_op(node), ops.write_op(node)
-
-    @dg.op(name=f"partition_{node.name}", out=dg.Out(io_manager_key=ops.OP_MEMORY))
-    def partition(records: Any) -> Any:
-        return records.withColumn("partition", F.col("scenario"))
-
-    @dg.graph_asset(name=node.name)
-    def asset() -> Any:
-        records, arrival = read()
-        return write(put(partition(records), arrival), arrival)
-
-    return asset
+STORE = "store"
 
 
-def millis(moment: datetime) -> int:
-    return (moment.replace(tzinfo=timezone.utc) - datetime(1970, 1, 1, tzinfo=timezone.utc)) // (
-        timedelta(milliseconds=1)
-    )
+def groups() -> dict[str, list[Scenario]]:
+    """Scenarios that run together; those whose topology is refused are left out."""
+    every = [s for s in chosen() if not is_refused(s)]
+    others = [s for s in every if s.operator != "versioned_store"]
+    found = {about_runs(group): group for group in ThroughAssets.groups(others)}
+    return {STORE: [s for s in every if s.operator == "versioned_store"], **found}
 
 
-def joins(scenarios: list[Scenario], landing: Path) -> dict[str, Stream]:
-    versions, rows, records = sources(landing)
-    made: dict[str, Stream] = {}
-    for s in scenarios:
-        join = records.left_join if s.kind == "left" else records.join
-        made[s.join] = join(
-            versions if s.versioned else rows,
-            name=s.join,
-            select=["left.*", "right.value as found"],
-            grace_period=timedelta(milliseconds=s.grace) if s.grace else None,
-        )
-    return made
+def about_runs(group: list[Scenario]) -> str:
+    """How many runs a group's scenarios take, in words."""
+    return f"up to {max(runs_of(s) for s in group)} runs"
+
+
+GROUPS = groups()
+
+
+def test_every_scenario_is_in_a_group() -> None:
+    scenarios = chosen()
+    assert all(map(supported, scenarios))
+    refused = [s for s in scenarios if is_refused(s)]
+    assert refused == [s for s in scenarios if s.error is not None and s.error["at"] == "build"]
+    assert len(refused) == 11, "scenarios whose topology is refused when it is built"
+    assert sum(map(len, GROUPS.values())) == 157 + len(RANDOM) - len(refused)
+    assert [len(group) for group in GROUPS.values()] == [12, 85, 42, 11]
 
 
 @pytest.mark.slow
-def test_assets_give_what_kafka_streams_gave(spark: SparkSession, tmp_path: Path) -> None:
-    scenarios = load()
-    landing, warehouse = tmp_path / "landing", tmp_path / "warehouse"
-    results = joins(scenarios, landing)
-    origin = sources(landing)
-    assets = [*map(partitioned_asset, origin), *map(build_asset, results.values())]
-    ends: dict[str, list[dict[int, int]]] = {name: [{}] for name in results}
-    for number in range(RUNS):
-        for node in origin:
-            rows = [r for s in scenarios for r in s.arriving(number, node.name)]
-            (landing / node.name).mkdir(parents=True, exist_ok=True)
-            if rows:
-                (landing / node.name / f"{number}.jsonl").write_text(lines(*rows), "utf-8")
-        result = run(assets, warehouse)
-        assert result.success, messages(result)
-        for name, node in results.items():
-            head = AssetStore(str(warehouse), node, spark).head()
-            assert head is not None
-            ends[name].append(head.commit.next_offset)
-
-    differences: list[str] = []
-    logs = {
-        name: AssetStore(str(warehouse), node, spark).read("log").orderBy("offset").collect()
-        for name, node in results.items()
-    }
-    for s in scenarios:
-        emitted = [r for r in logs[s.join] if r["partition"] == s.partition]
-        for number, (start, end) in enumerate(pairwise(ends[s.join])):
-            span = range(start.get(s.partition, 0), end.get(s.partition, 0))
-            got: list[tuple[Any, ...]] = [
-                (r["key"], f"({r['value']},{r['found'] or 'null'})", millis(r["timestamp"]))
-                for r in emitted
-                if r["offset"] in span
-            ]
-            expected = s.emitted(number)
-            if s.grace:  # what leaves the buffer in one run is ordered within the run
-                got, expected = sorted(got, key=str), sorted(expected, key=str)
-            if got != expected:
-                differences.append(f"{s.name}, run {number}: expected {expected}, got {got}")
-    stores = {
-        node.name: AssetStore(str(warehouse), node, spark)
-        .read("versions" if isinstance(node, VersionedTable) else "current")
-        .collect()
-        for node in origin[:2]
-    }
-    for s in scenarios:
-        if s.store is None:
-            continue
-        rows = stores["versions" if s.versioned else "rows"]
-        kept = [
-            (
-                r["key"],
-                r["value"],
-                millis(r["timestamp"]),
-                millis(r["valid_to"]) if s.versioned and r["valid_to"] else None,
-            )
-            for r in sorted(rows, key=lambda r: (r["key"], r["timestamp"]))
-            if r["scenario"] == s.partition and not r["is_tombstone"]
-        ]
-        wanted = [
-            (
-                e["key"],
-                e["value"],
-                s.time(e["valid_from"]),
-                None if e["valid_to"] is None else s.time(e["valid_to"]),
-            )
-            for e in s.store
-        ]
-        if kept != wanted:
-            differences.append(f"{s.name}, final store: expected {wanted}, got {kept}")
-    assert differences == []
-    assert sum(s.store is not None for s in scenarios) >= 6
-    assert all(s.emitted(0) or s.emitted(1) or s.emitted(2) for s in scenarios)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("group", GROUPS)
+def test_assets_give_what_kafka_streams_gave(group: str, spark: SparkSession, tmp_path: Path) -> None:
+    kind = StoreThroughAssets if group == STORE else ThroughAssets
+    scenarios = kind(GROUPS[group], tmp_path, spark)
+    scenarios.run()
+    found = scenarios.differences(COUNTS_BY_PARTITION)
+    assert [line for name, lines in found.items() if lines for line in (f"{name}:", *lines)] == []
+    assert len(found) == len(GROUPS[group])
+    nodes = scenarios.warehouse.nodes.values()
+    for node in (n for n in nodes if n.operator is None and n.versioned):
+        findings = audit(scenarios.warehouse.store(node.name))
+        assert [one for one in findings if not one.passed] == [], node.name

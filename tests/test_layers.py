@@ -55,7 +55,7 @@ ORDER = {
         to_stream to_table windowed_aggregate processors
         """,
     "spark": "settings small_runs jars launch session",
-    "storage": "delta segments positions progress view store maintenance",
+    "storage": "delta segments positions offsets progress view store maintenance",
     "sources": "base files kafka_cluster kafka_messages protobuf formats kafka kafka_sink",
     "runs": "arrival contracts store audit join_way gate commit pin run replay",
     "testing": "memory kafka versioned_store driver",

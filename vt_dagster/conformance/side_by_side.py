@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -95,7 +96,7 @@ def _grouped(layouts: Sequence[Layout], granularity: Granularity) -> list[list[L
     return [group for *_, group in found]
 
 
-def _cut(each: Layout, granularity: Granularity) -> list[range]:
+def cut(each: Layout, granularity: Granularity) -> list[range]:
     """The runs of a scenario, as ranges of its records."""
     records = each.scenario.records
     streams = {s["input"] for s in each.steps.values() if s["op"] == "stream"}
@@ -153,6 +154,45 @@ def _accepts(table: Mapping[str, Any], record: Mapping[str, Any], stream_time: i
     return record["timestamp"] >= stream_time - table["history_retention"]
 
 
+@dataclass(frozen=True)
+class CameOut:
+    """What came out of a scenario.
+
+    Args:
+        entries: in order; ``trigger`` is the last record of the run in which they came.
+        store: the rows of the store that is compared.
+        dropped: how many records; None = nobody counted them.
+        failed_at: the record at which it stopped.
+    """
+
+    entries: Sequence[Entry]
+    store: Sequence[Entry]
+    dropped: int | None
+    failed_at: int | None = None
+
+
+def differences(
+    each: Layout, cuts: Sequence[range], granularity: Granularity, out: CameOut
+) -> list[str]:
+    """What came out otherwise than expected of a scenario that was cut into some runs."""
+    ends = {i: run[-1] for run in cuts for i in run}
+    expected: list[Entry] = list(each.scenario.expected)
+    got = out.entries
+    if granularity == "run":
+        expected = [{**e, "trigger": ends[e["trigger"]]} for e in expected]
+        if each.holds_back and not each.one_by_one:
+            expected, got = _as_set(expected), _as_set(got)
+    found = compare("entry", expected, got)
+    return found + compare_state(each.scenario, final_store(out.store), out.dropped, out.failed_at)
+
+
+def dropped(node: Stream, fates: Mapping[str, int]) -> int:
+    """What a node adds to Kafka's dropped-records-total, by what became of its records."""
+    # Late records of a join with grace are joined at once.
+    late = fates.get(Fate.LATE, 0) if processor_of(node).drops_late else 0
+    return late + fates.get(Fate.QUARANTINED, 0) + fates.get(Fate.DROPPED, 0)
+
+
 class _Group:
     """Scenarios as partitions of one topology, and what came out of each."""
 
@@ -161,21 +201,21 @@ class _Group:
         self.granularity: Granularity = granularity
         self.nodes = nodes_of(group)
         self.driver = TopologyTestDriver(*self.nodes.values(), spark=spark)
-        self.cuts = [_cut(each, granularity) for each in group]
+        self.cuts = [cut(each, granularity) for each in group]
         self.entries: dict[int, list[Entry]] = defaultdict(list)
         self.failed_at: dict[int, int] = {}
 
     def run(self, results: Mapping[Scenario, Outcome]) -> None:
         outputs = {self._node(e, e.output): e for e in self.layouts}
         for step in range(max(map(len, self.cuts))):
-            cuts = {n: cut[step] for n, cut in enumerate(self.cuts) if step < len(cut)}
+            cuts = {n: runs[step] for n, runs in enumerate(self.cuts) if step < len(runs)}
             self._step(cuts)
             for name in outputs:
                 for number, rows in by_scenario(self.driver.read(name)).items():
                     each = self.layouts[number]
                     if self._node(each, each.output) == name:
                         last = cuts[number][-1]
-                        self.entries[number] += [_entry(r, each.value, last) for r in rows]
+                        self.entries[number] += [entry(r, each.value, last) for r in rows]
         stores = self._stores()
         for number, each in enumerate(self.layouts):
             settle(results[each.scenario], self._differences(number, stores))
@@ -187,10 +227,10 @@ class _Group:
         """One run of every scenario that has not failed; those that fail now are left out of it."""
         while True:
             inputs: dict[str, list[Entry]] = defaultdict(list)
-            for number, cut in cuts.items():
+            for number, run in cuts.items():
                 each = self.layouts[number]
-                homes = _sources(each)
-                for i in cut if number not in self.failed_at else ():
+                homes = sources(each)
+                for i in run if number not in self.failed_at else ():
                     record = each.scenario.records[i]
                     for shape in homes.get(record["input"], ()):
                         inputs[self.nodes[shape].name].append(record_of(number, record))
@@ -213,28 +253,17 @@ class _Group:
 
     def _differences(self, number: int, stores: Mapping[str, dict[int, list[Entry]]]) -> list[str]:
         each = self.layouts[number]
-        ends = {i: cut[-1] for cut in self.cuts[number] for i in cut}
-        expected: list[Entry] = list(each.scenario.expected)
-        got = self.entries[number]
-        if self.granularity == "run":
-            expected = [{**e, "trigger": ends[e["trigger"]]} for e in expected]
-            if each.holds_back and not each.one_by_one:
-                expected, got = _as_set(expected), _as_set(got)
-        found = [] if each.stored is None else stores[self._node(each, each.stored)].get(number, [])
-        dropped = sum(self._dropped(self.nodes[s], number) for s in set(each.shapes.values()))
-        differences = compare("entry", expected, got)
-        failed_at = self.failed_at.get(number)
-        return differences + compare_state(each.scenario, final_store(found), dropped, failed_at)
-
-    def _dropped(self, node: Stream, partition: int) -> int:
-        """What a node adds to Kafka's dropped-records-total."""
-        fates = Counter(self.driver.metrics(node.name, partition))
-        # Late records of a join with grace are joined at once.
-        late = fates[Fate.LATE] if processor_of(node).drops_late else 0
-        return late + fates[Fate.QUARANTINED] + fates[Fate.DROPPED]
+        nodes = [self.nodes[shape] for shape in set(each.shapes.values())]
+        out = CameOut(
+            self.entries[number],
+            [] if each.stored is None else stores[self._node(each, each.stored)].get(number, []),
+            sum(dropped(node, self.driver.metrics(node.name, number)) for node in nodes),
+            self.failed_at.get(number),
+        )
+        return differences(each, self.cuts[number], self.granularity, out)
 
 
-def _sources(each: Layout) -> dict[str, set[Shape]]:
+def sources(each: Layout) -> dict[str, set[Shape]]:
     """The sources that take the records of an input."""
     found: dict[str, set[Shape]] = defaultdict(set)
     for name, step in each.steps.items():
@@ -243,22 +272,23 @@ def _sources(each: Layout) -> dict[str, set[Shape]]:
     return found
 
 
-def _entry(row: Entry, value: str, trigger: int) -> Entry:
-    entry = {
+def entry(row: Entry, value: str, trigger: int) -> Entry:
+    """A row of a log as scenarios have it."""
+    found = {
         "trigger": trigger,
         "key": row["key"],
         "value": None if row["is_tombstone"] else text(row[value]),
         "timestamp": millis(row["timestamp"]),
     }
     ends = ("window_start", "window_end")
-    return entry | {end: millis(row[end]) for end in ends if end in row}
+    return found | {end: millis(row[end]) for end in ends if end in row}
 
 
 def _as_set(entries: Iterable[Entry]) -> list[Entry]:
     """The entries of each run in an order of their own, so that lists compare as sets."""
 
-    def order(entry: Entry) -> tuple[Any, ...]:
-        ends = (entry.get("window_start", 0), entry.get("window_end", 0))
-        return (entry["trigger"], entry["timestamp"], entry["key"] or "", entry["value"] or "", *ends)
+    def order(one: Entry) -> tuple[Any, ...]:
+        ends = (one.get("window_start", 0), one.get("window_end", 0))
+        return (one["trigger"], one["timestamp"], one["key"] or "", one["value"] or "", *ends)
 
     return sorted(entries, key=order)

@@ -32,6 +32,7 @@ from vt_dagster.topology.windowing import (
 Config = Mapping[str, Any]
 Shape = tuple[Any, ...]
 """What a node does, but for numbers and texts, and the shapes of its inputs."""
+SourceMaker = Callable[..., Any]
 
 _INPUTS = ("left", "right", "from", "stream", "table")
 
@@ -171,8 +172,11 @@ def _kind(step: Config) -> Shape:
     return (step["kind"], stored)
 
 
-def nodes_of(layouts: Sequence[Layout]) -> dict[Shape, Stream]:
+def nodes_of(layouts: Sequence[Layout], make: SourceMaker = source) -> dict[Shape, Stream]:
     """The nodes of many scenarios, whose numbers are their places in ``layouts``.
+
+    Args:
+        make: makes a source of a class, with a name and what else it says.
 
     Raises:
         TopologyError: a topology that has no meaning.
@@ -184,7 +188,7 @@ def nodes_of(layouts: Sequence[Layout]) -> dict[Shape, Stream]:
     nodes: dict[Shape, Stream] = {}
     for i, (shape, steps) in enumerate(members.items()):
         inputs = [nodes[s] for s in shape if isinstance(s, tuple)]
-        nodes[shape] = _Node(f"{shape[0]}_{i}", len(layouts), steps).made_of(*inputs)
+        nodes[shape] = _Node(f"{shape[0]}_{i}", len(layouts), steps, make).made_of(*inputs)
     return nodes
 
 
@@ -200,6 +204,7 @@ class _Node:
     name: str
     every: int
     steps: Mapping[int, Config]
+    make: SourceMaker
 
     @property
     def _any(self) -> Config:
@@ -210,7 +215,7 @@ class _Node:
         if op in ("table", "global_table"):
             return self._table(op == "global_table")
         if op == "stream":
-            return source(Stream, name, null_key="keep")
+            return self.make(Stream, name, null_key="keep")
         if op == "suppress":
             return inputs[0].suppress(self._until(), name=name)
         if op == "window":
@@ -251,11 +256,11 @@ class _Node:
         table = self._any["table"]
         more: dict[str, Any] = {"broadcast": True} if broadcast else {}
         if not table["versioned"]:
-            return source(Table, self.name, **more)
+            return self.make(Table, self.name, **more)
         if table.get("segment_interval") is not None:
             more["segment_interval"] = ms(table["segment_interval"])
         retention = self._lengths(lambda s: s["table"]["history_retention"])
-        return source(VersionedTable, self.name, history_retention=retention, **more)
+        return self.make(VersionedTable, self.name, history_retention=retention, **more)
 
     def _stream_join(self, stream: Stream, table: Table) -> Stream:
         grace = self._any["grace"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pyspark.sql import SparkSession
 
@@ -62,7 +62,7 @@ def versioned_stores(
         retention = {i: ms(s.config["history_retention"]) for i, s in enumerate(scenarios)}
         table = source(VersionedTable, "table", schema=with_index(), history_retention=retention)
         driver = TopologyTestDriver(table, spark=spark)
-        runs = [_StoreRun(i, s) for i, s in enumerate(scenarios)]
+        runs = [StoreRun(i, s) for i, s in enumerate(scenarios)]
         if granularity == "record":
             while any(r.left for r in runs):
                 _store_step(driver.store("table"), runs)
@@ -71,20 +71,44 @@ def versioned_stores(
         stores = by_scenario(driver.versions("table"))
         for r in runs:
             dropped = driver.metrics("table", r.number).get(Fate.LATE, 0)
-            expected = r.scenario.expected
-            if granularity == "run":
-                told = [_told(e, a) for e, a in zip(expected, r.answers, strict=False)]
-                expected = [*told, *expected[len(told) :]]
-            differences = compare("answer", expected, r.answers)
-            differences += compare_state(
-                r.scenario, final_store(stores[r.number]), dropped, r.failed_at
-            )
-            settle(results[r.scenario], differences)
+            settle(results[r.scenario], store_differences(r, granularity, stores[r.number], dropped))
 
     return [Job(max(len(s.records) for s in scenarios), job)]
 
 
-class _StoreRun:
+def store_differences(
+    run: StoreRun, granularity: Granularity, rows: Sequence[Entry], dropped: int | None
+) -> list[str]:
+    """What is otherwise than expected: answers, the store's rows, how many puts were refused."""
+    expected = run.scenario.expected
+    if granularity == "run":
+        told = [_told(e, a) for e, a in zip(expected, run.answers, strict=False)]
+        expected = [*told, *expected[len(told) :]]
+    found = compare("answer", expected, run.answers)
+    return found + compare_state(run.scenario, final_store(rows), dropped, run.failed_at)
+
+
+class Store(Protocol):
+    """What scenarios call: ``VersionedStore`` of the driver, or tables that stand for it."""
+
+    def put(self, key: Any, value: Any, timestamp: int, /) -> Any:
+        """Stores a version."""
+        ...
+
+    def delete(self, key: Any, timestamp: int, /) -> Any:
+        """Stores a tombstone."""
+        ...
+
+    def get(self, key: Any, as_of: int | None = None, /) -> Any:
+        """The row that was valid then; None = now."""
+        ...
+
+    def get_each(self, *keys: Any) -> Sequence[Entry | None]:
+        """The answers to many gets, given as a key and a time each."""
+        ...
+
+
+class StoreRun:
     """A store scenario on its way through the calls."""
 
     def __init__(self, number: int, scenario: Scenario) -> None:
@@ -107,7 +131,28 @@ class _StoreRun:
             found.append(record)
         return found
 
-    def fail(self, store: VersionedStore) -> None:
+    def writes(self) -> list[Entry]:
+        """Its puts and deletes as records, up to a call without a key, which comes to nothing."""
+        calls = self.scenario.records
+        stop = next((i for i, call in enumerate(calls) if call["key"] is None), len(calls))
+        return [
+            record_of(self.number, call) | {"index": i}
+            for i, call in enumerate(calls[:stop])
+            if call["call"] != "get"
+        ]
+
+    def tell(self, latest: Mapping[int, bool]) -> None:
+        """Answers all calls up to its last write, after a run that took all writes.
+
+        Args:
+            latest: of each write that was stored, whether it was its key's latest.
+        """
+        end = max((record["index"] + 1 for record in self.writes()), default=0)
+        for i, call in enumerate(self.scenario.records[:end]):
+            told = NOT_PUT if i not in latest else -1 if latest[i] else _OLDER
+            self.answers.append({"valid_to": told} if call["call"] == "put" else _NOT_TOLD)
+
+    def fail(self, store: Store) -> None:
         """Makes the next call if its key is null, which must be refused."""
         if not self.left or self.left[0]["key"] is not None:
             return
@@ -133,7 +178,15 @@ def _row_answer(row: Entry | None) -> Entry | None:
     return {"value": row["value"], "timestamp": millis(row["valid_from"]), "valid_to": None}
 
 
-def _answer_gets(store: VersionedStore, runs: Sequence[_StoreRun]) -> None:
+def answer_rest(store: Store, runs: Sequence[StoreRun]) -> None:
+    """Makes the calls that come after the last write."""
+    while any(r.left for r in runs):
+        _answer_gets(store, runs)
+        for r in runs:
+            r.fail(store)
+
+
+def _answer_gets(store: Store, runs: Sequence[StoreRun]) -> None:
     asked = [(r, call) for r in runs for call in r.gets()]
     if asked:
         keys = [((r.number, call["key"]), call.get("as_of")) for r, call in asked]
@@ -141,7 +194,7 @@ def _answer_gets(store: VersionedStore, runs: Sequence[_StoreRun]) -> None:
             r.answers.append(_row_answer(row))
 
 
-def _store_step(store: VersionedStore, runs: Sequence[_StoreRun]) -> None:
+def _store_step(store: VersionedStore, runs: Sequence[StoreRun]) -> None:
     """The next gets of every scenario, then its next put or delete."""
     _answer_gets(store, runs)
     for r in runs:
@@ -165,29 +218,15 @@ _OLDER = "not the latest"
 _NOT_TOLD = "not told"
 
 
-def _store_run(driver: TopologyTestDriver, runs: Sequence[_StoreRun]) -> None:
+def _store_run(driver: TopologyTestDriver, runs: Sequence[StoreRun]) -> None:
     """Every scenario's puts and deletes in one run, then the gets after them."""
-    store = driver.store("table")
-    records: list[Entry] = []
-    ends: dict[int, int] = {}
-    for r in runs:
-        calls = r.scenario.records
-        stop = next((i for i, c in enumerate(calls) if c["key"] is None), len(calls))
-        writes = [i for i in range(stop) if calls[i]["call"] != "get"]
-        ends[r.number] = writes[-1] + 1 if writes else 0
-        records += [record_of(r.number, calls[i]) | {"index": i} for i in writes]
+    records = [record for r in runs for record in r.writes()]
     if records:
         driver.pipe("table", *records)
-    latest = {(row["scenario"], row["index"]): row["is_latest"] for row in driver.read("table")}
+    rows = by_scenario(driver.read("table"))
     for r in runs:
-        for i, call in enumerate(r.scenario.records[: ends[r.number]]):
-            taken = latest.get((r.number, i))
-            told = NOT_PUT if taken is None else -1 if taken else _OLDER
-            r.answers.append({"valid_to": told} if call["call"] == "put" else _NOT_TOLD)
-    while any(r.left for r in runs):
-        _answer_gets(store, runs)
-        for r in runs:
-            r.fail(store)
+        r.tell({row["index"]: row["is_latest"] for row in rows[r.number]})
+    answer_rest(driver.store("table"), runs)
 
 
 def _told(expected: Any, answer: Any) -> Any:

@@ -23,7 +23,7 @@ from vt_dagster.core import grace, store
 from vt_dagster.core.arrival import Fate, arrival_chunk, by_partition, stream_time_of
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 from vt_dagster.core.processor import Counts, Input, Known, Lookup, Processor
-from vt_dagster.topology.durations import micros_of
+from vt_dagster.topology.durations import length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import JoinKind, StreamTableJoin
 
@@ -65,7 +65,8 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
 
     def released(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> dict[int, int]:
         period = self.operator.grace_period or timedelta(0)
-        passed = {p: moment - micros_of(period, p) for p, moment in stream_time.items()}
+        one = timedelta(microseconds=1)
+        passed = {p: moment - length_at(period, p) // one for p, moment in stream_time.items()}
         # It never goes back, also where the grace period has become longer.
         return {p: max(moment, released.get(p, moment)) for p, moment in passed.items()}
 

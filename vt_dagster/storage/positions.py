@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from vt_dagster.storage.segments import Segments
+from vt_dagster.topology.durations import Duration
 
 Offsets = dict[int, int]
 """Partition -> offset."""
@@ -21,6 +23,13 @@ class Shape(BaseModel):
     key: list[str]
     history_retention: int | dict[int, int] | None = None
     """Microseconds; of a versioned table. Of each partition, where they differ."""
+
+    def retention(self) -> Duration:
+        """How far back the table answers; zero where it is not versioned."""
+        told = self.history_retention or 0
+        if isinstance(told, int):
+            return timedelta(microseconds=told)
+        return {partition: timedelta(microseconds=length) for partition, length in told.items()}
 
 
 class Commit(BaseModel):

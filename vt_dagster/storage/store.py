@@ -39,11 +39,12 @@ from vt_dagster.core.arrival import by_partition
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta
+from vt_dagster.storage.offsets import at_or_after
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Shape
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import CURRENT, EVERYTHING
 from vt_dagster.storage.view import View, checkpoint_at
-from vt_dagster.topology.durations import Duration, parse_time
+from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _ROWS_OF_A_FILE = 250_000
@@ -101,14 +102,6 @@ def shape_of(node: Stream) -> Shape:
     return Shape(kind="versioned", key=list(node.key), history_retention=length)
 
 
-def _retention(shape: Shape) -> Duration:
-    """The history retention that a commit describes."""
-    told = shape.history_retention or 0
-    if isinstance(told, int):
-        return timedelta(microseconds=told)
-    return {partition: timedelta(microseconds=length) for partition, length in told.items()}
-
-
 class AssetStore:
     """The tables of one stream or table under ``warehouse/name``.
 
@@ -154,7 +147,7 @@ class AssetStore:
         own = [f for f in fields if f.name not in added]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         if shape.kind == "versioned":
-            table = VersionedTable(name, history_retention=_retention(shape), **about)
+            table = VersionedTable(name, history_retention=shape.retention(), **about)
             return cls(warehouse, table, spark)
         kind = Table if shape.kind == "table" else Stream
         return cls(warehouse, kind(name, **about), spark)
@@ -180,16 +173,12 @@ class AssetStore:
                 microseconds): what a grace buffer may still hold.
         """
         rows = delta.read(self.spark, self.log_path, head.version)
-        wanted = F.lit(False)
-        known = F.lit(False)
-        for partition, first in sorted(start.items()):
-            here = F.col(PARTITION) == partition
-            wanted = wanted | (here & (F.col(OFFSET) >= first))
-            known = known | here
-        wanted = wanted | ~known
+        if not start:
+            return rows
+        wanted = at_or_after(start, head.commit.next_offset)
         if after is not None:
             wanted = wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after)))
-        return rows.where(wanted) if start else rows
+        return rows.where(wanted)
 
     def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
         """Appends a run's rows: the one atomic step that makes the run count.

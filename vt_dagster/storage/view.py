@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from uuid import uuid4
 
@@ -17,6 +17,7 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import EVERYTHING, plan
+from vt_dagster.topology.durations import length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _TRIES = 3
@@ -34,6 +35,15 @@ def _checkpoint(commit: delta.Committed) -> tuple[int, Checkpoint]:
     checkpoint = Checkpoint.model_validate(commit.document)
     checkpoint.rows = checkpoint.total if commit.rows is None else commit.rows
     return commit.version, checkpoint
+
+
+def _horizon(node: VersionedTable, stream_time: Mapping[int, int]) -> int:
+    """What ended before it has expired in every partition."""
+    one = timedelta(microseconds=1)
+    return min(
+        (now - length_at(node.history_retention, p) // one for p, now in stream_time.items()),
+        default=0,
+    )
 
 
 class View:
@@ -104,7 +114,6 @@ class View:
         wanted = EVERYTHING
         segment, replaced = None, None
         if isinstance(node, VersionedTable):
-            assert isinstance(node.history_retention, timedelta)
             # Where it is more than a batch behind, only the last of them says what was out of order.
             one_behind = done is not None and done[1].batch == commit.batch - 1
             if done is not None:
@@ -116,8 +125,7 @@ class View:
                 total=document.total,
                 earliest=commit.earliest,
                 newest=max(commit.stream_time.values(), default=0),
-                horizon=min(commit.stream_time.values(), default=0)
-                - node.history_retention // timedelta(microseconds=1),
+                horizon=_horizon(node, commit.stream_time),
             )
             segment, replaced = change.layout.column(), change.replaced
             document.segments = change.following

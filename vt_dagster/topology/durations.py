@@ -60,6 +60,21 @@ def spoken(value: Duration) -> str:
     return " ".join(words) or "0 seconds"
 
 
+def length_at(value: Duration, partition: int) -> timedelta:
+    """A duration as it is in a partition.
+
+    Raises:
+        ContractError: each partition has its own, and this one has none.
+    """
+    if isinstance(value, timedelta):
+        return value
+    if partition not in value:
+        raise ContractError(
+            f"expected a duration for partition {partition}, got some only for {sorted(value)}; add it"
+        )
+    return value[partition]
+
+
 def pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, timedelta]]]:
     """Both durations side by side: once, or once for each partition that either mentions."""
     partitions = sorted(
@@ -67,11 +82,7 @@ def pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, ti
     )
     if not partitions:
         return [("", (cast(timedelta, one), cast(timedelta, other)))]
-
-    def at(value: Duration, partition: int) -> timedelta:
-        return value[partition] if isinstance(value, Mapping) else value
-
-    return [(f" of partition {p}", (at(one, p), at(other, p))) for p in partitions]
+    return [(f" of partition {p}", (length_at(one, p), length_at(other, p))) for p in partitions]
 
 
 def plus(one: Duration, other: Duration) -> Duration:
@@ -81,17 +92,7 @@ def plus(one: Duration, other: Duration) -> Duration:
     partitions = {*(one if isinstance(one, Mapping) else ())} | {
         *(other if isinstance(other, Mapping) else ())
     }
-
-    def at(value: Duration, partition: int) -> timedelta:
-        return value[partition] if isinstance(value, Mapping) else value
-
-    return {p: at(one, p) + at(other, p) for p in sorted(partitions)}
-
-
-def micros_of(value: Duration, partition: int) -> int:
-    """A duration of one partition in microseconds."""
-    length = value if isinstance(value, timedelta) else value[partition]
-    return length // timedelta(microseconds=1)
+    return {p: length_at(one, p) + length_at(other, p) for p in sorted(partitions)}
 
 
 def parse_time(text: str) -> int:

@@ -62,6 +62,10 @@ class Stream(Node, kind="stream"):
         description, group, owners: shown in Dagster.
     """
 
+    def __hash__(self) -> int:
+        # What else they hold, a duration of each partition's own say, need not be hashable.
+        return hash(self.name)
+
     def join(
         self,
         table: Table,
@@ -161,6 +165,8 @@ class Table(Stream, kind="table"):
     """
 
     broadcast: bool = field(default=False, kw_only=True)
+
+    __hash__ = Stream.__hash__
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -336,6 +342,8 @@ class VersionedTable(Table, kind="versioned_table"):
 
     history_retention: Duration = field(kw_only=True)
     segment_interval: timedelta | None = field(default=None, kw_only=True)
+
+    __hash__ = Stream.__hash__
 
     def __post_init__(self) -> None:
         super().__post_init__()

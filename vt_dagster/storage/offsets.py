@@ -1,0 +1,37 @@
+"""Which rows of a log a run takes, as a condition that stays short where there are many partitions."""
+
+from __future__ import annotations
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import OFFSET, PARTITION
+from vt_dagster.core.arrival import by_partition
+from vt_dagster.storage.positions import Offsets
+
+MANY = 64
+"""Of so many different offsets each is not worth a part of the plan."""
+
+
+def at_or_after(start: Offsets, ends: Offsets) -> Column:
+    """Whether a log row is at an offset or after it; of partitions without one every row is.
+
+    Partitions with nothing new are not asked for, and those that begin at the same offset are asked for
+    together: planning takes as long as the condition is, and Delta leaves out files by it.
+
+    Args:
+        start: the first offset of each partition.
+        ends: the first free one.
+    """
+    begin: dict[int, list[int]] = {}
+    for partition, end in sorted(ends.items()):
+        first = start.get(partition, 0)
+        if first < end:
+            begin.setdefault(first, []).append(partition)
+    if len(begin) > MANY:
+        exact = F.col(OFFSET) >= F.coalesce(by_partition(start, "long"), F.lit(0))
+        return (F.col(OFFSET) >= min(begin)) & exact
+    wanted = F.lit(False)
+    for first, partitions in begin.items():
+        wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) >= first))
+    return wanted
