@@ -29,7 +29,7 @@ from vt_dagster.core.changes import over_old
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.processor import Input, Known, Processor, is_last
 from vt_dagster.core.records import home_of
-from vt_dagster.topology.accumulators import Aggregates
+from vt_dagster.topology.accumulators import Accumulator, Aggregates
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Aggregator, TableAggregate
@@ -38,8 +38,13 @@ pa: Any = pyarrow  # has no types
 
 Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
-_TAKE, _ADD, _CHANGE = "_take", "_add", "_change"
-_LAST = "_last"
+_CHANGE, _LAST = "_change", "_last"
+TAKE = "_take"
+"""What an aggregate needs of the row that an update takes out of a group; null = it takes none out."""
+ADD = "_add"
+"""The same of the row that it adds."""
+
+_MERGED = {"min": (F.min, F.least), "max": (F.max, F.greatest)}
 
 
 class TableAggregateProcessor(Processor[TableAggregate]):
@@ -140,9 +145,7 @@ def entries(
     same = has_old & has_new & (old_group == new_group)
 
     def entry(turn: int, group: Column, take: Column, add: Column) -> Column:
-        return F.struct(
-            F.lit(turn).alias(TURN), group.alias("group"), take.alias(_TAKE), add.alias(_ADD)
-        )
+        return F.struct(F.lit(turn).alias(TURN), group.alias("group"), take.alias(TAKE), add.alias(ADD))
 
     nothing = F.when(F.lit(False), new_row)
     both = F.array(
@@ -152,7 +155,7 @@ def entries(
     rows = seen.select(TIMESTAMP, PARTITION, *ORDER, F.explode(both).alias("_entry"))
     flat = rows.where(F.col("_entry").isNotNull()).select(
         *[F.col("_entry.group")[n].alias(n) for n, _ in group_key],
-        *[F.col("_entry")[c].alias(c) for c in (_TAKE, _ADD, TURN)],
+        *[F.col("_entry")[c].alias(c) for c in (TAKE, ADD, TURN)],
         TIMESTAMP,
         PARTITION,
         *ORDER,
@@ -163,7 +166,7 @@ def entries(
 def aggregate(
     rows: DataFrame, state: DataFrame | None, *, key: Sequence[str], aggregates: Aggregates
 ) -> DataFrame:
-    """Every update of every group by count, sum and avg.
+    """Every update of every group by count, sum and avg; where rows are only added, also min and max.
 
     Plan: one shuffle and sort by group, together with one row a group of ``state``.
 
@@ -174,24 +177,31 @@ def aggregate(
     Returns:
         the results, with the accumulators after each: ``state_after`` needs them.
     """
-    names = [a.name for a in aggregates.accumulators]
+    kept = aggregates.accumulators
+    names = [a.name for a in kept]
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     applied = F.col(FATE) == Fate.APPLIED
 
-    def change(name: str) -> Column:
-        return F.coalesce(F.col(_ADD)[name], F.lit(0)) - F.coalesce(F.col(_TAKE)[name], F.lit(0))
+    def change(one: Accumulator) -> Column:
+        added, taken = F.col(ADD)[one.name], F.col(TAKE)[one.name]
+        if one.merge != "sum":
+            return added
+        return F.coalesce(added, F.lit(0)) - F.coalesce(taken, F.lit(0))
 
-    def total(name: str) -> Column:
-        base = F.coalesce(F.col(_BASE)[name], F.lit(0))
-        added = F.sum(F.when(applied, F.col(_CHANGE + name))).over(so_far)
-        return (base + F.coalesce(added, F.lit(0))).alias(name)
+    def total(one: Accumulator) -> Column:
+        base, changes = F.col(_BASE)[one.name], F.when(applied, F.col(_CHANGE + one.name))
+        if one.merge != "sum":
+            merge, choose = _MERGED[one.merge]
+            return choose(base, merge(changes).over(so_far)).alias(one.name)
+        added = F.coalesce(F.sum(changes).over(so_far), F.lit(0))
+        return (F.coalesce(base, F.lit(0)) + added).alias(one.name)
 
-    others = [F.col(f"`{c}`") for c in rows.columns if c not in (_TAKE, _ADD)]
-    changes = rows.select(*others, *[change(n).alias(_CHANGE + n) for n in names])
+    others = [F.col(f"`{c}`") for c in rows.columns if c not in (TAKE, ADD)]
+    changes = rows.select(*others, *[change(a).alias(_CHANGE + a.name) for a in kept])
     known = _with_base(changes, state, key, names)
     summed = known.select(
         *key,
-        *[total(n) for n in names],
+        *[total(a) for a in kept],
         _group_time(so_far, applied).alias(TIMESTAMP),
         PARTITION,
         FATE,
@@ -289,9 +299,9 @@ def aggregate_by(
     """
     known = gathered(_with_base(rows, state, key, ("_acc",)), key)
     ordered = known.withColumn(_LAST, is_last(key)).sortWithinPartitions(*key, *ORDER, TURN)
-    row_type = cast(StructType, rows.schema[_ADD].dataType)
+    row_type = cast(StructType, rows.schema[ADD].dataType)
     result = schema or StructType([row_type[n] for n in names])
-    others = (_TAKE, _ADD, _BASE, _BASE_TIME)
+    others = (TAKE, ADD, _BASE, _BASE_TIME)
     kept = [StructField(f.name, f.dataType) for f in ordered.schema.fields if f.name not in others]
     passed = [f.name for f in kept]
 
@@ -315,10 +325,10 @@ def aggregate_by(
                 if row[FATE] == applied_fate:
                     if acc is None and initializer is not None:
                         acc = initializer()
-                    if row[_TAKE] is not None and acc is not None:
-                        acc = subtractor(row[_TAKE], acc)
-                    if row[_ADD] is not None:
-                        acc = row[_ADD] if acc is None else adder(row[_ADD], acc)
+                    if row[TAKE] is not None and acc is not None:
+                        acc = subtractor(row[TAKE], acc)
+                    if row[ADD] is not None:
+                        acc = row[ADD] if acc is None else adder(row[ADD], acc)
                     newest = row[TIMESTAMP] if newest is None else max(newest, row[TIMESTAMP])
                 results.append(acc)
                 times.append(newest)

@@ -87,6 +87,12 @@ class Operator(ABC):
         return ()
 
     @property
+    def new_key(self) -> bool:
+        """Whether its result is a stream whose key was made on the way: whatever needs the key has
+        the records repartitioned first, and those without one do not get through."""
+        return False
+
+    @property
     def stored(self) -> bool:
         """Whether the result has a store of its own, which decides what is latest and what was
         before; else it passes on what its input says (filter, map_values)."""
