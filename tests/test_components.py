@@ -127,6 +127,11 @@ attributes:
         window:
           hopping: {{size: 1h, advance: 10m}}
         aggregates: {{n: count(*)}}
+    - name: so_far
+      aggregate:
+        input: orders
+        aggregates: {{n: count(*), most: max(amount)}}
+        materialized: {{history_retention: 1d}}
     - name: final
       suppress:
         input: hourly
@@ -317,11 +322,6 @@ BROKEN = {
     "twice": ("- name: dear", "- name: cheap", "two assets have the name 'cheap'; rename one of them"),
     "circle": ("input: hourly", "input: final", "final -> final goes in a circle; break it"),
     "column": ("right.price,", "right.prise,", "'prices' has no column 'prise'"),
-    "no window": (
-        "window:\n          tumbling: {size: 1h, grace: 5m}",
-        "emit: per_run",
-        "are aggregated in windows; give a window, for example {tumbling: {size: 1h}}",
-    ),
     "window of a table": (
         "input: listed",
         "input: listed\n        window: {session: {gap: 1h}}",

@@ -154,6 +154,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ),
         ["both", "per_run", "versioned"],
     ),
+    "aggregate of records of a table": (
+        lambda: Stream.group_by(plain()).count(name="c"),
+        ["c", "'rates' is a table", "rates.group_by(key)", "to_stream"],
+    ),
+    "no aggregate of records": (
+        lambda: stream().group_by().aggregate({"x": "median(n)"}, name="c"),
+        ["c", "median"],
+    ),
+    "records by what is not there": (
+        lambda: stream().group_by("region").count(name="c"),
+        ["c", "'sales' has no column 'region'"],
+    ),
     "table of a table": (lambda: plain().to_table(name="again"), ["again", "is a table already"]),
 }
 
@@ -246,6 +258,39 @@ def test_an_aggregator_of_ones_own(spark: SparkSession) -> None:
     driver.pipe("rates", *({"k": k, "g": "x", "n": 1, "timestamp": at(1)} for k in ("b", "a")))
     driver.pipe("rates", {"k": "a", "g": "y", "n": 1, "timestamp": at(2)})
     assert [(r["g"], r["names"]) for r in driver.table("groups")] == [("x", ["b"]), ("y", ["a"])]
+
+
+@pytest.mark.slow
+def test_all_records_of_a_key(spark: SparkSession) -> None:
+    sales = Stream("sales", null_key="keep", **ABOUT)
+    what = {"c": "count(*)", "s": "sum(n)", "least": "min(n)", "most": "max(n)", "mean": "avg(n)"}
+    own = sales.group_by().aggregate(what, name="own")
+    other = sales.group_by("upper(g) as h").count(name="other", column="c")
+    kept = sales.group_by().count(name="kept", column="c", materialized=Materialized(HOUR))
+    driver = TopologyTestDriver(own, other, kept, spark=spark)
+    driver.pipe(
+        "sales",
+        {"k": "a", "g": "x", "n": 3, "timestamp": at(100)},
+        {"k": "a", "g": None, "n": 1, "timestamp": at(10)},
+        {"k": "b", "g": "X", "n": 5, "timestamp": at(20)},  # too old for what is kept for an hour
+        {"k": None, "g": "x", "n": 9, "timestamp": at(101)},
+        {"k": "a", "g": "x", "n": None, "timestamp": at(102)},
+    )
+    driver.pipe("sales", {"k": "a", "g": "x", "n": 2, "timestamp": at(130)})
+    rows = driver.read("own")
+    names = ("k", "c", "s", "least", "most", "mean")
+    assert [tuple(r[n] for n in names) for r in rows] == [
+        ("a", 1, 3, 3, 3, 3.0),
+        ("a", 2, 4, 1, 3, 2.0),
+        ("b", 1, 5, 5, 5, 5.0),
+        ("a", 3, 6, 1, 3, 2.0),
+    ]
+    assert [r["timestamp"].minute for r in rows] == [40, 40, 20, 10]
+    assert driver.metrics("own")["dropped"] == 2
+    assert [(r["h"], r["c"]) for r in driver.read("other")] == [("X", 1), ("X", 2), ("X", 3), ("X", 4)]
+    assert driver.metrics("other")["dropped"] == 1  # without a value; without a new key: not counted
+    assert [(r["k"], r["c"]) for r in driver.read("kept")] == [("a", 1), ("a", 2), ("a", 3)]
+    assert (driver.metrics("kept")["late"], driver.metrics("kept")["dropped"]) == (1, 2)
 
 
 def definitions(root: Path, limit: int) -> dg.Definitions:

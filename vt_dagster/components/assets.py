@@ -17,7 +17,7 @@ from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_cluster import KafkaCluster
-from vt_dagster.topology.grouping import GroupedTable, WindowedStream
+from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
@@ -162,12 +162,7 @@ def _aggregate(
                 "out, or make a stream of the table's changes by to_stream"
             )
         return grouped.aggregate(name=name, **values, **shown)
-    if window is None:
-        raise TopologyError(
-            f"{name}: the records of the stream {node.name!r} are aggregated in windows; give a "
-            "window, for example {tumbling: {size: 1h}}, or make a table of the stream by to_table"
-        )
-    made = grouped.windowed_by(window)
+    made = grouped if window is None else grouped.windowed_by(window)
     _refuse_foreign(name, "aggregate", made.aggregate, values, node)
     return made.aggregate(name=name, **values, **shown)
 
@@ -186,12 +181,12 @@ def _refuse_foreign(
 
 _AGGREGATE = part(
     "Aggregate",
-    [GroupedTable.aggregate, WindowedStream.aggregate],
+    [GroupedTable.aggregate, GroupedStream.aggregate, WindowedStream.aggregate],
     (*_SHOWN, "select"),
     {Materialized: _materialized},
     input=_NODE,
     group_by=(optional(Texts), Field(default=None, description="column, or expression as name.")),
-    window=(optional(_window), Field(default=None, description="Of a stream: its windows.")),
+    window=(optional(_window), Field(default=None, description="Of a stream: its windows, if any.")),
     aggregates=(
         dict[str, str],
         Field(description="By name: count(*), sum(x), avg(x), min(x), max(x)."),

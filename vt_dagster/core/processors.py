@@ -9,6 +9,7 @@ from vt_dagster.core.foreign_key_join import ForeignKeyJoinProcessor
 from vt_dagster.core.map_values import MapValuesProcessor
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.source import SourceProcessor
+from vt_dagster.core.stream_aggregate import StreamAggregateProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
 from vt_dagster.core.suppress import SuppressProcessor
 from vt_dagster.core.table_aggregate import TableAggregateProcessor
@@ -28,6 +29,7 @@ PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
     of.ToTable: ToTableProcessor,
     of.ToStream: ToStreamProcessor,
     of.TableAggregate: TableAggregateProcessor,
+    of.StreamAggregate: StreamAggregateProcessor,
     of.WindowedAggregate: WindowedAggregateProcessor,
     of.Suppress: SuppressProcessor,
 }

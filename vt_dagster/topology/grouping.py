@@ -12,6 +12,7 @@ from vt_dagster.topology.operators import (
     Emit,
     Materialized,
     Row,
+    StreamAggregate,
     TableAggregate,
     WindowedAggregate,
 )
@@ -82,7 +83,7 @@ class GroupedTable(Generic[T]):
 
 @dataclass(frozen=True)
 class GroupedStream(Generic[T]):
-    """A stream's records by a key, to be cut into windows."""
+    """A stream's records by a key, aggregated as they are or in windows; see ``StreamAggregate``."""
 
     stream: Node
     key: tuple[str, ...]
@@ -92,6 +93,36 @@ class GroupedStream(Generic[T]):
     def windowed_by(self, window: Window) -> WindowedStream[T]:
         """The records of each key in tumbling, hopping or session windows."""
         return WindowedStream(self, window)
+
+    def aggregate(
+        self,
+        aggregates: Mapping[str, str],
+        *,
+        name: str,
+        materialized: Materialized | None = None,
+        emit: Emit = "every_update",
+        **shown: Any,
+    ) -> T:
+        """One row for each key.
+
+        Args:
+            aggregates: ``{"departures": "count(*)", "longest": "max(dep_delay)"}``, of count, sum,
+                min, max and avg over SQL expressions.
+        """
+        return StreamAggregate(
+            self.stream,
+            name,
+            materialized,
+            aggregates=tuple(aggregates.items()),
+            group_key=self.key,
+            emit=emit,
+            partitions=self.partitions,
+            partition_by=self.partition_by,
+        ).result(**shown)
+
+    def count(self, *, name: str, column: str = "count", **more: Any) -> T:
+        """The number of records of each key."""
+        return self.aggregate({column: "count(*)"}, name=name, **more)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from vt_dagster.topology.operators.filter import Filter
 from vt_dagster.topology.operators.foreign_key_join import ForeignKeyJoin
 from vt_dagster.topology.operators.join import JoinKind
 from vt_dagster.topology.operators.map_values import MapValues
+from vt_dagster.topology.operators.stream_aggregate import StreamAggregate
 from vt_dagster.topology.operators.stream_table_join import StreamTableJoin
 from vt_dagster.topology.operators.suppress import (
     Limit,
@@ -35,6 +36,7 @@ __all__ = [
     "Materialized",
     "Operator",
     "Row",
+    "StreamAggregate",
     "StreamTableJoin",
     "Suppress",
     "TableAggregate",
