@@ -127,11 +127,6 @@ attributes:
         window:
           hopping: {{size: 1h, advance: 10m}}
         aggregates: {{n: count(*)}}
-    - name: so_far
-      aggregate:
-        input: orders
-        aggregates: {{n: count(*), most: max(amount)}}
-        materialized: {{history_retention: 1d}}
     - name: final
       suppress:
         input: hourly
@@ -148,6 +143,12 @@ attributes:
         input: reports
         window:
           session: {{gap: 2h}}
+        aggregates: {{n: count(*)}}
+    - name: sliding
+      aggregate:
+        input: orders
+        window:
+          sliding: {{time_difference: 10m, grace: 1m, retention: 1h}}
         aggregates: {{n: count(*)}}
     - name: board
       to_table: {{input: orders, materialized: {{history_retention: 1d}}}}

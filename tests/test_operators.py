@@ -20,6 +20,7 @@ from vt_dagster import (
     HoppingWindow,
     Materialized,
     SessionWindow,
+    SlidingWindow,
     SparkResource,
     Stream,
     Table,
@@ -148,23 +149,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: SessionWindow(HOUR, HOUR, retention=HOUR),
         ["retention", "shorter than gap + grace"],
     ),
+    "sliding windows forgotten early": (
+        lambda: SlidingWindow(HOUR, HOUR, retention=2 * HOUR),
+        ["retention", "shorter than 2 * time_difference + grace"],
+    ),
     "one result a run of a versioned table": (
         lambda: plain().join(
             plain("others"), name="both", emit="per_run", materialized=Materialized(HOUR)
         ),
         ["both", "per_run", "versioned"],
-    ),
-    "aggregate of records of a table": (
-        lambda: Stream.group_by(plain()).count(name="c"),
-        ["c", "'rates' is a table", "rates.group_by(key)", "to_stream"],
-    ),
-    "no aggregate of records": (
-        lambda: stream().group_by().aggregate({"x": "median(n)"}, name="c"),
-        ["c", "median"],
-    ),
-    "records by what is not there": (
-        lambda: stream().group_by("region").count(name="c"),
-        ["c", "'sales' has no column 'region'"],
     ),
     "table of a table": (lambda: plain().to_table(name="again"), ["again", "is a table already"]),
 }
@@ -260,39 +253,6 @@ def test_an_aggregator_of_ones_own(spark: SparkSession) -> None:
     assert [(r["g"], r["names"]) for r in driver.table("groups")] == [("x", ["b"]), ("y", ["a"])]
 
 
-@pytest.mark.slow
-def test_all_records_of_a_key(spark: SparkSession) -> None:
-    sales = Stream("sales", null_key="keep", **ABOUT)
-    what = {"c": "count(*)", "s": "sum(n)", "least": "min(n)", "most": "max(n)", "mean": "avg(n)"}
-    own = sales.group_by().aggregate(what, name="own")
-    other = sales.group_by("upper(g) as h").count(name="other", column="c")
-    kept = sales.group_by().count(name="kept", column="c", materialized=Materialized(HOUR))
-    driver = TopologyTestDriver(own, other, kept, spark=spark)
-    driver.pipe(
-        "sales",
-        {"k": "a", "g": "x", "n": 3, "timestamp": at(100)},
-        {"k": "a", "g": None, "n": 1, "timestamp": at(10)},
-        {"k": "b", "g": "X", "n": 5, "timestamp": at(20)},  # too old for what is kept for an hour
-        {"k": None, "g": "x", "n": 9, "timestamp": at(101)},
-        {"k": "a", "g": "x", "n": None, "timestamp": at(102)},
-    )
-    driver.pipe("sales", {"k": "a", "g": "x", "n": 2, "timestamp": at(130)})
-    rows = driver.read("own")
-    names = ("k", "c", "s", "least", "most", "mean")
-    assert [tuple(r[n] for n in names) for r in rows] == [
-        ("a", 1, 3, 3, 3, 3.0),
-        ("a", 2, 4, 1, 3, 2.0),
-        ("b", 1, 5, 5, 5, 5.0),
-        ("a", 3, 6, 1, 3, 2.0),
-    ]
-    assert [r["timestamp"].minute for r in rows] == [40, 40, 20, 10]
-    assert driver.metrics("own")["dropped"] == 2
-    assert [(r["h"], r["c"]) for r in driver.read("other")] == [("X", 1), ("X", 2), ("X", 3), ("X", 4)]
-    assert driver.metrics("other")["dropped"] == 1  # without a value; without a new key: not counted
-    assert [(r["k"], r["c"]) for r in driver.read("kept")] == [("a", 1), ("a", 2), ("a", 3)]
-    assert (driver.metrics("kept")["late"], driver.metrics("kept")["dropped"]) == (1, 2)
-
-
 def definitions(root: Path, limit: int) -> dg.Definitions:
     sales = Stream("sales", source=FilesSource(str(root / "sales")), **ABOUT)
     hourly = (
@@ -375,3 +335,76 @@ def test_a_full_buffer_stops_the_run_and_a_larger_one_goes_on(
         ("y", 1, 3.0),
         ("z", 1, 5.0),
     ]
+
+
+@pytest.mark.slow
+def test_reduce(spark: SparkSession) -> None:
+    """The sum of each group by two functions of rows: what sum(n) gives (FORMAT 4.8)."""
+
+    def add(row: dict[str, Any], sum_: dict[str, Any]) -> dict[str, Any]:
+        return {**sum_, "n": sum_["n"] + row["n"]}
+
+    def take(row: dict[str, Any], sum_: dict[str, Any]) -> dict[str, Any]:
+        return {**sum_, "n": sum_["n"] - row["n"]}
+
+    grouped = plain().group_by("g")
+    reduced = grouped.reduce(add, take, name="reduced", select=["n"])
+    summed = grouped.sum("n", name="summed", column="n")
+    driver = TopologyTestDriver(reduced, summed, spark=spark)
+    driver.pipe(
+        "rates",
+        {"k": "a", "g": "x", "n": 1, "timestamp": at(5)},
+        {"k": "b", "g": "x", "n": 2, "timestamp": at(2)},  # the group's time does not go back
+        {"k": "a", "g": "x", "n": 4, "timestamp": at(6)},  # within the group: one result
+    )
+    driver.pipe(
+        "rates",
+        {"k": "b", "g": "y", "n": 8, "timestamp": at(7)},  # moves: the old group first
+        {"k": "a", "g": "x", "n": None, "timestamp": at(8)},  # x empties, and stays
+        {"k": "c", "g": "x", "n": None, "timestamp": at(9)},  # was never there: nothing
+        {"k": "d", "g": None, "n": 3, "timestamp": at(9)},  # belongs to no group
+    )
+    driver.pipe("rates", {"k": "e", "g": "x", "n": 16, "timestamp": at(10)})
+
+    def told(name: str) -> list[tuple[Any, ...]]:
+        return [(r["g"], r["n"], r["timestamp"].minute) for r in driver.read(name)]
+
+    results = told("reduced")
+    assert results == [
+        ("x", 1, 5),
+        ("x", 3, 5),
+        ("x", 6, 6),
+        ("x", 4, 7),
+        ("y", 8, 7),
+        ("x", 0, 8),
+        ("x", 16, 10),
+    ]
+    assert told("summed") == results
+    assert [(r["g"], r["n"]) for r in driver.table("reduced")] == [("x", 16), ("y", 8)]
+
+
+@pytest.mark.slow
+def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
+    minute = timedelta(minutes=1)
+    quiet = windows(TumblingWindow(HOUR, 10 * minute)).suppress(
+        UntilTimeLimit(5 * minute), name="quiet"
+    )
+    final = quiet.suppress(UntilWindowCloses(), name="final")
+    driver = TopologyTestDriver(final, spark=spark)
+
+    def piped(*minutes: float) -> None:
+        driver.pipe("sales", *({"k": "a", "g": "x", "n": 1, "timestamp": at(m)} for m in minutes))
+
+    piped(1, 2, 3)
+    piped(30, 59, 61)
+    piped(58, 75)  # 58 still finds its window open; 75 closes it
+    piped(90, 130, 140)
+    piped(200, 260)
+    rows = [(r["window_start"].hour, r["count"]) for r in driver.read("final")]
+    hours = [hour for hour, _ in rows]
+    assert hours == sorted(set(hours)), "each window comes once"
+    assert {0, 1, 2} <= set(hours)
+    updates = [(r["window_start"].hour, r["count"]) for r in driver.read("quiet")]
+    assert len(updates) > len(rows)
+    for hour, count in rows:  # the last update that the first suppression let go
+        assert count == max(n for h, n in updates if h == hour)

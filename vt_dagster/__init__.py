@@ -1,4 +1,26 @@
-"""Versioned tables for Dagster on Spark: tables that remember what was true when."""
+"""Versioned tables for Dagster on Spark: tables that remember what was true when.
+
+What the words mean, here and in messages:
+
+- *record*: a key, a value and a timestamp; *key*: the columns that say whose record it is; *timestamp*:
+  when it was true; *tombstone*: a record without a value, which deletes its key's row.
+- *partition*: the part of a log that a record is in; *offset*: its place there, from 0, without gaps.
+- *log*: all records of a stream, or all changes of a table, in order; nothing in it is ever changed.
+- *view*: a checkpoint of a table's log: its rows or versions, to be read without the log.
+- *valid from / valid to*: when a version begins to be true (inclusive) and ceases to be (exclusive).
+- *as of* a time: the version that is valid then.
+- *stream time*: the largest timestamp so far, of a partition. No clock moves it, records do.
+- *history retention*: how far behind stream time a table remembers, and still accepts records.
+- *grace period*: how far stream time goes past a record, or a window's end, before that is final.
+- *late*: behind stream time by more than that.
+- *fate* of a record: *applied*, *late*, *waiting* (held back, by a grace period or a buffer), *dropped*
+  (no use for it, counted), *quarantined* (bad; kept aside), or *no result* (had nothing to say).
+- *released*: held records that went out, and the time up to which they did.
+- *arrival*: what a run takes, pinned when it starts.
+- *processor*: what an operator does in a run; *state*: what it keeps from run to run.
+- *run*: read an arrival, operate, commit; *commit*: the one write to the log by which all of a run
+  counts, or nothing; *batch*: the number of a commit.
+"""
 
 from vt_dagster.errors import TopologyError, VtDagsterError
 from vt_dagster.orchestration.factory import (
@@ -20,7 +42,7 @@ from vt_dagster.topology.operators import (
     UntilTimeLimit,
     UntilWindowCloses,
 )
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
 __all__ = [
     "Aggregator",
@@ -28,6 +50,7 @@ __all__ = [
     "HoppingWindow",
     "Materialized",
     "SessionWindow",
+    "SlidingWindow",
     "SparkResource",
     "Stream",
     "StreamTableJoin",

@@ -32,7 +32,8 @@ null where there was none."""
 WINDOW_START = "window_start"
 """Start of a window, inclusive; part of the key of a windowed result."""
 WINDOW_END = "window_end"
-"""End of a window, exclusive; a session's is the timestamp of its last record, inclusive."""
+"""End of a window, exclusive; a session's is the timestamp of its last record, inclusive, and a
+sliding window's its start + time difference, inclusive."""
 
 ARRIVAL = "_arrival"
 """Order of arrival of a record: BIGINT. Its offset, or where inputs are merged the stream time of its

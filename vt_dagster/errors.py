@@ -46,13 +46,21 @@ class ExecutorError(VtDagsterError):
     """A run is spread over processes in a way that DataFrames cannot follow."""
 
 
-class BufferFullError(VtDagsterError):
-    """A buffer with ``when_full='shut_down'`` holds more than its limit; nothing was committed.
+class RefusedRecordsError(VtDagsterError):
+    """An operator cannot take some of a run's records; nothing was committed.
 
     Args:
-        partitions: whose buffers are too full.
+        partitions: those of the records.
     """
 
     def __init__(self, message: str, partitions: Sequence[int]) -> None:
         super().__init__(message)
         self.partitions = tuple(partitions)
+
+
+class BufferFullError(RefusedRecordsError):
+    """A buffer with ``when_full='shut_down'`` holds more than its limit; nothing was committed."""
+
+
+class NullArrayError(RefusedRecordsError):
+    """The expression of ``flat_map_values`` gave null where it is to give an array."""

@@ -32,7 +32,7 @@ from tests.core.test_split_invariance import (
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -101,6 +101,7 @@ def test_operators_of_one_input_do_not_mind_how_records_are_cut_into_runs(
         "tumbling": tumbling.aggregate({"n": "count(*)", "most": "max(value)"}, name="tumbling"),
         "hopping": keyed.windowed_by(HoppingWindow(size, half, after)).count(name="hopping"),
         "sessions": keyed.windowed_by(SessionWindow(size, after)).count(name="sessions"),
+        "sliding": keyed.windowed_by(SlidingWindow(size, after)).count(name="sliding"),
         "by_value": stream.group_by("case", "value", partition_by="case")
         .windowed_by(TumblingWindow(size, after))
         .count(name="by_value"),
@@ -120,6 +121,8 @@ def test_operators_of_one_input_do_not_mind_how_records_are_cut_into_runs(
     held_back = [
         windows["tumbling"].suppress(UntilWindowCloses(), name="final"),
         windows["sessions"].suppress(UntilWindowCloses(), name="final_sessions"),
+        windows["sliding"].suppress(UntilWindowCloses(), name="final_sliding"),
+        windows["sliding"].suppress(UntilTimeLimit(size, 2), name="early_sliding"),
         plain.suppress(UntilTimeLimit(size), name="limited"),
     ]
     whole, split = (TopologyTestDriver(*same, *held_back, spark=spark) for _ in range(2))

@@ -122,6 +122,8 @@ def test_the_operators_agree_with_the_model(spark: SparkSession, tmp_path: Path)
     for operator in ALL:
         found = scenarios(1, operator, configs=2, sequences=1, longest=8)
         write(found, tmp_path / f"{operator}.json")
+    found = scenarios(1, "windowed_aggregate", configs=6, sequences=2, sliding=True, longest=12)
+    write(found, tmp_path / "sliding.json")
     lines: list[str] = []
     report = run([tmp_path], spark=spark, echo=lines.append)
     assert report.ok, "\n".join(lines)

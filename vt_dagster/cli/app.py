@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from vt_dagster.cli.check import check
+from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.conformance import conformance
-from vt_dagster.errors import TopologyError, VtDagsterError
+from vt_dagster.core.versioned import key_range
+from vt_dagster.errors import StorageError, TopologyError, VtDagsterError
+from vt_dagster.runs import replay as replays
+from vt_dagster.sources.kafka_messages import as_offsets
+from vt_dagster.spark.session import FEW_QUERIES, build_session
+from vt_dagster.storage.store import AssetStore, asset_names
+from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream
 
 app = typer.Typer(
@@ -86,8 +94,6 @@ def history(
     from rich.console import Console
     from rich.table import Table as TextTable
 
-    from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
-
     rows = _of_key(warehouse, table, key, "versions", None)
     newest = list(reversed(rows.orderBy(rows[VALID_FROM].desc()).limit(limit).collect()))
     if not newest:
@@ -123,11 +129,6 @@ def replay(
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Make an asset anew beside the live one, as far as that has come; then compare and swap."""
-    from vt_dagster.runs import replay as replays
-    from vt_dagster.sources.kafka import as_offsets
-    from vt_dagster.spark.session import build_session
-    from vt_dagster.topology.durations import parse_time
-
     node = _node(module, asset)
     start: Any = None if start_offsets is None else as_offsets(start_offsets)
     if start_time is not None:
@@ -141,10 +142,6 @@ def replay(
 @app.command()
 def compare(one: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
     """Tell what two assets hold that is not the same; exits with 1 where they differ."""
-    from vt_dagster.runs import replay as replays
-    from vt_dagster.spark.session import build_session
-    from vt_dagster.storage.store import AssetStore
-
     spark = build_session("vt-dagster")
     stores = [AssetStore.open(warehouse, name, spark) for name in (one, other)]
     found = replays.compare(*stores)
@@ -158,15 +155,11 @@ def compare(one: str, other: str, warehouse: Warehouse = "data/warehouse") -> No
 @app.command()
 def swap(live: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
     """Give two assets each other's name, while nothing runs: a replay becomes the live one."""
-    from vt_dagster.runs import replay as replays
-
     replays.swap(warehouse, live, other)
     typer.echo(f"{live} is what {other} was, and {other} is what {live} was")
 
 
 def _node(module: str, name: str) -> Stream:
-    from importlib import import_module
-
     sys.path.insert(0, str(Path.cwd()))
     found = {v.name: v for v in vars(import_module(module)).values() if isinstance(v, Stream)}
     if name not in found:
@@ -175,11 +168,6 @@ def _node(module: str, name: str) -> Stream:
 
 
 def _of_key(warehouse: str, table: str, key: list[str], what: str | None, as_of: str | None) -> Any:
-    from vt_dagster.core.versioned import key_range
-    from vt_dagster.errors import StorageError
-    from vt_dagster.spark.session import FEW_QUERIES, build_session
-    from vt_dagster.storage.store import AssetStore, asset_names
-
     names = asset_names(warehouse)
     if table not in names:
         raise StorageError(f"expected one of {names} in {warehouse}, got {table!r}")

@@ -20,7 +20,7 @@ from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
 _SHOWN = ("name", "description", "group", "owners")
 
@@ -29,7 +29,7 @@ def _part(
     name: str, *targets: Callable[..., Any], types: Mapping[Any, Any] = {}, **more: Any
 ) -> type[Part]:
     types = dict(types) if types or name == "Materialized" else {Materialized: _materialized}
-    leave_out = (*_SHOWN, "table", "operator", "contract")
+    leave_out = (*_SHOWN, "table", "others", "operator", "contract")
     if name == "Sensor":
         leave_out = ("node", "target")
     return part(name, targets, leave_out, types, **more)
@@ -68,6 +68,7 @@ _window = choice(
         "tumbling": _part("Tumbling", TumblingWindow),
         "hopping": _part("Hopping", HoppingWindow),
         "session": _part("Session", SessionWindow),
+        "sliding": _part("Sliding", SlidingWindow),
     },
 )
 _until = choice(
@@ -124,7 +125,7 @@ def _source_concept(title: str, kind: type[Stream]) -> Concept:
 def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
     """A method of streams or tables: ``left`` and ``right`` where it takes a table, else ``input``."""
     targets = [getattr(kind, method) for kind in kinds]
-    joins = "table" in inspect.signature(targets[0]).parameters
+    joins = {"table", "others"} & set(inspect.signature(targets[0]).parameters)
     inputs = ("left", "right") if joins else ("input",)
     more: dict[str, Any] = dict.fromkeys(inputs, _NODE)
     if method == "suppress":
@@ -143,7 +144,7 @@ def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
         _refuse_foreign(name, method, called, values, first)
         takes = inspect.signature(called).parameters
         spread = [n for n, p in takes.items() if p.kind is p.VAR_POSITIONAL]
-        others += [item for n in spread for item in values.pop(n)]
+        others += [item for n in spread for item in values.pop(n, ())]
         return called(*others, name=name, **values, **shown)
 
     return Concept(_part(title, *targets, **more), inputs, make)
@@ -186,7 +187,7 @@ _AGGREGATE = part(
     {Materialized: _materialized},
     input=_NODE,
     group_by=(optional(Texts), Field(default=None, description="column, or expression as name.")),
-    window=(optional(_window), Field(default=None, description="Of a stream: its windows, if any.")),
+    window=(optional(_window), Field(default=None, description="Of a stream: its windows.")),
     aggregates=(
         dict[str, str],
         Field(description="By name: count(*), sum(x), avg(x), min(x), max(x)."),
@@ -205,6 +206,9 @@ CONCEPTS: dict[str, Concept] = {
     "filter": _method_concept("Filter", "filter", Table),
     "filter_not": _method_concept("FilterNot", "filter_not", Table),
     "map_values": _method_concept("MapValues", "map_values", Table),
+    "flat_map_values": _method_concept("FlatMapValues", "flat_map_values", Stream),
+    "select_key": _method_concept("SelectKey", "select_key", Stream),
+    "merge": _method_concept("Merge", "merge", Stream),
     "aggregate": Concept(_AGGREGATE, ("input",), _aggregate),
     "suppress": _method_concept("Suppress", "suppress", Table),
     "to_table": _method_concept("ToTable", "to_table", Stream),

@@ -179,7 +179,7 @@ class _Builder:
             self._open.append(name)
             about = vars(entry)[entry.chosen]
             inputs = {
-                role: self._inputs((*path, role), vars(about)[role])
+                role: self._input((*path, role), vars(about)[role])
                 for role in CONCEPTS[entry.chosen].inputs
             }
             try:
@@ -189,12 +189,6 @@ class _Builder:
             self._made[name] = made
             self._open.pop()
         return self._made[name]
-
-    def _inputs(self, path: tuple[Any, ...], names: str | list[str]) -> Any:
-        """What a setting names: one, or a list of them."""
-        if isinstance(names, str):
-            return self._input(path, names)
-        return [self._input((*path, i), name) for i, name in enumerate(names)]
 
     def _input(self, path: tuple[Any, ...], name: str) -> Stream:
         if name in self._open:
@@ -208,8 +202,7 @@ class _Builder:
                 f"Python path of one like my_project.tables.prices, got {name!r}",
             )
         try:
-            setting = next(step for step in reversed(path) if isinstance(step, str))
-            found = self._imported(setting, name)
+            found = self._imported(path[-1], name)
         except VtDagsterError as error:
             raise self._error(path, str(error)) from None
         if not isinstance(found, Stream):

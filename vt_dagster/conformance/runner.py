@@ -26,6 +26,7 @@ from vt_dagster.conformance.side_by_side import side_by_side
 from vt_dagster.conformance.steps import layout, nodes_of, supported
 from vt_dagster.conformance.versioned_store import store_of, versioned_stores
 from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.spark.session import build_session
 
 _THREADS = 2
 """A run is mostly waiting for Spark's planner."""
@@ -48,7 +49,7 @@ def run(
 
     Args:
         paths: scenario files, or directories that are searched for ``*.json``.
-        operators: run only these; None = all. Sliding windows and limits in bytes are not supported.
+        operators: run only these; None = all. Limits in bytes are not supported.
         json_file: where to write the report as JSON, if anywhere.
         spark: the session to use; None starts a small local one.
         echo: prints a line. The last one is ``N identical, M different, K not supported``.
@@ -134,8 +135,6 @@ def _error(scenario: Scenario) -> str:
 
 
 def _session() -> SparkSession:
-    from vt_dagster.spark.session import build_session
-
     conf = {
         # Many short queries leave much garbage that nobody needs any more.
         "spark.driver.extraJavaOptions": "-XX:+UseParallelGC -Xmn600m",

@@ -24,7 +24,7 @@ from vt_dagster.conformance.steps import Layout, Shape, inputs_of, layout, nodes
 from vt_dagster.conformance.topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processors import processor_of
-from vt_dagster.errors import BufferFullError, VtDagsterError
+from vt_dagster.errors import RefusedRecordsError, VtDagsterError
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -102,7 +102,7 @@ def _cut(each: Layout, granularity: Granularity) -> list[range]:
     joined = each.steps[each.output]["op"] == "stream_table_join"
     many = granularity == "run" and not each.one_by_one
     if many and _joins_sources(each):
-        return _in_task_order(records)
+        return _in_task_order(each)
 
     def together(one: Mapping[str, Any], next_one: Mapping[str, Any]) -> bool:
         of_stream = one["input"] in streams
@@ -120,19 +120,37 @@ def _joins_sources(each: Layout) -> bool:
     return [[each.steps[i]["op"] for i in inputs] for inputs in joins] == [["table", "table"]]
 
 
-def _in_task_order(records: Sequence[Mapping[str, Any]]) -> list[range]:
-    """Runs in which a task, which takes the smaller head of its inputs, keeps the recorded order."""
+def _in_task_order(each: Layout) -> list[range]:
+    """Runs in which a task, which takes the smaller head of its inputs, keeps the recorded order.
+
+    A run orders what is in the logs of its inputs, so a record that its table refuses does not count.
+    """
+    records = each.scenario.records
+    tables = {s["input"]: s["table"] for s in each.steps.values() if s["op"] == "table"}
     cuts: list[int] = []
     newest: dict[str, int] = {}
+    stream_time: dict[str, int] = {}
     last: tuple[int, str] = (-1, "")
     for i, record in enumerate(records):
         side = record["input"]
+        if not _accepts(tables[side], record, stream_time.get(side)):
+            continue
+        stream_time[side] = max(stream_time.get(side, -1), record["timestamp"])
         time = max(newest.get(side, -1), record["timestamp"])
         if (time, side) < last:
             cuts.append(i)
             newest, time = {}, record["timestamp"]
         newest[side], last = time, (time, side)
     return [range(a, b) for a, b in pairwise([0, *cuts, len(records)]) if b > a]
+
+
+def _accepts(table: Mapping[str, Any], record: Mapping[str, Any], stream_time: int | None) -> bool:
+    """Whether a source table takes a record: it has a key, and is not too old (FORMAT 4.1.1, 4.2.1)."""
+    if record["key"] is None:
+        return False
+    if not table["versioned"] or stream_time is None:
+        return True
+    return record["timestamp"] >= stream_time - table["history_retention"]
 
 
 class _Group:
@@ -178,7 +196,7 @@ class _Group:
                         inputs[self.nodes[shape].name].append(record_of(number, record))
             try:
                 self.driver.run(inputs)
-            except BufferFullError as error:
+            except RefusedRecordsError as error:
                 self.failed_at |= {n: cuts[n][-1] for n in error.partitions}
             else:
                 return

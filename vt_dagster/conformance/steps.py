@@ -6,6 +6,7 @@ numbers by partition and its texts by the ``scenario`` column.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,19 @@ from typing import Any
 
 from pyspark.sql.types import StringType, StructField, StructType
 
-from vt_dagster.conformance.scenario import Scenario
+from vt_dagster.conformance import streams
+from vt_dagster.conformance.scenario import NOT_BUILT, Scenario
 from vt_dagster.conformance.topology import ms, source
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Aggregator, Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
+from vt_dagster.topology.windowing import (
+    HoppingWindow,
+    SessionWindow,
+    SlidingWindow,
+    TumblingWindow,
+    Window,
+)
 
 Config = Mapping[str, Any]
 Shape = tuple[Any, ...]
@@ -29,10 +37,10 @@ _INPUTS = ("left", "right", "from", "stream", "table")
 
 
 def supported(scenario: Scenario) -> bool:
-    """Whether it can be run: not sliding windows, and not limits in bytes, which are Kafka's own."""
-    suppress = scenario.config.get("suppress") or {}
-    window = scenario.config.get("window") or {}
-    return window.get("type") != "sliding" and "max_bytes" not in suppress
+    """Whether it can be run: its operator is built, and it has no limit in bytes, which are those of
+    Kafka's own objects."""
+    limits = scenario.config.get("suppress") or {}
+    return scenario.operator not in NOT_BUILT and "max_bytes" not in limits
 
 
 @dataclass(frozen=True)
@@ -67,10 +75,12 @@ class Layout:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether every record has to be a run: a buffer's limit counts after each record, and where
-        the ways of a record meet again, it must not meet the records after it."""
+        """Whether every record has to be a run: a buffer's limit counts after each record; a record
+        that is refused must not take others along; and where the ways of a record meet again, it must
+        not meet the records after it."""
         limits = [(s.get("suppress") or {}).get("max_records") for s in self.steps.values()]
-        return any(n is not None for n in limits) or self._meets_again()
+        fails = any(s.get("null_value") == "no_list" for s in self.steps.values())
+        return fails or any(n is not None for n in limits) or self._meets_again()
 
     def _meets_again(self) -> bool:
         above: dict[str, set[str]] = {}
@@ -105,6 +115,9 @@ def layout(scenario: Scenario) -> Layout:
 
 def _steps_of(operator: str, config: Config) -> Iterator[Config]:
     """The steps of a chain that does what an operator does."""
+    if operator.startswith("stream_") and operator != "stream_table_join":
+        yield from streams.steps_of(operator, config)
+        return
     result = {"id": "result", **config, "materialize": config.get("materialize_result")}
     if "left" in config:
         for side in ("left", "right"):
@@ -131,6 +144,8 @@ def _steps_of(operator: str, config: Config) -> Iterator[Config]:
 def _kind(step: Config) -> Shape:
     """What makes a step another node than a step of the same ``op``."""
     op = step["op"]
+    if op in streams.OPS:
+        return streams.kind_of(step)
     materialize = step.get("materialize")
     stored = materialize and ("versioned" if materialize["versioned"] else "plain")
     if op not in ("filter", "map_values") and stored == "plain":
@@ -202,6 +217,8 @@ class _Node:
             return self._windows(inputs[0])
         if op == "stream_table_join":
             return self._stream_join(*inputs)
+        if op in streams.OPS:
+            return streams.node_of(step, name, inputs, self.steps, self._by_scenario)
         stored = self._materialized()
         if op == "filter":
             make = inputs[0].filter_not if step["negate"] else inputs[0].filter
@@ -272,7 +289,10 @@ class _Node:
             return self._lengths(lambda s: s["window"][of], ms(1))
 
         grace = length("grace")
-        # A retention changes no result, so that of one scenario is as good as those of many.
+        if window["type"] == "sliding":
+            kept = self._lengths(lambda s: _retention(s["window"]), ms(3))
+            return SlidingWindow(length("size"), grace, kept)
+        # The others' changes no result, so that of one scenario is as good as those of many.
         retention = length("retention") if self.every == 1 and "retention" in window else None
         if window["type"] == "session":
             return SessionWindow(length("gap"), grace, retention)
@@ -325,6 +345,12 @@ class _Node:
         return f"try_element_at(str_to_map({_quoted(known)}, '\x01', '='), cast(scenario as string))"
 
 
+def _retention(window: Config) -> int:
+    """How long the store of sliding windows keeps them."""
+    given = window.get("retention")
+    return 2 * window["size"] + window["grace"] if given is None else given
+
+
 def _number(expression: str) -> str:
     """SQL for the number of a value, null where it has none."""
     return f"try_cast(regexp_extract(cast({expression} as string), '^-?[0-9]+', 0) as bigint)"
@@ -360,8 +386,6 @@ def _append(sign: str) -> Callable[[dict[str, Any], dict[str, Any]], dict[str, A
 
 def _add(sign: int) -> Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]:
     def added(row: dict[str, Any], aggregate: dict[str, Any]) -> dict[str, Any]:
-        import re
-
         def number(value: str) -> int:
             found = re.match("-?[0-9]+", value)
             return int(found.group()) if found else 0

@@ -88,7 +88,10 @@ def arrival_chunk() -> Column:
 
 
 def has_key(key: Sequence[str]) -> Column:
-    """Whether a record has a key: no column of it is null."""
+    """Whether a record has a key: no column of it is null.
+
+    Source: FORMAT 4.2.1, 4.9; kip889-probe-null-key.
+    """
     present = F.lit(True)
     for k in key:
         present = present & F.col(k).isNotNull()
@@ -100,6 +103,8 @@ def stream_time_of(records: DataFrame, counts: Column) -> DataFrame:
 
     Args:
         counts: whether a record moves stream time.
+
+    Source: FORMAT 4.5; kip923-probe-dropped-does-not-move-time.
     """
     return records.where(counts).groupBy(PARTITION).agg(F.max(TIMESTAMP).alias("stream_time"))
 
@@ -127,6 +132,8 @@ def with_stream_time(
 
     Returns:
         the records with ``_stream_time`` (TIMESTAMP; null while no record has counted).
+
+    Source: FORMAT 4.1.2, 4.5, 4.10; kip914-store-grace-across-keys, kip328-grace-boundary.
     """
     moves = F.col(TIMESTAMP) if counts is None else F.when(counts, F.col(TIMESTAMP))
     in_order = [c for c in ORDER if c in records.columns]

@@ -73,6 +73,9 @@ def as_of_join(
     Returns:
         every row of ``left`` once, with ``_found``, whether the table has a value then, and has not
         forgotten it; and ``name``: a struct of the version's columns, each null where it has not.
+
+    Source: KIP-889 ``get(key, asOfTimestamp)``, FORMAT 4.1.4, 4.1.5; kip889-validity-interval,
+    kip889-expired-get.
     """
     names = {c: f"_version{i}" for i, c in enumerate(versions.columns)}
     table = versions.select(

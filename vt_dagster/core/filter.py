@@ -71,6 +71,8 @@ def filter(
 
     Returns:
         the change rows with ``_fate``; ``old`` is null where the row before did not pass.
+
+    Source: KIP-914 "Filters", FORMAT 4.2.5, 4.2.6, section 7; kip914-probe-filter-tombstones-versioned.
     """
     condition = f"NOT coalesce(({predicate}), false)" if negate else f"coalesce(({predicate}), false)"
     seen = over_old(changes, key, values, {"_old_passes": condition})

@@ -4,11 +4,11 @@ A record waits until stream time >= its timestamp + grace period, so that table 
 a little later still find it. Stream time here is the buffer's own: the largest timestamp of a record
 with a key and a value. It is moved by the stream alone, never by the table.
 
-Nothing is stored for the buffer. A run releases every record up to a *due time*, ``stream time - grace
-period`` at its end. What waits after any sequence of runs is exactly the records of the stream's log
-with a larger timestamp: those that were late on arrival or have been released lie at or before it. So
-the buffer *is* a range of the log, read again (and pruned by time) by the next run. The due time never
-goes back, so a grace period may be changed between runs: nothing is released twice or forgotten.
+Nothing is stored for the buffer. A run releases every record up to a time: ``stream time - grace
+period`` at its end, and never less than before. What waits after any sequence of runs is exactly the
+records of the stream's log with a larger timestamp, since those that were late on arrival or have been
+released lie at or before it. So the buffer *is* a range of the log, read again (and pruned by time) by
+the next run; and a grace period may be changed between runs: nothing is released twice or forgotten.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from vt_dagster.topology.operators import JoinKind
 
 
 def moves_stream_time(key: Sequence[str]) -> Column:
-    """Whether a stream record enters a join: it has a value and a key."""
+    """Whether a stream record enters a join: it has a value and a key.
+
+    Source: FORMAT 4.5.1; kip923-probe-dropped-does-not-move-time.
+    """
     return ~F.col(IS_TOMBSTONE) & has_key(key)
 
 
@@ -34,7 +37,9 @@ def waiting(log: DataFrame, *, key: Sequence[str], released: Column) -> DataFram
 
     Args:
         log: the consumed part of the stream's log.
-        released: the due time after that part, of the record's partition.
+        released: the time up to which records had gone out after that part, of their partition.
+
+    Source: FORMAT 4.5.1, 4.5.6; kip923-probe-left-in-buffer.
     """
     return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > released))
 
@@ -47,24 +52,24 @@ def hold(
     kind: JoinKind,
     grace: Duration | None,
     before: Column,
-    due: Column,
+    released: Column,
     chunk: Column | None = None,
 ) -> DataFrame:
     """Decides for each record whether it is joined in this run.
 
     Plan: none without a grace period; else ``with_stream_time`` over what arrived, which tells late
-    records from those that are due.
+    records from those that go out.
 
     Args:
         arrived: the stream's log rows of this run, with ``_arrival``.
         waiting: those that waited before it; None = none.
         grace: None = nothing waits any longer.
         before: the buffer's stream time before the run, per partition.
-        due: the due time at the end of the run, per partition.
+        released: the time up to which records go out at the end of the run, per partition.
         chunk: see ``with_stream_time``.
 
     Returns:
-        all of them with ``_fate``: ``applied`` (timestamp <= due time), ``late`` (timestamp < stream
+        all of them with ``_fate``: ``applied`` (timestamp <= released), ``late`` (timestamp < stream
         time - grace on arrival: joined at once), ``waiting``, or ``dropped`` (no value; no key in an
         inner join). A left join emits a record without a key at once.
 
@@ -78,6 +83,6 @@ def hold(
     else:
         seen = with_stream_time(arrived, before, moves_stream_time(key), chunk=chunk)
         late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(grace)
-        fate = fate.when(late, Fate.LATE).when(F.col(TIMESTAMP) <= due, Fate.APPLIED)
+        fate = fate.when(late, Fate.LATE).when(F.col(TIMESTAMP) <= released, Fate.APPLIED)
         fate = fate.otherwise(Fate.WAITING)
     return union(seen, waiting).withColumn(FATE, fate).drop(STREAM_TIME)

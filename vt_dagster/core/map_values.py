@@ -41,6 +41,8 @@ def map_values(
 
     Args:
         columns: the result's value columns, (name, SQL expression over the table's columns).
+
+    Source: FORMAT 4.2.2, 4.2.4; kip914-versioned-inherits-through-map-values.
     """
     names = [name for name, _ in columns]
     before = [f"_old_{i}" for i in range(len(columns))]

@@ -171,21 +171,21 @@ class Processor(ABC, Generic[O]):
 
         A task takes the record with the smallest timestamp among the heads of its inputs (equal: the
         left one's). That is the order of each input's own stream time in this run. Rows of one
-        partition of one log keep the order of their offsets. A log that is several inputs at once
-        gives each record to the leftmost one first.
+        partition of one log keep the order of their offsets. A log that is two inputs at once gives
+        each record to the left one, then to the right one.
         """
         nothing = F.lit(None).cast("timestamp")
         names = [node.name for node in self.consumed]
+        twice = len(set(names)) < len(names)
         ordered: list[DataFrame] = []
         for i, one in enumerate(inputs):
             rows = one.rows.withColumn(ARRIVAL, F.col(OFFSET))
             if self.merges:
                 timed = with_stream_time(rows, nothing, chunk=None if self.few else arrival_chunk())
                 rows = timed.withColumn(ARRIVAL, F.unix_micros(STREAM_TIME)).drop(STREAM_TIME)
-            alone = names.count(names[i]) == 1
-            place = F.col(OFFSET) if alone else F.col(OFFSET) * len(names) + i
-            first = F.lit(names.index(names[i]))
-            ordered.append(rows.withColumns({INPUT: first, HOME: F.col(PARTITION), SEQUENCE: place}))
+            place = F.col(OFFSET) * len(names) + i if twice else F.col(OFFSET)
+            side = F.lit(0 if twice else i)
+            ordered.append(rows.withColumns({INPUT: side, HOME: F.col(PARTITION), SEQUENCE: place}))
         return ordered
 
     @property
@@ -244,8 +244,8 @@ class Processor(ABC, Generic[O]):
             return rows
         if operator.emit == "per_run":
             rows = last_of_run(rows, node.key)
-        told = rows.where(F.col(FATE) != Fate.NO_RESULT)
-        pending = told.drop(IS_LATEST, OLD).withColumn(
+        with_result = rows.where(F.col(FATE) != Fate.NO_RESULT)
+        pending = with_result.drop(IS_LATEST, OLD).withColumn(
             FATE, F.when(F.col(FATE) != Fate.APPLIED, F.col(FATE))
         )
         return store.put(
@@ -302,6 +302,16 @@ class Processor(ABC, Generic[O]):
         """Aggregates over its results that are counted besides their fates, by name."""
         return {}
 
+    def check(self, found: Mapping[int, Counts]) -> None:
+        """Refuses results that are to stop the run.
+
+        Args:
+            found: by partition, results by fate and ``tallies``.
+
+        Raises:
+            RefusedRecordsError: there are some.
+        """
+
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         """The counts of a run.
 
@@ -348,6 +358,8 @@ def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
     """Leaves the last update of each key a result, as Kafka Streams' cache does until it is flushed.
 
     Plan: one shuffle and sort by key, those that an aggregate has made already.
+
+    Source: Kafka Streams' record cache, here one run long; no scenario: they are recorded without it.
     """
     earlier = (F.col(FATE) == Fate.APPLIED) & ~is_last(key)
     fate = F.when(earlier, Fate.NO_RESULT).otherwise(F.col(FATE))
@@ -368,6 +380,8 @@ def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> Data
     """How a stream time moves with rows, and how far they lie behind it: see ``Processor.own_time``.
 
     Plan: ``with_stream_time`` over few columns, then one aggregate by partition.
+
+    Source: KIP-328, its metrics ``record-lateness-avg`` and ``record-lateness-max``.
     """
     narrow = rows.select(PARTITION, TIMESTAMP, *ORDER)
     timed = with_stream_time(narrow, stream_time, chunk=chunk)

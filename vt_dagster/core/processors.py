@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vt_dagster.core.filter import FilterProcessor
+from vt_dagster.core.flat_map_values import FlatMapValuesProcessor
 from vt_dagster.core.foreign_key_join import ForeignKeyJoinProcessor
 from vt_dagster.core.map_values import MapValuesProcessor
+from vt_dagster.core.merge import MergeProcessor
 from vt_dagster.core.processor import Processor
+from vt_dagster.core.select_key import SelectKeyProcessor
 from vt_dagster.core.source import SourceProcessor
 from vt_dagster.core.stream_aggregate import StreamAggregateProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
@@ -29,6 +32,9 @@ PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
     of.ToTable: ToTableProcessor,
     of.ToStream: ToStreamProcessor,
     of.TableAggregate: TableAggregateProcessor,
+    of.Merge: MergeProcessor,
+    of.SelectKey: SelectKeyProcessor,
+    of.FlatMapValues: FlatMapValuesProcessor,
     of.StreamAggregate: StreamAggregateProcessor,
     of.WindowedAggregate: WindowedAggregateProcessor,
     of.Suppress: SuppressProcessor,

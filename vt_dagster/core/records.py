@@ -54,6 +54,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     Returns:
         the rows with ``timestamp, partition, is_tombstone, _fate, _reason``; ``_fate`` is
         ``quarantined`` where there is a reason, else null.
+
+    Source: FORMAT 4.2.1; kip889-tombstone-is-null, kip889-probe-null-key.
     """
     when = F.expr(node.timestamp).cast("timestamp")
     broken = F.col(REASON) if REASON in rows.columns else F.lit(None).cast("string")

@@ -138,7 +138,7 @@ def _merge(
     wanted = [FRESH, KEYED, _FIRST, _LAST, WINDOW_START, WINDOW_END, GAP, HORIZON]
     for batch in batches:
         types = [batch.schema.field(n).type for n in names]
-        mergers = [_merger(k, t) for k, t in zip(kinds, types, strict=True)]
+        mergers = [merger(k, t) for k, t in zip(kinds, types, strict=True)]
         taken = zip(*[batch.column(c).to_pylist() for c in wanted], strict=True)
         kept = [batch.column(n).to_pylist() for n in names]
         at: list[int] = []
@@ -170,7 +170,7 @@ def _merge(
         yield pa.RecordBatch.from_arrays(columns, names=every)
 
 
-def _merger(kind: str, of: Any) -> Callable[[Any, Any], Any]:
+def merger(kind: str, of: Any) -> Callable[[Any, Any], Any]:
     """A merge of two values as Spark's aggregate does it; null counts for nothing."""
     choose: Any
     if kind == "sum":

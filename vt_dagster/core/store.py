@@ -49,6 +49,8 @@ def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Colum
     Args:
         view: the rows before; None = none.
         stream_time: of a row's partition, after the log's rows.
+
+    Source: FORMAT 4.1, 4.2.3; kip889-motivation-versioned, kip889-motivation-unversioned.
     """
     if isinstance(node, VersionedTable):
         return versioned.fold(view, log, key=node.key, horizon=horizon_of(node, stream_time))
@@ -56,15 +58,24 @@ def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Colum
 
 
 def current(node: Table, view: DataFrame) -> DataFrame:
-    """What a view has of each key, without history: its row, of a versioned table also a tombstone."""
+    """What a view has of each key, without history: its row, of a versioned table also a tombstone.
+
+    Source: FORMAT 4.1.3, 4.6.
+    """
     return versioned.latest(view) if isinstance(node, VersionedTable) else view
 
 
 def rows_of(node: Table, current: DataFrame) -> DataFrame:
-    """The rows among what :func:`current` gives."""
+    """The rows among what :func:`current` gives.
+
+    Source: FORMAT 4.1.4, 4.6; kip889-tombstone-is-null.
+    """
     return versioned.get(current) if isinstance(node, VersionedTable) else current
 
 
 def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
-    """The time from which on a table answers, of a row's partition: inclusive."""
+    """The time from which on a table answers, of a row's partition: inclusive.
+
+    Source: KIP-889 "history retention", FORMAT 4.1.4; kip889-expired-get.
+    """
     return stream_time - duration(node.history_retention)

@@ -1,10 +1,10 @@
-"""Aggregates of a stream without windows: every record adds to what its key has so far."""
+"""Stream aggregation without windows: each record added to its group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
@@ -17,7 +17,7 @@ from vt_dagster.topology.operators import StreamAggregate
 
 
 class StreamAggregateProcessor(Processor[StreamAggregate]):
-    """See :func:`entries`, and ``refuse`` and ``aggregate`` of tables."""
+    """See :func:`entries`, and ``table_aggregate.aggregate``."""
 
     goes_forward = True
 
@@ -27,66 +27,64 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         operator, node = self.operator, self.node
-        changes = entries(
-            rows[0],
-            key=operator.keys().columns,
-            inputs=[(a.name, a.expression) for a in operator.parsed().accumulators],
-            partition=home_of(node.key, node) if operator.group_key else F.col(PARTITION),
-            regrouped=operator.regrouped,
+        records = rows[0]
+        if operator.group_key:
+            chosen = {name: F.expr(sql) for name, sql in operator.keys().columns}
+            records = records.withColumns(chosen)
+            records = records.withColumn(PARTITION, home_of(list(chosen), node))
+        aggregates = operator.parsed()
+        added = entries(
+            records,
+            key=node.key,
+            inputs=[(a.name, a.expression) for a in aggregates.accumulators],
+            rekeyed=operator.rekeyed,
         )
         if isinstance(node, VersionedTable):
-            added = F.col(FATE) == Fate.APPLIED
-            judged = refuse(
-                changes.where(added).drop(FATE),
+            taken = F.col(FATE) == Fate.APPLIED
+            decided = refuse(
+                added.where(taken).drop(FATE),
                 known.state,
                 key=node.key,
                 stream_time=known.stream_time,
                 history_retention=node.history_retention,
                 chunk=self.chunk,
             )
-            changes = union(judged, changes.where(~added))
-        return aggregate(changes, known.state, key=node.key, aggregates=operator.parsed())
+            added = union(decided, added.where(~taken))
+        return aggregate(added, known.state, key=node.key, aggregates=aggregates)
 
     def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
         return state_after(rows, known.state, key=self.node.key)
 
 
 def entries(
-    records: DataFrame,
-    *,
-    key: Sequence[tuple[str, str]],
-    inputs: Sequence[tuple[str, str]],
-    partition: Column,
-    regrouped: bool,
+    records: DataFrame, *, key: Sequence[str], inputs: Sequence[tuple[str, str]], rekeyed: bool
 ) -> DataFrame:
-    """What each record adds to its key's group: a row of ``table_aggregate.entries``, with its fate.
+    """What each record adds to its group.
 
     Plan: none but projections.
 
     Args:
-        key: (name, SQL expression) of the group's key.
+        records: log rows in order, ``key columns`` and ``partition`` already the group's.
         inputs: (name, SQL expression) of what an aggregate needs of a record.
-        partition: of the group, over its key columns.
-        regrouped: whether records without a key are left out, not dropped and counted.
+        rekeyed: whether the records were brought to this key: then a null key is not counted.
 
     Returns:
-        ``group key columns, _take`` (null)``, _add, timestamp, partition, _fate, ORDER, _turn``.
+        ``key columns, _take`` (null), ``_add, timestamp, partition, _fate, ORDER, _turn``: ``applied``;
+        ``dropped`` without a value or a key; ``no_result`` without a key where they were rekeyed.
 
-    Source: FORMAT 4.12.4, 4.12.5.
+    Source: FORMAT 4.12.4-4.12.6; merge-then-count-counts-both-and-drops-nulls,
+    select-key-then-count-null-keys-vanish.
     """
-    add = F.struct(*[F.expr(sql).alias(name) for name, sql in inputs])
-    rows = records.select(
-        *[F.expr(sql).alias(name) for name, sql in key],
-        F.when(F.lit(False), add).alias(TAKE),
-        add.alias(ADD),
+    row = F.struct(*[F.expr(sql).alias(name) for name, sql in inputs])
+    nothing = Fate.NO_RESULT if rekeyed else Fate.DROPPED
+    fate = F.when(~has_key(key), nothing).when(F.col(IS_TOMBSTONE), Fate.DROPPED)
+    return records.select(
+        *key,
+        F.when(F.lit(False), row).alias(TAKE),
+        row.alias(ADD),
         TIMESTAMP,
         PARTITION,
-        IS_TOMBSTONE,
+        fate.otherwise(Fate.APPLIED).alias(FATE),
         *ORDER,
         F.lit(0).alias(TURN),
     )
-    keyed = has_key([name for name, _ in key])
-    if regrouped:
-        rows = rows.where(keyed)
-    fate = F.when(~keyed | F.col(IS_TOMBSTONE), Fate.DROPPED).otherwise(Fate.APPLIED)
-    return rows.withColumns({FATE: fate, PARTITION: partition}).drop(IS_TOMBSTONE)

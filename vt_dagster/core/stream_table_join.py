@@ -65,8 +65,9 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
 
     def released(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> dict[int, int]:
         period = self.operator.grace_period or timedelta(0)
-        due = {p: moment - micros_of(period, p) for p, moment in stream_time.items()}
-        return {p: max(moment, released.get(p, moment)) for p, moment in due.items()}
+        passed = {p: moment - micros_of(period, p) for p, moment in stream_time.items()}
+        # It never goes back, also where the grace period has become longer.
+        return {p: max(moment, released.get(p, moment)) for p, moment in passed.items()}
 
     def waiting(self, log: DataFrame, released: Mapping[int, int]) -> DataFrame:
         return grace.waiting(log, key=self.operator.left.key, released=by_partition(released))
@@ -84,7 +85,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             kind=operator.kind,
             grace=operator.grace_period if operator.waits else None,
             before=known.stream_time,
-            due=known.released_after,
+            released=known.released_after,
             chunk=self.chunk,
         )
 
@@ -161,7 +162,7 @@ def join(
     Plan: versioned, that of ``as_of_join``; unversioned, a plain equi-join, which Spark may broadcast.
 
     Args:
-        stream: ``key columns, timestamp, partition, _arrival, _fate, …``: records that are due.
+        stream: ``key columns, timestamp, partition, _arrival, _fate, …``: records that go out.
         table: a versioned table's versions, or an unversioned table's current rows.
         columns: the result's (name, SQL expression over ``left.*`` and ``right.*``).
         horizon: ``stream time - history retention`` of the table's partition; None = the table is
@@ -173,6 +174,9 @@ def join(
         ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _fate``:
         one row a record, or for an inner join one for each that found something. The result's
         timestamp is the stream record's.
+
+    Source: KIP-914 "Stream-Table Joins", FORMAT 4.4; kip914-expired-lookup-inner,
+    kip914-probe-stream-join-nulls-left-versioned.
     """
     if horizon is None:
         found = _current(stream, table, stream_key, table_key)

@@ -8,17 +8,13 @@ place, then key.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Literal
 
-import pyarrow  # pyright: ignore[reportMissingTypeStubs]
-from pyspark import cloudpickle
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import BooleanType, LongType, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -37,13 +33,19 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival import (
     STREAM_TIME,
     Fate,
-    by_partition,
     gathered,
     micros,
     union,
     with_stream_time,
 )
+from vt_dagster.core.emit_early import AT as _AT
+from vt_dagster.core.emit_early import BYTES, NTH, PLACE, emit_early, most, too_much
+from vt_dagster.core.emit_early import FRESH as _FRESH
+from vt_dagster.core.emit_early import RANK as _RANK
+from vt_dagster.core.emit_early import RELEASED as _RELEASED
 from vt_dagster.core.log import value_columns
+from vt_dagster.core.periods import LATE as _LATE
+from vt_dagster.core.periods import cut_into_periods
 from vt_dagster.core.processor import Counts, Input, Known, Processor, hour_of_arrival, lateness
 from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import Duration
@@ -55,15 +57,8 @@ from vt_dagster.topology.operators import (
     WhenFull,
 )
 
-pa: Any = pyarrow
-
-# Spark's workers need not have this package installed.
-cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
-
-PLACE, BYTES = "_place", "_bytes"
-_FRESH, _FIRST, _LAST, _AT, _PERIOD, _AFTER = "_fresh", "_first", "_last", "_at", "_period", "_after"
-_RELEASED, _RANK, _LATE = "_released", "_rank", "_late"
-_FULL = "_full"
+_LAST = "_last"
+_FULL, _NEXT = "_full", "_next"
 _EARLIEST = -(2**62)
 
 
@@ -74,7 +69,9 @@ class SuppressProcessor(Processor[Suppress]):
 
     @property
     def is_final(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return isinstance(self.operator.until, UntilWindowCloses)
+        window = self.operator.window
+        again = window is not None and window.open_when_due
+        return isinstance(self.operator.until, UntilWindowCloses) and not again
 
     def result_chunk(self, few: bool) -> Column | None:
         # Results go by their place in the buffer, which is a time.
@@ -96,6 +93,7 @@ class SuppressProcessor(Processor[Suppress]):
             before=known.stream_time,
             after=known.stream_time_after,
             window_end_inclusive=window is not None and window.end_inclusive,
+            open_when_due=window is not None and window.open_when_due,
             max_records=until.max_records,
             max_bytes=until.max_bytes,
             when_full=until.when_full,
@@ -161,6 +159,7 @@ def suppress(
     before: Column,
     after: Column,
     window_end_inclusive: bool = False,
+    open_when_due: bool = False,
     max_records: Limit = None,
     max_bytes: Limit = None,
     when_full: WhenFull = "unbounded",
@@ -173,17 +172,22 @@ def suppress(
     a run releases the same updates, in the same order, as record-by-record processing.
 
     ``window_closes``: the last update of a window goes out once T has passed its end + duration. A
-    tombstone keeps its place until then, as in Kafka Streams, but does not go out.
+    tombstone keeps its place until then, as in Kafka Streams, but does not go out. Sliding windows are
+    still open at that very moment: each update of theirs that comes after that goes out too, as in
+    Kafka Streams.
 
-    With ``emit_early`` what is left at the end of the run then goes out from the front until a
-    partition's buffer is within its limits. Otherwise all of it stays; the caller looks at its
-    :func:`fullness`.
+    With ``emit_early`` the limits of sliding windows are looked at after each update: a record has
+    several, which do not come in the order in which they leave (see ``emit_early``). Of all others
+    what is left at the end of the run then goes out from the front until a partition's buffer is
+    within its limits. Otherwise all of it stays; the caller looks at its :func:`fullness`.
 
-    Plan, ``window_closes``: one shuffle and sort by key of updates and buffer. ``time_limit``:
+    Plan, ``window_closes``: one shuffle and sort by key of updates and buffer; of sliding windows
+    ``with_stream_time`` before it. ``time_limit``:
     ``with_stream_time`` (one aggregate, one shuffle and sort by partition and chunk), then one shuffle
     and sort by key and a kernel in Python, since where a period begins depends on where the last one
     ended; it keeps one row of one key in memory. A duration of 0: none. Emitting early: one more
-    shuffle and sort by partition.
+    shuffle and sort by partition; of sliding windows one shuffle and two sorts by partition, and a
+    kernel, instead of those by key.
 
     Args:
         changes: a table's change rows, ``key columns, value columns, timestamp, partition,
@@ -191,11 +195,12 @@ def suppress(
         buffer: what waited before the run; None = nothing.
         key: the key columns, of a windowed table ``window_start`` and ``window_end`` among them.
         duration: for ``window_closes``: the windows' ``closes_after``.
-        before: T of the row's partition before the run (TIMESTAMP; null = nothing came yet); not
-            looked at for ``window_closes``.
+        before: T of the row's partition before the run (TIMESTAMP; null = nothing came yet); for
+            ``window_closes`` looked at for sliding windows only.
         after: T at its end.
         window_end_inclusive: the windows are sessions. A window goes out iff ``window_end <= T -
             duration``, a session iff ``window_end < T - duration`` (FORMAT section 7).
+        open_when_due: the windows are sliding ones.
         max_records, max_bytes: limits of each partition's buffer; bytes as in ``_bytes``.
         chunk: see ``with_stream_time``.
 
@@ -213,10 +218,16 @@ def suppress(
         the length of the row's JSON text. Kafka's exact byte counts are its own.
 
     Source: FORMAT 4.11, section 7; kip328-timer-not-restarted, kip328-probe-ties,
-    kip328-window-final-once, kip328-session-final.
+    kip328-window-final-once, kip328-session-final, kip328-sliding-final-twice.
     """
     kept = [*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE]
-    if until == "window_closes":
+    size = F.octet_length(F.to_json(F.struct(*key, *values, TIMESTAMP)))
+    turn = _turn(key, window_end_inclusive)
+    limited = when_full == "emit_early" and not (max_records is None and max_bytes is None)
+    if until == "window_closes" and open_when_due:
+        seen = with_stream_time(changes, before, chunk=chunk, included=False)
+        judged = _each_final(seen, buffer, key, kept, micros(duration), F.unix_micros(after))
+    elif until == "window_closes":
         wait = F.unix_micros(after) - micros(duration)
         end = F.unix_micros(WINDOW_END)
         judged = _final(changes, buffer, key, kept, end < wait if window_end_inclusive else end <= wait)
@@ -224,27 +235,42 @@ def suppress(
         return _pass_through(changes, buffer, key, kept)
     else:
         seen = with_stream_time(changes, before, chunk=chunk, included=False)
-        judged = _limited(seen, buffer, key, kept, micros(duration), F.unix_micros(after))
-    size = F.octet_length(F.to_json(F.struct(*key, *values, TIMESTAMP)))
+        rows = _together(seen, buffer, kept, F.unix_micros(STREAM_TIME).alias(STREAM_TIME))
+        if limited and open_when_due:
+            left = emit_early(
+                rows,
+                kept=kept,
+                turn=turn,
+                period=micros(duration),
+                size=size,
+                max_records=most(max_records),
+                max_bytes=most(max_bytes),
+            )
+            return _result(left, kept, F.col(_RELEASED), size, F.col(NTH))
+        judged = cut_into_periods(
+            rows, key=key, kept=kept, period=micros(duration), after=F.unix_micros(after)
+        )
     judged = judged.withColumn(BYTES, F.when(~F.col(_RELEASED), size))
-    turn = _turn(key, window_end_inclusive)
     out: Column = F.col(_RELEASED)
-    if when_full == "emit_early" and not (max_records is None and max_bytes is None):
-        judged = judged.withColumn(_FULL, _too_much(turn, max_records, max_bytes))
+    if limited:
+        judged = judged.withColumn(_FULL, too_much(turn, max_records, max_bytes))
         out = out | F.col(_FULL)
     silent = F.col(IS_TOMBSTONE) if until == "window_closes" else F.lit(False)
-    return judged.where(~(out & silent)).select(
+    late_order = F.struct(*[F.when(F.col(_LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order")
+    last_turn = F.struct(_LATE, late_order, *turn)
+    return _result(judged.where(~(out & silent)), kept, out, F.col(BYTES), last_turn)
+
+
+def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, turn: Column) -> DataFrame:
+    """The result of ``suppress``: what goes out and what waits, in order."""
+    return rows.select(
         *_judged(kept, out, F.timestamp_micros(PLACE)),
-        BYTES,
+        F.when(~F.col(_RELEASED), size).alias(BYTES),
         F.col(_RANK).alias(ARRIVAL),
         F.lit(0).alias(INPUT),
         F.lit(0).alias(HOME),
         F.lit(0).cast("long").alias(SEQUENCE),
-        F.struct(
-            _LATE,
-            F.struct(*[F.when(F.col(_LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order"),
-            *turn,
-        ).alias(TURN),
+        turn.alias(TURN),
     )
 
 
@@ -259,25 +285,6 @@ def fullness(buffer: DataFrame) -> DataFrame:
     return buffer.groupBy(PARTITION).agg(
         F.count(F.lit(1)).alias("records"), F.sum(BYTES).cast("long").alias("bytes")
     )
-
-
-def _exceeds(amount: Column, limit: Limit) -> Column:
-    if limit is None:
-        return F.lit(False)
-    most = F.lit(limit) if isinstance(limit, int) else by_partition(limit, "long")
-    return F.coalesce(amount > most, F.lit(False))
-
-
-def _too_much(turn: Sequence[str], max_records: Limit, max_bytes: Limit) -> Column:
-    """Whether a row that is left goes out early: it and those behind it are more than the limit."""
-    backwards = [F.col(c).desc() for c in (PLACE, *turn)]
-    behind = (
-        W.partitionBy(PARTITION, _RELEASED)
-        .orderBy(*backwards)
-        .rowsBetween(W.unboundedPreceding, W.currentRow)
-    )
-    records, size = F.count(F.lit(1)).over(behind), F.sum(BYTES).over(behind)
-    return _exceeds(records, max_records) | _exceeds(size, max_bytes)
 
 
 def _turn(key: Sequence[str], window_end_inclusive: bool) -> list[str]:
@@ -347,87 +354,34 @@ def _final(
     )
 
 
-def _limited(
+def _each_final(
     changes: DataFrame,
     buffer: DataFrame | None,
     key: Sequence[str],
     kept: Sequence[str],
-    period: Column,
+    wait: Column,
     after: Column,
 ) -> DataFrame:
-    """Each key's updates cut into periods: the last of each, released or left."""
+    """The update of each window that was the last one when the window was due, and all after it.
+
+    An update goes out iff the window is due when the next one comes, or at the end of the run.
+    """
     seen = F.unix_micros(STREAM_TIME).alias(STREAM_TIME)
-    rows = _together(changes, buffer, kept, seen)
-    group, order = [PARTITION, *key], [_FRESH, *ORDER]
-    in_order = W.partitionBy(*group).orderBy(*order)
-    grouped = (
-        gathered(rows, group)
-        .withColumns({_PERIOD: period, _AFTER: after})
-        .withColumn(_FIRST, F.row_number().over(in_order) == 1)
-        .withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
-        .sortWithinPartitions(*group, *order)
+    rows = gathered(_together(changes, buffer, kept, seen), key)
+    in_order = W.partitionBy(*key, PARTITION).orderBy(_FRESH, *ORDER)
+    next_one = F.lead(F.struct(STREAM_TIME)).over(in_order)
+    end = F.unix_micros(WINDOW_END)
+    was_due = F.coalesce(end <= F.col(STREAM_TIME) - wait, F.lit(False))
+    last = F.when(F.isnull(_NEXT), after).otherwise(F.col(_NEXT)[STREAM_TIME])
+    return (
+        rows.withColumn(_NEXT, next_one)
+        .withColumns(
+            {
+                PLACE: end,
+                _LATE: was_due,
+                _RANK: F.when(was_due, F.col(STREAM_TIME) - wait).otherwise(end),
+                _RELEASED: F.coalesce(end <= last - wait, F.lit(False)),
+            }
+        )
+        .where(F.col(_RELEASED) | F.isnull(_NEXT))
     )
-    passed = [*kept, *ORDER]
-    schema = StructType([grouped.schema[c] for c in passed]).add(_RELEASED, BooleanType())
-    schema = schema.add(_LATE, BooleanType()).add(PLACE, LongType()).add(_RANK, LongType())
-
-    def kernel(batches: Iterator[Any]) -> Iterator[Any]:
-        return _periods(batches, passed)
-
-    return cast(Any, grouped).mapInArrow(kernel, schema)
-
-
-class _Key:
-    """One key's place in the buffer."""
-
-    def __init__(self) -> None:
-        self.row: int | None = None
-        """The last update, by its row in the batch at hand; None = nothing waits."""
-        self.place = 0
-
-    def put(self, row: int, at: int) -> bool:
-        """An update replaces what waits, or opens a period: True."""
-        opens = self.row is None
-        if opens:
-            self.place = at
-        self.row = row
-        return opens
-
-    def due(self, stream_time: int | None, period: int) -> bool:
-        """Whether what waits goes out at a stream time."""
-        return self.row is not None and stream_time is not None and self.place + period <= stream_time
-
-    def leave(self, released: bool, late: bool = False, rank: int = 0) -> tuple[Any, ...]:
-        """What waits goes out, or is left at the end: (row, released, late, place, rank)."""
-        left = (self.row, released, late, self.place, rank if late else self.place)
-        self.row = None
-        return left
-
-
-def _periods(batches: Iterator[Any], passed: Sequence[str]) -> Iterator[Any]:
-    key, carried = _Key(), None
-    wanted = [_FRESH, _FIRST, _LAST, _AT, STREAM_TIME, _PERIOD, _AFTER]
-    for batch in batches:
-        rows, start = pa.Table.from_batches([batch]), 0
-        if carried is not None:
-            # The update that waits at the end of a batch goes on as the first row of the next.
-            rows, start, key.row = pa.concat_tables([carried, rows]).combine_chunks(), 1, 0
-        out: list[tuple[Any, ...]] = []
-        taken = zip(*[batch.column(c).to_pylist() for c in wanted], strict=True)
-        for row, (fresh, first, last, at, seen, period, after) in enumerate(taken, start):
-            if first:
-                key = _Key()
-            if fresh and key.due(seen, period):
-                out.append(key.leave(True))
-            opens = key.put(row, at)
-            now = at if seen is None else max(at, seen)
-            if fresh and key.due(now, period):
-                out.append(key.leave(True, opens, now - period))
-            if last and key.row is not None:
-                out.append(key.leave(key.due(after, period)))
-        carried = None if key.row is None else rows.take(pa.array([key.row]))
-        result = rows.select(list(passed)).take(pa.array([o[0] for o in out], pa.int64()))
-        for i, name in enumerate((_RELEASED, _LATE, PLACE, _RANK), 1):
-            kind = pa.bool_() if i < 3 else pa.int64()
-            result = result.append_column(name, pa.array([o[i] for o in out], kind))
-        yield from result.to_batches()

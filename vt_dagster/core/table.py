@@ -35,6 +35,8 @@ def put(
 
     Returns:
         the records with ``_fate``, ``is_latest`` (true) and ``old``.
+
+    Source: FORMAT 4.2.1; kip889-motivation-unversioned.
     """
     known = with_row_before(records, current, key=key, values=values)
     applied = known.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
@@ -73,6 +75,8 @@ def with_old(
 
     Returns:
         the rows with ``old``, without ``_before``.
+
+    Source: FORMAT 4.2.1, 4.2.3; kip914-aggregate-unversioned.
     """
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     row = F.struct(*[F.col(f"`{v}`") for v in values], TIMESTAMP)
@@ -92,6 +96,8 @@ def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataF
     Args:
         rows: the current rows before; None = none.
         log: log rows after those that made ``rows``; a tombstone removes its key.
+
+    Source: FORMAT 4.2.1; kip889-motivation-unversioned.
     """
     fresh = log.drop(IS_LATEST, OLD)
     everything = union(fresh, rows)

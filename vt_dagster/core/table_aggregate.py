@@ -29,7 +29,7 @@ from vt_dagster.core.changes import over_old
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.processor import Input, Known, Processor, is_last
 from vt_dagster.core.records import home_of
-from vt_dagster.topology.accumulators import Accumulator, Aggregates
+from vt_dagster.topology.accumulators import Aggregates
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Aggregator, TableAggregate
@@ -38,13 +38,8 @@ pa: Any = pyarrow  # has no types
 
 Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
-_CHANGE, _LAST = "_change", "_last"
-TAKE = "_take"
-"""What an aggregate needs of the row that an update takes out of a group; null = it takes none out."""
-ADD = "_add"
-"""The same of the row that it adds."""
-
-_MERGED = {"min": (F.min, F.least), "max": (F.max, F.greatest)}
+TAKE, ADD, _CHANGE = "_take", "_add", "_change"
+_LAST = "_last"
 
 
 class TableAggregateProcessor(Processor[TableAggregate]):
@@ -123,6 +118,8 @@ def entries(
     Returns:
         ``group key columns, _take, _add`` (structs of ``inputs``, null where there is no row to take
         out or to add), ``timestamp, partition, ORDER, _turn``.
+
+    Source: KIP-914 "Aggregations", FORMAT 4.8.1, 4.8.2, 4.8.5; kip914-aggregate-versioned.
     """
     taken = changes.where(IS_LATEST) if versioned else changes
     sql = {f"_old_{n}": e for n, e in [*group_key, *inputs]}
@@ -166,7 +163,7 @@ def entries(
 def aggregate(
     rows: DataFrame, state: DataFrame | None, *, key: Sequence[str], aggregates: Aggregates
 ) -> DataFrame:
-    """Every update of every group by count, sum and avg; where rows are only added, also min and max.
+    """Every update of every group by count, sum and avg.
 
     Plan: one shuffle and sort by group, together with one row a group of ``state``.
 
@@ -176,32 +173,27 @@ def aggregate(
 
     Returns:
         the results, with the accumulators after each: ``state_after`` needs them.
+
+    Source: FORMAT 4.8.3-4.8.5; kip914-aggregate-count-versioned, kip914-aggregate-sum-unversioned.
     """
-    kept = aggregates.accumulators
-    names = [a.name for a in kept]
+    names = [a.name for a in aggregates.accumulators]
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     applied = F.col(FATE) == Fate.APPLIED
 
-    def change(one: Accumulator) -> Column:
-        added, taken = F.col(ADD)[one.name], F.col(TAKE)[one.name]
-        if one.merge != "sum":
-            return added
-        return F.coalesce(added, F.lit(0)) - F.coalesce(taken, F.lit(0))
+    def change(name: str) -> Column:
+        return F.coalesce(F.col(ADD)[name], F.lit(0)) - F.coalesce(F.col(TAKE)[name], F.lit(0))
 
-    def total(one: Accumulator) -> Column:
-        base, changes = F.col(_BASE)[one.name], F.when(applied, F.col(_CHANGE + one.name))
-        if one.merge != "sum":
-            merge, choose = _MERGED[one.merge]
-            return choose(base, merge(changes).over(so_far)).alias(one.name)
-        added = F.coalesce(F.sum(changes).over(so_far), F.lit(0))
-        return (F.coalesce(base, F.lit(0)) + added).alias(one.name)
+    def total(name: str) -> Column:
+        base = F.coalesce(F.col(_BASE)[name], F.lit(0))
+        added = F.sum(F.when(applied, F.col(_CHANGE + name))).over(so_far)
+        return (base + F.coalesce(added, F.lit(0))).alias(name)
 
     others = [F.col(f"`{c}`") for c in rows.columns if c not in (TAKE, ADD)]
-    changes = rows.select(*others, *[change(a).alias(_CHANGE + a.name) for a in kept])
+    changes = rows.select(*others, *[change(n).alias(_CHANGE + n) for n in names])
     known = _with_base(changes, state, key, names)
     summed = known.select(
         *key,
-        *[total(a) for a in kept],
+        *[total(n) for n in names],
         _group_time(so_far, applied).alias(TIMESTAMP),
         PARTITION,
         FATE,
@@ -233,6 +225,8 @@ def refuse(
     Args:
         stream_time: of the result, before the run.
         chunk: see ``with_stream_time``.
+
+    Source: FORMAT 4.1.1, 4.2.3, 4.8.4; kip889-grace-rejects-old-writes.
     """
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     timed = with_stream_time(rows, stream_time, chunk=chunk)
@@ -263,6 +257,8 @@ def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str])
 
     Args:
         rows: the results of ``aggregate`` or ``aggregate_by``.
+
+    Source: FORMAT 4.8.3: a group that empties stays; kip914-aggregate-count-versioned.
     """
     kept = [c for c in rows.columns if c in key or c == TIMESTAMP or c.startswith("_acc")]
     last = rows.where(_LAST).select(*kept)
@@ -296,6 +292,9 @@ def aggregate_by(
         names: the result's value columns.
         schema: the aggregate's columns; None = those of a row.
         initializer: None: the first row added to an empty group is its aggregate (Kafka's reduce).
+
+    Source: FORMAT 4.8.2-4.8.5; kip914-aggregate-reduce-sum-versioned,
+    kip914-probe-aggregate-order-of-calls-unversioned.
     """
     known = gathered(_with_base(rows, state, key, ("_acc",)), key)
     ordered = known.withColumn(_LAST, is_last(key)).sortWithinPartitions(*key, *ORDER, TURN)

@@ -173,6 +173,9 @@ def monotone(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> Da
 
 
 def last_times(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
-    """The last timestamp of each key's results, also of those that the result's store refused."""
+    """The last timestamp of each key's results, also of those that the result's store refused.
+
+    Source: FORMAT section 7, "Join timestamps".
+    """
     results = rows.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)).select(*key, TIMESTAMP)
     return union(results, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))

@@ -21,5 +21,8 @@ class ToStreamProcessor(Processor[ToStream]):
 
 
 def to_stream(changes: DataFrame) -> DataFrame:
-    """A table's changes as records, tombstones included."""
+    """A table's changes as records, tombstones included.
+
+    Source: FORMAT 4.2.2; kip914-versioned-lost-by-to-table.
+    """
     return changes.withColumn(FATE, F.lit(Fate.APPLIED))

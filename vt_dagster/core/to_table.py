@@ -21,5 +21,8 @@ class ToTableProcessor(Processor[ToTable]):
 
 
 def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:
-    """A stream's records as changes; those without a key are dropped."""
+    """A stream's records as changes; those without a key are dropped.
+
+    Source: FORMAT 4.2.1, 4.3.1; kip914-versioned-kept-by-explicit-to-table.
+    """
     return records.withColumn(FATE, F.when(~has_key(key), Fate.DROPPED).otherwise(Fate.APPLIED))

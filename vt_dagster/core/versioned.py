@@ -100,6 +100,9 @@ def fold(
         log: log rows, ``key columns, value columns, timestamp, partition, offset, is_tombstone``,
             after those that made ``versions``; rows that are in there already change nothing.
         horizon: after these log rows.
+
+    Source: KIP-889 "validity interval", FORMAT 4.1.3, section 7; kip889-validity-interval,
+    kip889-put-replaces-same-timestamp.
     """
     fresh = log.drop(IS_LATEST, OLD).withColumn(VALID_FROM, F.col(TIMESTAMP))
     everything = union(fresh, None if versions is None else versions.drop(VALID_TO))
@@ -110,7 +113,10 @@ def fold(
 
 
 def remembered(versions: DataFrame, horizon: Column) -> DataFrame:
-    """Without the versions that have expired."""
+    """Without the versions that have expired.
+
+    Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get.
+    """
     # Superseded or not: else what is left would depend on when the successor was folded in.
     expired = (F.col(VALID_TO) <= horizon) | (F.col(IS_TOMBSTONE) & (F.col(VALID_FROM) < horizon))
     return versions.where(~F.coalesce(expired, F.lit(False)))
@@ -121,6 +127,8 @@ def valid_at(as_of: Column, horizon: Column) -> Column:
 
     Times before the horizon are answered by a key's current version alone, even where the older
     version is still stored (kip889-expired-get). Tombstones answer nothing.
+
+    Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get, kip889-validity-interval.
     """
     in_time = (F.col(VALID_FROM) <= as_of) & (F.col(VALID_TO).isNull() | (as_of < F.col(VALID_TO)))
     remembered = F.col(VALID_TO).isNull() | horizon.isNull() | (as_of >= horizon)
@@ -128,17 +136,26 @@ def valid_at(as_of: Column, horizon: Column) -> Column:
 
 
 def latest(versions: DataFrame) -> DataFrame:
-    """The current version of every key: a row or a tombstone."""
+    """The current version of every key: a row or a tombstone.
+
+    Source: FORMAT 4.1.3; kip889-tombstone-is-null.
+    """
     return versions.where(F.col(VALID_TO).isNull())
 
 
 def get(versions: DataFrame) -> DataFrame:
-    """The current row of every key; deleted keys are not among them."""
+    """The current row of every key; deleted keys are not among them.
+
+    Source: KIP-889 ``get(key)``; kip889-motivation-versioned.
+    """
     return latest(versions).where(~F.col(IS_TOMBSTONE))
 
 
 def get_as_of(versions: DataFrame, as_of: Column, horizon: Column) -> DataFrame:
-    """The row of every key as of a time (inclusive)."""
+    """The row of every key as of a time (inclusive).
+
+    Source: KIP-889 ``get(key, asOfTimestamp)``; kip889-validity-interval, kip889-expired-get.
+    """
     return versions.where(valid_at(as_of, horizon))
 
 

@@ -1,8 +1,9 @@
 """Windowed aggregates: a stream's records by key and window, with grace for late ones (KIP-328).
 
 A window is updated while it is open; a record that comes when its window has closed is dropped from
-it and counted. Stream time T is the largest timestamp of a record with a key so far, the record
-itself included, per partition. What a run keeps for the next one are the windows still open.
+it and counted. Stream time T is the largest timestamp so far of a record that counts
+(``moves_stream_time``), the record itself included, per partition. What a run keeps for the next one
+are the windows still open, and those that a later record still looks at.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core import sessions
+from vt_dagster.core import sessions, sliding
 from vt_dagster.core.arrival import (
     STREAM_TIME,
     Fate,
@@ -39,11 +40,19 @@ from vt_dagster.core.arrival import (
 from vt_dagster.core.processor import Counts, Input, Known, Processor, lateness
 from vt_dagster.core.records import home_of
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
+from vt_dagster.core.sliding import HIDDEN, LENGTH, YOUNG
 from vt_dagster.topology.accumulators import Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow, Window
+from vt_dagster.topology.windowing import (
+    HoppingWindow,
+    SessionWindow,
+    SlidingWindow,
+    TumblingWindow,
+    Window,
+)
 
 _OPEN, _LAST, _MARK = "_open", "_last", "_mark"
+_EARLIEST = -(2**62)
 _MERGES = {"sum": F.sum, "min": F.min, "max": F.max}
 
 _LATE, _EXPIRED = "late_records_dropped", "expired_window_records_dropped"
@@ -71,7 +80,8 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         return rows.withColumns(chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
 
     def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
-        rows = self._regrouped(self.in_order(inputs)[0]).where(has_key(self._key))
+        counts = moves_stream_time(self._key, self.operator.window)
+        rows = self._regrouped(self.in_order(inputs)[0]).where(counts)
         return lateness(rows, known.stream_time, self.chunk)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
@@ -95,7 +105,8 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         )
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        late = (F.col(FATE) == Fate.DROPPED) & has_key(self._key)
+        # A record that is no record for windows, for its null key or value, has no window either.
+        late = (F.col(FATE) == Fate.DROPPED) & has_key(self.node.key)
         return {
             _EXPIRED: F.count_if(late),
             _LATE: F.count_distinct(F.when(late, F.struct(HOME, SEQUENCE))),
@@ -103,6 +114,21 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         return super().counts(taken, found, judged) | {n: found[n] for n in (_LATE, _EXPIRED)}
+
+
+def needs_value(window: Window) -> bool:
+    """Whether a record without a value is dropped: by sliding windows, as in Kafka Streams."""
+    return isinstance(window, SlidingWindow)
+
+
+def moves_stream_time(key: Sequence[str], window: Window) -> Column:
+    """Whether a record is one for the windows: it has a key, and a value where one is needed.
+
+    Others are dropped, and T does not look at them.
+
+    Source: FORMAT 4.10, 4.10.3; kip328-probe-null-values-tumbling, -session, -sliding.
+    """
+    return has_key(key) & ~F.col(IS_TOMBSTONE) if needs_value(window) else has_key(key)
 
 
 def aggregate(
@@ -121,30 +147,35 @@ def aggregate(
     partition and chunk), then one shuffle and sort by key and window of the run's records and the
     open windows. Sessions: the same, but the last sort is by key alone, and a kernel in Python
     follows (see ``sessions.merge``). In all 2 shuffles and 2 sorts of rows, and of a row a chunk 2
-    shuffles, a sort and a broadcast.
+    shuffles, a sort and a broadcast. Sliding windows: the same with ``sliding.merge``, and where their
+    retention hides some, all of it once more before, for what they hide.
 
     Args:
         records: the stream's log rows, ``key columns, value columns, timestamp, partition, ORDER``;
             ``partition`` and key columns are already the result's; each partition has windows of its
             own. A null value counts like any
-            other record (kip328-probe-null-values-tumbling); a record without a key is dropped.
-        state: the open windows before the run; None = none.
+            other record (kip328-probe-null-values-tumbling), but for sliding windows, which drop it
+            (kip328-probe-null-values-sliding); a record without a key is dropped.
+        state: the windows kept before the run; None = none.
         before: T of the row's partition before the run (TIMESTAMP; null = no record yet).
         chunk: see ``with_stream_time``.
 
     Returns:
         ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
         _fate, ORDER, _turn``, and what ``state_after`` needs. ``window_start`` inclusive;
-        ``window_end`` exclusive, of a session the timestamp of its last record. ``timestamp``: the
+        ``window_end`` exclusive; of a session the timestamp of its last record, of a sliding window
+        its start + time difference, both inclusive. ``timestamp``: the
         largest in the window; of a session, also of the tombstone of one that has been merged, its
         end. ``dropped``: a record
-        without a key, or one row for each window that had closed. ``kept``: a window, or a session at
-        the end of the run, that no record has changed last.
+        without a key (or value, where one is needed), without a window; or one row for each window
+        that had closed. ``kept``: a window, or a session or sliding window at the end of the run, that
+        no record has changed last.
 
-    Source: FORMAT 4.10.1-4.10.4, section 7; kip328-grace-boundary, kip328-hopping,
-    kip328-session-merge.
+    Source: FORMAT 4.10.1-4.10.6, section 7; kip328-grace-boundary, kip328-hopping,
+    kip328-session-merge, kip328-sliding.
     """
-    seen = with_stream_time(records, before, has_key(key), chunk=chunk)
+    counts = moves_stream_time(key, window)
+    seen = with_stream_time(records, before, counts, chunk=chunk)
     kept = _accumulators_type(records, aggregates)
     accumulators = [F.expr(a.expression).cast(kept[a.name].dataType) for a in aggregates.accumulators]
     fresh = seen.select(
@@ -154,6 +185,7 @@ def aggregate(
         TIMESTAMP,
         STREAM_TIME,
         F.lit(True).alias(FRESH),
+        counts.alias(KEYED),
         *[c.alias(f.name) for c, f in zip(accumulators, kept.fields, strict=True)],
     )
     earlier = None
@@ -169,13 +201,15 @@ def aggregate(
         )
     if isinstance(window, SessionWindow):
         return _sessions(fresh, earlier, key, window, aggregates)
+    if isinstance(window, SlidingWindow):
+        return _sliding(fresh, earlier, key, window, aggregates, chunk)
     return _fixed(fresh, earlier, key, window, aggregates)
 
 
 def state_after(
     rows: DataFrame, *, key: Sequence[str], window: Window, aggregates: Aggregates, after: Column
 ) -> DataFrame:
-    """The windows that are open after a run.
+    """The windows after a run that a later record can change or, sliding ones, look at.
 
     Args:
         rows: of ``aggregate``.
@@ -187,6 +221,10 @@ def state_after(
     end, now = F.unix_micros(WINDOW_END), F.unix_micros(after)
     if isinstance(window, SessionWindow):
         closed = end < now - micros(window.closes_after)
+    elif isinstance(window, SlidingWindow):
+        # A record that is not too late lies at T - grace - difference, and looks back twice that.
+        least = sliding.in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
+        closed = F.unix_micros(WINDOW_START) < least
     else:
         closed = end <= now - micros(window.grace)
     counts = (F.col(FATE) == Fate.KEPT) | (F.col(FATE) == Fate.APPLIED)
@@ -280,7 +318,6 @@ def _sessions(
         *[c for c in fresh.columns if c not in (TIMESTAMP, STREAM_TIME)],
         at.alias(WINDOW_START),
         at.alias(WINDOW_END),
-        has_key(key).alias(KEYED),
         micros(window.gap).alias(GAP),
         (F.unix_micros(STREAM_TIME) - wait).alias(HORIZON),
     )
@@ -288,6 +325,43 @@ def _sessions(
         ends = {end: F.unix_micros(end) for end in (WINDOW_START, WINDOW_END)}
         earlier = earlier.drop(TIMESTAMP).withColumns(ends)
     merged = sessions.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
+    return _by_kernel(merged.withColumn(TIMESTAMP, F.col(WINDOW_END)), key, aggregates)
+
+
+def _sliding(
+    fresh: DataFrame,
+    earlier: DataFrame | None,
+    key: Sequence[str],
+    window: SlidingWindow,
+    aggregates: Aggregates,
+    chunk: Column | None,
+) -> DataFrame:
+    """Sliding windows: first, where it matters, which windows each record does not see any more."""
+    at, now = sliding.in_ticks(F.unix_micros(TIMESTAMP)), sliding.in_ticks(F.unix_micros(STREAM_TIME))
+    length = micros(window.time_difference).alias(LENGTH)
+    records = fresh.select(
+        *[c for c in fresh.columns if c not in (TIMESTAMP, STREAM_TIME)],
+        at.alias(WINDOW_START),
+        at.alias(YOUNG),
+        length,
+        (now - micros(window.grace)).alias(HORIZON),
+        F.lit(None).cast("long").alias(HIDDEN),
+    )
+    if earlier is not None:
+        earlier = earlier.select(
+            *[c for c in earlier.columns if c not in (TIMESTAMP, WINDOW_START, WINDOW_END)],
+            F.unix_micros(WINDOW_START).alias(WINDOW_START),
+            F.unix_micros(TIMESTAMP).alias(YOUNG),
+            length,
+        )
+    if window.hides:
+        records = sliding.with_hidden(records, earlier, key, window, chunk)
+    merged = sliding.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
+    return _by_kernel(merged, key, aggregates)
+
+
+def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) -> DataFrame:
+    """The results of a kernel; ``timestamp`` is in microseconds."""
     updated = F.col(KIND) == sessions.MERGED
     kept = F.col(KIND) == sessions.STATE
     fate = F.when(kept, Fate.KEPT).when(F.col(KIND) == sessions.CLOSED, Fate.DROPPED)
@@ -295,7 +369,7 @@ def _sessions(
         *key,
         *_ends(key),
         *[F.when(updated, F.expr(e)).alias(c) for c, e in aggregates.columns],
-        F.timestamp_micros(WINDOW_END).alias(TIMESTAMP),
+        F.timestamp_micros(TIMESTAMP).alias(TIMESTAMP),
         PARTITION,
         (F.col(KIND) == sessions.REPLACED).alias(IS_TOMBSTONE),
         fate.otherwise(Fate.APPLIED).alias(FATE),

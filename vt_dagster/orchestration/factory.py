@@ -61,7 +61,7 @@ def _source_asset(node: Stream) -> dg.AssetsDefinition:
 
 def _operator_asset(node: Stream) -> dg.AssetsDefinition:
     read, operate, write = ops.read_logs_op(node), ops.operate_op(node), ops.write_op(node)
-    inputs = ops.input_nodes(node)
+    inputs, logs = ops.input_nodes(node), ops.log_nodes(node)
 
     @dg.graph_asset(
         ins={
@@ -71,8 +71,9 @@ def _operator_asset(node: Stream) -> dg.AssetsDefinition:
         **_shown(node),
     )
     def operator_asset(**after: Any) -> Any:
-        *logs, arrival = read(**after)
-        return write(operate(*logs, arrival), arrival)
+        *read_logs, arrival = read(**after)
+        given = {up.name: rows for up, rows in zip(logs, read_logs, strict=True)}
+        return write(operate(**given, arrival=arrival), arrival)
 
     return cast(dg.AssetsDefinition, operator_asset)
 

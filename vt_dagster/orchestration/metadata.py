@@ -30,7 +30,7 @@ from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
-_OURS = {
+_ADDED_COLUMNS = {
     TIMESTAMP: ("timestamp", "when the record was true, UTC"),
     PARTITION: ("int", "partition that the record came in"),
     OFFSET: ("bigint", "gap-free position in the partition of the log"),
@@ -53,18 +53,22 @@ def column_schema(node: Stream) -> dg.TableSchema:
         for f in node.schema.fields
         if f.name != TIMESTAMP
     ]
-    added = [c for c in log_columns(node) if c in _OURS and c != IS_LATEST]
+    added = [c for c in log_columns(node) if c in _ADDED_COLUMNS and c != IS_LATEST]
     if isinstance(node, VersionedTable):
         added += [VALID_FROM, VALID_TO]
     return dg.TableSchema(
-        columns=own + [dg.TableColumn(c, _OURS[c][0], description=_OURS[c][1]) for c in added]
+        columns=own
+        + [dg.TableColumn(c, _ADDED_COLUMNS[c][0], description=_ADDED_COLUMNS[c][1]) for c in added]
     )
 
 
 def _description(node: Stream, column: str) -> str | None:
     """What the contract says of a column; of a result's, what is said of the one that it is made of."""
     contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
-    said = getattr(contract.get(column), "description", None) or _OURS.get(column, (None, None))[1]
+    said = (
+        getattr(contract.get(column), "description", None)
+        or _ADDED_COLUMNS.get(column, (None, None))[1]
+    )
     made_of = node.operator.lineage().get(column, []) if node.operator is not None else []
     if said or len(made_of) != 1:
         return said

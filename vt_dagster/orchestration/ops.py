@@ -28,9 +28,11 @@ from vt_dagster.orchestration.types import (
     results_type,
 )
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.run import Receipt, Results, Run, source_of
+from vt_dagster.runs.pin import source_of
+from vt_dagster.runs.run import Receipt, Results, Run
 from vt_dagster.runs.store import Stores
-from vt_dagster.sources.kafka import KafkaSource, PinnedTopics, as_ranges
+from vt_dagster.sources.kafka import KafkaSource, PinnedTopics
+from vt_dagster.sources.kafka_messages import as_ranges
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.storage.store import AssetStore, stores_of
@@ -181,7 +183,7 @@ def read_logs_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     The outputs have the names of the inputs; they are lazy, and empty where there is nothing new. Of a
     join with grace, log rows of earlier runs that may wait are among them.
     """
-    inputs, logs = input_nodes(node), _logs(node)
+    inputs, logs = input_nodes(node), log_nodes(node)
 
     @dg.op(
         name=name or f"read_{node.name}",
@@ -211,11 +213,12 @@ def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     before.
     """
     consumed = processor_of(node).consumed
+    logs = log_nodes(node)
 
     @dg.op(
         name=name or f"{_verb(node)}_{node.name}",
         ins={
-            **{up.name: dg.In(log_type(up)) for up in consumed},
+            **{up.name: dg.In(log_type(up)) for up in logs},
             "arrival": dg.In(ArrivalType),
         },
         out=dg.Out(results_type(node), io_manager_key=OP_MEMORY),
@@ -328,7 +331,7 @@ def input_nodes(node: Stream) -> tuple[Stream, ...]:
     return tuple({up.name: up for up in operator_of(node).inputs}.values())
 
 
-def _logs(node: Stream) -> tuple[Stream, ...]:
+def log_nodes(node: Stream) -> tuple[Stream, ...]:
     """Whose logs it consumes, each once."""
     return tuple({up.name: up for up in processor_of(node).consumed}.values())
 

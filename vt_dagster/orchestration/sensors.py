@@ -12,7 +12,7 @@ import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
 from vt_dagster.orchestration.resource import WarehouseResource
-from vt_dagster.runs.run import source_of
+from vt_dagster.runs.pin import source_of
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore, Head
 from vt_dagster.topology.model import Stream
@@ -109,20 +109,20 @@ def build_sensor(
         unfinished = _unfinished(context, tags)
         if unfinished:
             return dg.SkipReason(f"{news.says}: the run {unfinished} is at work")
-        digest = hashlib.sha256(json.dumps(news.config).encode()).hexdigest()[:16]
-        return dg.SensorResult(
-            run_requests=[
-                dg.RunRequest(
-                    run_key=f"{node.name}:{seen.epoch}:{batch}:{digest}",
-                    run_config={
-                        "ops": {node.name: {"ops": {f"read_{node.name}": {"config": news.config}}}}
-                    },
-                    tags={**tags, "vt_dagster/batch": str(batch + 1)},
-                )
-            ]
-        )
+        tags["vt_dagster/batch"] = str(batch + 1)
+        return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags)])
 
     return sense
+
+
+def _request(node: Stream, place: str, config: Any, tags: Mapping[str, str]) -> dg.RunRequest:
+    """A run that takes what is new; one and the same for the same news."""
+    digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
+    return dg.RunRequest(
+        run_key=f"{node.name}:{place}:{digest}",
+        run_config={"ops": {node.name: {"ops": {f"read_{node.name}": {"config": config}}}}},
+        tags=tags,
+    )
 
 
 def _news(source: Any, store: AssetStore, head: Head | None) -> _News:

@@ -102,7 +102,7 @@ def results_type(node: Stream) -> dg.DagsterType:
                 success=False,
                 description=f"expected the Results of {node.name!r}, got "
                 f"{type(value).__module__}.{type(value).__qualname__}; return "
-                "vt_dagster.runs.run_operator.Results(rows, before) from the op before",
+                "vt_dagster.runs.run.Results(rows, known) from the op before",
             )
         return cast(dg.TypeCheck, frame.type_check(context, value.rows))
 

@@ -20,18 +20,18 @@ _FEW_IN_A_TILE = 128
 
 
 def way_of(
-    table: Table, view: DataFrame, few: bool, versions: int, due: tuple[int, int] | None
+    table: Table, view: DataFrame, few: bool, versions: int, span: tuple[int, int] | None
 ) -> tuple[Way, str]:
     """The way for one run, and why.
 
     Args:
         few: whether the run has few records.
         versions: no more than these are in the view.
-        due: the smallest and the largest timestamp of the records to be joined; None = none are.
+        span: the smallest and the largest timestamp of the records to be joined; None = none are.
     """
     if not isinstance(table, VersionedTable):
         return "sorted", ""
-    if few or due is None:
+    if few or span is None:
         return "sorted", "sorted: the run has few records"
     if versions <= _FEW_VERSIONS:
         counts = view.groupBy(*table.key).count()
@@ -39,7 +39,7 @@ def way_of(
         if most <= _FEW_OF_A_KEY:
             said = f"broadcast: the table has at most {versions:,} versions, and {most} of a key"
             return "broadcast", said
-    tiles, most = tiles_of(view, key=table.key, first=due[0], last=due[1])
+    tiles, most = tiles_of(view, key=table.key, first=span[0], last=span[1])
     if most > _FEW_IN_A_TILE:
         return "sorted", (
             f"sorted: {most:,} versions of a key may be in one tile of time, more than {_FEW_IN_A_TILE}"

@@ -35,20 +35,18 @@ from vt_dagster.core.arrival import Fate, by_partition
 from vt_dagster.core.log import log_schema, view_schema
 from vt_dagster.core.processor import Input, Known, Lookup, Processor
 from vt_dagster.core.processors import processor_of
-from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason, prepare
-from vt_dagster.errors import ContractError, SourceError
+from vt_dagster.core.records import prepare
 from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.commit import check_share, document, ends_of, stage_rejected
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.join_way import way_of
+from vt_dagster.runs.pin import from_logs, from_source
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.progress import in_words
-from vt_dagster.storage.store import Snapshot, shape_of
 from vt_dagster.topology.model import Stream, Table
-
-_NOT_IN_LOG = (Fate.LATE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,8 @@ class Run:
         store = stores(node)
         at = store.catch_up()
         if node.operator is None:
-            return cls(_from_source(node, store, at, source, asked), stores)
-        run = cls(_from_logs(node, store, at, stores), stores)
+            return cls(from_source(node, store, at, source, asked), stores)
+        run = cls(from_logs(node, store, at, stores), stores)
         return run if run.arrival.empty else replace(run, arrival=run._timed())
 
     def _timed(self) -> Arrival:
@@ -302,8 +300,8 @@ class Run:
         Raises:
             ContractError: results break the schema's checks, or too large a share of a source's
                 records is bad; nothing has been committed.
-            BufferFullError: a suppression buffer is full and is to stop the run; nothing is lost, the
-                next run with a larger limit takes the same records.
+            RefusedRecordsError: an operator cannot take some records, for example since its buffer is
+                full; nothing is lost, the next run takes the same records.
             ConcurrentRunError: another run won.
             SourceError: the source could not be read to its end.
         """
@@ -334,6 +332,7 @@ class Run:
         arrival, store, processor = self.arrival, self.store, self.processor
         before, judged = arrival.before, results.judged
         passed = gate(processor, rows)
+        processor.check(passed.by_partition)
         counts = processor.counts(arrival.new_records, passed.counts, judged.counts)
         state = processor.state_after(rows, results.known)
         buffer = processor.fullness(state)
@@ -341,19 +340,19 @@ class Run:
         if buffer is not None:
             full = {r[PARTITION]: (r["records"], r["bytes"]) for r in buffer.collect()}
             gauges |= processor.gauges(full, before.gauges, before.batch)
-        position: dict[str, Any] = {"taken": arrival.taken, "inputs": _ends(arrival)}
+        position: dict[str, Any] = {"taken": arrival.taken, "inputs": ends_of(arrival)}
         if arrival.source is not None:
             counts |= arrival.source.counts
-            self._check_share(arrival.source, rows, counts)
+            check_share(self.node.name, arrival.source, rows, counts)
             position = arrival.source.position(before, counts)
         store.progress.done(f"decided: {in_words(counts)}")
         if state is not None:
             store.stage_state(arrival.attempt, state)
-        rejected = arrival.source is not None and self._stage_rejected(rows, counts)
+        rejected = arrival.source is not None and stage_rejected(store, arrival.attempt, rows, counts)
         if arrival.source is not None and arrival.source.consumed is not None:
             store.stage_files(arrival.attempt, arrival.source.consumed)
         own_time = processor.goes_by_time
-        return passed, _commit(
+        return passed, document(
             arrival,
             passed,
             counts,
@@ -365,43 +364,6 @@ class Run:
             rejected=rejected,
             run_id=run_id,
             **position,
-        )
-
-    def _stage_rejected(self, rows: DataFrame, counts: Mapping[str, int]) -> bool:
-        """Keeps a source's records that are not in the log; whether there are any."""
-        if not counts[Fate.LATE] + counts[Fate.QUARANTINED]:
-            return False
-        rejected = rows.where(F.col(FATE).isin(Fate.LATE, Fate.QUARANTINED))
-        self.store.stage_rejected(
-            self.arrival.attempt,
-            rejected.select(
-                F.coalesce(F.col(REASON), F.lit(Reason.LATE)).alias("reason"),
-                F.col(SOURCE).alias("source"),
-                F.col(POSITION).alias("position"),
-                F.col(RAW).alias("raw"),
-                *([F.col(RAW_KEY).alias("raw_key")] if RAW_KEY in rows.columns else []),
-                TIMESTAMP,
-                PARTITION,
-            ),
-        )
-        return True
-
-    def _check_share(self, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
-        bad, total = counts[Fate.QUARANTINED], counts["in"]
-        if not total or bad / total <= source.max_bad_share:
-            return
-        worst = (
-            rows.where(F.col(FATE) == Fate.QUARANTINED)
-            .select(SOURCE, POSITION, REASON, RAW)
-            .orderBy(ARRIVAL)
-            .limit(3)
-            .collect()
-        )
-        examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
-        raise ContractError(
-            f"{self.node.name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
-            f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the input, or "
-            "raise max_bad_share of the source to send them to quarantine"
         )
 
 
@@ -420,132 +382,3 @@ def run_once(
     """
     run = Run.pin(node, stores, source, **asked)
     return run.commit(run.operate(run.read()), run_id)
-
-
-def source_of(node: Stream) -> Source:
-    """Where a node's records come from.
-
-    Raises:
-        SourceError: nowhere.
-    """
-    source: Any = node.source
-    if not hasattr(source, "pin"):
-        raise SourceError(
-            f"{node.name}: expected a source to read from, got {source!r}; give it one, for "
-            "example source=FilesSource('data/landing/weather', format='csv')"
-        )
-    return source
-
-
-def _from_source(
-    node: Stream, store: Store, at: Snapshot, source: Source | None, asked: Mapping[str, Any]
-) -> Arrival:
-    commit = None if at.head is None else at.head.commit
-    consumed = store.consumed_files(at.head)
-    pinned = (source or source_of(node)).pin(commit, consumed=consumed, **asked)
-    return Arrival(
-        node,
-        at.head,
-        store.new_attempt(),
-        source=pinned,
-        taken=pinned.taken,
-        rows_read=at.rows,
-    )
-
-
-def _from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arrival:
-    processor = processor_of(node)
-    pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
-    start = pinned.before.inputs
-    inputs, tables, taken, rows_read = dict(pinned.inputs), dict(pinned.tables), pinned.taken, at.rows
-    names = {up.name for up in processor.consumed}
-    for up in {up.name: up for up in node.inputs}.values():
-        looked_at = processor.reads_tables or up.name not in names
-        found = stores(up).snapshot() if looked_at else stores(up).catch_up()
-        if found.head is None:
-            continue
-        if looked_at and found.version is not None:
-            tables[up.name] = found
-            rows_read += found.rows if up.name in names else 0
-        if up.name not in names:
-            continue
-        inputs[up.name] = found.head
-        ends, first = found.head.commit.next_offset, start.get(up.name, {})
-        ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
-        if ranges:
-            taken[up.name] = ranges
-    return replace(
-        pinned,
-        inputs=inputs,
-        tables=tables,
-        taken=taken,
-        rows_read=rows_read,
-        stream_time=dict(pinned.before.stream_time),
-    )
-
-
-def _ends(arrival: Arrival) -> dict[str, dict[int, int]]:
-    """How far the run comes in each log."""
-    return {n: {p: end for p, (_, end) in ranges.items()} for n, ranges in arrival.taken.items()}
-
-
-def _commit(
-    arrival: Arrival,
-    passed: Passed,
-    counts: dict[str, int],
-    fates: Mapping[int, Mapping[str, int]],
-    *,
-    inputs: dict[str, dict[int, int]],
-    stream_time: Mapping[int, int],
-    **more: Any,
-) -> Commit:
-    """The document of a run's commit."""
-    before = arrival.before
-    offsets, times = dict(before.next_offset), dict(before.stream_time)
-    for partition, some in passed.by_partition.items():
-        if some[Fate.APPLIED]:
-            offsets[partition] = offsets.get(partition, 0) + some[Fate.APPLIED]
-    for partition, moment in stream_time.items():
-        times[partition] = max(times.get(partition, moment), moment)
-    # A topic says all its partitions, and may have fewer than before.
-    if not more.get("topics"):
-        inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
-    totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
-    if Fate.WAITING in counts:
-        totals[Fate.WAITING] = counts[Fate.WAITING]
-    return Commit(
-        asset=arrival.node.name,
-        batch=before.batch + 1,
-        attempt=arrival.attempt,
-        shape=shape_of(arrival.node),
-        log=before.log or arrival.attempt,
-        logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
-        inputs={**before.inputs, **inputs},
-        next_offset=offsets,
-        stream_time=times,
-        released=arrival.released,
-        earliest=passed.earliest,
-        counts=counts,
-        totals=totals,
-        totals_by_partition=_totals_by_partition(before, fates),
-        reads=arrival.reads,
-        **more,
-    )
-
-
-def _totals_by_partition(
-    before: Commit, fates: Mapping[int, Mapping[str, int]]
-) -> dict[int, dict[str, int]]:
-    found = {p: dict(some) for p, some in before.totals_by_partition.items()}
-    for some in found.values():
-        some.pop(Fate.WAITING, None)
-    for partition, some in fates.items():
-        mine = found.setdefault(partition, {})
-        for fate in _NOT_IN_LOG:
-            if some.get(fate):
-                mine[fate] = mine.get(fate, 0) + some[fate]
-    return {p: some for p, some in found.items() if some}
-
-
-def _text(raw: Any) -> str:
-    return bytes(raw).decode("utf-8", "backslashreplace") if isinstance(raw, bytearray) else str(raw)

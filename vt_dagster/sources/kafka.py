@@ -6,7 +6,6 @@ are pinned when it starts; only committed records of transactions are in them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, StructType
 
@@ -23,17 +21,12 @@ from vt_dagster.core.records import DELETED, POSITION, RAW, RAW_KEY, REASON, REC
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.formats import Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
+from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, read_messages
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 """The type of a column that takes a record's headers."""
-
-_MESSAGE = (
-    "key binary, value binary, topic string, partition int, offset long, timestamp timestamp, "
-    "headers array<struct<key:string,value:binary>>"
-)
-_PLACE = "_place"
 
 
 @dataclass(frozen=True)
@@ -270,8 +263,8 @@ class KafkaSource:
             }
         ids = {topic: state.id for topic, state in states.items()}
         ends = {topic: dict(state.ends) for topic, state in states.items()}
-        bounded = _bounded(ranges, self.max_records_per_run)
-        return PinnedTopics(self, before, bounded, ids, gaps, ends)
+        taken = bounded(ranges, self.max_records_per_run)
+        return PinnedTopics(self, before, taken, ids, gaps, ends)
 
     def _ranges(
         self, topic: str, state: TopicState, before: Commit | None, gaps: Ranges
@@ -351,7 +344,7 @@ class KafkaSource:
         Raises:
             SourceError: a schema cannot be had.
         """
-        messages = self._arrived(
+        messages = in_order_of_arrival(
             read_messages(self.cluster, spark, ranges, headers=self.headers is not None).select(
                 F.col("topic").alias(SOURCE),
                 PARTITION,
@@ -360,7 +353,8 @@ class KafkaSource:
                 F.col("key").alias(RAW_KEY),
                 F.col("value").alias(RAW),
                 *(["headers"] if self.headers is not None else []),
-            )
+            ),
+            self.topics,
         )
         message, message_key = F.col(RAW), F.col(RAW_KEY)
         own = StructType([f for f in schema.fields if f.name != self.headers])
@@ -402,104 +396,5 @@ class KafkaSource:
         inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
         return read.select(*columns, *inside)
 
-    def _arrived(self, rows: DataFrame) -> DataFrame:
-        """With the order of arrival: the offset; of several topics the order of their stream times."""
-        if len(self.topics) == 1:
-            return rows.withColumn(ARRIVAL, F.col(POSITION))
-        place = F.array_position(F.array(*[F.lit(t) for t in self.topics]), F.col(SOURCE))
-        so_far = W.partitionBy(PARTITION, SOURCE).orderBy(POSITION)
-        merged = W.partitionBy(PARTITION).orderBy("_time", _PLACE, POSITION)
-        timed = rows.withColumns({_PLACE: place, "_time": F.max(RECORD_TIME).over(so_far)})
-        return timed.withColumn(ARRIVAL, F.row_number().over(merged).cast("long")).drop(_PLACE, "_time")
 
-
-def read_messages(
-    cluster: KafkaCluster,
-    spark: SparkSession,
-    ranges: Mapping[str, Mapping[int, tuple[int, int]]],
-    headers: bool = False,
-) -> DataFrame:
-    """The committed messages of some ranges, as Spark's Kafka source has them.
-
-    Args:
-        ranges: none of them empty.
-    """
-
-    def offsets(which: int) -> str:
-        return json.dumps({t: {str(p): r[which] for p, r in s.items()} for t, s in ranges.items()})
-
-    if not ranges:
-        return spark.createDataFrame([], _MESSAGE)
-    return (
-        spark.read.format("kafka")
-        # Spark asks for a partition's ends after each poll, and the broker answers after the fetch that
-        # the consumer has sent ahead: at the end of a topic that waits for records, half a second.
-        .option("kafka.fetch.max.wait.ms", "10")
-        .options(**cluster.spark_options())
-        .option("assign", json.dumps({t: sorted(some) for t, some in ranges.items()}))
-        .option("startingOffsets", offsets(0))
-        .option("endingOffsets", offsets(1))
-        .option("includeHeaders", str(headers).lower())
-        .option("kafka.isolation.level", "read_committed")
-        .option("failOnDataLoss", "true")
-        .load()
-    )
-
-
-def _bounded(ranges: Ranges, most: int | None) -> Ranges:
-    """The same ranges with no more offsets than a run may take, each partition its fair share."""
-    sizes = {(t, p): e - s for t, some in ranges.items() for p, (s, e) in some.items()}
-    if most is None or sum(sizes.values()) <= most:
-        return ranges
-    left = most
-    shares: dict[tuple[str, int], int] = {}
-    # The smallest take all of theirs; what they leave of their share goes to the others.
-    for i, (place, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
-        shares[place] = min(size, left // (len(sizes) - i))
-        left -= shares[place]
-    return {t: {p: (s, s + shares[t, p]) for p, (s, _) in some.items()} for t, some in ranges.items()}
-
-
-def as_ranges(given: Mapping[str, Any] | None) -> Ranges | None:
-    """Ranges out of a run's config: ``{topic: {"0": [start, end]}}``.
-
-    Raises:
-        SourceError: it has another form.
-    """
-    if given is None:
-        return None
-    try:
-        return {
-            topic: {int(p): (int(start), int(end)) for p, (start, end) in some.items()}
-            for topic, some in given.items()
-        }
-    except (AttributeError, TypeError, ValueError):
-        raise SourceError(
-            f'expected ranges like {{"topic": {{"0": [start, end]}}}}, got {given!r}; correct the '
-            "run config"
-        ) from None
-
-
-def as_offsets(text: str) -> dict[str, dict[int, int]]:
-    """Offsets out of a text: ``{"topic": {"0": 100}}``.
-
-    Raises:
-        SourceError: it has another form.
-    """
-    try:
-        return {t: {int(p): int(o) for p, o in some.items()} for t, some in json.loads(text).items()}
-    except (AttributeError, TypeError, ValueError):
-        raise SourceError(
-            f'expected offsets like {{"topic": {{"0": 100}}}}, got {text!r}; correct the text'
-        ) from None
-
-
-__all__ = [
-    "HEADERS",
-    "KafkaSource",
-    "PinnedTopics",
-    "Ranges",
-    "as_offsets",
-    "as_ranges",
-    "read_messages",
-]
+__all__ = ["HEADERS", "KafkaSource", "PinnedTopics", "Ranges"]

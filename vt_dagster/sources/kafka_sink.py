@@ -19,8 +19,8 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
-from vt_dagster.sources.kafka import read_messages
 from vt_dagster.sources.kafka_cluster import KafkaCluster
+from vt_dagster.sources.kafka_messages import read_messages
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Commit, Offsets, Shape
 from vt_dagster.storage.store import AssetStore

@@ -83,7 +83,7 @@ class GroupedTable(Generic[T]):
 
 @dataclass(frozen=True)
 class GroupedStream(Generic[T]):
-    """A stream's records by a key, aggregated as they are or in windows; see ``StreamAggregate``."""
+    """A stream's records by a key, to be aggregated as they are or cut into windows."""
 
     stream: Node
     key: tuple[str, ...]
@@ -91,7 +91,7 @@ class GroupedStream(Generic[T]):
     partition_by: str | None = None
 
     def windowed_by(self, window: Window) -> WindowedStream[T]:
-        """The records of each key in tumbling, hopping or session windows."""
+        """The records of each key in tumbling, hopping, session or sliding windows."""
         return WindowedStream(self, window)
 
     def aggregate(
@@ -103,11 +103,11 @@ class GroupedStream(Generic[T]):
         emit: Emit = "every_update",
         **shown: Any,
     ) -> T:
-        """One row for each key.
+        """One row for each key, of all its records; see ``StreamAggregate``.
 
         Args:
-            aggregates: ``{"departures": "count(*)", "longest": "max(dep_delay)"}``, of count, sum,
-                min, max and avg over SQL expressions.
+            aggregates: ``{"orders": "count(*)", "amount": "sum(amount)"}``, of count, sum and avg over
+                SQL expressions.
         """
         return StreamAggregate(
             self.stream,

@@ -19,9 +19,12 @@ from vt_dagster.topology.node import Node, Source, topological
 from vt_dagster.topology.operators import (
     Emit,
     Filter,
+    FlatMapValues,
     ForeignKeyJoin,
     MapValues,
     Materialized,
+    Merge,
+    SelectKey,
     StreamTableJoin,
     Suppress,
     TableTableJoin,
@@ -92,6 +95,40 @@ class Stream(Node, kind="stream"):
     def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
         """Its records as changes of a table; see ``ToTable``."""
         return ToTable(self, name, materialized).result(**shown)
+
+    def merge(self, *others: Stream, name: str, **shown: Any) -> Stream:
+        """Its records and those of other streams as one; see ``Merge``."""
+        return Merge((self, *others), name).result(**shown)
+
+    def select_key(
+        self,
+        *key: str,
+        name: str,
+        partitions: int | None = None,
+        partition_by: str | None = None,
+        **shown: Any,
+    ) -> Stream:
+        """Its records under another key; see ``SelectKey``.
+
+        Args:
+            key: ``column`` or ``expression as name``.
+            partitions, partition_by: of the result, as of a source.
+        """
+        made = SelectKey(self, name, group_key=key, partitions=partitions, partition_by=partition_by)
+        return made.result(**shown)
+
+    def flat_map_values(
+        self, expression: str, *, column: str, name: str, keep: Sequence[str] = (), **shown: Any
+    ) -> Stream:
+        """Each record as several, one for each element of an array; see ``FlatMapValues``.
+
+        Args:
+            expression: SQL over its columns that gives an array, for example ``split(words, ' ')``.
+            column: the value column that takes an element.
+            keep: columns that the result has besides key and element.
+        """
+        made = FlatMapValues(self, name, expression=expression, column=column, keep=tuple(keep))
+        return made.result(**shown)
 
     def group_by(
         self, *key: str, partitions: int | None = None, partition_by: str | None = None

@@ -77,6 +77,12 @@ class Operator(ABC):
         """For each column of the result the (asset, column) pairs that it is made of."""
 
     @property
+    def rekeyed(self) -> bool:
+        """Whether the result's records have another key than that by which its source was partitioned.
+        Kafka Streams then brings them to other partitions before it groups or joins them."""
+        return False
+
+    @property
     def settings(self) -> dict[str, str]:
         """What an asset's metadata says of it, by name."""
         return {}
@@ -85,12 +91,6 @@ class Operator(ABC):
     def log_columns(self) -> tuple[str, ...]:
         """Columns that it adds to its result's log, besides those of any log."""
         return ()
-
-    @property
-    def new_key(self) -> bool:
-        """Whether its result is a stream whose key was made on the way: whatever needs the key has
-        the records repartitioned first, and those without one do not get through."""
-        return False
 
     @property
     def stored(self) -> bool:
@@ -165,6 +165,11 @@ class Node:
     def inputs(self) -> tuple[Node, ...]:
         """The streams and tables that this one is made of; empty for a source."""
         return () if self.operator is None else self.operator.inputs
+
+    @property
+    def rekeyed(self) -> bool:
+        """Whether its records have been brought to another key, see ``Operator.rekeyed``."""
+        return self.operator is not None and self.operator.rekeyed
 
     @property
     def key_types(self) -> tuple[DataType, ...]:

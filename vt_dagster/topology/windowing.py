@@ -1,4 +1,4 @@
-"""The windows that a stream's records are cut into: tumbling, hopping, session (KIP-328's grace)."""
+"""The windows that a stream's records are cut into: tumbling, hopping, session, sliding."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class TumblingWindow:
     grace: Duration = _NONE
     retention: Duration | None = None
     end_inclusive: ClassVar[bool] = False
+    open_when_due: ClassVar[bool] = False
     """Whether a record at the very end of a window belongs to it."""
 
     def __post_init__(self) -> None:
@@ -75,6 +76,7 @@ class HoppingWindow:
     grace: Duration = _NONE
     retention: Duration | None = None
     end_inclusive: ClassVar[bool] = False
+    open_when_due: ClassVar[bool] = False
     """Whether a record at the very end of a window belongs to it."""
 
     def __post_init__(self) -> None:
@@ -121,6 +123,7 @@ class SessionWindow:
     grace: Duration = _NONE
     retention: Duration | None = None
     end_inclusive: ClassVar[bool] = True
+    open_when_due: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_lengths(self, "gap")
@@ -135,10 +138,74 @@ class SessionWindow:
         return f"sessions with a gap of {spoken(self.gap)}, grace {spoken(self.grace)}"
 
 
-Window = TumblingWindow | HoppingWindow | SessionWindow
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Windows that move with the records: all that lie at most ``time_difference`` apart share one.
+
+    A window is [end - time difference, end], both inclusive. There is one that ends at each record, and
+    one that starts a millisecond after each record, as soon as others are in it; but none starts
+    before 1970-01-01 00:00 UTC, so that the first one is [0, time difference]. Times are rounded down
+    to milliseconds, as Kafka's are. A record without a value is dropped.
+
+    Args:
+        time_difference: how far apart the first and the last record of a window may lie.
+        grace: how long after its end a window still takes records: it is closed as soon as
+            stream time > end + grace.
+        retention: how long Kafka's store keeps a window, after its start; None = twice the time
+            difference + grace, and at least that. A late record does not see a window that starts
+            that long or longer before the latest window of its partition. More than three times the
+            time difference + grace hides none, and spares each run a look at all its records.
+
+    Raises:
+        TopologyError: a length below zero, a time difference of zero, a retention that is too short.
+    """
+
+    time_difference: Duration
+    grace: Duration = _NONE
+    retention: Duration | None = None
+    end_inclusive: ClassVar[bool] = False
+    """Their end is, but it is a length after the start, as that of a hopping window."""
+    open_when_due: ClassVar[bool] = True
+    """Whether a window still takes records when its final result is due, which then comes again."""
+
+    def __post_init__(self) -> None:
+        _check_lengths(self, "time_difference", times=2)
+
+    @property
+    def closes_after(self) -> Duration:
+        """How long after its end a window is open, inclusive."""
+        return self.grace
+
+    @property
+    def remembers(self) -> Duration:
+        """How long before the latest window's start a window's start must not lie to be seen."""
+        return self._looks_back(2) if self.retention is None else self.retention
+
+    @property
+    def hides(self) -> bool:
+        """Whether a late record can look so far back that the retention hides a window from it."""
+        far = pairs(self.remembers, self._looks_back(3))
+        return any(kept <= most for _, (kept, most) in far)
+
+    def _looks_back(self, times: int) -> Duration:
+        return _times(self.time_difference, times, self.grace)
+
+    def describe(self) -> str:
+        """The windows in a few words, for descriptions."""
+        return f"sliding windows of {spoken(self.time_difference)}, grace {spoken(self.grace)}"
 
 
-def _check_lengths(window: Window, first: str, *more: str) -> None:
+Window = TumblingWindow | HoppingWindow | SessionWindow | SlidingWindow
+
+
+def _times(length: Duration, times: int, more: Duration) -> Duration:
+    """A length a number of times, and another one."""
+    for _ in range(times):
+        more = plus(more, length)
+    return more
+
+
+def _check_lengths(window: Window, first: str, *more: str, times: int = 1) -> None:
     kind = type(window).__name__
     for what in (first, *more):
         length: Any = getattr(window, what)
@@ -150,10 +217,11 @@ def _check_lengths(window: Window, first: str, *more: str) -> None:
     if window.retention is None:
         return
     check_duration(kind, "retention", window.retention)
-    needed = plus(getattr(window, first), window.grace)
+    needed = _times(getattr(window, first), times, window.grace)
+    of = first if times == 1 else f"{times} * {first}"
     for partition, (kept, least) in pairs(window.retention, needed):
         if kept < least:
             raise TopologyError(
-                f"{kind}: the retention {kept}{partition} is shorter than {first} + grace = {least}, "
+                f"{kind}: the retention {kept}{partition} is shorter than {of} + grace = {least}, "
                 "so windows would be forgotten while they are open: lengthen it, or leave it out"
             )

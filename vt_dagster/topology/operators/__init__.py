@@ -7,9 +7,12 @@ look at a topology.
 from vt_dagster.topology.node import Emit, Operator
 from vt_dagster.topology.operators.base import Materialized
 from vt_dagster.topology.operators.filter import Filter
+from vt_dagster.topology.operators.flat_map_values import FlatMapValues
 from vt_dagster.topology.operators.foreign_key_join import ForeignKeyJoin
 from vt_dagster.topology.operators.join import JoinKind
 from vt_dagster.topology.operators.map_values import MapValues
+from vt_dagster.topology.operators.merge import Merge
+from vt_dagster.topology.operators.select_key import SelectKey
 from vt_dagster.topology.operators.stream_aggregate import StreamAggregate
 from vt_dagster.topology.operators.stream_table_join import StreamTableJoin
 from vt_dagster.topology.operators.suppress import (
@@ -29,13 +32,16 @@ __all__ = [
     "Aggregator",
     "Emit",
     "Filter",
+    "FlatMapValues",
     "ForeignKeyJoin",
     "JoinKind",
     "Limit",
     "MapValues",
     "Materialized",
+    "Merge",
     "Operator",
     "Row",
+    "SelectKey",
     "StreamAggregate",
     "StreamTableJoin",
     "Suppress",

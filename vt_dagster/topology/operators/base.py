@@ -91,15 +91,6 @@ def need_table(name: str, what: str, node: Any) -> None:
         )
 
 
-def need_stream(name: str, what: str, node: Any) -> None:
-    """Refuses an input that is a table."""
-    if not isinstance(node, Node) or node.is_table:
-        raise TopologyError(
-            f"{name}: {what} needs a Stream, got the {type(node).__name__} "
-            f"{getattr(node, 'name', node)!r}; of a table take the changes, to_stream(name=...)"
-        )
-
-
 def check_emit(name: str, emit: Any) -> None:
     """Refuses an ``emit`` that is none."""
     if emit not in ("every_update", "per_run"):

@@ -18,6 +18,10 @@ class Filter(RowByRow):
     so that the result remembers when a row did not pass; of a plain one a record is left out where
     neither it nor the row before it passes.
 
+    Late: an out-of-order change of a versioned table passes with its own timestamp; a versioned
+    result of its own refuses what is older than its retention. Null key: a table has none. Tombstone:
+    stays one, with ``filter_not`` too; repeated ones as rows that do not pass.
+
     Args:
         predicate: a SQL condition over the table's columns; null counts as false.
         negate: keep what does not pass (``filter_not``).

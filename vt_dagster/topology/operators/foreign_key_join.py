@@ -19,6 +19,12 @@ class ForeignKeyJoin(TableTableJoin):
     Both sides trigger: a change of the right row gives one result for each left row that refers to
     it. The result has the left's key.
 
+    Late: a change that is out of order for its key in a versioned side is dropped and counted. Null
+    key: a table has none; without a foreign key a left row gives nothing (inner; dropped and counted
+    where it had none before) or is kept alone (left). Tombstone: on the left a tombstone where there
+    was a row, of an inner join where it had a foreign key; on the right one for each row that refers
+    to it (inner), or that row alone (left), as often as it comes.
+
     Args:
         kind: ``inner`` or ``left``.
         foreign_key: SQL expressions over the left's columns, one for each column of the right's key.

@@ -16,6 +16,10 @@ from vt_dagster.topology.projection import Selection
 class MapValues(RowByRow):
     """A table with other values: ``select`` gives the value columns, the key stays (KIP-914).
 
+    Late: an out-of-order change of a versioned table passes with its own timestamp; a versioned
+    result of its own refuses what is older than its retention. Null key: a table has none. Tombstone:
+    stays one; each goes out, repeated ones too.
+
     Args:
         select: ``column``, ``*``, or a SQL expression over the table's columns with an alias.
         materialized: None: the result is versioned if the table is, and has no store of its own.

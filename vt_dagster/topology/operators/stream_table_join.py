@@ -20,6 +20,11 @@ from vt_dagster.topology.projection import Side
 class StreamTableJoin(Join):
     """A stream record joined with the table as of the record's own timestamp (KIP-914, KIP-923).
 
+    Late: a record that comes after its grace period is joined at once; as of a time before the
+    table's history it finds the latest version if that is old enough, else nothing. Null key: dropped
+    and counted (inner), or kept with nulls, at once (left). Tombstone: of the stream, dropped and
+    counted; of the table, the key has no row from then on.
+
     Args:
         left: the stream; only its records trigger results, which keep its key and timestamp.
         right: the table; a versioned one is read as of the record's timestamp (inclusive), any

@@ -56,6 +56,11 @@ class Suppress(OneInput):
     and ``suppression_buffer_size_*`` (``current``, ``avg``, ``max``; size in bytes of JSON text).
     ``when_full="shut_down"`` ends a run before its commit with the buffer, its limit and how to go on;
     the next run with a larger limit takes the same records.
+
+    Late: an update replaces the one of its key that waits, also where it is older, and keeps its
+    place; one whose time has passed when it comes goes out after what was due then. Null key: a table
+    has none. Tombstone: until a time limit it goes out like any update; until a window closes it
+    takes the window's place in the buffer and never goes out.
     """
 
     until: UntilTimeLimit | UntilWindowCloses = field(kw_only=True)

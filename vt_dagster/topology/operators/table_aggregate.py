@@ -45,6 +45,11 @@ class TableAggregate(Aggregate):
     versioned table are ignored. Results of a group never go back in time; a group that empties
     stays.
 
+    Late: an out-of-order change of a versioned table is ignored and not counted; a versioned result
+    refuses what is older than its retention. Null key: a table has none; a row in whose group key
+    anything is null belongs to no group. Tombstone: takes the old row out of its group; of a row that
+    is not there it does nothing.
+
     Args:
         group_key: the new key's columns; a row in which any is null belongs to no group.
         select: the columns that an :class:`Aggregator` sees.

@@ -19,6 +19,11 @@ class TableTableJoin(Join):
     A change that is out of order for its key in a versioned side is dropped and counted. The result's
     timestamp is the larger of the change's and the other side's row's.
 
+    Late: a change that is out of order for its key in a versioned side is dropped and counted; a
+    versioned result refuses what is older than its retention. Null key: a table has none. Tombstone:
+    the result is one where the kind of join wants the side that is gone, as often as it comes, and
+    none where neither side has or had a row.
+
     Args:
         kind: ``inner``, ``left`` or ``outer``.
         materialized: None: a plain table; with a history retention: a versioned one.

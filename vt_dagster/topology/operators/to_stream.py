@@ -12,7 +12,11 @@ from vt_dagster.topology.operators.base import OneInput, need_table
 
 @dataclass(frozen=True)
 class ToStream(OneInput):
-    """The changes of a table as records of a stream, tombstones included."""
+    """The changes of a table as records of a stream.
+
+    Late: out-of-order changes go out with their own timestamps; what the table refused does not.
+    Null key: a table has none. Tombstone: a record without a value.
+    """
 
     def __post_init__(self) -> None:
         need_table(self.name, "to_stream", self.source)

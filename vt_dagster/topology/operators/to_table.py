@@ -13,8 +13,10 @@ from vt_dagster.topology.operators.base import OneInput, make_table
 class ToTable(OneInput):
     """A stream's records as changes of a table: the last record of a key counts.
 
-    Versioned only with a history retention of its own. Records without a key are dropped and
-    counted.
+    Versioned only with a history retention of its own.
+
+    Late: a versioned result refuses what is older than its retention; a plain one takes every record.
+    Null key: dropped and counted. Tombstone: deletes the key's row.
     """
 
     def __post_init__(self) -> None:

@@ -26,8 +26,12 @@ class WindowedAggregate(Aggregate):
     ``record_lateness_max_seconds``, ``late_records_dropped`` (records that found a window closed) and
     ``expired_window_records_dropped`` (closed windows that records would have updated).
 
+    Late: a record updates those of its windows that are open; each that is closed counts as dropped.
+    Null key: dropped and counted; it does not move stream time. Tombstone: a record like any other,
+    whose values are null; sliding windows drop and count it.
+
     Args:
-        window: tumbling, hopping or session.
+        window: tumbling, hopping, session or sliding.
         group_key: empty = the stream's own key.
         aggregates: (name, SQL aggregate) pairs, of count, sum, min, max, avg.
     """

@@ -1,0 +1,243 @@
+"""A table joined with itself: each record is first a change of the left side, then one of the right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType, TimestampType
+
+from tests.market import lines, messages, run
+from vt_dagster import FilesSource, Table, VersionedTable, build_asset
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.testing import TopologyTestDriver
+
+SCHEMA = StructType(
+    [
+        StructField("room", IntegerType()),
+        StructField("k", StringType()),
+        StructField("boss", StringType()),
+        StructField("n", LongType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+ABOUT: dict[str, Any] = {
+    "key": ["room", "k"],
+    "schema": SCHEMA,
+    "tombstone": "n is null",
+    "partitions": 16,
+    "partition_by": "room",
+}
+BOTH = ["left.n", "left.boss", "right.n as other"]
+BY_BOSS = ["room", "boss"]
+Record = dict[str, Any]
+
+
+def staff(versioned: bool, **more: Any) -> Table:
+    if versioned:
+        kept = timedelta(days=1)
+        return VersionedTable("versioned_staff", history_retention=kept, **{**ABOUT, **more})
+    return Table("plain_staff", **{**ABOUT, **more})
+
+
+def joins(of: Table) -> dict[tuple[str, str], Table]:
+    """By (what they meet on, kind)."""
+    about: dict[str, Any] = {"select": BOTH, "monotone_timestamps": False}
+    by_boss: dict[str, Any] = {**about, "foreign_key": BY_BOSS}
+    return {
+        ("boss", "inner"): of.join(of, name=f"{of.name}_bosses", **by_boss),
+        ("boss", "left"): of.left_join(of, name=f"{of.name}_all_bosses", **by_boss),
+        ("key", "inner"): of.join(of, name=f"{of.name}_pairs", **about),
+        ("key", "left"): of.left_join(of, name=f"{of.name}_left_pairs", **about),
+    }
+
+
+def record(room: int, k: str, boss: str | None, n: int | None, at: int) -> Record:
+    return {"room": room, "k": k, "boss": boss, "n": n, "timestamp": at}
+
+
+@dataclass
+class Sides:
+    """Both sides of a join as a Kafka Streams task has them: one record, one change after the other."""
+
+    on: str
+    kind: str
+    versioned: bool
+    left: dict[str, Record] = field(default_factory=dict[str, Record])
+    right: dict[str, Record] = field(default_factory=dict[str, Record])
+    newest: dict[str, int] = field(default_factory=dict[str, int])
+    log: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+
+    def take(self, r: Record) -> None:
+        if self.versioned:
+            if r["timestamp"] < self.newest.get(r["k"], -1):
+                return  # 4.6.1, 4.7.1
+            self.newest[r["k"]] = r["timestamp"]
+        before, was = self.left.get(r["k"]), self.right.get(r["k"])
+        self._put(self.left, r)
+        (self._left_by_boss if self.on == "boss" else self._left_by_key)(r, before)
+        self._put(self.right, r)
+        (self._right_by_boss if self.on == "boss" else self._right_by_key)(r, was)
+
+    @staticmethod
+    def _put(side: dict[str, Record], r: Record) -> None:
+        if r["n"] is None:
+            side.pop(r["k"], None)
+        else:
+            side[r["k"]] = r
+
+    def _tell(self, k: str, left: Record | None, right: Record | None, at: int) -> None:
+        value = None if left is None else (left["n"], left["boss"], right and right["n"])
+        self.log.append((k, value, at))
+
+    def _left_by_key(self, r: Record, before: Record | None) -> None:
+        here, there = self.left.get(r["k"]), self.right.get(r["k"])
+        at = max(r["timestamp"], there["timestamp"] if there else -1)
+        if there is None and (self.kind == "inner" or (here is None and before is None)):
+            return
+        self._tell(r["k"], here, there, at)
+
+    def _right_by_key(self, r: Record, was: Record | None) -> None:
+        here, there = self.left.get(r["k"]), self.right.get(r["k"])
+        if here is None:
+            return
+        at = max(r["timestamp"], here["timestamp"])
+        self._tell(r["k"], None if self.kind == "inner" and there is None else here, there, at)
+
+    def _left_by_boss(self, r: Record, before: Record | None) -> None:
+        here, at = self.left.get(r["k"]), r["timestamp"]
+        new, old = here and here["boss"], before and before["boss"]
+        there = self.right.get(new) if new else None
+        if self.kind == "left":
+            if here is None and before is None:
+                return
+            self._tell(r["k"], here, there, max(at, there["timestamp"] if there else -1))
+        elif new:
+            if there is None and (old is None or old == new):
+                return
+            shown = None if there is None else here
+            self._tell(r["k"], shown, there, max(at, there["timestamp"] if there else -1))
+        elif old:
+            former = self.right.get(old)
+            self._tell(r["k"], None, None, max(at, former["timestamp"] if former else -1))
+
+    def _right_by_boss(self, r: Record, was: Record | None) -> None:
+        there = self.right.get(r["k"])
+        for k, row in sorted(self.left.items()):
+            if row["boss"] == r["k"]:
+                gone = self.kind == "inner" and there is None
+                self._tell(k, None if gone else row, there, r["timestamp"])
+
+
+def evaluated(records: Sequence[Record], on: str, kind: str, versioned: bool) -> list[tuple[Any, ...]]:
+    sides = Sides(on, kind, versioned)
+    for r in records:
+        sides.take(r)
+    return sides.log
+
+
+def as_told(row: Record) -> tuple[Any, ...]:
+    at = row["timestamp"].replace(tzinfo=row["timestamp"].tzinfo or timezone.utc)
+    value = None if row["is_tombstone"] else (row["n"], row["boss"], row["other"])
+    return row["k"], value, int(at.timestamp() * 1000)
+
+
+def logs_of(driver: TopologyTestDriver, node: Table) -> dict[int, list[tuple[Any, ...]]]:
+    """By room, which is a partition."""
+    found: dict[int, list[tuple[Any, ...]]] = {}
+    for row in driver.read(node.name):
+        assert row["partition"] == row["room"]
+        found.setdefault(row["room"], []).append(as_told(row))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("versioned", [False, True], ids=["plain", "versioned"])
+def test_updates_deletes_and_other_bosses(versioned: bool, spark: SparkSession) -> None:
+    table = staff(versioned)
+    made = joins(table)
+    driver = TopologyTestDriver(*made.values(), spark=spark)
+    runs = [
+        [record(0, "a", None, 1, 10), record(0, "b", "a", 2, 20)],
+        [record(0, "a", None, 3, 30), record(0, "c", "b", 4, 40), record(0, "b", "c", 5, 50)],
+        [record(0, "c", "c", 6, 60)],  # its own boss
+        [record(0, "a", None, None, 70), record(0, "b", "a", 7, 80)],
+        [record(0, "c", None, None, 90), record(0, "c", None, None, 95), record(0, "a", "b", 8, 99)],
+    ]
+    for records in runs:
+        driver.pipe(table.name, *records)
+    every = [r for records in runs for r in records]
+    for (on, kind), node in made.items():
+        assert logs_of(driver, node) == {0: evaluated(every, on, kind, versioned)}, (on, kind)
+    bosses = {r["k"]: (r["n"], r["other"]) for r in driver.table(made["boss", "inner"].name)}
+    assert bosses == {"b": (7, 8), "a": (8, 7)}
+    pairs = {r["k"]: (r["n"], r["other"]) for r in driver.table(made["key", "inner"].name)}
+    assert pairs == {"b": (7, 7), "a": (8, 8)}
+
+
+def any_records(room: int, number: int) -> list[Record]:
+    chosen = random.Random(room)
+    records: list[Record] = []
+    for i in range(number):
+        n = None if chosen.random() < 0.25 else i
+        boss = chosen.choice(["a", "b", "c", None])
+        at = max(0, 10 * i - chosen.choice([0, 0, 15, 30]))
+        records.append(record(room, chosen.choice("abc"), boss, n, at))
+    return records
+
+
+@pytest.mark.slow
+def test_however_the_arrival_order_is_cut(spark: SparkSession) -> None:
+    """Sixteen rooms, each a partition with a history of its own."""
+    number, rooms = 6, range(16)
+    arrived = {room: any_records(room, number) for room in rooms}
+    tables = [staff(False), staff(True)]
+    made = {(t.name, *how): node for t in tables for how, node in joins(t).items()}
+    found: dict[int, dict[tuple[str, ...], dict[int, list[tuple[Any, ...]]]]] = {}
+    for step in (1, number):
+        driver = TopologyTestDriver(*made.values(), spark=spark)
+        for start in range(0, number, step):
+            records = [r for room in rooms for r in arrived[room][start : start + step]]
+            driver.run({t.name: records for t in tables})
+        found[step] = {how: logs_of(driver, node) for how, node in made.items()}
+    for (name, on, kind), node in made.items():
+        versioned = node.operator is not None and name == "versioned_staff"
+        wanted = {room: evaluated(arrived[room], on, kind, versioned) for room in rooms}
+        for step, logs in found.items():
+            for room in rooms:
+                assert logs[name, on, kind].get(room, []) == wanted[room], (step, name, on, kind, room)
+
+
+@pytest.mark.slow
+def test_as_assets(spark: SparkSession, tmp_path: Path) -> None:
+    table = staff(False, source=FilesSource(str(tmp_path / "landing")))
+    made = joins(table)
+    nodes = [table, made["boss", "left"], made["key", "inner"]]
+    epoch = datetime(1970, 1, 1, tzinfo=timezone.utc)
+    runs = [
+        [record(0, "a", None, 1, 10), record(0, "b", "a", 2, 20), record(0, "c", "b", 3, 30)],
+        [record(0, "b", "c", 4, 40), record(0, "a", None, None, 50), record(0, "c", "c", 5, 60)],
+    ]
+    (tmp_path / "landing").mkdir()
+    for number, records in enumerate(runs):
+        rows = [
+            {**r, "timestamp": (epoch + timedelta(milliseconds=r["timestamp"])).isoformat()}
+            for r in records
+        ]
+        (tmp_path / "landing" / f"{number}.jsonl").write_text(lines(*rows), "utf-8")
+        result = run(map(build_asset, nodes), tmp_path / "warehouse")
+        assert result.success, messages(result)
+    again = run(map(build_asset, nodes), tmp_path / "warehouse")
+    assert again.success, messages(again)
+    every = [r for records in runs for r in records]
+    for (on, kind), node in made.items():
+        if node in nodes:
+            log = AssetStore(str(tmp_path / "warehouse"), node, spark).read("log").orderBy("offset")
+            got = [as_told(r.asDict()) for r in log.collect()]
+            assert got == evaluated(every, on, kind, False), (on, kind)

@@ -1,0 +1,171 @@
+"""merge, select_key, flat_map_values and aggregates of streams without windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+
+from vt_dagster import Materialized, Stream, Table, TopologyError, VersionedTable
+from vt_dagster.errors import NullArrayError
+from vt_dagster.testing import TopologyTestDriver
+
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("g", StringType()),
+        StructField("n", LongType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+OTHER = StructType([SCHEMA["k"], SCHEMA["g"], SCHEMA["timestamp"], StructField("n", StringType())])
+ABOUT: dict[str, Any] = {"key": "k", "schema": SCHEMA, "tombstone": "n is null"}
+
+
+def stream(name: str = "sales", **more: Any) -> Stream:
+    return Stream(name, **{**ABOUT, "null_key": "keep", **more})
+
+
+def row(k: str | None, g: str | None, n: int | None, at: int, **more: Any) -> dict[str, Any]:
+    return {"k": k, "g": g, "n": n, "timestamp": at, **more}
+
+
+def seen(rows: list[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
+    return [tuple(r[c] for c in columns) for r in rows]
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "merge with a table": (
+        lambda: stream().merge(Table("rates", **ABOUT), name="all"),  # type: ignore[arg-type]
+        ["all", "Table 'rates'", "to_stream"],
+    ),
+    "merge alone": (lambda: stream().merge(name="all"), ["all", "two streams or more"]),
+    "merge with other columns": (
+        lambda: stream().merge(stream("other", schema=OTHER), name="all"),
+        ["all", "the same columns", "'other'"],
+    ),
+    "merge with another key": (
+        lambda: stream().merge(stream("other", key="g"), name="all"),
+        ["all", "keyed by ['k']", "keyed by ['g']"],
+    ),
+    "select no key": (lambda: stream().select_key(name="by"), ["by", "the new key, got none"]),
+    "select a key that is not there": (
+        lambda: stream().select_key("region", name="by"),
+        ["by", "'sales' has no column 'region'"],
+    ),
+    "elements under a name that is taken": (
+        lambda: stream().flat_map_values("array(n)", column="k", name="each"),
+        ["each", "'k'", "take another one"],
+    ),
+    "no array": (
+        lambda: stream().flat_map_values("n", column="x", name="each"),
+        ["each", "gives an array", "bigint"],
+    ),
+    "least of a stream": (
+        lambda: stream().group_by().aggregate({"least": "min(n)"}, name="totals"),
+        ["totals", "count, sum and avg", "windowed_by"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_meaning_is_refused(case: str) -> None:
+    make, said = REFUSED[case]
+    with pytest.raises(TopologyError) as caught:
+        make()
+    assert [words for words in said if words not in str(caught.value)] == []
+
+
+def test_merged_streams_are_one_and_a_stream_with_itself_is_twice(spark: SparkSession) -> None:
+    sales, returns = stream(), stream("returns")
+    everything = sales.merge(returns, name="everything")
+    doubled = sales.merge(sales, name="doubled")
+    driver = TopologyTestDriver(everything, doubled, spark=spark)
+    driver.run(
+        {
+            "sales": [row("a", "x", 1, 10), row(None, "x", 2, 30)],
+            "returns": [row("a", "y", None, 20), row("b", "y", 3, 5)],
+        }
+    )
+    rows = driver.read("everything")
+    # The smaller head first: the one at 5 waits behind the one at 20.
+    assert seen(rows, "k", "n", "is_tombstone") == [
+        ("a", 1, False),
+        ("a", None, True),
+        ("b", 3, False),
+        (None, 2, False),
+    ]
+    assert [r["offset"] for r in rows] == [0, 1, 2, 3]
+    assert seen(driver.read("doubled"), "k", "n") == [("a", 1), ("a", 1), (None, 2), (None, 2)]
+
+
+def test_records_go_to_the_partition_of_their_new_key(spark: SparkSession) -> None:
+    keyed = stream(partitions=3).select_key(
+        "upper(g) as shop", name="by_shop", partitions=2, partition_by="if(shop = 'X', 1, 0)"
+    )
+    assert (keyed.key, keyed.schema.names) == (("shop",), ["shop", "k", "g", "n", "timestamp"])
+    counts = keyed.group_by().count(name="counts")
+    driver = TopologyTestDriver(counts, spark=spark)
+    driver.pipe("sales", row("a", "x", 1, 30), row("b", "y", 2, 20), row("c", None, 3, 10))
+    driver.pipe("sales", row("d", "x", None, 5), row(None, "x", 4, 5))
+    rows = driver.read("by_shop")
+    assert sorted(seen(rows, "shop", "k", "partition"), key=str) == [
+        ("X", "a", 1),
+        ("X", "d", 1),
+        ("X", None, 1),
+        ("Y", "b", 0),
+        (None, "c", 0),
+    ]
+    assert [(r["shop"], r["count"]) for r in driver.table("counts")] == [("X", 2), ("Y", 1)]
+    # A null new key is left out uncounted, a record without a value is dropped.
+    assert driver.metrics("counts")["dropped"] == 1
+
+
+def test_each_element_is_a_record(spark: SparkSession) -> None:
+    words = stream().flat_map_values(
+        "transform(split(g, ' '), w -> nullif(w, '~'))", column="word", keep=("n",), name="words"
+    )
+    driver = TopologyTestDriver(words, spark=spark)
+    driver.pipe("sales", row("a", "x y", 1, 10), row("b", "~", 2, 5))
+    rows = driver.read("words")
+    columns = ("k", "word", "n", "is_tombstone", "offset")
+    assert seen(rows, *columns) == [
+        ("a", "x", 1, False, 0),
+        ("a", "y", 1, False, 1),
+        ("b", None, 2, True, 2),
+    ]
+    with pytest.raises(NullArrayError, match=r"words: expected an array .* null of 1: transform"):
+        driver.pipe("sales", row("c", "z", 3, 20), row("d", None, 4, 20))
+    assert driver.read("words") == [], "nothing of the run has happened"
+    driver.pipe("sales", row("c", "z", 3, 20))
+    assert seen(driver.read("words"), "word", "offset") == [("z", 3)]
+
+
+def test_all_records_of_a_key_are_counted_whatever_their_time(spark: SparkSession) -> None:
+    totals = stream().group_by().aggregate({"n": "count(*)", "mean": "avg(n)"}, name="totals")
+    kept = (
+        stream()
+        .group_by("g")
+        .aggregate(
+            {"total": "sum(n)"},
+            name="kept",
+            materialized=Materialized(history_retention=timedelta(milliseconds=10)),
+        )
+    )
+    assert isinstance(kept, VersionedTable)
+    driver = TopologyTestDriver(totals, kept, spark=spark)
+    driver.pipe("sales", row("a", "x", 2, 30), row("a", "x", 4, 10), row(None, "x", 1, 50))
+    driver.pipe("sales", row("a", "y", None, 40), row("b", "y", 5, 45))
+    assert seen(driver.read("totals"), "k", "n", "mean") == [
+        ("a", 1, 2.0),
+        ("a", 2, 3.0),
+        ("b", 1, 5.0),
+    ]
+    assert driver.metrics("totals") == {"applied": 3, "dropped": 2, "waiting": 0}
+    assert [r["timestamp"].microsecond // 1000 for r in driver.table("totals")] == [30, 45]
+    # Of the group x: 2, then 6 with the time of the group, then 7.
+    assert seen(driver.versions("kept"), "g", "total") == [("x", 6), ("x", 7), ("y", 5)]

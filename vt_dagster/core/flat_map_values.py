@@ -1,0 +1,85 @@
+"""flat_map_values: each record of a stream as several, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.processor import Counts, Input, Known, Processor
+from vt_dagster.errors import NullArrayError
+from vt_dagster.topology.operators import FlatMapValues
+
+_MISSING, _ELEMENT = "_missing", "_element"
+_NULL_ARRAYS = "null_arrays"
+
+
+class FlatMapValuesProcessor(Processor[FlatMapValues]):
+    """See :func:`flat_map_values`."""
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        operator = self.operator
+        return flat_map_values(
+            rows[0], expression=operator.expression, column=operator.column, keep=operator.kept()
+        )
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {_NULL_ARRAYS: F.count_if(F.col(_MISSING))}
+
+    def check(self, found: Mapping[int, Counts]) -> None:
+        wrong = {partition: some[_NULL_ARRAYS] for partition, some in found.items()}
+        wrong = {partition: n for partition, n in wrong.items() if n}
+        if wrong:
+            raise NullArrayError(
+                f"{self.node.name}: expected an array of each record, got null of "
+                f"{sum(wrong.values())}: {self.operator.expression}; nothing was committed. Write "
+                "coalesce(..., array()) around it for records that are to give nothing, and run again",
+                list(wrong),
+            )
+
+
+def flat_map_values(
+    records: DataFrame, *, expression: str, column: str, keep: Sequence[str]
+) -> DataFrame:
+    """One record for each element of an array, in its order.
+
+    Plan: a generator over the records, no shuffle.
+
+    Args:
+        expression: SQL over the record's columns.
+        column: of the element in the result.
+        keep: columns that each record keeps.
+
+    Returns:
+        ``keep, column, timestamp, partition, is_tombstone`` (the element is null), ``_fate``
+        (``no_result``: an empty or missing array)``, ORDER, _turn`` (the place in the array), and
+        ``_missing``: there was no array.
+
+    Source: FORMAT 4.12.3; flat-map-values-order-and-timestamp,
+    flat-map-values-empty-value-and-empty-pieces, flat-map-values-null-list-fails.
+    """
+    elements = F.expr(expression)
+    kept = [F.col(f"`{c}`") for c in keep]
+    spread = records.select(
+        *kept,
+        TIMESTAMP,
+        PARTITION,
+        *ORDER,
+        elements.isNull().alias(_MISSING),
+        F.posexplode_outer(elements).alias(TURN, _ELEMENT),
+    )
+    there = F.col(TURN).isNotNull()
+    return spread.select(
+        *kept,
+        F.col(_ELEMENT).alias(column),
+        TIMESTAMP,
+        PARTITION,
+        F.col(_ELEMENT).isNull().alias(IS_TOMBSTONE),
+        F.when(there, Fate.APPLIED).otherwise(Fate.NO_RESULT).alias(FATE),
+        *ORDER,
+        TURN,
+        _MISSING,
+    )

@@ -1,0 +1,41 @@
+"""select_key: a stream under another key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import FATE, PARTITION, TURN
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.processor import Input, Known, Processor
+from vt_dagster.core.records import home_of
+from vt_dagster.topology.operators import SelectKey
+
+
+class SelectKeyProcessor(Processor[SelectKey]):
+    """See :func:`select_key`."""
+
+    merges = True
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        columns = self.operator.keys().columns
+        return select_key(rows[0], columns=columns, partition=home_of(self.node.key, self.node))
+
+
+def select_key(
+    records: DataFrame, *, columns: Sequence[tuple[str, str]], partition: Column
+) -> DataFrame:
+    """Every record under its new key, in the partition of that; tombstones and null keys too.
+
+    Plan: projections; the log's numbering brings them to their partitions.
+
+    Args:
+        columns: the new key's (name, SQL expression over the record's columns).
+        partition: over the new key's columns.
+
+    Source: FORMAT 4.12.2; select-key-null-passes, select-key-too-short-value.
+    """
+    chosen = records.withColumns({name: F.expr(sql) for name, sql in columns})
+    return chosen.withColumns({PARTITION: partition, FATE: F.lit(Fate.APPLIED), TURN: F.lit(0)})

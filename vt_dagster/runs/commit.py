@@ -1,0 +1,141 @@
+"""What a run writes at its commit: the document, and what is staged beside the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import ARRIVAL, FATE, PARTITION, TIMESTAMP
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason
+from vt_dagster.errors import ContractError
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.gate import Passed
+from vt_dagster.runs.store import Store
+from vt_dagster.sources.base import Pinned
+from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.store import shape_of
+
+_NOT_IN_LOG = (Fate.LATE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
+
+
+def stage_rejected(store: Store, attempt: str, rows: DataFrame, counts: Mapping[str, int]) -> bool:
+    """Keeps a source's records that are not in the log; whether there are any."""
+    if not counts[Fate.LATE] + counts[Fate.QUARANTINED]:
+        return False
+    rejected = rows.where(F.col(FATE).isin(Fate.LATE, Fate.QUARANTINED))
+    store.stage_rejected(
+        attempt,
+        rejected.select(
+            F.coalesce(F.col(REASON), F.lit(Reason.LATE)).alias("reason"),
+            F.col(SOURCE).alias("source"),
+            F.col(POSITION).alias("position"),
+            F.col(RAW).alias("raw"),
+            *([F.col(RAW_KEY).alias("raw_key")] if RAW_KEY in rows.columns else []),
+            TIMESTAMP,
+            PARTITION,
+        ),
+    )
+    return True
+
+
+def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
+    """Refuses a run with too large a share of bad records.
+
+    Raises:
+        ContractError: with some of them.
+    """
+    bad, total = counts[Fate.QUARANTINED], counts["in"]
+    if not total or bad / total <= source.max_bad_share:
+        return
+    worst = (
+        rows.where(F.col(FATE) == Fate.QUARANTINED)
+        .select(SOURCE, POSITION, REASON, RAW)
+        .orderBy(ARRIVAL)
+        .limit(3)
+        .collect()
+    )
+    examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
+    raise ContractError(
+        f"{name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
+        f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the input, or "
+        "raise max_bad_share of the source to send them to quarantine"
+    )
+
+
+def ends_of(arrival: Arrival) -> dict[str, dict[int, int]]:
+    """How far the run comes in each log."""
+    return {n: {p: end for p, (_, end) in ranges.items()} for n, ranges in arrival.taken.items()}
+
+
+def document(
+    arrival: Arrival,
+    passed: Passed,
+    counts: dict[str, int],
+    fates: Mapping[int, Mapping[str, int]],
+    *,
+    inputs: dict[str, dict[int, int]],
+    stream_time: Mapping[int, int],
+    **more: Any,
+) -> Commit:
+    """The document of a run's commit.
+
+    Args:
+        passed: what the gate has seen.
+        fates: how many records had which fate, by partition.
+        inputs: how far the run comes in each input.
+        stream_time: at the end of the run.
+        more: other fields of ``Commit``.
+    """
+    before = arrival.before
+    offsets, times = dict(before.next_offset), dict(before.stream_time)
+    for partition, some in passed.by_partition.items():
+        if some[Fate.APPLIED]:
+            offsets[partition] = offsets.get(partition, 0) + some[Fate.APPLIED]
+    for partition, moment in stream_time.items():
+        times[partition] = max(times.get(partition, moment), moment)
+    # A topic says all its partitions, and may have fewer than before.
+    if not more.get("topics"):
+        inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
+    totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
+    if Fate.WAITING in counts:
+        totals[Fate.WAITING] = counts[Fate.WAITING]
+    return Commit(
+        asset=arrival.node.name,
+        batch=before.batch + 1,
+        attempt=arrival.attempt,
+        shape=shape_of(arrival.node),
+        log=before.log or arrival.attempt,
+        logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
+        inputs={**before.inputs, **inputs},
+        next_offset=offsets,
+        stream_time=times,
+        released=arrival.released,
+        earliest=passed.earliest,
+        counts=counts,
+        totals=totals,
+        totals_by_partition=_totals_by_partition(before, fates),
+        reads=arrival.reads,
+        **more,
+    )
+
+
+def _totals_by_partition(
+    before: Commit, fates: Mapping[int, Mapping[str, int]]
+) -> dict[int, dict[str, int]]:
+    found = {p: dict(some) for p, some in before.totals_by_partition.items()}
+    for some in found.values():
+        some.pop(Fate.WAITING, None)
+    for partition, some in fates.items():
+        mine = found.setdefault(partition, {})
+        for fate in _NOT_IN_LOG:
+            if some.get(fate):
+                mine[fate] = mine.get(fate, 0) + some[fate]
+    return {p: some for p, some in found.items() if some}
+
+
+def _text(raw: Any) -> str:
+    return bytes(raw).decode("utf-8", "backslashreplace") if isinstance(raw, bytearray) else str(raw)

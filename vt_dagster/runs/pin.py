@@ -1,0 +1,85 @@
+"""What a run takes and looks into, pinned when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vt_dagster.core.processors import processor_of
+from vt_dagster.errors import SourceError
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.store import Store, Stores
+from vt_dagster.sources.base import Source
+from vt_dagster.storage.store import Snapshot
+from vt_dagster.topology.model import Stream
+
+
+def source_of(node: Stream) -> Source:
+    """Where a node's records come from.
+
+    Raises:
+        SourceError: nowhere.
+    """
+    source: Any = node.source
+    if not hasattr(source, "pin"):
+        raise SourceError(
+            f"{node.name}: expected a source to read from, got {source!r}; give it one, for "
+            "example source=FilesSource('data/landing/weather', format='csv')"
+        )
+    return source
+
+
+def from_source(
+    node: Stream, store: Store, at: Snapshot, source: Source | None, asked: Mapping[str, Any]
+) -> Arrival:
+    """What a source asset's run takes.
+
+    Args:
+        at: its tables when the run starts.
+        source: None = the node's own.
+        asked: what is asked of it.
+    """
+    commit = None if at.head is None else at.head.commit
+    consumed = store.consumed_files(at.head)
+    pinned = (source or source_of(node)).pin(commit, consumed=consumed, **asked)
+    return Arrival(
+        node,
+        at.head,
+        store.new_attempt(),
+        source=pinned,
+        taken=pinned.taken,
+        rows_read=at.rows,
+    )
+
+
+def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arrival:
+    """What is new in the logs of an operator's inputs, and the views that it looks into."""
+    processor = processor_of(node)
+    pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
+    start = pinned.before.inputs
+    inputs, tables, taken, rows_read = dict(pinned.inputs), dict(pinned.tables), pinned.taken, at.rows
+    names = {up.name for up in processor.consumed}
+    for up in {up.name: up for up in node.inputs}.values():
+        looked_at = processor.reads_tables or up.name not in names
+        found = stores(up).snapshot() if looked_at else stores(up).catch_up()
+        if found.head is None:
+            continue
+        if looked_at and found.version is not None:
+            tables[up.name] = found
+            rows_read += found.rows if up.name in names else 0
+        if up.name not in names:
+            continue
+        inputs[up.name] = found.head
+        ends, first = found.head.commit.next_offset, start.get(up.name, {})
+        ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
+        if ranges:
+            taken[up.name] = ranges
+    return replace(
+        pinned,
+        inputs=inputs,
+        tables=tables,
+        taken=taken,
+        rows_read=rows_read,
+        stream_time=dict(pinned.before.stream_time),
+    )

@@ -1,0 +1,115 @@
+"""Ranges of offsets, and the messages in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import ARRIVAL, PARTITION
+from vt_dagster.core.records import POSITION, RECORD_TIME, SOURCE
+from vt_dagster.errors import SourceError
+from vt_dagster.sources.kafka_cluster import KafkaCluster
+from vt_dagster.storage.positions import Ranges
+
+_MESSAGE = (
+    "key binary, value binary, topic string, partition int, offset long, timestamp timestamp, "
+    "headers array<struct<key:string,value:binary>>"
+)
+_PLACE = "_place"
+
+
+def read_messages(
+    cluster: KafkaCluster,
+    spark: SparkSession,
+    ranges: Mapping[str, Mapping[int, tuple[int, int]]],
+    headers: bool = False,
+) -> DataFrame:
+    """The committed messages of some ranges, as Spark's Kafka source has them.
+
+    Args:
+        ranges: none of them empty.
+    """
+
+    def offsets(which: int) -> str:
+        return json.dumps({t: {str(p): r[which] for p, r in s.items()} for t, s in ranges.items()})
+
+    if not ranges:
+        return spark.createDataFrame([], _MESSAGE)
+    return (
+        spark.read.format("kafka")
+        # Spark asks for a partition's ends after each poll, and the broker answers after the fetch that
+        # the consumer has sent ahead: at the end of a topic that waits for records, half a second.
+        .option("kafka.fetch.max.wait.ms", "10")
+        .options(**cluster.spark_options())
+        .option("assign", json.dumps({t: sorted(some) for t, some in ranges.items()}))
+        .option("startingOffsets", offsets(0))
+        .option("endingOffsets", offsets(1))
+        .option("includeHeaders", str(headers).lower())
+        .option("kafka.isolation.level", "read_committed")
+        .option("failOnDataLoss", "true")
+        .load()
+    )
+
+
+def in_order_of_arrival(messages: DataFrame, topics: Sequence[str]) -> DataFrame:
+    """With the order of arrival: the offset; of several topics the order of their stream times."""
+    if len(topics) == 1:
+        return messages.withColumn(ARRIVAL, F.col(POSITION))
+    place = F.array_position(F.array(*[F.lit(t) for t in topics]), F.col(SOURCE))
+    so_far = W.partitionBy(PARTITION, SOURCE).orderBy(POSITION)
+    merged = W.partitionBy(PARTITION).orderBy("_time", _PLACE, POSITION)
+    timed = messages.withColumns({_PLACE: place, "_time": F.max(RECORD_TIME).over(so_far)})
+    return timed.withColumn(ARRIVAL, F.row_number().over(merged).cast("long")).drop(_PLACE, "_time")
+
+
+def bounded(ranges: Ranges, most: int | None) -> Ranges:
+    """The same ranges with no more offsets than a run may take, each partition its fair share."""
+    sizes = {(t, p): e - s for t, some in ranges.items() for p, (s, e) in some.items()}
+    if most is None or sum(sizes.values()) <= most:
+        return ranges
+    left = most
+    shares: dict[tuple[str, int], int] = {}
+    # The smallest take all of theirs; what they leave of their share goes to the others.
+    for i, (place, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
+        shares[place] = min(size, left // (len(sizes) - i))
+        left -= shares[place]
+    return {t: {p: (s, s + shares[t, p]) for p, (s, _) in some.items()} for t, some in ranges.items()}
+
+
+def as_ranges(given: Mapping[str, Any] | None) -> Ranges | None:
+    """Ranges out of a run's config: ``{topic: {"0": [start, end]}}``.
+
+    Raises:
+        SourceError: it has another form.
+    """
+    if given is None:
+        return None
+    try:
+        return {
+            topic: {int(p): (int(start), int(end)) for p, (start, end) in some.items()}
+            for topic, some in given.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise SourceError(
+            f'expected ranges like {{"topic": {{"0": [start, end]}}}}, got {given!r}; correct the '
+            "run config"
+        ) from None
+
+
+def as_offsets(text: str) -> dict[str, dict[int, int]]:
+    """Offsets out of a text: ``{"topic": {"0": 100}}``.
+
+    Raises:
+        SourceError: it has another form.
+    """
+    try:
+        return {t: {int(p): int(o) for p, o in some.items()} for t, some in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise SourceError(
+            f'expected offsets like {{"topic": {{"0": 100}}}}, got {text!r}; correct the text'
+        ) from None

@@ -1,0 +1,77 @@
+"""select_key: a stream under another key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql.types import StructType
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.node import make_node
+from vt_dagster.topology.operators.base import OneInput
+from vt_dagster.topology.projection import Selection
+
+
+@dataclass(frozen=True)
+class SelectKey(OneInput):
+    """A stream's records under another key, in the partitions of that key.
+
+    The stream's columns stay, but for those that have the name of a new key column. Late: passed on
+    like any other. Null key: the new key is made for records without an old one too; a null new key is
+    passed on, and left out by what groups by it. Tombstone: passed on under the new key.
+
+    Args:
+        group_key: the new key's columns as ``column`` or ``expression as name``.
+        partitions, partition_by: of the result, as of a source.
+    """
+
+    group_key: tuple[str, ...] = field(kw_only=True)
+    partitions: int | None = field(default=None, kw_only=True)
+    partition_by: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.source.is_table:
+            raise TopologyError(
+                f"{self.name}: expected a stream to select a key of, got the table "
+                f"{self.source.name!r}; use group_by(...), or its to_stream(name=...)"
+            )
+        if not self.group_key:
+            raise TopologyError(
+                f"{self.name}: expected the columns or expressions of the new key, got none; for "
+                f"example select_key({self.source.schema.names[-1]!r}, name={self.name!r})"
+            )
+        self.keys()
+
+    @property
+    def rekeyed(self) -> bool:
+        return True
+
+    def keys(self) -> Selection:
+        """The columns of the new key."""
+        fields = tuple(self.source.schema.fields)
+        return Selection(self.name, self.source.name, fields, self.group_key)
+
+    def result(self, **shown: Any) -> Any:
+        keys = self.keys().fields_of_result()
+        names = {k.name.lower() for k in keys}
+        others = [f for f in self.source.schema.fields if f.name.lower() not in names]
+        return make_node(
+            "stream",
+            self.name,
+            key=[k.name for k in keys],
+            schema=StructType([*keys, *others]),
+            timestamp=TIMESTAMP,
+            partitions=self.partitions or self.source.partitions,
+            partition_by=self.partition_by,
+            null_key="keep",
+            operator=self,
+            **shown,
+        )
+
+    def lineage(self) -> dict[str, list[tuple[str, str]]]:
+        return super().lineage() | self.keys().lineage()
+
+    def describe(self) -> str:
+        return f"The records of {self.source.name} keyed by {', '.join(self.group_key)}."
