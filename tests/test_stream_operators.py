@@ -125,6 +125,18 @@ def test_records_go_to_the_partition_of_their_new_key(spark: SparkSession) -> No
     assert driver.metrics("counts")["dropped"] == 1
 
 
+def test_a_record_without_a_key_goes_to_the_first_partition(spark: SparkSession) -> None:
+    sales = stream(partitions=2, partition_by="ascii(k) % 2")
+    keyed = sales.select_key("g as h", name="keyed", partitions=2, partition_by="ascii(h) % 2")
+    driver = TopologyTestDriver(keyed.group_by().count(name="counts"), spark=spark)
+    driver.pipe("sales", row("a", "y", 1, 5), row(None, None, 2, 6))
+    driver.pipe("sales", row(None, None, 3, 7), row("a", "y", 4, 8))
+    columns = ("partition", "offset", "n")
+    assert sorted(seen(driver.read("sales"), *columns)) == [(0, 0, 2), (0, 1, 3), (1, 0, 1), (1, 1, 4)]
+    assert sorted(seen(driver.read("keyed"), *columns)) == [(0, 0, 2), (0, 1, 3), (1, 0, 1), (1, 1, 4)]
+    assert seen(driver.read("counts"), "h", "count") == [("y", 1), ("y", 2)]
+
+
 def test_each_element_is_a_record(spark: SparkSession) -> None:
     words = stream().flat_map_values(
         "transform(split(g, ' '), w -> nullif(w, '~'))", column="word", keep=("n",), name="words"
