@@ -103,6 +103,33 @@ def test_merged_streams_are_one_and_a_stream_with_itself_is_twice(spark: SparkSe
     assert seen(driver.read("doubled"), "k", "n") == [("a", 1), ("a", 1), (None, 2), (None, 2)]
 
 
+def test_streams_of_all_sorts_are_merged(spark: SparkSession) -> None:
+    sales, returns = stream(), stream("returns")
+    again = sales.merge(returns, sales, name="again")
+    # A key whose type only Spark can tell, and a log with a column of the join's own.
+    upper = returns.select_key("upper(k) as k", name="upper")
+    prices = VersionedTable("prices", history_retention=timedelta(hours=2), **ABOUT)
+    joined = sales.left_join(
+        prices, name="joined", select=["left.*"], grace_period=timedelta(milliseconds=1)
+    )
+    every = returns.merge(upper, joined, name="every")
+    turned = upper.merge(returns, name="turned")
+    assert [node.schema["k"].dataType for node in (every, turned)] == [StringType()] * 2
+    driver = TopologyTestDriver(again, every, turned, spark=spark)
+    driver.run(
+        {
+            "sales": [row("a", "x", 1, 5), row("b", "x", 2, 5)],
+            "returns": [row("c", "y", 3, 5), row("d", "y", 4, 5)],
+        }
+    )
+    # Heads with the same timestamp: the left one's, which goes to both of its places.
+    assert "".join(r["k"] for r in driver.read("again")) == "aabbcd"
+    assert "".join(r["k"] for r in driver.read("every")) == "cdCD"
+    driver.pipe("sales", row("e", "x", 5, 6))
+    assert "".join(r["k"] for r in driver.read("every")) == "ab"
+    assert "".join(r["k"] for r in driver.read("turned")) == "CDcd"
+
+
 def test_records_go_to_the_partition_of_their_new_key(spark: SparkSession) -> None:
     keyed = stream(partitions=3).select_key(
         "upper(g) as shop", name="by_shop", partitions=2, partition_by="if(shop = 'X', 1, 0)"
