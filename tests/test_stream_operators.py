@@ -57,6 +57,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: stream().select_key("region", name="by"),
         ["by", "'sales' has no column 'region'"],
     ),
+    "select a timestamp of one's own": (
+        lambda: stream().select_key("now() as timestamp", name="by"),
+        ["by", "'timestamp'", "keeps its timestamp", "rename"],
+    ),
     "elements under a name that is taken": (
         lambda: stream().flat_map_values("array(n)", column="k", name="each"),
         ["each", "'k'", "take another one"],
