@@ -181,6 +181,17 @@ def test_each_element_is_a_record(spark: SparkSession) -> None:
         ("a", "y", 1, False, 1),
         ("b", None, 2, True, 2),
     ]
+    sizes = stream(tombstone="n = 0").flat_map_values(
+        "array(coalesce(g, '~'), cast(n as string))", column="x", keep=("n",), name="sizes"
+    )
+    other = TopologyTestDriver(sizes, spark=spark)
+    other.pipe("sales", row("a", "x", 0, 10), row("b", "y", 1, 11))
+    assert seen(other.read("sizes"), "k", "x", "n", "is_tombstone") == [
+        ("a", "~", None, False),  # the expression is made of a null value, whatever the columns say
+        ("a", None, None, True),
+        ("b", "y", 1, False),
+        ("b", "1", 1, False),
+    ]
     with pytest.raises(NullArrayError, match=r"words: expected an array .* null of 1: transform"):
         driver.pipe("sales", row("c", "z", 3, 20), row("d", None, 4, 20))
     assert driver.read("words") == [], "nothing of the run has happened"
