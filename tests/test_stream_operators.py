@@ -57,6 +57,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: stream().select_key("region", name="by"),
         ["by", "'sales' has no column 'region'"],
     ),
+    "select a timestamp of one's own": (
+        lambda: stream().select_key("now() as timestamp", name="by"),
+        ["by", "'timestamp'", "keeps its timestamp", "rename"],
+    ),
     "elements under a name that is taken": (
         lambda: stream().flat_map_values("array(n)", column="k", name="each"),
         ["each", "'k'", "take another one"],
@@ -65,9 +69,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: stream().flat_map_values("n", column="x", name="each"),
         ["each", "gives an array", "bigint"],
     ),
-    "least of a stream": (
-        lambda: stream().group_by().aggregate({"least": "min(n)"}, name="totals"),
-        ["totals", "count, sum and avg", "windowed_by"],
+    "an aggregate that is none": (
+        lambda: stream().group_by().aggregate({"half": "median(n)"}, name="totals"),
+        ["totals", "median"],
     ),
 }
 
@@ -103,6 +107,33 @@ def test_merged_streams_are_one_and_a_stream_with_itself_is_twice(spark: SparkSe
     assert seen(driver.read("doubled"), "k", "n") == [("a", 1), ("a", 1), (None, 2), (None, 2)]
 
 
+def test_streams_of_all_sorts_are_merged(spark: SparkSession) -> None:
+    sales, returns = stream(), stream("returns")
+    again = sales.merge(returns, sales, name="again")
+    # A key whose type only Spark can tell, and a log with a column of the join's own.
+    upper = returns.select_key("upper(k) as k", name="upper")
+    prices = VersionedTable("prices", history_retention=timedelta(hours=2), **ABOUT)
+    joined = sales.left_join(
+        prices, name="joined", select=["left.*"], grace_period=timedelta(milliseconds=1)
+    )
+    every = returns.merge(upper, joined, name="every")
+    turned = upper.merge(returns, name="turned")
+    assert [node.schema["k"].dataType for node in (every, turned)] == [StringType()] * 2
+    driver = TopologyTestDriver(again, every, turned, spark=spark)
+    driver.run(
+        {
+            "sales": [row("a", "x", 1, 5), row("b", "x", 2, 5)],
+            "returns": [row("c", "y", 3, 5), row("d", "y", 4, 5)],
+        }
+    )
+    # Heads with the same timestamp: the left one's, which goes to both of its places.
+    assert "".join(r["k"] for r in driver.read("again")) == "aabbcd"
+    assert "".join(r["k"] for r in driver.read("every")) == "cdCD"
+    driver.pipe("sales", row("e", "x", 5, 6))
+    assert "".join(r["k"] for r in driver.read("every")) == "ab"
+    assert "".join(r["k"] for r in driver.read("turned")) == "CDcd"
+
+
 def test_records_go_to_the_partition_of_their_new_key(spark: SparkSession) -> None:
     keyed = stream(partitions=3).select_key(
         "upper(g) as shop", name="by_shop", partitions=2, partition_by="if(shop = 'X', 1, 0)"
@@ -125,6 +156,18 @@ def test_records_go_to_the_partition_of_their_new_key(spark: SparkSession) -> No
     assert driver.metrics("counts")["dropped"] == 1
 
 
+def test_a_record_without_a_key_goes_to_the_first_partition(spark: SparkSession) -> None:
+    sales = stream(partitions=2, partition_by="ascii(k) % 2")
+    keyed = sales.select_key("g as h", name="keyed", partitions=2, partition_by="ascii(h) % 2")
+    driver = TopologyTestDriver(keyed.group_by().count(name="counts"), spark=spark)
+    driver.pipe("sales", row("a", "y", 1, 5), row(None, None, 2, 6))
+    driver.pipe("sales", row(None, None, 3, 7), row("a", "y", 4, 8))
+    columns = ("partition", "offset", "n")
+    assert sorted(seen(driver.read("sales"), *columns)) == [(0, 0, 2), (0, 1, 3), (1, 0, 1), (1, 1, 4)]
+    assert sorted(seen(driver.read("keyed"), *columns)) == [(0, 0, 2), (0, 1, 3), (1, 0, 1), (1, 1, 4)]
+    assert seen(driver.read("counts"), "h", "count") == [("y", 1), ("y", 2)]
+
+
 def test_each_element_is_a_record(spark: SparkSession) -> None:
     words = stream().flat_map_values(
         "transform(split(g, ' '), w -> nullif(w, '~'))", column="word", keep=("n",), name="words"
@@ -138,11 +181,40 @@ def test_each_element_is_a_record(spark: SparkSession) -> None:
         ("a", "y", 1, False, 1),
         ("b", None, 2, True, 2),
     ]
+    sizes = stream(tombstone="n = 0").flat_map_values(
+        "array(coalesce(g, '~'), cast(n as string))", column="x", keep=("n",), name="sizes"
+    )
+    other = TopologyTestDriver(sizes, spark=spark)
+    other.pipe("sales", row("a", "x", 0, 10), row("b", "y", 1, 11))
+    assert seen(other.read("sizes"), "k", "x", "n", "is_tombstone") == [
+        ("a", "~", None, False),  # the expression is made of a null value, whatever the columns say
+        ("a", None, None, True),
+        ("b", "y", 1, False),
+        ("b", "1", 1, False),
+    ]
     with pytest.raises(NullArrayError, match=r"words: expected an array .* null of 1: transform"):
         driver.pipe("sales", row("c", "z", 3, 20), row("d", None, 4, 20))
     assert driver.read("words") == [], "nothing of the run has happened"
     driver.pipe("sales", row("c", "z", 3, 20))
     assert seen(driver.read("words"), "word", "offset") == [("z", 3)]
+
+
+def test_the_least_and_the_most_of_a_key(spark: SparkSession) -> None:
+    what = {"least": "min(n)", "most": "max(g)", "total": "sum(n)"}
+    ends = stream().group_by().aggregate(what, name="ends")
+    # The key hides the column of its name from nobody.
+    odd = stream().group_by("n % 2 as n").aggregate({"total": "sum(n)"}, name="odd")
+    driver = TopologyTestDriver(ends, odd, spark=spark)
+    driver.pipe("sales", row("a", "x", 5, 1), row("a", None, 3, 2), row("b", None, 8, 3))
+    driver.pipe("sales", row("a", "w", 7, 4), row("a", "z", None, 5), row("b", "v", 9, 6))
+    assert seen(driver.read("ends"), "k", *what) == [
+        ("a", 5, "x", 5),
+        ("a", 3, "x", 8),
+        ("b", 8, None, 8),
+        ("a", 3, "x", 15),
+        ("b", 8, "v", 17),
+    ]
+    assert seen(driver.read("odd"), "n", "total") == [(1, 5), (1, 8), (0, 8), (1, 15), (1, 24)]
 
 
 def test_all_records_of_a_key_are_counted_whatever_their_time(spark: SparkSession) -> None:

@@ -9,6 +9,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core.arrival import Fate
+from vt_dagster.core.log import value_columns
 from vt_dagster.core.processor import Counts, Input, Known, Processor
 from vt_dagster.errors import NullArrayError
 from vt_dagster.topology.operators import FlatMapValues
@@ -22,8 +23,14 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         operator = self.operator
+        # What a tombstone's other columns say is not its value.
+        values = value_columns(operator.source)
+        nothing = {v: F.when(~F.col(IS_TOMBSTONE), F.col(f"`{v}`")) for v in values}
         return flat_map_values(
-            rows[0], expression=operator.expression, column=operator.column, keep=operator.kept()
+            rows[0].withColumns(nothing),
+            expression=operator.expression,
+            column=operator.column,
+            keep=operator.kept(),
         )
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:

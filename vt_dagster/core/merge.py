@@ -8,8 +8,9 @@ from functools import reduce
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, TURN
+from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core.arrival import Fate
+from vt_dagster.core.log import value_columns
 from vt_dagster.core.processor import Input, Known, Processor
 from vt_dagster.topology.operators import Merge
 
@@ -20,19 +21,21 @@ class MergeProcessor(Processor[Merge]):
     merges = True
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
-        return merge(rows)
+        return merge(rows, columns=[*self.node.key, *value_columns(self.node)])
 
 
-def merge(streams: Sequence[DataFrame]) -> DataFrame:
+def merge(streams: Sequence[DataFrame], *, columns: Sequence[str]) -> DataFrame:
     """Every record with its own key, value, timestamp and partition; null keys and tombstones too.
 
     Plan: a union, no shuffle.
 
     Args:
         streams: log rows in order: ``ORDER`` tells how they follow each other.
+        columns: of keys and values; what an operator has added to one stream's log is left out.
 
     Source: FORMAT 4.12.1; merge-keeps-key-value-timestamp-and-arrival-order,
     merge-passes-null-keys-and-null-values.
     """
-    rows = reduce(DataFrame.unionByName, streams)
+    names = [*[F.col(f"`{c}`") for c in columns], TIMESTAMP, PARTITION, IS_TOMBSTONE, *ORDER]
+    rows = reduce(DataFrame.unionByName, [one.select(*names) for one in streams])
     return rows.withColumns({FATE: F.lit(Fate.APPLIED), TURN: F.lit(0)})

@@ -170,21 +170,21 @@ class Processor(ABC, Generic[O]):
 
         A task takes the record with the smallest timestamp among the heads of its inputs (equal: the
         left one's). That is the order of each input's own stream time in this run. Rows of one
-        partition of one log keep the order of their offsets. A log that is two inputs at once gives
-        each record to the left one, then to the right one.
+        partition of one log keep the order of their offsets. A log that is several inputs at once
+        gives each record to all of them, from left to right.
         """
         nothing = F.lit(None).cast("timestamp")
         names = [node.name for node in self.consumed]
-        twice = len(set(names)) < len(names)
         ordered: list[DataFrame] = []
         for i, one in enumerate(inputs):
             rows = one.rows.withColumn(ARRIVAL, F.col(OFFSET))
             if self.merges:
                 timed = with_stream_time(rows, nothing, chunk=None if self.few else arrival_chunk())
                 rows = timed.withColumn(ARRIVAL, F.unix_micros(STREAM_TIME)).drop(STREAM_TIME)
-            place = F.col(OFFSET) * len(names) + i if twice else F.col(OFFSET)
-            side = F.lit(0 if twice else i)
-            ordered.append(rows.withColumns({INPUT: side, HOME: F.col(PARTITION), SEQUENCE: place}))
+            alone = names.count(names[i]) == 1
+            place = F.col(OFFSET) if alone else F.col(OFFSET) * len(names) + i
+            first = F.lit(names.index(names[i]))
+            ordered.append(rows.withColumns({INPUT: first, HOME: F.col(PARTITION), SEQUENCE: place}))
         return ordered
 
     @property

@@ -80,7 +80,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
 
 
 def home_of(key: Sequence[str], node: Stream) -> Column:
-    """The partition that a record of a key goes to in a log that chooses it."""
+    """The partition that a record of a key goes to in a log that chooses it; where ``partition_by``
+    gives none, as of a record without a key, the first."""
     if node.partition_by is not None:
-        return F.expr(node.partition_by).cast("int")
+        return F.coalesce(F.expr(node.partition_by).cast("int"), F.lit(0))
     return F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), F.lit(node.partitions)).cast("int")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
@@ -27,16 +27,12 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         operator, node = self.operator, self.node
-        records = rows[0]
-        if operator.group_key:
-            chosen = {name: F.expr(sql) for name, sql in operator.keys().columns}
-            records = records.withColumns(chosen)
-            records = records.withColumn(PARTITION, home_of(list(chosen), node))
         aggregates = operator.parsed()
         added = entries(
-            records,
-            key=node.key,
+            rows[0],
+            key=operator.keys().columns,
             inputs=[(a.name, a.expression) for a in aggregates.accumulators],
+            partition=home_of(node.key, node) if operator.group_key else F.col(PARTITION),
             rekeyed=operator.rekeyed,
         )
         if isinstance(node, VersionedTable):
@@ -57,15 +53,23 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
 
 
 def entries(
-    records: DataFrame, *, key: Sequence[str], inputs: Sequence[tuple[str, str]], rekeyed: bool
+    records: DataFrame,
+    *,
+    key: Sequence[tuple[str, str]],
+    inputs: Sequence[tuple[str, str]],
+    partition: Column,
+    rekeyed: bool,
 ) -> DataFrame:
     """What each record adds to its group.
 
     Plan: none but projections.
 
     Args:
-        records: log rows in order, ``key columns`` and ``partition`` already the group's.
-        inputs: (name, SQL expression) of what an aggregate needs of a record.
+        records: the stream's log rows in order.
+        key: (name, SQL expression) of the group's key.
+        inputs: (name, SQL expression) of what an aggregate needs of a record; a key column of the
+            same name as a column of the record does not hide it.
+        partition: of the group, over its key columns.
         rekeyed: whether the records were brought to this key: then a null key is not counted.
 
     Returns:
@@ -77,14 +81,16 @@ def entries(
     """
     row = F.struct(*[F.expr(sql).alias(name) for name, sql in inputs])
     nothing = Fate.NO_RESULT if rekeyed else Fate.DROPPED
-    fate = F.when(~has_key(key), nothing).when(F.col(IS_TOMBSTONE), Fate.DROPPED)
-    return records.select(
-        *key,
+    fate = F.when(~has_key([name for name, _ in key]), nothing)
+    fate = fate.when(F.col(IS_TOMBSTONE), Fate.DROPPED).otherwise(Fate.APPLIED)
+    rows = records.select(
+        *[F.expr(sql).alias(name) for name, sql in key],
         F.when(F.lit(False), row).alias(TAKE),
         row.alias(ADD),
         TIMESTAMP,
         PARTITION,
-        fate.otherwise(Fate.APPLIED).alias(FATE),
+        IS_TOMBSTONE,
         *ORDER,
         F.lit(0).alias(TURN),
     )
+    return rows.withColumns({FATE: fate, PARTITION: partition}).drop(IS_TOMBSTONE)

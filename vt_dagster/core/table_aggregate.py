@@ -29,7 +29,7 @@ from vt_dagster.core.changes import over_old
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.processor import Input, Known, Processor, is_last
 from vt_dagster.core.records import home_of
-from vt_dagster.topology.accumulators import Aggregates
+from vt_dagster.topology.accumulators import Accumulator, Aggregates
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Aggregator, TableAggregate
@@ -40,6 +40,7 @@ Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
 TAKE, ADD, _CHANGE = "_take", "_add", "_change"
 _LAST = "_last"
+_MERGED = {"min": (F.min, F.least), "max": (F.max, F.greatest)}
 
 
 class TableAggregateProcessor(Processor[TableAggregate]):
@@ -163,7 +164,7 @@ def entries(
 def aggregate(
     rows: DataFrame, state: DataFrame | None, *, key: Sequence[str], aggregates: Aggregates
 ) -> DataFrame:
-    """Every update of every group by count, sum and avg.
+    """Every update of every group by count, sum and avg; where nothing is taken out, also min and max.
 
     Plan: one shuffle and sort by group, together with one row a group of ``state``.
 
@@ -176,24 +177,31 @@ def aggregate(
 
     Source: FORMAT 4.8.3-4.8.5; kip914-aggregate-count-versioned, kip914-aggregate-sum-unversioned.
     """
-    names = [a.name for a in aggregates.accumulators]
+    kept = aggregates.accumulators
+    names = [a.name for a in kept]
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     applied = F.col(FATE) == Fate.APPLIED
 
-    def change(name: str) -> Column:
-        return F.coalesce(F.col(ADD)[name], F.lit(0)) - F.coalesce(F.col(TAKE)[name], F.lit(0))
+    def change(one: Accumulator) -> Column:
+        added, taken = F.col(ADD)[one.name], F.col(TAKE)[one.name]
+        if one.merge != "sum":
+            return added
+        return F.coalesce(added, F.lit(0)) - F.coalesce(taken, F.lit(0))
 
-    def total(name: str) -> Column:
-        base = F.coalesce(F.col(_BASE)[name], F.lit(0))
-        added = F.sum(F.when(applied, F.col(_CHANGE + name))).over(so_far)
-        return (base + F.coalesce(added, F.lit(0))).alias(name)
+    def total(one: Accumulator) -> Column:
+        base, changes = F.col(_BASE)[one.name], F.when(applied, F.col(_CHANGE + one.name))
+        if one.merge != "sum":
+            merge, choose = _MERGED[one.merge]
+            return choose(base, merge(changes).over(so_far)).alias(one.name)
+        added = F.coalesce(F.sum(changes).over(so_far), F.lit(0))
+        return (F.coalesce(base, F.lit(0)) + added).alias(one.name)
 
     others = [F.col(f"`{c}`") for c in rows.columns if c not in (TAKE, ADD)]
-    changes = rows.select(*others, *[change(n).alias(_CHANGE + n) for n in names])
+    changes = rows.select(*others, *[change(a).alias(_CHANGE + a.name) for a in kept])
     known = _with_base(changes, state, key, names)
     summed = known.select(
         *key,
-        *[total(n) for n in names],
+        *[total(a) for a in kept],
         _group_time(so_far, applied).alias(TIMESTAMP),
         PARTITION,
         FATE,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pyspark.sql.types import DataType, NullType, StructField, StructType
+
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.node import Input, Operator, make_node
+from vt_dagster.topology.schema import same_types
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,14 @@ class Merge(Operator):
 
     def _check_columns(self, node: Input) -> None:
         first = self.sources[0]
-        ours, theirs = (
-            {f.name: f.dataType.simpleString() for f in n.schema.fields if f.name != TIMESTAMP}
-            for n in (first, node)
-        )
-        if ours != theirs or first.key != node.key:
+        ours, theirs = _types(first), _types(node)
+        same = sorted(ours) == sorted(theirs)
+        same = same and same_types(list(ours.values()), [theirs[c] for c in ours])
+        if not same or first.key != node.key:
             raise TopologyError(
                 f"{self.name}: expected streams with the same columns and the same key, got "
-                f"{first.name!r} with {ours} keyed by {list(first.key)}, and {node.name!r} with "
-                f"{theirs} keyed by {list(node.key)}; give both the same schema"
+                f"{first.name!r} with {_shown(ours)} keyed by {list(first.key)}, and {node.name!r} "
+                f"with {_shown(theirs)} keyed by {list(node.key)}; give both the same schema"
             )
 
     @property
@@ -61,11 +63,18 @@ class Merge(Operator):
 
     def result(self, **shown: Any) -> Any:
         first = self.sources[0]
+        known = [_types(node) for node in self.sources]
+        # Where only Spark can tell the type of a column, another stream may say it.
+        told = [
+            StructField(f.name, next((k[f.name] for k in known if k[f.name] != NullType()), f.dataType))
+            for f in first.schema.fields
+            if f.name in known[0]
+        ]
         return make_node(
             "stream",
             self.name,
             key=first.key,
-            schema=first.schema,
+            schema=StructType(told),
             timestamp=TIMESTAMP,
             partitions=max(node.partitions for node in self.sources),
             partition_by=first.partition_by,
@@ -76,7 +85,16 @@ class Merge(Operator):
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
         names = list(dict.fromkeys(node.name for node in self.sources))
-        return {c: [(name, c) for name in names] for c in self.sources[0].schema.names}
+        return {c: [(name, c) for name in names] for c in _types(self.sources[0])}
 
     def describe(self) -> str:
         return f"The records of {', '.join(node.name for node in self.sources)} as one stream."
+
+
+def _types(node: Input) -> dict[str, DataType]:
+    """The types of a stream's columns, but for the timestamp, which every record has."""
+    return {f.name: f.dataType for f in node.schema.fields if f.name.lower() != TIMESTAMP}
+
+
+def _shown(types: dict[str, DataType]) -> dict[str, str]:
+    return {name: kind.simpleString() for name, kind in types.items()}

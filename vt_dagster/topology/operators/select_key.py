@@ -42,7 +42,11 @@ class SelectKey(OneInput):
                 f"{self.name}: expected the columns or expressions of the new key, got none; for "
                 f"example select_key({self.source.schema.names[-1]!r}, name={self.name!r})"
             )
-        self.keys()
+        if any(name.lower() == TIMESTAMP for name, _ in self.keys().columns):
+            raise TopologyError(
+                f"{self.name}: expected another name than 'timestamp' for a key column: a record keeps "
+                "its timestamp; rename it, for example 'timestamp as at'"
+            )
 
     @property
     def rekeyed(self) -> bool:

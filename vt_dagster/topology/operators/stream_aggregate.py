@@ -22,7 +22,7 @@ class StreamAggregate(Aggregate):
 
     Args:
         group_key: empty = the stream's own key.
-        aggregates: (name, SQL aggregate) pairs, of count, sum, avg.
+        aggregates: (name, SQL aggregate) pairs, of count, sum, min, max, avg.
         materialized: None: a plain table; with a history retention: a versioned one.
     """
 
@@ -35,11 +35,7 @@ class StreamAggregate(Aggregate):
                 "rows have to be taken out; use its group_by(...).aggregate(...)"
             )
         check_emit(self.name, self.emit)
-        if not self.parsed().invertible:
-            raise TopologyError(
-                f"{self.name}: expected count, sum and avg for a stream without windows, got min or "
-                "max; cut the stream into windows with windowed_by(...), or leave them out"
-            )
+        self.parsed()
         self.keys()
 
     @property
