@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from vt_dagster.conformance.scenario import (
     compare_state,
     settle,
 )
-from vt_dagster.conformance.steps import Layout, Shape, inputs_of, layout, nodes_of
+from vt_dagster.conformance.steps import Config, Layout, Shape, inputs_of, layout, nodes_of
 from vt_dagster.conformance.topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processors import processor_of
@@ -40,11 +40,11 @@ def side_by_side(
 
     ``run``: a run is as many records of one input as follow each other, and then as many of the stream
     that is joined with it; of a join of two source tables as many as a task would take in the recorded
-    order. That keeps the order of arrival. Where nothing is held back the log must be
-    the same, order included. A run that releases what was held back does so after its last record,
-    with the same tables as after each of its records: what it emits must be the same set as what its
-    records trigger one by one. Scenarios that count after each record (``Layout.one_by_one``) go
-    record by record.
+    order, were there only those that the tables accept. That keeps the order of arrival. Where nothing
+    is held back the log must be the same, order included. A run that releases what was held back does
+    so after its last record, with the same tables as after each of its records: what it emits must be
+    the same set as what its records trigger one by one. Scenarios that count after each record
+    (``Layout.one_by_one``) go record by record.
     """
 
     def job(group: Sequence[Layout]) -> Job:
@@ -102,8 +102,8 @@ def cut(each: Layout, granularity: Granularity) -> list[range]:
     streams = {s["input"] for s in each.steps.values() if s["op"] == "stream"}
     joined = each.steps[each.output]["op"] == "stream_table_join"
     many = granularity == "run" and not each.one_by_one
-    if many and _joins_sources(each):
-        return _in_task_order(each)
+    if many and (sides := _joined_sources(each)):
+        return _in_task_order(records, sides)
 
     def together(one: Mapping[str, Any], next_one: Mapping[str, Any]) -> bool:
         of_stream = one["input"] in streams
@@ -115,43 +115,43 @@ def cut(each: Layout, granularity: Granularity) -> list[range]:
     return [range(a, b) for a, b in pairwise([0, *cuts, len(records)]) if b > a]
 
 
-def _joins_sources(each: Layout) -> bool:
-    """Whether the only node with two inputs is a join of two source tables."""
+def _joined_sources(each: Layout) -> list[Config]:
+    """The two source tables of a join, left one first, if that is the only node with two inputs."""
     joins = [inputs for s in each.steps.values() if len(inputs := inputs_of(s)) == 2]
-    return [[each.steps[i]["op"] for i in inputs] for inputs in joins] == [["table", "table"]]
+    sides = [[each.steps[i] for i in inputs] for inputs in joins]
+    return sides[0] if [[s["op"] for s in both] for both in sides] == [["table", "table"]] else []
 
 
-def _in_task_order(each: Layout) -> list[range]:
+def _in_task_order(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> list[range]:
     """Runs in which a task, which takes the smaller head of its inputs, keeps the recorded order.
 
-    A run orders what is in the logs of its inputs, so a record that its table refuses does not count.
+    Only what gets into a source's log has a place in that order: a run never sees the others.
     """
-    records = each.scenario.records
-    tables = {s["input"]: s["table"] for s in each.steps.values() if s["op"] == "table"}
     cuts: list[int] = []
-    newest: dict[str, int] = {}
-    stream_time: dict[str, int] = {}
-    last: tuple[int, str] = (-1, "")
-    for i, record in enumerate(records):
-        side = record["input"]
-        if not _accepts(tables[side], record, stream_time.get(side)):
-            continue
-        stream_time[side] = max(stream_time.get(side, -1), record["timestamp"])
-        time = max(newest.get(side, -1), record["timestamp"])
+    newest: dict[int, int] = {}
+    last: tuple[int, int] = (-1, 0)
+    for i, side in _logged(records, sides):
+        at = records[i]["timestamp"]
+        time = max(newest.get(side, -1), at)
         if (time, side) < last:
             cuts.append(i)
-            newest, time = {}, record["timestamp"]
+            newest, time = {}, at
         newest[side], last = time, (time, side)
     return [range(a, b) for a, b in pairwise([0, *cuts, len(records)]) if b > a]
 
 
-def _accepts(table: Mapping[str, Any], record: Mapping[str, Any], stream_time: int | None) -> bool:
-    """Whether a source table takes a record: it has a key, and is not too old (FORMAT 4.1.1, 4.2.1)."""
-    if record["key"] is None:
-        return False
-    if not table["versioned"] or stream_time is None:
-        return True
-    return record["timestamp"] >= stream_time - table["history_retention"]
+def _logged(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> Iterator[tuple[int, int]]:
+    """The records that tables accept, each with its side: those that have a key and, where the table
+    is versioned, are not older than its history retention (KIP-889)."""
+    accepted = [-1] * len(sides)
+    for i, record in enumerate(records):
+        for side, step in enumerate(sides):
+            if record["input"] != step["input"] or record["key"] is None:
+                continue
+            table, at = step["table"], record["timestamp"]
+            if not table["versioned"] or at >= accepted[side] - table["history_retention"]:
+                accepted[side] = max(accepted[side], at)
+                yield i, side
 
 
 @dataclass(frozen=True)
