@@ -57,7 +57,7 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
     ]
     assert lines.pop("check_prices") == ["prices: 8 of 8 checks passed"]
     assert lines.pop("priced.read_priced") == ["priced: takes records: 1 of sales"]
-    assert lines.pop("priced.join_priced") == [
+    assert lines.pop("priced.write_priced") == [
         "priced: decided: 1 in, 1 applied, 1 waiting, 1 out",
         "priced: committed batch 3 (log version 2)",
     ]

@@ -108,7 +108,7 @@ def cut(each: Layout, granularity: Granularity) -> list[range]:
     def together(one: Mapping[str, Any], next_one: Mapping[str, Any]) -> bool:
         of_stream = one["input"] in streams
         if next_one["input"] == one["input"]:
-            return many or (joined and not of_stream)
+            return many or (joined and not of_stream and not each.one_by_one)
         return joined and not of_stream and next_one["input"] in streams
 
     cuts = [i for i in range(1, len(records)) if not together(records[i - 1], records[i])]

@@ -1,7 +1,7 @@
-"""suppress with a limit: what leaves early, at the end of a run or, of sliding windows, at once.
+"""suppress with a limit and ``emit_early``: what leaves after each update, as in Kafka Streams.
 
-A record of a stream in sliding windows changes several of them, in an order of its own: which of
-them leave a full buffer, and with which value, depends on each update, and on all keys of a
+A record may give several updates (a merged session and its tombstone, sliding windows): which of them
+leave a full buffer, with which value and in which order, depends on each update, and on all keys of a
 partition. So this is a kernel in Python over one partition's updates in order, with no more of them
 in memory than the limit lets wait, and a batch.
 """
@@ -90,22 +90,6 @@ def most(limit: Limit) -> Column:
     if limit is None or isinstance(limit, int):
         return F.lit(limit).cast("long")
     return by_partition(limit, "long")
-
-
-def _exceeds(amount: Column, limit: Limit) -> Column:
-    return F.coalesce(amount > most(limit), F.lit(False))
-
-
-def too_much(turn: Sequence[str], max_records: Limit, max_bytes: Limit) -> Column:
-    """Whether a row that is left goes out early: it and those behind it are more than the limit."""
-    backwards = [F.col(c).desc() for c in (PLACE, *turn)]
-    behind = (
-        W.partitionBy(PARTITION, RELEASED)
-        .orderBy(*backwards)
-        .rowsBetween(W.unboundedPreceding, W.currentRow)
-    )
-    records, size = F.count(F.lit(1)).over(behind), F.sum(BYTES).over(behind)
-    return _exceeds(records, max_records) | _exceeds(size, max_bytes)
 
 
 @dataclass

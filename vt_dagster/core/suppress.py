@@ -40,7 +40,7 @@ from vt_dagster.core.arrival import (
     with_stream_time,
 )
 from vt_dagster.core.emit_early import AT as _AT
-from vt_dagster.core.emit_early import BYTES, NTH, PLACE, emit_early, most, too_much
+from vt_dagster.core.emit_early import BYTES, NTH, PLACE, emit_early, most
 from vt_dagster.core.emit_early import FRESH as _FRESH
 from vt_dagster.core.emit_early import RANK as _RANK
 from vt_dagster.core.emit_early import RELEASED as _RELEASED
@@ -59,7 +59,7 @@ from vt_dagster.topology.operators import (
 )
 
 _LAST = "_last"
-_FULL, _NEXT = "_full", "_next"
+_NEXT = "_next"
 _EARLIEST = -(2**62)
 
 
@@ -177,18 +177,15 @@ def suppress(
     still open at that very moment: each update of theirs that comes after that goes out too, as in
     Kafka Streams.
 
-    With ``emit_early`` the limits of sliding windows are looked at after each update: a record has
-    several, which do not come in the order in which they leave (see ``emit_early``). Of all others
-    what is left at the end of the run then goes out from the front until a partition's buffer is
-    within its limits. Otherwise all of it stays; the caller looks at its :func:`fullness`.
+    With ``emit_early`` the limits are looked at after each update (see ``emit_early``). Otherwise all
+    of it stays; the caller looks at its :func:`fullness` at the end of the run.
 
     Plan, ``window_closes``: one shuffle and sort by key of updates and buffer; of sliding windows
     ``with_stream_time`` before it. ``time_limit``:
     ``with_stream_time`` (one aggregate, one shuffle and sort by partition and chunk), then one shuffle
     and sort by key and a kernel in Python, since where a period begins depends on where the last one
-    ended; it keeps one row of one key in memory. A duration of 0: none. Emitting early: one more
-    shuffle and sort by partition; of sliding windows one shuffle and two sorts by partition, and a
-    kernel, instead of those by key.
+    ended; it keeps one row of one key in memory. A duration of 0: none. Emitting early: one shuffle and
+    two sorts by partition, and a kernel, instead of those by key.
 
     Args:
         changes: a table's change rows, ``key columns, value columns, timestamp, partition,
@@ -201,7 +198,7 @@ def suppress(
         after: T at its end.
         window_end_inclusive: the windows are sessions. A window goes out iff ``window_end <= T -
             duration``, a session iff ``window_end < T - duration`` (FORMAT section 7).
-        open_when_due: the windows are sliding ones.
+        open_when_due: the windows are sliding ones; looked at for ``window_closes`` only.
         max_records, max_bytes: limits of each partition's buffer; bytes as in ``_bytes``.
         chunk: see ``with_stream_time``.
 
@@ -237,7 +234,7 @@ def suppress(
     else:
         seen = with_stream_time(changes, before, chunk=chunk, included=False)
         rows = _together(seen, buffer, kept, F.unix_micros(STREAM_TIME).alias(STREAM_TIME))
-        if limited and open_when_due:
+        if limited:
             left = emit_early(
                 rows,
                 kept=kept,
@@ -253,9 +250,6 @@ def suppress(
         )
     judged = judged.withColumn(BYTES, F.when(~F.col(_RELEASED), size))
     out: Column = F.col(_RELEASED)
-    if limited:
-        judged = judged.withColumn(_FULL, too_much(turn, max_records, max_bytes))
-        out = out | F.col(_FULL)
     silent = F.col(IS_TOMBSTONE) if until == "window_closes" else F.lit(False)
     late_order = F.struct(*[F.when(F.col(_LATE), F.col(c)).alias(c) for c in ORDER]).alias("_order")
     last_turn = F.struct(_LATE, late_order, *turn)
