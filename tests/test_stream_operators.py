@@ -10,7 +10,14 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster import Materialized, Stream, Table, TopologyError, VersionedTable
+from vt_dagster import (
+    Materialized,
+    Stream,
+    Table,
+    TopologyError,
+    TumblingWindow,
+    VersionedTable,
+)
 from vt_dagster.errors import NullArrayError
 from vt_dagster.testing import TopologyTestDriver
 
@@ -203,8 +210,11 @@ def test_the_least_and_the_most_of_a_key(spark: SparkSession) -> None:
     what = {"least": "min(n)", "most": "max(g)", "total": "sum(n)"}
     ends = stream().group_by().aggregate(what, name="ends")
     # The key hides the column of its name from nobody.
-    odd = stream().group_by("n % 2 as n").aggregate({"total": "sum(n)"}, name="odd")
-    driver = TopologyTestDriver(ends, odd, spark=spark)
+    by_odd = stream().group_by("n % 2 as n")
+    odd = by_odd.aggregate({"total": "sum(n)"}, name="odd")
+    window = TumblingWindow(timedelta(hours=1))
+    hourly = by_odd.windowed_by(window).aggregate({"total": "sum(n)"}, name="hourly")
+    driver = TopologyTestDriver(ends, odd, hourly, spark=spark)
     driver.pipe("sales", row("a", "x", 5, 1), row("a", None, 3, 2), row("b", None, 8, 3))
     driver.pipe("sales", row("a", "w", 7, 4), row("a", "z", None, 5), row("b", "v", 9, 6))
     assert seen(driver.read("ends"), "k", *what) == [
@@ -214,7 +224,9 @@ def test_the_least_and_the_most_of_a_key(spark: SparkSession) -> None:
         ("a", 3, "x", 15),
         ("b", 8, "v", 17),
     ]
-    assert seen(driver.read("odd"), "n", "total") == [(1, 5), (1, 8), (0, 8), (1, 15), (1, 24)]
+    sums = [(1, 5), (1, 8), (0, 8), (1, 15), (1, 24)]
+    assert seen(driver.read("odd"), "n", "total") == sums
+    assert seen(driver.read("hourly"), "n", "total") == sums
 
 
 def test_all_records_of_a_key_are_counted_whatever_their_time(spark: SparkSession) -> None:

@@ -86,8 +86,11 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         return lateness(rows, known.stream_time, self.chunk)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        accumulators = self.operator.parsed().accumulators
+        # Before the records get their new key: a key column hides no column of its name.
+        given = rows[0].withColumns({a.name: F.expr(a.expression) for a in accumulators})
         return aggregate(
-            self._regrouped(rows[0]),
+            self._regrouped(given),
             known.state,
             key=self._key,
             window=self.operator.window,
@@ -152,10 +155,10 @@ def aggregate(
     retention hides some, all of it once more before, for what they hide.
 
     Args:
-        records: the stream's log rows, ``key columns, value columns, timestamp, partition, ORDER``;
-            ``partition`` and key columns are already the result's; each partition has windows of its
-            own. A null value counts like any
-            other record (kip328-probe-null-values-tumbling), but for sliding windows, which drop it
+        records: the stream's log rows, ``key columns, accumulators, timestamp, partition, ORDER``; an
+            accumulator is what the record adds to it. ``partition`` and key columns are already the
+            result's; each partition has windows of its own. A null value counts like any other record
+            (kip328-probe-null-values-tumbling), but for sliding windows, which drop it
             (kip328-probe-null-values-sliding); a record without a key is dropped.
         state: the windows kept before the run; None = none.
         before: T of the row's partition before the run (TIMESTAMP; null = no record yet).
@@ -178,7 +181,6 @@ def aggregate(
     counts = moves_stream_time(key, window)
     seen = with_stream_time(records, before, counts, chunk=chunk)
     kept = _accumulators_type(records, aggregates)
-    accumulators = [F.expr(a.expression).cast(kept[a.name].dataType) for a in aggregates.accumulators]
     fresh = seen.select(
         *key,
         PARTITION,
@@ -187,7 +189,7 @@ def aggregate(
         STREAM_TIME,
         F.lit(True).alias(FRESH),
         counts.alias(KEYED),
-        *[c.alias(f.name) for c, f in zip(accumulators, kept.fields, strict=True)],
+        *[F.col(f.name).cast(f.dataType) for f in kept.fields],
     )
     earlier = None
     if state is not None:
@@ -236,7 +238,7 @@ def state_after(
 
 def _accumulators_type(records: DataFrame, aggregates: Aggregates) -> StructType:
     """The accumulators' types, as Spark's own sum, min and max have them."""
-    merged = [_MERGES[a.merge](F.expr(a.expression)).alias(a.name) for a in aggregates.accumulators]
+    merged = [_MERGES[a.merge](a.name).alias(a.name) for a in aggregates.accumulators]
     return records.agg(*merged).schema
 
 
