@@ -1,7 +1,7 @@
 """Recorded scenarios of each operator through real assets: files, Dagster, Delta, two runs or more.
 
-``test_assets_conformance`` does this for streams joined with tables; here each scenario has assets of
-its own, with its own durations.
+``test_assets_conformance`` does this with all worked scenarios as partitions of one topology; here each
+of some random ones has assets of its own, and so segments, retention and quarantine to itself.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def millis(moment: datetime) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PICKED)
-def test_assets_give_what_kafka_streams_gave(
-    name: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_assets_give_what_kafka_streams_gave(name: str, spark: SparkSession, tmp_path: Path) -> None:
     operator = "_".join(name.split("-")[:-3])
     found = read_scenarios([SCENARIOS / f"{operator}.json"])
     scenario = next(s for s in found if s.name == name)
@@ -81,9 +79,8 @@ def test_assets_give_what_kafka_streams_gave(
         more.setdefault("source", FilesSource(str(tmp_path / asset), max_bad_share=1))
         return bare_source(kind, asset, **more)
 
-    monkeypatch.setattr(steps, "source", source)
     layout = steps.layout(scenario)
-    nodes = steps.nodes_of([layout])
+    nodes = steps.nodes_of([layout], source)
     sources = {
         step["input"]: nodes[layout.shapes[i]]
         for i, step in layout.steps.items()
