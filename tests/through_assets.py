@@ -342,7 +342,7 @@ class StoreThroughAssets:
         for _, moment in keys:
             if moment not in tables:
                 as_of = None if moment is None else f"1970-01-01T00:00:{moment / 1000:06.3f}Z"
-                rows = store.read("current", as_of).toArrow().to_pylist()
+                rows = store.read("current", as_of, partial=True).toArrow().to_pylist()
                 tables[moment] = {(row["scenario"], row["key"]): row for row in rows}
         return [tables[moment].get(key) for key, moment in keys]
 

@@ -141,6 +141,8 @@ def test_json(spark: SparkSession) -> None:
         *(bad, bad, bad),
         {"id": None, "name": None, "at": None},
     ]
+    doubled, latin = good + good, '{"id": 7, "name": "é"}'.encode("latin-1")
+    assert decoded(spark, Json(), [doubled, good + b" x", latin]) == [bad, bad, bad]
     assert decoded(spark, Json(framed=True), [framed(3, good), good, b""]) == [ORDER, bad, bad]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, MapType, StructType
 
 from vt_dagster.cli.check import check
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
@@ -70,10 +73,13 @@ def get(
     as_of: Annotated[
         str | None, typer.Option(help="A time like 2013-07-01T12:00:00Z (inclusive); UTC.")
     ] = None,
+    partial: Annotated[
+        bool, typer.Option(help="Of a time before the history: the row, where it is still there.")
+    ] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Print the row of a key: the current one, or the one as of a time."""
-    rows = _of_key(warehouse, table, key, None, as_of).limit(1).collect()
+    rows = _texts(_of_key(warehouse, table, key, None, as_of, partial).limit(1)).collect()
     if not rows:
         when = f" as of {as_of}" if as_of else ""
         typer.echo(f"{table} has no value for {'/'.join(key)}{when}", err=True)
@@ -93,23 +99,27 @@ def history(
     """Print the timeline of a key: its versions, oldest first."""
     from rich.console import Console
     from rich.table import Table as TextTable
+    from rich.text import Text
 
-    rows = _of_key(warehouse, table, key, "versions", None)
-    newest = list(reversed(rows.orderBy(rows[VALID_FROM].desc()).limit(limit).collect()))
+    rows = _of_key(warehouse, table, key, "versions")
+    newest = rows.orderBy(rows[VALID_FROM].desc()).limit(limit)
+    newest = list(reversed(_texts(newest).collect()))
     if not newest:
         typer.echo(f"{table} has no version of {'/'.join(key)}", err=True)
         raise typer.Exit(1)
     ours = {IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO}
-    text = TextTable(title=f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC")
+    # What is in a table is text, not markup, whatever brackets it has.
+    text = TextTable(title=Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC"))
     for column in ("valid from", "valid to", "value"):
         text.add_column(column)
     for row in newest:
         values = [f"{c}={_text(v)}" for c, v in row.asDict().items() if c not in ours]
-        text.add_row(
+        cells = (
             _text(row[VALID_FROM]),
             "now" if row[VALID_TO] is None else _text(row[VALID_TO]),
             "(deleted)" if row[IS_TOMBSTONE] else "  ".join(values),
         )
+        text.add_row(*map(Text, cells))
     Console().print(text)
 
 
@@ -167,7 +177,14 @@ def _node(module: str, name: str) -> Stream:
     return found[name]
 
 
-def _of_key(warehouse: str, table: str, key: list[str], what: str | None, as_of: str | None) -> Any:
+def _of_key(
+    warehouse: str,
+    table: str,
+    key: list[str],
+    what: str | None,
+    as_of: str | None = None,
+    partial: bool = False,
+) -> DataFrame:
     names = asset_names(warehouse)
     if table not in names:
         raise StorageError(f"expected one of {names} in {warehouse}, got {table!r}")
@@ -176,19 +193,36 @@ def _of_key(warehouse: str, table: str, key: list[str], what: str | None, as_of:
         raise StorageError(
             f"{table} has the key {list(store.node.key)}: give --key once for each, got {key}"
         )
-    rows = store.read(what, as_of)
+    rows = store.read(what, as_of, partial)
+    _check_key(rows, store.node.key, key)
     return key_range(rows, key=store.node.key, lower=key, upper=key)
 
 
+def _check_key(rows: DataFrame, names: Sequence[str], values: Sequence[str]) -> None:
+    """Whether a text can be the value of each key column."""
+    for name, value in zip(names, values, strict=True):
+        kind = rows.schema[name].dataType
+        simple = not isinstance(kind, ArrayType | MapType | StructType)
+        one = rows.sparkSession.range(1).select(F.lit(value).try_cast(kind)) if simple else None
+        if one is None or one.collect()[0][0] is None:
+            raise StorageError(
+                f"expected --key as a {kind.simpleString()} for {name}, got {value!r}; write it as "
+                "Spark casts a text to that type, or read the table where that cannot be"
+            )
+
+
+def _texts(rows: DataFrame) -> DataFrame:
+    """Times as texts, which Spark makes in UTC: Python has neither this zone nor every year."""
+    times = [n for n, kind in rows.dtypes if "timestamp" in kind or "date" in kind]
+    return rows.withColumns({n: F.col(f"`{n}`").cast("string") for n in times})
+
+
 def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    return f"{value:%Y-%m-%d %H:%M:%S}" if hasattr(value, "hour") else str(value)
+    return "null" if value is None else str(value)
 
 
 def main() -> None:
     """Entry point: an error that we raise on purpose is a sentence, not a stack trace."""
-    os.environ.setdefault("TZ", "UTC")
     try:
         app()
     except VtDagsterError as error:

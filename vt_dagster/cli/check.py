@@ -22,7 +22,9 @@ import dagster as dg
 import typer
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as TextTable
+from rich.text import Text
 
 from vt_dagster.errors import DefinitionsError
 
@@ -244,15 +246,15 @@ def _print(results: list[CheckResult], console: Console) -> None:
     for one in results:
         colour = _COLOURS[one.verdict]
         count = "" if one.offending is None else f"{one.offending:,}"
-        table.add_row(one.asset, one.name, f"[{colour}]{one.verdict}[/{colour}]", count)
+        table.add_row(Text(one.asset), Text(one.name), Text(one.verdict, colour), Text(count))
     console.print(table)
     for one in results:
         if one.said:
             console.print(f"{one.asset}: {one.name}: {one.said}", markup=False, highlight=False)
         if one.sample:
-            rows = TextTable(*one.sample[0])
+            rows = TextTable(*map(escape, one.sample[0]))
             for row in one.sample:
-                rows.add_row(*(str(value) for value in row.values()))
+                rows.add_row(*(Text(str(value)) for value in row.values()))
             console.print(rows)
 
 

@@ -10,6 +10,8 @@ from vt_dagster.storage.store import AssetStore
 
 READ = "vt_dagster/read"
 AS_OF = "vt_dagster/as_of"
+PARTIAL = "vt_dagster/partial"
+_OURS = "vt_dagster/"
 
 
 class OpMemoryIOManager(dg.IOManager):
@@ -44,7 +46,8 @@ class TablesIOManager(dg.IOManager):
     - ``versions``: every version of a versioned table, tombstones included;
     - ``log`` (default of streams): the append-only records;
     - with ``"vt_dagster/as_of": "2013-07-01T00:00:00Z"``: a versioned table as of that time
-      (inclusive; without an offset it is UTC).
+      (inclusive; without an offset it is UTC); a time that its history does not reach back to is an
+      error, but with ``"vt_dagster/partial": True`` gives the rows that are left.
 
     What is read is as of the log's last commit. Nothing is written by this manager: the tables are
     written by their own assets. It uses the resources ``spark`` and ``warehouse``.
@@ -64,10 +67,16 @@ class TablesIOManager(dg.IOManager):
         assert upstream is not None
         name = upstream.asset_key.path[-1]
         wanted = context.definition_metadata or {}
+        unknown = {k for k in wanted if k.startswith(_OURS)} - {READ, AS_OF, PARTIAL}
+        if unknown:
+            raise ContractError(
+                f"{name}: expected {READ!r}, {AS_OF!r} or {PARTIAL!r} in an input's metadata, got "
+                f"{sorted(unknown)}; correct the key"
+            )
         resources: Any = context.resources
         spark = resources.spark.spark_session
         store = AssetStore.open(resources.warehouse.path, name, spark)
-        return store.read(wanted.get(READ), wanted.get(AS_OF))
+        return store.read(wanted.get(READ), wanted.get(AS_OF), wanted.get(PARTIAL, False))
 
 
 @dg.io_manager(required_resource_keys={"spark", "warehouse"})

@@ -18,6 +18,7 @@ from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.node import require_name
 
 Start = datetime | Mapping[str, Mapping[int, int]] | None
 
@@ -45,12 +46,19 @@ def replay(
         the new tables.
 
     Raises:
-        StorageError: the asset has never run.
+        StorageError: the asset has never run; or ``into`` is not a replay of it.
         SourceError: the source has not got the records any more, or cannot begin there.
     """
     head = AssetStore(warehouse, node, spark).head()
     if head is None:
         raise StorageError(f"{node.name}: nothing was ever committed, so there is nothing to replay")
+    require_name(into, "replay")
+    there, whose = AssetStore(warehouse, replace(node, name=into), spark).head(), f"replay:{node.name}"
+    if there is not None and there.commit.run_id != whose:
+        raise StorageError(
+            f"expected {into!r} to be a new name, or a replay of {node.name!r} that was interrupted, "
+            "got an asset of its own, to which a replay would add its records; choose another name"
+        )
     source: Any = node.source
     if start is not None:
         if not isinstance(source, KafkaSource):
@@ -66,7 +74,7 @@ def replay(
     if isinstance(source, KafkaSource):
         ends = head.commit.inputs
         asked["wanted"] = {t: {p: (0, e) for p, e in some.items()} for t, some in ends.items()}
-    while run_once(copy, stores_of(warehouse, spark, tell), **asked).commit is not None:
+    while run_once(copy, stores_of(warehouse, spark, tell), run_id=whose, **asked).commit is not None:
         pass
     return AssetStore(warehouse, copy, spark)
 
@@ -129,8 +137,12 @@ def swap(warehouse: str, live: str, other: str) -> None:
     refuse their next run, since its offsets mean other records now: replay and swap them too.
 
     Raises:
-        StorageError: one of them is not there.
+        StorageError: one of them is not there, or they are the same.
     """
+    if live == other:
+        raise StorageError(f"expected two assets to swap, got {live!r} twice")
+    for name in (live, other):
+        require_name(name, "asset")
     fs, root = delta.filesystem(str(warehouse))
     paths = {name: posixpath.join(root, name) for name in (live, other)}
     aside = posixpath.join(root, f"_{live}.swap.{other}")

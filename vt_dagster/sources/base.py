@@ -84,3 +84,19 @@ class Source(Protocol):
             asked: what the run's config asks for.
         """
         ...
+
+
+def require_limits(max_bad_share: float, max_clock_skew: timedelta) -> None:
+    """What every source says of bad records.
+
+    Raises:
+        SourceError: it makes no sense.
+    """
+    if not 0 <= max_bad_share <= 1:
+        raise SourceError(f"max_bad_share must be between 0 and 1, got {max_bad_share}")
+    given: object = max_clock_skew
+    if not isinstance(given, timedelta):
+        raise SourceError(
+            f"max_clock_skew must be a timedelta, got {given!r}; to let any time pass give a long one, "
+            "for example timedelta(days=36500)"
+        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import posixpath
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +22,8 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.base import require_limits
+from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Commit, Ranges
 from vt_dagster.topology.model import Stream
@@ -141,8 +142,7 @@ class FilesSource:
             raise SourceError(
                 f"format of {self.path!r} must be 'jsonl', 'csv' or 'parquet', got {self.format!r}"
             )
-        if not 0 <= self.max_bad_share <= 1:
-            raise SourceError(f"max_bad_share must be between 0 and 1, got {self.max_bad_share}")
+        require_limits(self.max_bad_share, self.max_clock_skew)
         if self.max_files_per_run is not None and self.max_files_per_run < 1:
             raise SourceError(f"max_files_per_run must be 1 or more, got {self.max_files_per_run}")
 
@@ -238,9 +238,9 @@ class FilesSource:
     def _read_parquet(
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
     ) -> DataFrame:
-        paths = [_literal(f.path) for f in files]
-        for f in files:
-            there = {c.name: c.dataType for c in spark.read.parquet(_literal(f.path)).schema.fields}
+        paths = [delta.literal(f.path) for f in files]
+        for f, path in zip(files, paths, strict=True):
+            there = {c.name: c.dataType for c in spark.read.parquet(path).schema.fields}
             self._require(f.name, list(there), schema)
             wrong = [
                 f"{c.name} is {there[c.name].simpleString()}, expected {c.dataType.simpleString()}"
@@ -273,7 +273,7 @@ class FilesSource:
     def _read_text(
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
     ) -> DataFrame:
-        lines = spark.read.text([_literal(f.path) for f in files]).select(
+        lines = spark.read.text([delta.literal(f.path) for f in files]).select(
             F.col("value").alias(RAW),
             _file_name().alias(_FILE),
             F.col("_metadata.file_block_start").alias(_BLOCK),
@@ -293,22 +293,41 @@ class FilesSource:
         )
         if self.format == "csv":
             numbered = numbered.where(F.col(POSITION) > 1)
-        parsed = numbered.where(F.trim(RAW) != "").withColumn("_row", self._parse(files, schema))
-        broken = F.col("_row").isNull() | F.col(f"_row.{_CORRUPT}").isNotNull()
+        given = numbered.where(F.trim(RAW) != "")
+        if self.format == "csv":
+            parsed, row = given.withColumn("_row", self._parse(files, schema)), F.col("_row")
+            broken = row.isNull() | row[_CORRUPT].isNotNull() | self._is_cut_off()
+        else:
+            nullable = StructType(_nullable(schema.fields))
+            parsed = given.withColumn("_row", one_object(F.col(RAW), nullable, self.options))
+            row, broken = read_object(F.col("_row"))
+        broken = broken | ~F.is_valid_utf8(RAW)
         return parsed.select(
-            *[F.when(~broken, F.col(f"_row.{c}")).alias(c) for c in schema.names],
+            *[F.when(~broken, row[c]).alias(c) for c in schema.names],
             ARRIVAL,
             F.col(_FILE).alias(SOURCE),
             POSITION,
-            RAW,
+            F.make_valid_utf8(RAW).alias(RAW),
             F.when(broken, Reason.UNREADABLE).alias(REASON),
         )
 
+    def _is_cut_off(self) -> Column:
+        """Whether a CSV line begins or ends within quotes: half a record, with a line break in a field.
+
+        Spark takes what stands there for the whole value of a last field.
+        """
+        quote = self.options.get("quote", '"')
+        escape = self.options.get("escape", quote)
+        if quote in ("", "\0"):
+            return F.lit(False)
+        line = F.col(RAW)
+        if escape != quote:
+            line = F.replace(line, F.lit(escape + quote), F.lit(""))
+        return (F.length(line) - F.length(F.replace(line, F.lit(quote), F.lit("")))) % 2 == 1
+
     def _parse(self, files: Sequence[FileInfo], schema: StructType) -> Column:
-        """A line as a struct of the schema's columns and what of it could not be read."""
+        """A CSV line as a struct of the schema's columns and what of it could not be read."""
         options = {**self.options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-        if self.format == "jsonl":
-            return F.from_json(RAW, _lenient(schema.fields), options)
         # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
         options = {"escape": options.get("quote", '"'), **options}
         variants: dict[tuple[str, ...], list[str]] = {}
@@ -357,11 +376,6 @@ def _nullable(fields: Sequence[StructField]) -> list[StructField]:
 def _file_name() -> Column:
     """The name of a row's file; Spark has it as it stands in a URL."""
     return F.url_decode(F.replace(F.col("_metadata.file_name"), F.lit("+"), F.lit("%2B")))
-
-
-def _literal(path: str) -> str:
-    """A path in which Spark sees no pattern."""
-    return re.sub(r"([\[\]{}*?\\])", r"\\\1", path)
 
 
 def _running_start(counts: DataFrame, order: Sequence[str]) -> DataFrame:

@@ -7,6 +7,7 @@ read give ``broken``, never an error: the record goes to quarantine.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,10 +20,10 @@ from pyspark.sql.types import BinaryType, LongType, StringType, StructField, Str
 
 from vt_dagster.core.records import Reason
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.kafka_cluster import setting
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
 
-_CORRUPT = "_corrupt"
 _READ = "_vt_read"
 _FRAME = 5
 """Bytes before a message in Confluent's framing: a zero and the schema's number (big endian)."""
@@ -73,11 +74,11 @@ class SchemaRegistry:
 
     Args:
         url: ``https://host:port``.
-        username, password: where it wants them.
+        username, password: where it wants them. None of the three is ever shown.
         ca_location: file (PEM) with the certificates to trust.
     """
 
-    url: str
+    url: str = field(repr=False)
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
     ca_location: str | None = None
@@ -97,6 +98,7 @@ class SchemaRegistry:
             ) from None
         url = setting(self.url, "url")
         conf: dict[str, Any] = {"url": url, "timeout": 10, "max.retries": 2}
+        url = re.sub(r"//[^/]*@", "//", url)  # messages are read by many
         if self.username is not None:
             name, password = setting(self.username, "username"), setting(self.password, "password")
             conf["basic.auth.user.info"] = f"{name}:{password}"
@@ -132,12 +134,10 @@ class Json(Format):
     framed: bool = False
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
-        text = _unframed(message) if self.framed else message
-        fields = [*_nullable(wanted).fields, StructField(_CORRUPT, StringType())]
-        options = {**self.options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-        parsed = {into: F.from_json(text.cast("string"), StructType(fields), options)}
-        row = F.col(into)
-        return Decoded(parsed, row, _unreadable_if(row.isNull() | row[_CORRUPT].isNotNull()))
+        text = (_unframed(message) if self.framed else message).cast("string")
+        parsed = {into: one_object(text, _nullable(wanted), self.options)}
+        row, broken = read_object(F.col(into))
+        return Decoded(parsed, row, _unreadable_if(broken | ~F.is_valid_utf8(text)))
 
 
 @dataclass(frozen=True)

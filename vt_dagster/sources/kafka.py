@@ -19,6 +19,7 @@ from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, St
 from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.records import DELETED, POSITION, RAW, RAW_KEY, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
+from vt_dagster.sources.base import require_limits
 from vt_dagster.sources.formats import Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, read_messages
@@ -177,8 +178,7 @@ class KafkaSource:
         object.__setattr__(self, "topic", topics)
         if not topics or len(set(topics)) < len(topics):
             raise SourceError(f"expected one or several different topics, got {list(topics)}")
-        if not 0 <= self.max_bad_share <= 1:
-            raise SourceError(f"max_bad_share must be between 0 and 1, got {self.max_bad_share}")
+        require_limits(self.max_bad_share, self.max_clock_skew)
         if self.max_records_per_run is not None and self.max_records_per_run < 1:
             raise SourceError(f"max_records_per_run must be 1 or more, got {self.max_records_per_run}")
         timed = isinstance(self.start, datetime) and self.start.tzinfo is not None

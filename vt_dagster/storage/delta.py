@@ -203,6 +203,16 @@ def _commit_of(path: str, batch: int, attempt: str) -> Committed | None:
     return None
 
 
+def literal(path: str) -> str:
+    """A path in which Spark's readers of files see no pattern."""
+    return re.sub(r"([\[\]{}*?\\])", r"\\\1", path)
+
+
+def quoted(path: str) -> str:
+    """A table in SQL."""
+    return "delta.`" + path.replace("`", "``") + "`"
+
+
 def read(spark: SparkSession, path: str, version: int | None = None) -> DataFrame:
     """A table, as of one of its versions where given.
 

@@ -51,14 +51,14 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
             done["conflicts"] += 1
         hours = keep / timedelta(hours=1)
         with settings(spark, _NO_COMMIT):
-            spark.sql(f"VACUUM delta.`{path}` RETAIN {hours:g} HOURS")
+            spark.sql(f"VACUUM {delta.quoted(path)} RETAIN {hours:g} HOURS")
         done["commits_removed"] += delta.forget_commits(path, keep)
     done["attempts_removed"] = _forget_attempts(root, keep)
     return done
 
 
 def _compact(spark: SparkSession, path: str) -> int:
-    metrics: Any = spark.sql(f"OPTIMIZE delta.`{path}`").select("metrics.numFilesRemoved").first()
+    metrics: Any = spark.sql(f"OPTIMIZE {delta.quoted(path)}").select("metrics.numFilesRemoved").first()
     return int(metrics[0] or 0)
 
 

@@ -43,9 +43,10 @@ from vt_dagster.storage.offsets import at_or_after
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Shape
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import CURRENT, EVERYTHING
-from vt_dagster.storage.view import View, checkpoint_at
+from vt_dagster.storage.view import View, checkpoint_at, require_remembered
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.node import require_name
 
 _ROWS_OF_A_FILE = 250_000
 
@@ -134,6 +135,7 @@ class AssetStore:
         Raises:
             StorageError: there is no such asset in the warehouse.
         """
+        require_name(name, "asset")
         path = posixpath.join(str(warehouse), name, "log")
         found = delta.last_commit(path)
         if found is None:
@@ -244,7 +246,7 @@ class AssetStore:
         """What an operator knew after a commit; None where it keeps nothing."""
         if head is None or not head.commit.state:
             return None
-        return self.spark.read.parquet(self._attempt_path(head.commit.attempt, "state"))
+        return self.spark.read.parquet(delta.literal(self._attempt_path(head.commit.attempt, "state")))
 
     def state_bytes(self, head: Head | None) -> int:
         """How large that is. Does not use Spark."""
@@ -330,7 +332,7 @@ class AssetStore:
         done = checkpoint_at(self.quarantine_path)
         if done is not None and done[1].batch >= commit.batch:
             return
-        rows = self.spark.read.parquet(self._attempt_path(commit.attempt, "rejected"))
+        rows = self.spark.read.parquet(delta.literal(self._attempt_path(commit.attempt, "rejected")))
         checkpoint = Checkpoint(asset=commit.asset, batch=commit.batch, attempt=commit.attempt)
         count = commit.counts.get("late", 0) + commit.counts.get("quarantined", 0)
         with small_run(self.spark, is_small(count, 0)):
@@ -384,15 +386,19 @@ class AssetStore:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def read(self, what: str | None = None, as_of: str | None = None) -> DataFrame:
+    def read(
+        self, what: str | None = None, as_of: str | None = None, partial: bool = False
+    ) -> DataFrame:
         """The asset as of its last commit.
 
         Args:
             what: ``current``, ``versions`` or ``log``; None = current of a table, log of a stream.
             as_of: an ISO 8601 time; the row of every key as of it (inclusive).
+            partial: whether a time from which on the history has been forgotten already gives the rows
+                that are left, those whose version of then is remembered; otherwise it is an error.
 
         Raises:
-            StorageError: the asset has no such thing.
+            StorageError: the asset has no such thing, or remembers it no more.
         """
         node = self.node
         choices = ["log"]
@@ -421,6 +427,8 @@ class AssetStore:
         view = self.view_at(at, since=moment)
         if moment is None or at.checkpoint is None or not isinstance(node, VersionedTable):
             return view
+        if not partial:
+            require_remembered(node, at.checkpoint.stream_time, moment)
         horizon = of_table.horizon_of(node, by_partition(at.checkpoint.stream_time))
         return versioned.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
 

@@ -11,13 +11,13 @@ from pyspark.sql import DataFrame, SparkSession
 from vt_dagster.columns import SEGMENT
 from vt_dagster.core import store, versioned
 from vt_dagster.core.arrival import by_partition
-from vt_dagster.errors import ConcurrentRunError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import EVERYTHING, plan
-from vt_dagster.topology.durations import length_at
+from vt_dagster.topology.durations import in_utc, length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _TRIES = 3
@@ -44,6 +44,27 @@ def _horizon(node: VersionedTable, stream_time: Mapping[int, int]) -> int:
         (now - length_at(node.history_retention, p) // one for p, now in stream_time.items()),
         default=0,
     )
+
+
+def require_remembered(node: VersionedTable, stream_time: Mapping[int, int], moment: int) -> None:
+    """A table answers for times within its history retention only.
+
+    Args:
+        stream_time: by partition, epoch microseconds.
+        moment: the time that is asked for.
+
+    Raises:
+        StorageError: it lies before that, in some partition.
+    """
+    one = timedelta(microseconds=1)
+    horizons = (now - length_at(node.history_retention, p) // one for p, now in stream_time.items())
+    horizon = max(horizons, default=moment)
+    if moment < horizon:
+        raise StorageError(
+            f"{node.name}: expected a time from {in_utc(horizon)} on, since when it remembers what was "
+            f"true, got {in_utc(moment)}; ask for a later one, keep a longer history_retention, or say "
+            'that the rows that are left will do ("vt_dagster/partial": True, --partial)'
+        )
 
 
 class View:

@@ -16,6 +16,8 @@ _LONGEST = timedelta(days=365_000)
 FOREVER = timedelta(days=50_000_000)
 """Longer than any stream of records; in microseconds it still fits a BIGINT."""
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
 
 def check_duration(name: str, what: str, value: Any, longest: timedelta = _LONGEST) -> None:
     """Refuses what is no duration, or one below zero or beyond reason.
@@ -106,4 +108,12 @@ def parse_time(text: str) -> int:
     except ValueError:
         raise ContractError(f"expected a time like 2013-07-01T12:00:00Z, got {text!r}") from None
     aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-    return (aware - datetime(1970, 1, 1, tzinfo=timezone.utc)) // timedelta(microseconds=1)
+    return (aware - _EPOCH) // timedelta(microseconds=1)
+
+
+def in_utc(moment: int) -> str:
+    """Epoch microseconds as :func:`parse_time` reads them; of years that Python has not, the year."""
+    try:
+        return f"{_EPOCH + timedelta(microseconds=moment):%Y-%m-%dT%H:%M:%S.%fZ}".replace(".000000", "")
+    except OverflowError:
+        return f"the year {1970 + moment // 31_556_952_000_000}"

@@ -30,6 +30,28 @@ Input: TypeAlias = Any
 """A ``Node``; to users of an operator it is a ``Stream`` or ``Table``, which cannot be named here."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LONGEST = 100
+"""A name is part of names of directories, files, ops and checks, which may have some 200 characters."""
+
+
+def require_name(name: str, kind: str) -> None:
+    """A name becomes a directory of the warehouse and part of a Dagster name.
+
+    Raises:
+        TopologyError: it is none.
+    """
+    if not _NAME.fullmatch(name):
+        raise TopologyError(
+            f"{name!r} is not a name for a {kind}: use letters, digits and underscores, not starting "
+            "with a digit"
+        )
+    if len(name) > _LONGEST:
+        raise TopologyError(
+            f"{name[:20]!r}… is not a name for a {kind}: it has {len(name)} characters, use at most "
+            f"{_LONGEST}"
+        )
+
+
 _KINDS: dict[Kind, type[Node]] = {}
 
 
@@ -130,11 +152,7 @@ class Node:
             _KINDS[kind] = cls
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise TopologyError(
-                f"{self.name!r} is not a name for a {self._kind()}: use letters, digits and "
-                "underscores, not starting with a digit"
-            )
+        require_name(self.name, self._kind())
         if not isinstance(self.schema, StructType) and self.contract is None:
             object.__setattr__(self, "contract", self.schema)
         object.__setattr__(self, "schema", as_struct(self.schema, self.name))

@@ -1,0 +1,290 @@
+"""What must never happen: a record that is nowhere, two that become one, a read that gives something
+else than was asked. Each test is a fault that somebody made, and what they see of it.
+
+Whether all records are there is counted from the files themselves, not from what a run says.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+from typer.testing import CliRunner
+
+from tests.market import Market, checks, messages, record, run
+from vt_dagster import (
+    FilesSource,
+    Stream,
+    TopologyError,
+    VersionedTable,
+    build_asset,
+    build_checks,
+)
+from vt_dagster.cli.app import app
+from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.kafka import SchemaRegistry
+from vt_dagster.runs import replay
+from vt_dagster.storage.maintenance import maintain
+from vt_dagster.storage.store import AssetStore
+
+SHAPE = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("n", LongType()),
+        StructField("v", StringType()),
+        StructField("at", TimestampType()),
+    ]
+)
+AT = "2024-01-01T00:00:00Z"
+
+
+def taken(
+    tmp_path: Path, spark: SparkSession, content: bytes, where: str = "warehouse", **about: Any
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], dict[str, int]]:
+    """What a run makes of a file: applied (k, n, v), quarantined (line, text), counts."""
+    landing = tmp_path / "landing"
+    landing.mkdir(exist_ok=True)
+    (landing / "1").write_bytes(content)
+    source = FilesSource(str(landing), max_bad_share=1, **about)
+    node = Stream("sales", key="k", schema=SHAPE, timestamp="at", source=source)
+    result = run([build_asset(node)], tmp_path / where)
+    assert result.success, messages(result)
+    store = AssetStore(str(tmp_path / where), node, spark)
+    applied = [(r["k"], r["n"], r["v"]) for r in store.read("log").orderBy("offset").collect()]
+    bad = store.quarantine()
+    rows = [] if bad is None else bad.orderBy("position").collect()
+    assert all(r["reason"] == "unreadable" for r in rows)
+    head = store.head()
+    assert head is not None
+    return applied, [(r["position"], r["raw"]) for r in rows], head.commit.totals
+
+
+def line(k: str, n: Any = 1, v: str = "x") -> str:
+    return json.dumps({"k": k, "n": n, "v": v, "at": AT})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        line("b") + line("c"),
+        line("b") + " , " + line("c"),
+        line("b") + " and more",
+        line("b") + "}",
+        line("b") + ',"more":' + line("c"),
+        line("b") + '],"more":[' + line("c"),
+        line("b", "one"),
+        "7",
+        "[" + line("b") + "]",
+        "null",
+    ],
+)
+def test_a_line_is_one_json_object(tmp_path: Path, spark: SparkSession, bad: str) -> None:
+    content = "\n".join([line("a"), bad, line("d")])
+    applied, quarantined, totals = taken(tmp_path, spark, content.encode())
+    assert [k for k, _, _ in applied] == ["a", "d"]
+    assert quarantined == [(2, bad)]
+    assert totals["in"] == content.count("\n") + 1 == len(applied) + len(quarantined)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_bytes_that_are_not_utf_8_are_no_text(tmp_path: Path, spark: SparkSession, form: Any) -> None:
+    if form == "csv":
+        rows = ["k,n,v,at", *(f"{k},1,x,{AT}" for k in ("café", "cafè", "cafe"))]
+    else:
+        rows = [f'{{"k": "{k}", "n": 1, "v": "x", "at": "{AT}"}}' for k in ("café", "cafè", "cafe")]
+    applied, quarantined, _ = taken(tmp_path, spark, "\n".join(rows).encode("latin-1"), format=form)
+    assert [k for k, _, _ in applied] == ["cafe"]
+    assert len(quarantined) == 2
+
+
+def test_csv_with_a_line_break_in_quotes(tmp_path: Path, spark: SparkSession) -> None:
+    rows = [
+        "at,k,n,v",
+        f'{AT},a,1,"with ""quotes"", and a comma"',
+        f'{AT},b,2,"first half',
+        f'{AT},c,3,second half"',
+        f"{AT},d,4,whole",
+    ]
+    applied, quarantined, totals = taken(tmp_path, spark, "\n".join(rows).encode(), format="csv")
+    assert applied == [("a", 1, 'with "quotes", and a comma'), ("d", 4, "whole")]
+    assert quarantined == [(3, rows[2]), (4, rows[3])]
+    assert totals["in"] == 4
+
+
+def test_csv_with_another_escape(tmp_path: Path, spark: SparkSession) -> None:
+    rows = ["at,k,n,v", f'{AT},a,1,"an inch \\" more"', f'{AT},b,2,"half']
+    content, options = "\n".join(rows).encode(), {"escape": "\\"}
+    applied, quarantined, _ = taken(tmp_path, spark, content, format="csv", options=options)
+    assert applied == [("a", 1, 'an inch " more')]
+    assert [position for position, _ in quarantined] == [3]
+
+
+@pytest.mark.parametrize("where", ["a [1]", "a {b,c}", "a * ?", "a `tick`", "a \\ b"])
+def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession, where: str) -> None:
+    for k in ("a", "b"):
+        content = (line(k) + "\nbad\n").encode()
+        (tmp_path / "landing").mkdir(exist_ok=True)
+        landed = tmp_path / "landing" / f"of {k}"
+        landed.write_bytes(content)
+        source = FilesSource(str(tmp_path / "landing"), max_bad_share=1)
+        node = VersionedTable(
+            "sales",
+            key="k",
+            schema=SHAPE,
+            timestamp="at",
+            history_retention=timedelta(days=1),
+            source=source,
+        )
+        result = run([build_asset(node), build_checks(node)], tmp_path / where)
+        assert result.success, messages(result)
+    store = AssetStore(str(tmp_path / where), node, spark)
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    assert quarantine.count() == 2
+    assert store.read("current").count() == 2
+    maintain(str(tmp_path / where), "sales", spark)
+    assert store.read("current").count() == 2
+
+
+def test_a_replay_adds_nothing_to_another_asset(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    before = copy.store(copy.rates).read("log").count()
+    for into in ("rates", "prices"):
+        with pytest.raises(StorageError, match="an asset of its own"):
+            replay.replay(str(copy.warehouse), copy.prices, into, copy.spark)
+    assert copy.store(copy.rates).read("log").count() == before
+    again = replay.replay(str(copy.warehouse), copy.prices, "prices2", copy.spark)
+    rows = again.read("log").count()
+    assert (
+        replay.replay(str(copy.warehouse), copy.prices, "prices2", copy.spark).read("log").count()
+        == rows
+    )
+    # What was live until it was swapped away is no replay.
+    replay.swap(str(copy.warehouse), "prices", "prices2")
+    with pytest.raises(StorageError, match="an asset of its own"):
+        replay.replay(str(copy.warehouse), copy.prices, "prices2", copy.spark)
+
+
+def test_names_are_checked_wherever_they_come_from(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    warehouse = str(copy.warehouse)
+    with pytest.raises(StorageError, match="'prices' twice"):
+        replay.swap(warehouse, "prices", "prices")
+    for name in ("../outside", "prices/log", "", "a b"):
+        with pytest.raises(TopologyError, match="is not a name"):
+            replay.swap(warehouse, "prices", name)
+        with pytest.raises(TopologyError, match="is not a name"):
+            replay.replay(warehouse, copy.prices, name, copy.spark)
+        with pytest.raises(TopologyError, match="is not a name"):
+            AssetStore.open(warehouse, name, copy.spark)
+    with pytest.raises(TopologyError, match="has 300 characters"):
+        Stream("n" * 300, key="k", schema=SHAPE, timestamp="at")
+    assert copy.store(copy.prices).read("log").count() > 0
+
+
+def reading(market: Market, metadata: dict[str, Any]) -> dg.ExecuteInProcessResult:
+    """Materializes an asset of a user's own that reads prices."""
+
+    @dg.asset(ins={"table": dg.AssetIn("prices", metadata=metadata)})
+    def mine(table: DataFrame) -> None:
+        table.collect()
+
+    return run([build_asset(market.prices), mine], market.warehouse, selection=[mine])
+
+
+@pytest.mark.parametrize("key", ["vt_dagster/reed", "vt_dagster/asof", "vt_dagster/"])
+def test_a_mistyped_request_is_no_request(market: Market, key: str) -> None:
+    result = reading(market, {key: "2024-01-01T00:00:00Z"})
+    assert not result.success
+    assert "prices: expected 'vt_dagster/read', 'vt_dagster/as_of'" in messages(result)
+    assert f"[{key!r}]" in messages(result)
+
+
+def test_a_time_before_the_history_is_refused_or_said(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    copy.land("prices", "9.jsonl", record("zz", "new", "9 00:00"))
+    assert run([build_asset(copy.prices)], copy.warehouse).success
+    asked = {"vt_dagster/as_of": "2024-01-07T23:59:59Z"}
+    result = reading(copy, asked)
+    assert not result.success
+    assert "expected a time from 2024-01-08T00:00:00Z on" in messages(result)
+    assert reading(copy, {"vt_dagster/as_of": "2024-01-08T00:00:00Z"}).success
+    assert reading(copy, {**asked, "vt_dagster/partial": True}).success
+    get = ["get", "prices", "--key", "a", "--warehouse", str(copy.warehouse), "--as-of"]
+    refused = CliRunner().invoke(app, [*get, "2024-01-07T23:59:59Z"])
+    assert isinstance(refused.exception, StorageError)
+    assert "--partial" in str(refused.exception)
+    assert CliRunner().invoke(app, [*get, "2024-01-08T00:00:00Z"]).exit_code == 0
+
+
+def test_values_are_text_and_times_are_utc(
+    market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = market.copy(tmp_path / "copy")
+    copy.land("prices", "9.jsonl", record("m", "[abc] [red]x [/etc/passwd]", "2 10:00"))
+    assert run([build_asset(copy.prices)], copy.warehouse).success
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = ["--key", "m", "--warehouse", str(copy.warehouse)]
+    import time
+
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        got = CliRunner().invoke(app, ["get", "prices", *arguments])
+        history = CliRunner().invoke(app, ["history", "prices", *arguments])
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    for result in (got, history):
+        assert result.exit_code == 0, result.output
+        assert "[abc] [red]x [/etc/passwd]" in result.output
+        assert "2024-01-02 10:00:00" in result.output
+
+
+def test_a_check_can_be_run_alone(market: Market) -> None:
+    some = build_checks(market.prices)
+    one = min(some.check_keys, key=lambda key: key.name)
+    alone = dg.AssetSelection.checks(one)
+    result = run([build_asset(market.prices), some], market.warehouse, selection=alone)
+    assert result.success, messages(result)
+    assert list(checks(result)) == [f"prices:{one.name}"]
+
+
+def test_a_source_without_a_limit_for_clocks() -> None:
+    with pytest.raises(SourceError, match="must be a timedelta, got None"):
+        FilesSource("somewhere", max_clock_skew=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_key_that_is_no_number(tmp_path: Path, spark: SparkSession) -> None:
+    (tmp_path / "landing").mkdir()
+    (tmp_path / "landing" / "1").write_text(line("a", 7) + "\n")
+    source = FilesSource(str(tmp_path / "landing"))
+    about: dict[str, Any] = {"schema": SHAPE, "timestamp": "at", "source": source}
+    node = VersionedTable("sales", key=("n", "at"), history_retention=timedelta(days=1), **about)
+    assert run([build_asset(node)], tmp_path / "warehouse").success
+    for key, said in (
+        (["x", AT], "as a bigint for n, got 'x'"),
+        (["7", "soon"], "as a timestamp for at, got 'soon'"),
+    ):
+        asked = [part for one in key for part in ("--key", one)]
+        got = CliRunner().invoke(
+            app, ["get", "sales", *asked, "--warehouse", str(tmp_path / "warehouse")]
+        )
+        assert isinstance(got.exception, StorageError)
+        assert said in str(got.exception)
+    asked = ["get", "sales", "--key", "7", "--key", AT, "--warehouse", str(tmp_path / "warehouse")]
+    assert "a\n" in CliRunner().invoke(app, asked).output
+
+
+def test_secrets_are_not_shown() -> None:
+    registry = SchemaRegistry("http://user:SECRET@127.0.0.1:1")
+    assert "SECRET" not in repr(registry)
+    with pytest.raises(Exception, match=r"//127\.0\.0\.1:1 did not") as error:
+        registry.schemas("x")
+    assert "SECRET" not in str(error.value)
