@@ -7,6 +7,7 @@ Whether all records are there is counted from the files themselves, not from wha
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vt_dagster import (
     FilesSource,
     Stream,
     TopologyError,
+    TumblingWindow,
     VersionedTable,
     build_asset,
     build_checks,
@@ -221,6 +223,63 @@ def test_a_time_before_the_history_is_refused_or_said(market: Market, tmp_path: 
     assert isinstance(refused.exception, StorageError)
     assert "--partial" in str(refused.exception)
     assert CliRunner().invoke(app, [*get, "2024-01-08T00:00:00Z"]).exit_code == 0
+
+
+def hourly(size: timedelta, what: str, copy: Market) -> list[Any]:
+    window = TumblingWindow(size, timedelta(minutes=1))
+    counted = copy.sales.group_by().windowed_by(window).aggregate({"n": what}, name="hourly")
+    return [build_asset(copy.sales), build_asset(counted)]
+
+
+def test_another_definition_under_the_same_name(market: Market, tmp_path: Path) -> None:
+    copy, hour = market.copy(tmp_path / "copy"), timedelta(hours=1)
+    assert run(hourly(hour, "count(*)", copy), copy.warehouse).success
+    for changed, said in (
+        (hourly(2 * hour, "count(*)", copy), "window was 'TumblingWindow(size=1:00:00)'"),
+        (hourly(hour, "count(v)", copy), "aggregates was '((n, count(*)))', is '((n, count(v)))'"),
+    ):
+        result = run(changed, copy.warehouse)
+        assert not result.success
+        assert f"hourly: declared as something else than its log was made as: {said}" in messages(
+            result
+        )
+    window = TumblingWindow(hour, 3 * hour)
+    grouped = copy.sales.group_by().windowed_by(window)
+    same = grouped.aggregate({"n": "count(*)"}, name="hourly", description="Waits longer.")
+    copy.land("sales", "7.jsonl", record("a", "s9", "3 06:00"))
+    assert run([build_asset(copy.sales), build_asset(same)], copy.warehouse).success
+
+
+def test_a_retention_that_was_shorter_for_a_while(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    longer, shorter = copy.prices, replace(copy.prices, history_retention=timedelta(0))
+    for node, day in ((shorter, 3), (longer, 4)):
+        copy.land("prices", f"{day}.jsonl", record("a", f"v{day}", f"{day} 00:00"))
+        assert run([build_asset(node)], copy.warehouse).success
+        store = copy.store(node)
+        versions = sorted((r["k"], r["v"], r["valid_from"]) for r in store.read("versions").collect())
+        store.rebuild_view()
+        anew = sorted((r["k"], r["v"], r["valid_from"]) for r in store.read("versions").collect())
+        assert versions == anew
+    assert ("a", "v3") in {(k, v) for k, v, _ in versions}
+
+
+def test_a_log_that_somebody_else_has_changed(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    store = copy.store(copy.sales)
+    head, before = store.head(), store.read("log").count()
+    assert head is not None
+    sql = f"RESTORE TABLE delta.`{store.log_path}` TO VERSION AS OF "
+    copy.spark.sql(f"{sql} {head.version - 1}")
+    copy.land("sales", "7.jsonl", record("a", "s9", "3 06:00"))
+    result = run([build_asset(copy.sales)], copy.warehouse)
+    assert not result.success
+    assert f"since batch {head.commit.batch}: RESTORE to version {head.version - 1}" in messages(result)
+    assert f"to version {head.version}, which is that batch" in messages(result)
+    copy.spark.sql(f"{sql} {head.version}")
+    result = run([build_asset(copy.sales)], copy.warehouse)
+    assert result.success, messages(result)
+    assert store.read("log").count() == before + 1
 
 
 def test_values_are_text_and_times_are_utc(

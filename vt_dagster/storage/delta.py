@@ -27,6 +27,7 @@ MARK = "vt_dagster"
 
 _COMMIT_FILE = re.compile(r"(\d{20})\.json")
 _UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END"}
+_CHANGES = {"WRITE", "DELETE", "UPDATE", "MERGE", "TRUNCATE", "STREAMING UPDATE", "COPY INTO"}
 _LOG_FILE = re.compile(r"\.?(\d{20})\.(json|crc|checkpoint(\.\d{10}\.\d{10})?\.parquet)(\.crc)?")
 _ROWS_BESIDE = {"spark.databricks.delta.replaceWhere.constraintCheck.enabled": "false"}
 """Lets an overwrite of some partitions add rows to others in the same commit."""
@@ -75,6 +76,24 @@ def last_commit(path: str) -> Committed | None:
             "warehouse directory or move that table away"
         )
     return found
+
+
+def foreign_write(path: str) -> str | None:
+    """What somebody else has done to the rows of a table since our newest commit, for a message; None =
+    nothing, or it was undone by a RESTORE to our commit. Does not use Spark."""
+    names = _commit_files(path)
+    found = next(_ours(path, names), None)
+    if found is None:
+        return None
+    for name in names[: names.index(f"{found.version:020d}.json")]:
+        info = _info(path, name)
+        operation = str(info.get("operation"))
+        if operation == "RESTORE":
+            version = (info.get("operationParameters") or {}).get("version")
+            return None if str(version) == str(found.version) else f"RESTORE to version {version}"
+        if operation in _CHANGES:
+            return f"{operation} at version {int(name[:20])}"
+    return None
 
 
 def _commit_files(path: str) -> list[str]:

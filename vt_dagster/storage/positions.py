@@ -23,6 +23,9 @@ class Shape(BaseModel):
     key: list[str]
     history_retention: int | dict[int, int] | None = None
     """Microseconds; of a versioned table. Of each partition, where they differ."""
+    meaning: dict[str, str] = Field(default_factory=dict)
+    """What the operator computes, see ``Operator.meaning``; of a source, or where only the tables are
+    known, empty."""
 
     def retention(self) -> Duration:
         """How far back the table answers; zero where it is not versioned."""
@@ -99,6 +102,8 @@ class Checkpoint(BaseModel):
     stream_time: dict[int, int] = Field(default_factory=dict)
     segments: Segments | None = None
     """Of a versioned table's view: how its rows are laid out for the next run."""
+    history_retention: int | dict[int, int] | None = None
+    """Of a versioned table's view: with which it was written. What has expired is not there any more."""
     rows: int = Field(default=0, exclude=True)
     """Not in the document: how many rows the commit wrote. Of a view that is what is current, and what
     the batch changed of history; where Delta did not count, all that there may be."""

@@ -16,7 +16,6 @@ import posixpath
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -44,7 +43,7 @@ from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Shape
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import CURRENT, EVERYTHING
 from vt_dagster.storage.view import View, checkpoint_at, require_remembered
-from vt_dagster.topology.durations import parse_time
+from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_name
 
@@ -91,16 +90,13 @@ def asset_names(warehouse: str) -> list[str]:
 
 def shape_of(node: Stream) -> Shape:
     """How a commit describes a node."""
+    meaning = {} if node.operator is None else node.operator.meaning
     if not isinstance(node, Table):
-        return Shape(kind="stream", key=list(node.key))
+        return Shape(kind="stream", key=list(node.key), meaning=meaning)
     if not isinstance(node, VersionedTable):
-        return Shape(kind="table", key=list(node.key))
-    retention, one = node.history_retention, timedelta(microseconds=1)
-    if isinstance(retention, timedelta):
-        length: int | dict[int, int] = retention // one
-    else:
-        length = {partition: value // one for partition, value in retention.items()}
-    return Shape(kind="versioned", key=list(node.key), history_retention=length)
+        return Shape(kind="table", key=list(node.key), meaning=meaning)
+    length = in_micros(node.history_retention)
+    return Shape(kind="versioned", key=list(node.key), history_retention=length, meaning=meaning)
 
 
 class AssetStore:
@@ -190,9 +186,10 @@ class AssetStore:
 
         Raises:
             ConcurrentRunError: another run has committed this batch.
-            StorageError: the rows do not fit the log's columns.
+            StorageError: the rows do not fit the log's columns, or somebody else has changed the log.
         """
         if commit.batch > 1:
+            self._check_nobody_else()
             self._check_columns(rows)
         # Small runs must not leave many small files, and large ones must not wait for one task.
         written = delta.write(
@@ -211,6 +208,18 @@ class AssetStore:
         nested = ("array", "map", "struct", "binary", "boolean")
         types = dict(rows.dtypes)
         return [k for k in self.node.key if not types[k].startswith(nested)]
+
+    def _check_nobody_else(self) -> None:
+        done = delta.foreign_write(self.log_path)
+        if done is None:
+            return
+        head = self.head()
+        assert head is not None
+        raise StorageError(
+            f"{self.node.name}: somebody else has changed the log since batch {head.commit.batch}: "
+            f"{done}; nothing was committed, as offsets would mean other records. RESTORE "
+            f"{self.log_path} to version {head.version}, which is that batch, or replay and swap"
+        )
 
     def _check_columns(self, rows: DataFrame) -> None:
         old = {f.name.lower(): f for f in delta.read(self.spark, self.log_path).schema.fields}
@@ -323,6 +332,20 @@ class AssetStore:
                 f"{self.node.name}: declared as {shape_of(self.node).kind} keyed by "
                 f"{list(self.node.key)}, but its tables were written as {shape.kind} keyed by "
                 f"{shape.key}; declare it as it was, or give the new one another name"
+            )
+        if self.node.operator is None or not shape.meaning:
+            return
+        now, then = self.node.operator.meaning, shape.meaning
+        changed = [
+            f"{name} was {then.get(name)!r}, is {now.get(name)!r}"
+            for name in now | then
+            if now.get(name) != then.get(name)
+        ]
+        if changed:
+            raise StorageError(
+                f"{self.node.name}: declared as something else than its log was made as: "
+                f"{'; '.join(changed)}. Its results would be a mixture: declare it as it was, give the "
+                "new one another name, or make it anew beside the old one (vt-dagster replay) and swap"
             )
 
     def _publish_rejected(self, head: Head) -> None:

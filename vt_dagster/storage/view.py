@@ -17,7 +17,7 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import EVERYTHING, plan
-from vt_dagster.topology.durations import in_utc, length_at
+from vt_dagster.topology.durations import in_micros, in_utc, length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _TRIES = 3
@@ -94,6 +94,19 @@ class View:
         horizon = store.horizon_of(self.node, by_partition(checkpoint.stream_time))
         return versioned.remembered(rows, horizon)
 
+    def _forgot_too_much(self, checkpoint: Checkpoint) -> bool:
+        """Whether the view was written with a shorter retention, so that versions are not there which the
+        table is to remember; the log has them."""
+        then = checkpoint.history_retention
+        if then is None or not isinstance(self.node, VersionedTable):
+            return False
+        now = self.node.history_retention
+        return any(
+            length_at(now, p) // timedelta(microseconds=1)
+            > (then if isinstance(then, int) else then.get(p, 0))
+            for p in checkpoint.stream_time
+        )
+
     def update(
         self,
         commit: Commit,
@@ -116,6 +129,9 @@ class View:
         node = self.node
         assert isinstance(node, Table)
         done = None if rebuild else self.checkpoint()
+        if done is not None and self._forgot_too_much(done[1]):
+            self._progress.done("history_retention is longer than it was: the view is made anew")
+            return self.update(commit, log, rebuild=True, tries=tries)
         if done is not None and (
             done[1].next_offset == commit.next_offset or done[1].batch > commit.batch
         ):
@@ -130,6 +146,8 @@ class View:
             next_offset=commit.next_offset,
             stream_time=commit.stream_time,
         )
+        if isinstance(node, VersionedTable):
+            document.history_retention = in_micros(node.history_retention)
         records = document.total - sum(start.values())
         rows_met = 0 if done is None else done[1].rows
         wanted = EVERYTHING

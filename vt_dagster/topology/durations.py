@@ -62,6 +62,14 @@ def spoken(value: Duration) -> str:
     return " ".join(words) or "0 seconds"
 
 
+def in_micros(value: Duration) -> int | dict[int, int]:
+    """A duration as commits have it, in microseconds."""
+    one = timedelta(microseconds=1)
+    if isinstance(value, timedelta):
+        return value // one
+    return {partition: length // one for partition, length in value.items()}
+
+
 def length_at(value: Duration, partition: int) -> timedelta:
     """A duration as it is in a partition.
 

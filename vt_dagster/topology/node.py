@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from pyspark.sql.types import DataType, StructType
 
@@ -30,6 +30,13 @@ Input: TypeAlias = Any
 """A ``Node``; to users of an operator it is a ``Stream`` or ``Table``, which cannot be named here."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NO_MEANING = frozenset(
+    {
+        *("name", "materialized", "emit", "monotone_timestamps"),
+        *("grace", "grace_period", "retention", "until"),
+    }
+)
+"""Fields that may change from run to run: what is said from then on is as true as what was before."""
 _LONGEST = 100
 """A name is part of names of directories, files, ops and checks, which may have some 200 characters."""
 
@@ -105,6 +112,14 @@ class Operator(ABC):
         return False
 
     @property
+    def meaning(self) -> dict[str, str]:
+        """What its results mean, by name: with another value they would be results of something else,
+        and do not belong in the same log. Not how long something is waited for or kept."""
+        told = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
+        told = {name: _meaning(value) for name, value in told.items() if name not in _NO_MEANING}
+        return {"operator": type(self).__name__, **told}
+
+    @property
     def settings(self) -> dict[str, str]:
         """What an asset's metadata says of it, by name."""
         return {}
@@ -119,6 +134,23 @@ class Operator(ABC):
         """Whether the result has a store of its own, which decides what is latest and what was
         before; else it passes on what its input says (filter, map_values)."""
         return True
+
+
+def _meaning(value: Any) -> str:
+    if isinstance(value, Node):
+        return value.name
+    if is_dataclass(value):
+        parts = {f.name: _meaning(getattr(value, f.name)) for f in fields(value)}
+        told = ", ".join(f"{name}={part}" for name, part in parts.items() if name not in _NO_MEANING)
+        return f"{type(value).__name__}({told})"
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_meaning, cast(Sequence[Any], value)))})"
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value).items()
+        return ", ".join(f"{k}: {_meaning(v)}" for k, v in sorted(items))
+    return getattr(value, "__qualname__", None) or str(value)
 
 
 @dataclass(frozen=True)
