@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ import pytest
 from tests.market import Market, materialized, record
 from vt_dagster.orchestration import pictures
 from vt_dagster.orchestration.pictures import Lane, histogram, timeline
+from vt_dagster.storage import store
 
 HOUR = 3_600_000_000
 
@@ -73,6 +75,34 @@ def test_of_runs(market: Market) -> None:
     assert pictures._RED in colours  # s4 came after its grace period
     assert any("grace period 1:00:00" in text for text in texts(drawn(joined["lateness"])))
     assert "timeline" not in materialized(market.results[-1], "rates")
+
+
+def test_of_many_files_and_records(
+    market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = market.copy(tmp_path / "copy")
+    monkeypatch.setattr(pictures, "SAMPLE", 100)
+    monkeypatch.setattr(store, "_ROWS_OF_A_FILE", 50)
+    hours = [record("a", f"h{n}", f"{3 + n // 24} {n % 24:02d}:00") for n in range(240)]
+    copy.land("prices", "3.jsonl", *hours)
+    said = materialized(copy.run([copy.prices]), "prices")
+    late = drawn(said["lateness"])
+    assert "lateness of 80 of 240 records: how far behind stream time they came" in texts(late)
+    line = drawn(said["timeline"])
+    assert any("dots: 80 of 240 records of this run" in text for text in texts(line))
+    # Of a crowd evenly some: from the first day to the last.
+    places = [float(c.attrib["cx"]) for c in parts(line, "circle")]
+    assert len(places) == 30
+
+
+def test_a_crowd_is_drawn_evenly() -> None:
+    crowd = [(n, n in (7, 8)) for n in range(240)]
+    shown = pictures._spread(crowd)
+    assert len(shown) == 60
+    assert {(7, True), (8, True)} <= set(shown)
+    assert max(b[0] - a[0] for a, b in pairwise(shown)) <= 6
+    svg = ElementTree.fromstring(timeline([Lane("x", [], shown, 240)], "late"))
+    assert "60 of 240" in texts(svg)
 
 
 def test_they_never_fail_a_run(market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,8 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
     if head is None:
         return metadata
     state = head.commit
-    metadata["dagster/row_count"] = sum(state.next_offset.values())
+    metadata["dagster/row_count"] = store.stored_rows()
+    metadata["log_rows"] = sum(state.next_offset.values())
     metadata["batch"] = state.batch
     metadata["log_version"] = head.version
     if receipt.view_version is not None:

@@ -39,7 +39,9 @@ from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream, VersionedTable
 
 SAMPLE = 20_000
-"""At most so many rows of a run are looked at."""
+"""At most so many rows of a run are drawn."""
+_LOOKED_AT = 1_000_000
+"""Of at most so many, in whole files."""
 _LANES, _SHOWN, _MARKS, _BARS = 4, 30, 60, 80
 _LARGEST_FILE = 64_000_000
 _WIDTH, _LEFT, _LANE = 720, 110, 44
@@ -56,6 +58,8 @@ class Lane:
     key: str
     bars: list[tuple[int, int | None, bool]] = field(default_factory=list[tuple[int, int | None, bool]])
     marks: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
+    of: int = 0
+    """How many records it has in the time that is shown, where not all of them are drawn."""
 
 
 def pictures(
@@ -82,9 +86,10 @@ def _draw(store: AssetStore, arrival: Arrival, version: int) -> dict[str, str]:
     versions = looked_up or node
     if node.operator is not None and looked_up is None and not isinstance(node, VersionedTable):
         return {}
-    rows = _sample(store.log_path, version)
-    if rows is None or rows.num_rows == 0:
+    sample = _sample(store.log_path, version)
+    if sample is None:
         return {}
+    rows = sample.rows
     found: dict[str, str] = {}
     joined = looked_up is not None
     if joined or isinstance(node, VersionedTable):
@@ -93,11 +98,13 @@ def _draw(store: AssetStore, arrival: Arrival, version: int) -> dict[str, str]:
             _add_bars(lanes, AssetStore(posixpath.dirname(store.root), versions), versions)
         lanes = {key: lane for key, lane in lanes.items() if lane.marks}
         if lanes:
-            found["timeline"] = timeline(list(lanes.values()), "late" if joined else "out of order")
+            odd = "late" if joined else "out of order"
+            found["timeline"] = timeline(list(lanes.values()), odd, rows.num_rows, sample.of)
     if node.operator is None:
         retention = getattr(node, "history_retention", None)
         limits = {"history retention": retention} if isinstance(retention, timedelta) else {}
-        found["lateness"] = histogram(_lateness(rows, arrival.before.stream_time), limits)
+        lateness = _lateness(rows, arrival.before.stream_time)
+        found["lateness"] = histogram(lateness, limits, sample.of)
     elif IS_LATE in rows.column_names:
         found |= _lateness_of_input(store, arrival)
     return found
@@ -113,8 +120,8 @@ def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, str]:
     arrived = _sample(log, arrival.inputs[stream.name].version)
     if arrived is None:
         return {}
-    late = _lateness(arrived, arrival.before.stream_time)
-    return {"lateness": histogram(late, {"grace period": grace})}
+    late = _lateness(arrived.rows, arrival.before.stream_time)
+    return {"lateness": histogram(late, {"grace period": grace}, arrived.of)}
 
 
 # --------------------------------------------------------------------------------- what was written
@@ -129,16 +136,36 @@ def _files(path: str, version: int) -> list[tuple[str, int]]:
     return [(posixpath.join(root, unquote(a["path"])), a["size"]) for a in added if a]
 
 
-def _sample(path: str, version: int) -> pa.Table | None:
-    """Rows of the first file that a commit added; None where it added none."""
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a commit, in the order in which they were written.
+
+    Args:
+        of: how many it wrote; where there are more than in ``rows``, these are evenly spread.
+    """
+
+    rows: pa.Table
+    of: int
+
+
+def _sample(path: str, version: int) -> Sample | None:
+    """What a commit wrote, as far as that may be looked at; None where it wrote nothing."""
     fs, _ = delta.filesystem(path)
-    for name, _size in _files(path, version)[:1]:
+    found: list[pa.Table] = []
+    seen = 0
+    for name, _size in _files(path, version):
         with fs.open(name, "rb") as opened:
             file = pq.ParquetFile(opened)
             flat = [f.name for f in file.schema_arrow if not pa.types.is_nested(f.type)]
-            for batch in file.iter_batches(SAMPLE, columns=flat):
-                return pa.Table.from_batches([batch])
-    return None
+            whole = file.metadata.num_rows
+            seen += whole
+            if seen <= _LOOKED_AT:
+                found.append(file.read(columns=flat))
+    rows = pa.concat_tables(found) if found else None
+    if rows is None or rows.num_rows == 0:
+        return None
+    step = -(-rows.num_rows // SAMPLE)
+    return Sample(rows.take(list(range(0, rows.num_rows, step))), seen)
 
 
 def _micros(values: pa.ChunkedArray) -> list[Any]:
@@ -161,8 +188,20 @@ def _lanes(node: Stream, rows: pa.Table, join: bool) -> dict[tuple[Any, ...], La
             lanes[key].marks.append((moment, is_odd))
     window = _window([sorted(lane.marks) for lane in lanes.values()])
     for lane in lanes.values():
-        lane.marks = sorted({m for m in lane.marks if window[0] <= m[0] <= window[1]})[-_MARKS:]
+        every_one = [m for m in lane.marks if window[0] <= m[0] <= window[1]]
+        lane.marks = _spread(sorted(set(every_one)))
+        lane.of = len(every_one)
     return lanes
+
+
+def _spread(marks: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
+    """As many as can be told apart: of a crowd those that are odd, and evenly some of the others."""
+    if len(marks) <= _MARKS:
+        return marks
+    odd = [m for m in marks if m[1]][:_MARKS]
+    rest, room = [m for m in marks if not m[1]], _MARKS - len(odd)
+    step = len(rest) / room if room else 0
+    return sorted(odd + [rest[int(n * step)] for n in range(min(room, len(rest)))])
 
 
 def _window(lanes: list[list[tuple[int, bool]]]) -> tuple[int, int]:
@@ -220,11 +259,12 @@ def _lateness(rows: pa.Table, before: dict[int, int]) -> list[float]:
 # -------------------------------------------------------------------------------------- the drawing
 
 
-def timeline(lanes: Sequence[Lane], odd: str) -> str:
+def timeline(lanes: Sequence[Lane], odd: str, looked_at: int = 0, of: int = 0) -> str:
     """A lane for each key: its versions as bars, the run's records as dots with their lookups.
 
     Args:
         odd: what the red dots are.
+        looked_at, of: how many of the run's records, of all of them.
     """
     times = [moment for lane in lanes for moment, _ in lane.marks]
     margin = (max(times) - min(times)) // 20 + 1
@@ -238,6 +278,8 @@ def timeline(lanes: Sequence[Lane], odd: str) -> str:
     for number, lane in enumerate(lanes):
         y = 24 + number * _LANE
         drawn.append(_text(4, y + 26, lane.key[:16]))
+        if lane.of > len(lane.marks):
+            drawn.append(_text(4, y + 38, f"{len(lane.marks)} of {lane.of:,}"))
         seen = [b for b in sorted(lane.bars) if b[0] <= high and (b[1] is None or b[1] >= low)]
         for turn, (start, end, deleted) in enumerate(seen[-_BARS:]):
             width = max(1.0, round(x(high if end is None else end) - x(start) - 1, 1))
@@ -255,27 +297,28 @@ def timeline(lanes: Sequence[Lane], odd: str) -> str:
         moment = int(low + (high - low) * share)
         anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
         drawn.append(_text(x(moment), bottom, _moment(moment), anchor))
-    legend = _text(_LEFT, 12, "bars: versions; dots: records of this run; ") + _text(
-        _LEFT + 262, 12, odd, colour=_RED
-    )
+    some = f"{looked_at:,} of {of:,} " if of > looked_at else ""
+    bars = "bars: versions, light and dark in turn, empty: deleted"
+    legend = _text(4, 12, f"{bars}; dots: {some}records of this run")
+    legend += _text(_WIDTH - 20, 12, odd, "end", _RED)
     return _svg(bottom + 10, [legend, *drawn])
 
 
-def histogram(lateness: Sequence[float], limits: dict[str, timedelta]) -> str:
+def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int = 0) -> str:
     """How far behind stream time records came, beside what is still accepted.
 
     Args:
         lateness: in seconds, of a sample.
         limits: durations by their names, drawn as lines.
+        of: how many records the sample is of.
     """
     counts = [0] * len(_LABELS)
     for seconds in lateness:
         counts[_bucket(seconds)] += 1
     step = (_WIDTH - 40) / len(_LABELS)
     top, height = 52, 90
-    drawn = [
-        _text(20, 12, f"lateness of {len(lateness):,} records: how far behind stream time they came")
-    ]
+    many = f"{len(lateness):,}" + (f" of {of:,}" if of > len(lateness) else "")
+    drawn = [_text(20, 12, f"lateness of {many} records: how far behind stream time they came")]
     for number, count in enumerate(counts):
         size = 0 if not count else max(2.0, round(height * count / max(counts), 1))
         left = round(20 + number * step, 1)

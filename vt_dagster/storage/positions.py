@@ -103,7 +103,7 @@ class Checkpoint(BaseModel):
     segments: Segments | None = None
     """Of a versioned table's view: how its rows are laid out for the next run."""
     history_retention: int | dict[int, int] | None = None
-    """Of a versioned table's view: with which it was written. What has expired is not there any more."""
+    """Of a versioned table's view: with which it was written. What has expired is not there."""
     rows: int = Field(default=0, exclude=True)
     """Not in the document: how many rows the commit wrote. Of a view that is what is current, and what
     the batch changed of history; where Delta did not count, all that there may be."""

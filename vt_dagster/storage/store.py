@@ -389,6 +389,12 @@ class AssetStore:
         wanted = EVERYTHING if layout is None or since is None else layout.ending_after(since)
         return self._view.remembered(self.spark, at.version, at.checkpoint, wanted)
 
+    def stored_rows(self) -> int:
+        """How many rows the table has that readers are sent to: the view, of a stream the log. Delta
+        knows it of its files; no data is read."""
+        path = self.view_path if isinstance(self.node, Table) else self.log_path
+        return delta.read(self.spark, path).count()
+
     def current_at(self, at: Snapshot) -> DataFrame:
         """What the view of a snapshot has of each key: rows, and of a versioned table also tombstones,
         without history."""

@@ -95,8 +95,8 @@ class View:
         return versioned.remembered(rows, horizon)
 
     def _forgot_too_much(self, checkpoint: Checkpoint) -> bool:
-        """Whether the view was written with a shorter retention, so that versions are not there which the
-        table is to remember; the log has them."""
+        """Whether the view was written with a shorter retention: then versions are not there which the
+        table is to remember, and which the log has."""
         then = checkpoint.history_retention
         if then is None or not isinstance(self.node, VersionedTable):
             return False
