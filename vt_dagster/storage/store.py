@@ -239,6 +239,9 @@ class AssetStore:
     def _attempt_path(self, attempt: str, *parts: str) -> str:
         return posixpath.join(self.root, "attempts", attempt, *parts)
 
+    def _staged(self, attempt: str, what: str) -> DataFrame:
+        return self.spark.read.parquet(delta.literal(self._attempt_path(attempt, what)))
+
     def new_attempt(self) -> str:
         """A name for what one run prepares."""
         return uuid4().hex
@@ -255,7 +258,7 @@ class AssetStore:
         """What an operator knew after a commit; None where it keeps nothing."""
         if head is None or not head.commit.state:
             return None
-        return self.spark.read.parquet(delta.literal(self._attempt_path(head.commit.attempt, "state")))
+        return self._staged(head.commit.attempt, "state")
 
     def state_bytes(self, head: Head | None) -> int:
         """How large that is. Does not use Spark."""
@@ -327,15 +330,16 @@ class AssetStore:
                 return found
 
     def _check_shape(self, shape: Shape) -> None:
-        if (shape.kind, shape.key) != (shape_of(self.node).kind, list(self.node.key)):
+        declared = shape_of(self.node)
+        if (shape.kind, shape.key) != (declared.kind, declared.key):
             raise StorageError(
-                f"{self.node.name}: declared as {shape_of(self.node).kind} keyed by "
-                f"{list(self.node.key)}, but its tables were written as {shape.kind} keyed by "
+                f"{self.node.name}: declared as {declared.kind} keyed by "
+                f"{declared.key}, but its tables were written as {shape.kind} keyed by "
                 f"{shape.key}; declare it as it was, or give the new one another name"
             )
-        if self.node.operator is None or not shape.meaning:
+        now, then = declared.meaning, shape.meaning
+        if not now or not then:
             return
-        now, then = self.node.operator.meaning, shape.meaning
         changed = [
             f"{name} was {then.get(name)!r}, is {now.get(name)!r}"
             for name in now | then
@@ -355,7 +359,7 @@ class AssetStore:
         done = checkpoint_at(self.quarantine_path)
         if done is not None and done[1].batch >= commit.batch:
             return
-        rows = self.spark.read.parquet(delta.literal(self._attempt_path(commit.attempt, "rejected")))
+        rows = self._staged(commit.attempt, "rejected")
         checkpoint = Checkpoint(asset=commit.asset, batch=commit.batch, attempt=commit.attempt)
         count = commit.counts.get("late", 0) + commit.counts.get("quarantined", 0)
         with small_run(self.spark, is_small(count, 0)):

@@ -37,13 +37,10 @@ def _checkpoint(commit: delta.Committed) -> tuple[int, Checkpoint]:
     return commit.version, checkpoint
 
 
-def _horizon(node: VersionedTable, stream_time: Mapping[int, int]) -> int:
-    """What ended before it has expired in every partition."""
+def _horizons(node: VersionedTable, stream_time: Mapping[int, int]) -> list[int]:
+    """Of each partition: what ended before it has expired. Epoch microseconds."""
     one = timedelta(microseconds=1)
-    return min(
-        (now - length_at(node.history_retention, p) // one for p, now in stream_time.items()),
-        default=0,
-    )
+    return [now - length_at(node.history_retention, p) // one for p, now in stream_time.items()]
 
 
 def require_remembered(node: VersionedTable, stream_time: Mapping[int, int], moment: int) -> None:
@@ -56,9 +53,7 @@ def require_remembered(node: VersionedTable, stream_time: Mapping[int, int], mom
     Raises:
         StorageError: it lies before that, in some partition.
     """
-    one = timedelta(microseconds=1)
-    horizons = (now - length_at(node.history_retention, p) // one for p, now in stream_time.items())
-    horizon = max(horizons, default=moment)
+    horizon = max(_horizons(node, stream_time), default=moment)
     if moment < horizon:
         raise StorageError(
             f"{node.name}: expected a time from {in_utc(horizon)} on, since when it remembers what was "
@@ -164,7 +159,7 @@ class View:
                 total=document.total,
                 earliest=commit.earliest,
                 newest=max(commit.stream_time.values(), default=0),
-                horizon=_horizon(node, commit.stream_time),
+                horizon=min(_horizons(node, commit.stream_time), default=0),
             )
             segment, replaced = change.layout.column(), change.replaced
             document.segments = change.following
