@@ -6,7 +6,11 @@ Whether all records are there is counted from the files themselves, not from wha
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import re
+import shutil
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 import dagster as dg
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 from typer.testing import CliRunner
 
@@ -32,8 +37,9 @@ from vt_dagster.cli.app import app
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import SchemaRegistry
 from vt_dagster.runs import replay
+from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.maintenance import maintain
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.store import AssetStore, stores_of
 
 SHAPE = StructType(
     [
@@ -64,7 +70,11 @@ def taken(
     assert all(r["reason"] == "unreadable" for r in rows)
     head = store.head()
     assert head is not None
-    return applied, [(r["position"], r["raw"]) for r in rows], head.commit.totals
+    totals = head.commit.totals
+    # Counted from the file itself: no line is nowhere, and none is there twice.
+    lines = sum(bool(one.strip()) for one in content.split(b"\n")) - (about.get("format") == "csv")
+    assert lines == totals["in"] == len(applied) + len(rows)
+    return applied, [(r["position"], r["raw"]) for r in rows], totals
 
 
 def line(k: str, n: Any = 1, v: str = "x") -> str:
@@ -122,6 +132,216 @@ def test_csv_with_another_escape(tmp_path: Path, spark: SparkSession) -> None:
     applied, quarantined, _ = taken(tmp_path, spark, content, format="csv", options=options)
     assert applied == [("a", 1, 'an inch " more')]
     assert [position for position, _ in quarantined] == [3]
+
+
+def landing(tmp_path: Path, **files: bytes) -> Path:
+    """A directory with some files; in a name ``_dot_`` stands for a dot."""
+    where = tmp_path / "landing"
+    where.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (where / name.replace("_dot_", ".")).write_bytes(content)
+    return where
+
+
+def sales(where: Path, **about: Any) -> Stream:
+    return Stream(
+        "sales", key="k", schema=SHAPE, timestamp="at", source=FilesSource(str(where), **about)
+    )
+
+
+def keys(tmp_path: Path, node: Stream, spark: SparkSession) -> list[str]:
+    rows = AssetStore(str(tmp_path / "warehouse"), node, spark).read("log").orderBy("offset")
+    return [r["k"] for r in rows.collect()]
+
+
+def test_a_consumed_file_is_known_by_more_than_its_name(tmp_path: Path, spark: SparkSession) -> None:
+    def go(node: Stream) -> dg.ExecuteInProcessResult:
+        return run([build_asset(node)], tmp_path / "warehouse")
+
+    here = landing(tmp_path, jan=line("a").encode(), feb=line("b").encode())
+    assert go(sales(here)).success
+    # Moved with its directory, and touched: not taken again.
+    moved = tmp_path / "moved"
+    here.rename(moved)
+    os.utime(moved / "jan", (1, 1))
+    assert go(sales(moved)).success
+    os.utime(moved / "jan", (2, 2))
+    assert go(sales(moved)).success
+    assert keys(tmp_path, sales(moved), spark) == ["b", "a"]
+    # Of the same name and size in another directory: taken.
+    assert go(sales(landing(tmp_path / "other", jan=line("c").encode()))).success
+    assert keys(tmp_path, sales(moved), spark) == ["b", "a", "c"]
+    assert go(sales(moved)).success, "the first directory is remembered as well"
+    # Another content of the same size: said.
+    (moved / "mar").write_text(line("e"))
+    assert go(sales(moved)).success
+    (moved / "feb").write_bytes(line("d").encode())
+    os.utime(moved / "feb", (3, 3))
+    result = go(sales(moved))
+    assert not result.success
+    size = len(line("d"))
+    assert f"example feb: {size} bytes then and now, but written again since" in messages(result)
+
+
+def test_which_files_are_there(tmp_path: Path) -> None:
+    where = landing(tmp_path, a=b"", b_dot__COPYING_=b"", _c=b"", _dot_d=b"")
+    (tmp_path / "elsewhere").write_bytes(b"12345")
+    (where / "link").symlink_to(tmp_path / "elsewhere")
+    (where / "nowhere").symlink_to(tmp_path / "missing")
+    (where / "directory").symlink_to(tmp_path)
+    assert [(f.name, f.size) for f in FilesSource(str(where)).files()] == [("a", 0), ("link", 5)]
+
+
+def test_a_link_is_read_and_known_by_what_it_points_to(tmp_path: Path, spark: SparkSession) -> None:
+    where = landing(tmp_path)
+    (tmp_path / "elsewhere").write_text(line("a"))
+    (where / "link").symlink_to(tmp_path / "elsewhere")
+    node = sales(where)
+    for _ in range(2):
+        assert run([build_asset(node)], tmp_path / "warehouse").success
+    assert keys(tmp_path, node, spark) == ["a"]
+
+
+@pytest.mark.parametrize("what", ["grows", "goes", "is another"])
+def test_a_file_that_changes_under_a_run(tmp_path: Path, spark: SparkSession, what: str) -> None:
+    where = landing(tmp_path, jan=line("a").encode() + b"\n")
+    node = sales(where)
+    stores = AssetStore(str(tmp_path / "warehouse"), node, spark)
+    begun = Run.pin(node, lambda _: stores)
+    with (where / "jan").open("a") as file:
+        file.write(line("b") + "\n")
+    if what == "goes":
+        (where / "jan").unlink()
+    if what == "is another":
+        (where / "jan").write_text(line("c") + "\n")
+    said = "jan; nothing was committed" if what == "goes" else r"changed while the run read them.*jan"
+    with pytest.raises(SourceError, match=said):
+        begun.commit(begun.operate(begun.read()))
+    assert stores.head() is None
+    if what != "goes":
+        assert run([build_asset(node)], tmp_path / "warehouse").success
+        assert keys(tmp_path, node, spark) == (["a", "b"] if what == "grows" else ["c"])
+
+
+HEADER = "k,n,v,at\n"
+ROW = f"a,1,x,{AT}\n"
+BAD = {
+    "cut_dot_csv_dot_gz": (gzip.compress(HEADER.encode() + os.urandom(9999))[:-99], "whole compressed"),
+    "false_dot_csv_dot_gz": ((HEADER + ROW).encode(), "whole compressed file"),
+    "header": (b"\xff\xfe\xffk,n,v,at\n" + ROW.encode(), "header line in UTF-8"),
+    "twice": (("k," + HEADER).encode() + b"b," + ROW.encode(), "found ['k'] more than once"),
+    "colon:": (ROW.encode(), "expected a name without ':'"),
+    "lacks": (b"k,n,v\na,1,x\n", "expected columns ['at']"),
+}
+
+
+@pytest.mark.parametrize("policy", ["fail", "quarantine"])
+def test_a_file_that_is_bad_as_a_whole(tmp_path: Path, spark: SparkSession, policy: Any) -> None:
+    """Also with a good one, an empty one, one with an odd name and one of lines that are compressed."""
+    where = landing(tmp_path, **{name: content for name, (content, _) in BAD.items()})
+    (where / "empty").write_bytes(b"")
+    (where / "only a header").write_text(HEADER)
+    (where / "good, 100% #1? [x] é+.csv").write_text(HEADER + ROW)
+    (where / "whole.gz").write_bytes(gzip.compress((HEADER + ROW.replace("a", "b", 1)).encode()))
+    node = sales(where, format="csv", on_bad_file=policy)
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    if policy == "fail":
+        assert not result.success
+        assert "colon:: expected a name without ':'" in messages(result)
+        assert "5 other file(s) are bad" in messages(result)
+        assert "on_bad_file='quarantine'" in messages(result)
+        return
+    assert result.success, messages(result)
+    assert sorted(keys(tmp_path, node, spark)) == ["a", "b"]
+    store = AssetStore(str(tmp_path / "warehouse"), node, spark)
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    found = {r["source"]: (r["reason"], r["position"], r["raw"]) for r in quarantine.collect()}
+    for name, (_, said) in BAD.items():
+        reason, position, raw = found.pop(name.replace("_dot_", "."))
+        assert (reason, position) == ("unreadable_file", 0)
+        assert said in raw
+    assert found == {}
+    head = store.head()
+    assert head is not None
+    assert head.commit.totals["in"] == 8
+    # Nothing is taken twice, and bad files alone do not stop a source.
+    (where / "late").write_bytes(b"k\n")
+    assert run([build_asset(node)], tmp_path / "warehouse").success
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    assert quarantine.count() == 7
+
+
+def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> None:
+    where = landing(tmp_path, cut=b"PAR1 and no more", text=b"k,n")
+    good = spark.createDataFrame([("a", 1, "x")], "k string, n long, v string")
+    good = good.withColumn("at", F.lit(AT).cast("timestamp"))
+    for name, rows in {
+        "good": good,
+        "more": good.withColumn("more", F.lit(1)).withColumn("k", F.lit("b")),
+        "less": good.drop("v"),
+        "other": good.withColumn("n", F.col("n").cast("int")),
+    }.items():
+        rows.coalesce(1).write.parquet(str(tmp_path / name))
+        next((tmp_path / name).glob("*.parquet")).rename(where / name)
+    node = sales(where, format="parquet", on_bad_file="quarantine")
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    assert result.success, messages(result)
+    assert keys(tmp_path, node, spark) == ["a", "b"]
+    quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
+    assert quarantine is not None
+    said = {r["source"]: r["raw"] for r in quarantine.collect()}
+    assert sorted(said) == ["cut", "less", "other", "text"]
+    assert said["less"].startswith("expected columns ['v']")
+    assert said["other"].startswith("n is int, expected bigint")
+
+
+def test_a_separator_of_several_characters(tmp_path: Path, spark: SparkSession) -> None:
+    content = f'at||"a||b"||k||n||v\n{AT}||1||a||7||x\n'.encode()
+    applied, quarantined, _ = taken(tmp_path, spark, content, format="csv", options={"sep": "||"})
+    assert (applied, quarantined) == ([("a", 7, "x")], [])
+
+
+def test_an_expression_that_fails_is_the_records_fault(tmp_path: Path, spark: SparkSession) -> None:
+    rows = [
+        {"k": "a", "n": 1, "v": "2024-01-01"},
+        {"k": "b", "n": 1, "v": "soon"},
+        {"k": "c", "n": None, "v": "2024-01-01"},
+        {"k": "d", "n": 2**40, "v": "2024-01-01"},
+        {"k": "e", "n": 0, "v": "2024-01-01"},
+        {"k": "f", "n": 1, "v": "0000-01-01"},
+        {"k": "g", "n": 1, "v": "+20000-01-01"},
+        {"k": "", "n": 1, "v": "2024-01-02"},
+    ]
+    content = "\n".join(json.dumps(r) for r in rows)
+    source = FilesSource(
+        str(landing(tmp_path, jan=content.encode())), max_bad_share=1, max_clock_skew=timedelta.max
+    )
+    node = Stream(
+        "sales",
+        key=("k", "n"),
+        schema=SHAPE,
+        timestamp="cast(v as timestamp)",
+        partition_by="if(k = '', null, n)",
+        tombstone="1 div n > 1",
+        null_key="keep",
+        source=source,
+    )
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    assert result.success, messages(result)
+    assert sorted(keys(tmp_path, node, spark)) == ["a", "c"]
+    quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
+    assert quarantine is not None
+    found = [(r["position"], r["reason"]) for r in quarantine.orderBy("position").collect()]
+    assert found == [
+        (2, "null_timestamp"),
+        (4, "null_partition"),
+        (5, "null_tombstone"),
+        (6, "impossible_timestamp"),
+        (7, "impossible_timestamp"),
+        (8, "null_partition"),
+    ]
 
 
 def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession) -> None:
@@ -277,6 +497,66 @@ def test_a_log_that_somebody_else_has_changed(market: Market, tmp_path: Path) ->
     result = run([build_asset(copy.sales)], copy.warehouse)
     assert result.success, messages(result)
     assert store.read("log").count() == before + 1
+
+
+def test_a_shortened_retention_says_what_goes(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    shorter = replace(copy.prices, history_retention=timedelta(0))
+    copy.land("prices", "9.jsonl", record("a", "new", "9 00:00"))
+    told: list[str] = []
+    run_once(shorter, stores_of(str(copy.warehouse), copy.spark, told.append))
+    said = [line for line in told if "what ended before 2024-01-09T00:00:00Z is forgotten now" in line]
+    assert len(said) == 1
+    assert told.index(said[0]) < next(i for i, line in enumerate(told) if "view at version" in line)
+
+
+@pytest.mark.parametrize("what", ["state", "files.json.gz"])
+def test_what_a_run_left_for_the_next_is_gone(market: Market, tmp_path: Path, what: str) -> None:
+    copy = market.copy(tmp_path / "copy")
+    node = copy.sales
+    if what == "state":
+        window = TumblingWindow(timedelta(hours=1), timedelta(days=1))
+        node = copy.sales.group_by().windowed_by(window).aggregate({"n": "count(*)"}, name="hourly")
+        assert run([build_asset(copy.sales), build_asset(node)], copy.warehouse).success
+    copy.land("sales", "7.jsonl", record("a", "s9", "3 06:00"))
+    shutil.rmtree(copy.warehouse / node.name / "attempts")
+    result = run([build_asset(n) for n in {copy.sales, node}], copy.warehouse)
+    assert not result.success
+    assert re.search(rf"{node.name}: expected what batch \d left for the next run", messages(result))
+    assert f"/{what}, but somebody has removed it" in messages(result)
+
+
+@pytest.mark.parametrize("kept", [0, 0.1, 0.9])
+def test_a_commit_that_is_cut_off(market: Market, tmp_path: Path, kept: float) -> None:
+    copy = market.copy(tmp_path / "copy")
+    newest = max((copy.warehouse / "sales" / "log" / "_delta_log").glob("*.json"))
+    text = newest.read_text()
+    newest.write_text(text[: int(len(text) * kept)])
+    with pytest.raises(StorageError, match=f"{newest.name} is cut off"):
+        copy.store(copy.sales).head()
+
+
+@pytest.mark.parametrize("blocked", ["", "attempts", "log", "quarantine"])
+def test_a_warehouse_that_takes_nothing(tmp_path: Path, spark: SparkSession, blocked: str) -> None:
+    """A file stands where a directory is to be: also the user that may do everything is refused."""
+    where = landing(tmp_path, jan=f"{line('a')}\nbad\n".encode())
+    node = sales(where, max_bad_share=1)
+    door = tmp_path / "warehouse" / "sales" / blocked if blocked else tmp_path / "warehouse" / "sales"
+    door.parent.mkdir(parents=True, exist_ok=True)
+    door.touch()
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    assert not result.success
+    assert "expected to write to " in messages(result)
+    door.unlink()
+    assert run([build_asset(node)], tmp_path / "warehouse").success
+    assert keys(tmp_path, node, spark) == ["a"]
+
+
+def test_names_that_differ_in_capitals_alone(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path / "copy")
+    result = run([build_asset(replace(copy.sales, name="Sales"))], copy.warehouse)
+    assert not result.success
+    assert "an asset 'sales', which differs in capitals alone" in messages(result)
 
 
 def test_values_are_text_and_times_are_utc(

@@ -56,7 +56,10 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session",
     "storage": "delta segments positions offsets progress view store maintenance",
-    "sources": "base json_text files kafka_cluster protobuf formats kafka_messages kafka kafka_sink",
+    "sources": """
+        base directory json_text csv_text bad_files files
+        kafka_cluster protobuf formats kafka_messages kafka kafka_sink
+    """,
     "runs": "arrival contracts store audit join_way gate commit pin run replay",
     "testing": "memory kafka versioned_store driver",
     "orchestration": """

@@ -252,7 +252,7 @@ def test_times_are_utc(spark: SparkSession, tmp_path: Path) -> None:
 def test_changed_consumed_file(tmp_path: Path) -> None:
     write(tmp_path, "1.jsonl", "{}\n")
     source = FilesSource(str(tmp_path))
-    consumed = {f.name: f.size for f in source.pending({})}
+    consumed = source.pin(None).consumed()
     assert source.pending(consumed) == []
     write(tmp_path, "1.jsonl", "{}\n{}\n")
     with pytest.raises(SourceError, match=r"1 file\(s\) .* changed .* 1\.jsonl: 3 bytes then, 6 now"):
@@ -268,9 +268,10 @@ def test_which_files_a_run_takes(tmp_path: Path) -> None:
     source = FilesSource(str(tmp_path), pattern="*.jsonl", max_files_per_run=2)
     assert [f.name for f in source.files()] == ["a.jsonl", "b.jsonl", "d.jsonl"]
     assert [f.name for f in source.pending({})] == ["a.jsonl", "b.jsonl"]
-    assert [f.name for f in source.pending({"a.jsonl": 3})] == ["b.jsonl", "d.jsonl"]
+    before = {"a.jsonl": 3}  # as earlier versions of the library remembered it
+    assert [f.name for f in source.pending(before)] == ["b.jsonl", "d.jsonl"]
     assert [f.name for f in source.pending({}, ["d.jsonl"])] == ["d.jsonl"]
-    assert source.pending({"a.jsonl": 3}, ["a.jsonl"]) == []
+    assert source.pending(before, ["a.jsonl"]) == []
     with pytest.raises(SourceError, match=r"asks for \['x\.jsonl'\], which are not there"):
         source.pending({}, ["x.jsonl"])
 

@@ -33,11 +33,19 @@ class Reason:
     """Why a row is no record, or a record is not in the log."""
 
     UNREADABLE = "unreadable"
+    UNREADABLE_FILE = "unreadable_file"
     UNKNOWN_SCHEMA = "unknown_schema"
     NULL_KEY = "null_key"
     NULL_TIMESTAMP = "null_timestamp"
     FUTURE_TIMESTAMP = "future_timestamp"
+    IMPOSSIBLE_TIMESTAMP = "impossible_timestamp"
+    NULL_PARTITION = "null_partition"
+    NULL_TOMBSTONE = "null_tombstone"
     LATE = "late"
+
+
+_FIRST, _LAST = "0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z"
+"""What Python, Parquet's readers and SQL engines agree to be a time."""
 
 
 def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> DataFrame:
@@ -51,37 +59,65 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         latest: the largest timestamp that is believed (inclusive); None = any. A far-future
             timestamp would make everything after it late.
 
+    Where an expression of the node fails for a record (text that is no time, a number that is too
+    large), it is that record's fault: the expression is null there.
+
     Returns:
         the rows with ``timestamp, partition, is_tombstone, _fate, _reason``; ``_fate`` is
         ``quarantined`` where there is a reason, else null.
 
     Source: FORMAT 4.2.1; kip889-tombstone-is-null, kip889-probe-null-key.
     """
-    when = F.expr(node.timestamp).cast("timestamp")
+    when = _time_of(node, rows)
     broken = F.col(REASON) if REASON in rows.columns else F.lit(None).cast("string")
     reason = F.when(broken.isNotNull(), broken)
     if isinstance(node, Table) or node.null_key == "quarantine":
         reason = reason.when(~has_key(node.key), Reason.NULL_KEY)
     reason = reason.when(F.col(TIMESTAMP).isNull(), Reason.NULL_TIMESTAMP)
+    sane = F.col(TIMESTAMP).between(F.lit(_FIRST).cast("timestamp"), F.lit(_LAST).cast("timestamp"))
+    reason = reason.when(~sane, Reason.IMPOSSIBLE_TIMESTAMP)
     if latest is not None:
         reason = reason.when(F.col(TIMESTAMP) > latest, Reason.FUTURE_TIMESTAMP)
-    tombstone = (
-        F.lit(False) if node.tombstone is None else F.coalesce(F.expr(node.tombstone), F.lit(False))
-    )
+    tombstone = F.lit(False)
+    if node.tombstone is not None:
+        told = _attempt(F.coalesce(F.expr(node.tombstone), F.lit(False)), "boolean")
+        reason = reason.when(told.isNull(), Reason.NULL_TOMBSTONE)
+        tombstone = F.coalesce(told, F.lit(False))
     if DELETED in rows.columns:
         tombstone = tombstone | F.col(DELETED)
         when = F.coalesce(when, F.when(F.col(DELETED), F.col(RECORD_TIME)))
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
     if PARTITION not in rows.columns:
+        if node.partition_by is not None:
+            chosen = _chosen(node.partition_by)
+            reason = reason.when(has_key(node.key) & chosen.isNull(), Reason.NULL_PARTITION)
         timed = timed.withColumn(PARTITION, home_of(node.key, node))
-    return timed.withColumn(REASON, reason).withColumn(
+    judged = timed.withColumn(REASON, reason).withColumn(
         FATE, F.when(F.col(REASON).isNotNull(), Fate.QUARANTINED)
     )
+    return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))
+
+
+def _time_of(node: Stream, rows: DataFrame) -> Column:
+    when = F.expr(node.timestamp)
+    if (node.timestamp, "timestamp") in rows.dtypes:
+        return when
+    return F.timestamp_micros(_attempt(F.unix_micros(when.cast("timestamp")), "bigint"))
+
+
+def _chosen(partition_by: str) -> Column:
+    return _attempt(F.expr(partition_by).cast("int"), "int")
+
+
+def _attempt(value: Column, kind: str) -> Column:
+    """A value, null where it cannot be computed: Spark catches that only inside its ``try_`` functions,
+    of which this one takes any expression."""
+    return F.try_to_binary(value.cast("string"), F.lit("utf-8")).cast("string").cast(kind)
 
 
 def home_of(key: Sequence[str], node: Stream) -> Column:
     """The partition that a record of a key goes to in a log that chooses it; where ``partition_by``
     gives none, as of a record without a key, the first."""
     if node.partition_by is not None:
-        return F.coalesce(F.expr(node.partition_by).cast("int"), F.lit(0))
+        return F.coalesce(_chosen(node.partition_by), F.lit(0))
     return F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), F.lit(node.partitions)).cast("int")

@@ -43,7 +43,8 @@ def stage_rejected(store: Store, attempt: str, rows: DataFrame, counts: Mapping[
 
 
 def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
-    """Refuses a run with too large a share of bad records.
+    """Refuses a run with too large a share of bad records. Files that are set aside, as the source asks
+    for, are not among them.
 
     Raises:
         ContractError: with some of them.
@@ -51,13 +52,12 @@ def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str,
     bad, total = counts[Fate.QUARANTINED], counts["in"]
     if not total or bad / total <= source.max_bad_share:
         return
-    worst = (
-        rows.where(F.col(FATE) == Fate.QUARANTINED)
-        .select(SOURCE, POSITION, REASON, RAW)
-        .orderBy(ARRIVAL)
-        .limit(3)
-        .collect()
-    )
+    records = rows.where((F.col(FATE) == Fate.QUARANTINED) & (F.col(REASON) != Reason.UNREADABLE_FILE))
+    files = bad - records.count()
+    bad, total = bad - files, total - files
+    if not total or bad / total <= source.max_bad_share:
+        return
+    worst = records.select(SOURCE, POSITION, REASON, RAW).orderBy(ARRIVAL).limit(3).collect()
     examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
     raise ContractError(
         f"{name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "

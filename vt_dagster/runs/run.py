@@ -48,6 +48,8 @@ from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.progress import in_words
 from vt_dagster.topology.model import Stream, Table
 
+_LAST = datetime.max.replace(tzinfo=timezone.utc)
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -173,8 +175,9 @@ class Run:
 
     def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
         limit: Column | None = None
-        if source.max_clock_skew is not None:
-            latest = (now or datetime.now(timezone.utc)) + source.max_clock_skew
+        now = now or datetime.now(timezone.utc)
+        if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
+            latest = now + source.max_clock_skew
             limit = F.timestamp_micros(F.lit(int(latest.timestamp()) * 1_000_000))
         return prepare(source.read(self.store.spark, self.node), self.node, limit)
 
@@ -349,8 +352,9 @@ class Run:
         if state is not None:
             store.stage_state(arrival.attempt, state)
         rejected = arrival.source is not None and stage_rejected(store, arrival.attempt, rows, counts)
-        if arrival.source is not None and arrival.source.consumed is not None:
-            store.stage_files(arrival.attempt, arrival.source.consumed)
+        consumed = None if arrival.source is None else arrival.source.consumed()
+        if consumed is not None:
+            store.stage_files(arrival.attempt, consumed)
         own_time = processor.goes_by_time
         return passed, document(
             arrival,

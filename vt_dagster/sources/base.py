@@ -32,11 +32,6 @@ class Pinned(Protocol):
         ...
 
     @property
-    def consumed(self) -> dict[str, Any] | None:
-        """The files that will have been consumed after the run; None where offsets tell."""
-        ...
-
-    @property
     def empty(self) -> bool:
         """Whether there is nothing new: such a run commits nothing."""
         ...
@@ -53,6 +48,15 @@ class Pinned(Protocol):
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         """The records, as ``core.records.prepare`` takes them."""
+        ...
+
+    def consumed(self) -> dict[str, Any] | None:
+        """The files that will have been consumed after the run, once its records have been read; None
+        where offsets tell.
+
+        Raises:
+            SourceError: what was read is not what was pinned.
+        """
         ...
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
@@ -80,7 +84,7 @@ class Source(Protocol):
 
         Args:
             before: the asset's last commit; None = there is none.
-            consumed: the files consumed so far: name -> size.
+            consumed: the files consumed so far, as ``Pinned.consumed`` gave them.
             asked: what the run's config asks for.
         """
         ...

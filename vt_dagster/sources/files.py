@@ -6,14 +6,14 @@ smaller name is simply consumed by a later run.
 
 from __future__ import annotations
 
-import csv
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from fnmatch import fnmatch
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+from urllib.parse import unquote
 
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
@@ -22,24 +22,25 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.bad_files import faults_of_parquet, faults_of_text
 from vt_dagster.sources.base import require_limits
+from vt_dagster.sources.csv_text import header_of, nullable, one_record, read_record
+from vt_dagster.sources.directory import (
+    FileInfo,
+    Memory,
+    files_in,
+    remembered,
+    require_untouched,
+)
 from vt_dagster.sources.json_text import one_object, read_object
+from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Commit, Ranges
 from vt_dagster.topology.model import Stream
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
 
-_CORRUPT = "_corrupt"
 _FILE, _BLOCK, _ID, _START, _LINE = "_file", "_block", "_id", "_start", "_line"
-
-
-class FileInfo(NamedTuple):
-    """A file of the directory: its name there, its path for Spark and its size in bytes."""
-
-    name: str
-    path: str
-    size: int
 
 
 FILES = "files"
@@ -53,7 +54,7 @@ class PinnedFiles:
     Args:
         source: their directory.
         files: in order of arrival.
-        before: the files consumed by earlier runs: name -> size.
+        before: the files consumed by earlier runs, see ``directory.Memory``.
     """
 
     source: FilesSource
@@ -81,15 +82,22 @@ class PinnedFiles:
         return sum(f.size for f in self.files)
 
     @property
-    def consumed(self) -> dict[str, Any]:
-        return {**self.before, **{f.name: f.size for f in self.files}}
-
-    @property
     def empty(self) -> bool:
         return not self.files
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        return self.source.read(spark, self.files, node.schema)
+        try:
+            return self.source.read(spark, self.files, node.schema)
+        except PySparkException as error:
+            told = self.explain(error)
+            if told is None:
+                raise
+            raise told from error
+
+    def consumed(self) -> dict[str, Any]:
+        there = self.source.files()
+        require_untouched(self.source.path, self.files, there)
+        return remembered(self.before, self.files, there)
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         first = before.inputs.get(FILES, {}).get(0, 0)
@@ -103,7 +111,21 @@ class PinnedFiles:
         return [f"takes {len(self.files):,} file(s), {size:,.1f} kB: {names}{more}"]
 
     def explain(self, error: Exception) -> SourceError | None:
-        return None
+        there = {f.path for f in self.source.files()}
+        gone = [f.name for f in self.files if f.path not in there]
+        if gone:
+            return SourceError(
+                f"{len(gone)} file(s) in {self.source.path} were removed before the run had read "
+                f"them, for example {gone[0]}; nothing was committed. Put them back, or run without"
+            )
+        told = unquote(str(error))
+        broken = next((f for f in self.files if unquote(f.path).removeprefix("file:") in told), None)
+        if broken is None:
+            return None
+        return SourceError(
+            f"{broken.name} in {self.source.path} could not be read: {one_line(error)}; nothing was "
+            "committed. Mend the file, or move it away, and run again"
+        )
 
 
 @dataclass(frozen=True)
@@ -113,13 +135,19 @@ class FilesSource:
     Args:
         path: the directory, a local path or a URL that Spark and fsspec both can read. Names that
             begin with ``.`` or ``_`` are not looked at, so write a file under such a name and
-            rename it when it is whole.
+            rename it when it is whole. A file that has been consumed is known again where it was
+            only touched or moved with its directory; where its content is another, a run says so.
         format: ``jsonl`` (one JSON object a line), ``csv`` (one record a line, with a header line
             that names the columns, in any order), or ``parquet``.
         pattern: names that count, for example ``*.jsonl``.
         options: Spark's CSV or JSON options, for example ``{"nullValue": "NA"}``.
         max_files_per_run: bounds a run; None = all that are there when it starts.
         max_bad_share: a run with a larger share of quarantined rows fails before its commit.
+        on_bad_file: what becomes of a file that cannot be read as a whole: a header that is no text,
+            lacks columns or names one twice, Parquet with other types, a compressed file that is cut
+            off. ``fail``: the run fails before its commit, and names it. ``quarantine``: it is one row
+            of the quarantine, ``unreadable_file`` with what is wrong as its content, and the run goes
+            on; once it is mended, deliver it under another name.
         max_clock_skew: how far in the future a timestamp may lie, by this machine's clock; one
             further off is quarantined, since it would make everything after it late.
     """
@@ -131,6 +159,7 @@ class FilesSource:
     max_files_per_run: int | None = None
     max_bad_share: float = 0.1
     max_clock_skew: timedelta = timedelta(days=1)
+    on_bad_file: Literal["fail", "quarantine"] = "fail"
 
     gives_timestamp = False
 
@@ -141,6 +170,10 @@ class FilesSource:
         if self.format not in ("jsonl", "csv", "parquet"):
             raise SourceError(
                 f"format of {self.path!r} must be 'jsonl', 'csv' or 'parquet', got {self.format!r}"
+            )
+        if self.on_bad_file not in ("fail", "quarantine"):
+            raise SourceError(
+                f"on_bad_file of {self.path!r} must be 'fail' or 'quarantine', got {self.on_bad_file!r}"
             )
         require_limits(self.max_bad_share, self.max_clock_skew)
         if self.max_files_per_run is not None and self.max_files_per_run < 1:
@@ -153,26 +186,17 @@ class FilesSource:
     def files(self) -> list[FileInfo]:
         """The files that are there, by name. Does not use Spark."""
         try:
-            fs, root = delta.filesystem(str(self.path))
+            return files_in(str(self.path), self.pattern)
         except (ImportError, ValueError) as error:
             raise SourceError(
                 f"{self.path!r} is on a file system that fsspec cannot reach: {error}; correct the "
                 "path, or install what the message names"
             ) from None
-        if not fs.isdir(root):
+        except FileNotFoundError:
             raise SourceError(
                 f"expected a directory {self.path!r} with {self.format} files, found none; create it, "
                 "or correct the path"
-            )
-        found = fs.ls(root, detail=True, refresh=True)
-        infos = [
-            FileInfo(posixpath.basename(f["name"]), fs.unstrip_protocol(f["name"]), f["size"])
-            for f in found
-            if f["type"] == "file"
-        ]
-        return sorted(
-            i for i in infos if not i.name.startswith((".", "_")) and fnmatch(i.name, self.pattern)
-        )
+            ) from None
 
     def pin(
         self,
@@ -188,26 +212,27 @@ class FilesSource:
         """The files that have not been consumed yet, by name, as many as a run may take.
 
         Args:
-            consumed: name -> size, of those that have.
+            consumed: those that have, see ``directory.Memory``.
             only: names to choose from; None = all.
 
         Raises:
-            SourceError: a consumed file is there with another size.
+            SourceError: a consumed file is there with another content.
         """
-        there = self.files()
-        changed = [f for f in there if f.name in consumed and consumed[f.name] != f.size]
+        there, memory = self.files(), Memory(consumed)
+        changed = {f.name: said for f in there if (said := memory.changed(f)) is not None}
         if changed:
-            one = changed[0]
+            name, said = next(iter(changed.items()))
             raise SourceError(
                 f"{len(changed)} file(s) in {self.path} changed after they were consumed, for "
-                f"example {one.name}: {consumed[one.name]} bytes then, {one.size} now; a file is "
-                "consumed once, so deliver what is new in a file of its own and put the old one back"
+                f"example {name}: {said}; a file is consumed once, so deliver what is new in a file of "
+                "its own and put the old one back"
             )
         if only is not None:
-            missing = sorted(set(only) - {f.name for f in there} - set(consumed))
+            names = {f.name for f in there}
+            missing = sorted(n for n in set(only) - names if n not in memory)
             if missing:
                 raise SourceError(f"{self.path}: the run asks for {missing}, which are not there")
-        new = [f for f in there if f.name not in consumed and (only is None or f.name in only)]
+        new = [f for f in there if (only is None or f.name in only) and not memory.has(f)]
         return new[: self.max_files_per_run]
 
     def read(self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType) -> DataFrame:
@@ -219,39 +244,53 @@ class FilesSource:
         Returns:
             the schema's columns (all null where a row cannot be read), ``_arrival`` (0, 1, …),
             ``_source`` (file name), ``_position`` (line from 1, of Parquet the row from 1),
-            ``_raw`` (the line; of Parquet the row as JSON), ``_reason`` (``unreadable`` or null).
+            ``_raw`` (the line; of Parquet the row as JSON), ``_reason`` (``unreadable`` or null). Of
+            a file that cannot be read, where it is set aside: one row, ``_arrival`` below 0,
+            ``_position`` 0, ``_raw`` what is wrong, ``_reason`` ``unreadable_file``.
 
         Raises:
-            SourceError: a file lacks a column, or its columns have other types.
+            SourceError: a file cannot be read as a whole, and none is to be set aside.
         """
-        if not files:
-            more = [(ARRIVAL, LongType()), (SOURCE, StringType()), (POSITION, LongType())]
-            more += [(RAW, StringType()), (REASON, StringType())]
-            fields = [StructField(n, t) for n, t in more]
-            return spark.createDataFrame([], StructType([*_nullable(schema.fields), *fields]))
+        bad = self._faults(spark, files, schema)
+        if bad and self.on_bad_file == "fail":
+            name, said = next(iter(bad.items()))
+            others = f" (and {len(bad) - 1} other file(s) are bad)" if len(bad) > 1 else ""
+            raise SourceError(
+                f"{name}: {said}{others}. Mend or move what is bad, or set on_bad_file='quarantine' of "
+                "the source: then such files are set aside"
+            )
+        good = [f for f in files if f.name not in bad]
+        aside = self._set_aside(spark, bad, schema)
+        if not good:
+            return aside
+        read = self._read_parquet if self.format == "parquet" else self._read_text
+        rows = read(spark, good, schema)
+        return rows.unionByName(aside) if bad else rows
+
+    def _faults(
+        self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
+    ) -> dict[str, str]:
         if self.format == "parquet":
-            return self._read_parquet(spark, files, schema)
-        return self._read_text(spark, files, schema)
+            return faults_of_parquet(spark, files, schema)
+        return faults_of_text(files, schema, self.options if self.format == "csv" else None)
+
+    def _set_aside(self, spark: SparkSession, bad: Mapping[str, str], schema: StructType) -> DataFrame:
+        more = [(ARRIVAL, LongType()), (SOURCE, StringType()), (POSITION, LongType())]
+        more += [(RAW, StringType()), (REASON, StringType())]
+        fields = [StructField(n, t) for n, t in more]
+        none = [None] * len(schema)
+        rows = [
+            (*none, number - len(bad), name, 0, said, Reason.UNREADABLE_FILE)
+            for number, (name, said) in enumerate(bad.items())
+        ]
+        return spark.createDataFrame(rows, StructType([*nullable(schema).fields, *fields]))
 
     # -- Parquet ---------------------------------------------------------------------------------
 
     def _read_parquet(
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
     ) -> DataFrame:
-        paths = [delta.literal(f.path) for f in files]
-        for f, path in zip(files, paths, strict=True):
-            there = {c.name: c.dataType for c in spark.read.parquet(path).schema.fields}
-            self._require(f.name, list(there), schema)
-            wrong = [
-                f"{c.name} is {there[c.name].simpleString()}, expected {c.dataType.simpleString()}"
-                for c in schema.fields
-                if there[c.name] != c.dataType
-            ]
-            if wrong:
-                raise SourceError(
-                    f"{f.name}: {'; '.join(wrong)}; correct the schema's types or the file's"
-                )
-        rows = spark.read.schema(schema).parquet(*paths)
+        rows = spark.read.schema(schema).parquet(*[delta.literal(f.path) for f in files])
         located = rows.select(
             "*",
             _file_name().alias(_FILE),
@@ -295,11 +334,13 @@ class FilesSource:
             numbered = numbered.where(F.col(POSITION) > 1)
         given = numbered.where(F.trim(RAW) != "")
         if self.format == "csv":
-            parsed, row = given.withColumn("_row", self._parse(files, schema)), F.col("_row")
-            broken = row.isNull() | row[_CORRUPT].isNotNull() | self._is_cut_off()
+            headers: dict[tuple[str, ...], list[str]] = {}
+            for f in files:
+                headers.setdefault(header_of(f, self.options), []).append(f.name)
+            parsed = given.withColumn("_row", one_record(RAW, _FILE, headers, schema, self.options))
+            row, broken = read_record(F.col("_row"), F.col(RAW), self.options)
         else:
-            nullable = StructType(_nullable(schema.fields))
-            parsed = given.withColumn("_row", one_object(F.col(RAW), nullable, self.options))
+            parsed = given.withColumn("_row", one_object(F.col(RAW), nullable(schema), self.options))
             row, broken = read_object(F.col("_row"))
         broken = broken | ~F.is_valid_utf8(RAW)
         return parsed.select(
@@ -310,67 +351,6 @@ class FilesSource:
             F.make_valid_utf8(RAW).alias(RAW),
             F.when(broken, Reason.UNREADABLE).alias(REASON),
         )
-
-    def _is_cut_off(self) -> Column:
-        """Whether a CSV line begins or ends within quotes: half a record, with a line break in a field.
-
-        Spark takes what stands there for the whole value of a last field.
-        """
-        quote = self.options.get("quote", '"')
-        escape = self.options.get("escape", quote)
-        if quote in ("", "\0"):
-            return F.lit(False)
-        line = F.col(RAW)
-        if escape != quote:
-            line = F.replace(line, F.lit(escape + quote), F.lit(""))
-        return (F.length(line) - F.length(F.replace(line, F.lit(quote), F.lit("")))) % 2 == 1
-
-    def _parse(self, files: Sequence[FileInfo], schema: StructType) -> Column:
-        """A CSV line as a struct of the schema's columns and what of it could not be read."""
-        options = {**self.options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-        # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
-        options = {"escape": options.get("quote", '"'), **options}
-        variants: dict[tuple[str, ...], list[str]] = {}
-        for f in files:
-            variants.setdefault(self._header(f, schema), []).append(f.name)
-        types = {c.name: c.dataType for c in schema.fields}
-        parsed = F.lit(None)
-        for header, names in variants.items():
-            # a column that the schema does not have is read as text, and left out
-            fields = [
-                StructField(c if c in types else f"_extra{i}", types.get(c, StringType()))
-                for i, c in enumerate(header)
-            ]
-            row = F.from_csv(F.col(RAW), _lenient(fields).simpleString(), options)
-            chosen = F.struct(*[row[c].alias(c) for c in [*schema.names, _CORRUPT]])
-            parsed = F.when(F.col(_FILE).isin(names), chosen).otherwise(parsed)
-        return parsed
-
-    def _header(self, file: FileInfo, schema: StructType) -> tuple[str, ...]:
-        fs, local = delta.filesystem(file.path)
-        with fs.open(local, "rb", compression="infer") as lines:
-            first = lines.readline().decode("utf-8-sig").rstrip("\r\n")
-        separator = self.options.get("sep", self.options.get("delimiter", ","))
-        header = next(csv.reader([first], delimiter=separator), [])
-        self._require(file.name, header, schema)
-        return tuple(header)
-
-    def _require(self, file: str, there: Sequence[str], schema: StructType) -> None:
-        missing = [c for c in schema.names if c not in there]
-        if missing:
-            raise SourceError(
-                f"{file}: expected columns {missing}, but the file has only {list(there)}; add them "
-                "to the file, or take them out of the schema"
-            )
-
-
-def _lenient(fields: Sequence[StructField]) -> StructType:
-    """Every field may be null, and one takes the text of a row that cannot be read."""
-    return StructType([*_nullable(fields), StructField(_CORRUPT, StringType())])
-
-
-def _nullable(fields: Sequence[StructField]) -> list[StructField]:
-    return [StructField(f.name, f.dataType) for f in fields]
 
 
 def _file_name() -> Column:

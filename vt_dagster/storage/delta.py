@@ -20,6 +20,7 @@ import fsspec
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.settings import settings
 
 MARK = "vt_dagster"
@@ -31,6 +32,18 @@ _CHANGES = {"WRITE", "DELETE", "UPDATE", "MERGE", "TRUNCATE", "STREAMING UPDATE"
 _LOG_FILE = re.compile(r"\.?(\d{20})\.(json|crc|checkpoint(\.\d{10}\.\d{10})?\.parquet)(\.crc)?")
 _ROWS_BESIDE = {"spark.databricks.delta.replaceWhere.constraintCheck.enabled": "false"}
 """Lets an overwrite of some partitions add rows to others in the same commit."""
+_REFUSALS = (
+    "Permission denied",
+    "Read-only file system",
+    "No space left on device",
+    "Disk quota exceeded",
+    "Mkdirs failed",
+    "Not a directory",
+    "ParentNotDirectoryException",
+    "FileAlreadyExistsException",
+    "AccessDenied",
+)
+"""How file systems say that they take nothing, inside of Spark's errors."""
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 
 
@@ -109,7 +122,7 @@ def _log_files(path: str) -> list[str]:
     fs, root = filesystem(path)
     try:
         found = fs.ls(posixpath.join(root, "_delta_log"), detail=False, refresh=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [posixpath.basename(f) for f in found]
 
@@ -194,13 +207,24 @@ def partitions_written(path: str, batch: int, column: str) -> set[str | None]:
 
 
 def _info(path: str, name: str) -> dict[str, Any]:
-    """What a commit file says of the commit as a whole."""
+    """What a commit file says of the commit as a whole.
+
+    Raises:
+        StorageError: the file is cut off.
+    """
     fs, root = filesystem(path)
-    with fs.open(posixpath.join(root, "_delta_log", name), "rt", encoding="utf-8") as lines:
-        for line in lines:
-            if '"commitInfo"' in line:
-                return json.loads(line).get("commitInfo", {})
-    return {}
+    text = fs.cat_file(posixpath.join(root, "_delta_log", name)).decode("utf-8")
+    try:
+        if not text.rstrip().endswith("}"):
+            raise ValueError(text)
+        lines = (json.loads(line) for line in text.splitlines() if '"commitInfo"' in line)
+        return next((line["commitInfo"] for line in lines if "commitInfo" in line), {})
+    except ValueError:
+        raise StorageError(
+            f"{path}/_delta_log/{name} is cut off: whoever wrote it did not come to its end, or the "
+            "disk was full. If it is the newest of its directory, that commit never was: move the file "
+            "away and run again; if it is not, restore it from a backup"
+        ) from None
 
 
 def exists(path: str) -> bool:
@@ -298,7 +322,7 @@ def write(
         writer = writer.option("replaceWhere", replaced)
     schema = "mergeSchema" if mode == "append" or replaced else "overwriteSchema"
     try:
-        with settings(rows.sparkSession, _ROWS_BESIDE if replaced else {}):
+        with settings(rows.sparkSession, _ROWS_BESIDE if replaced else {}), writing(path):
             writer.option(schema, "true").save(path)
     except Exception as error:
         if is_conflict(error):
@@ -308,6 +332,27 @@ def write(
     if commit is None:
         raise _conflict(asset, batch)
     return commit
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Says in a sentence that nothing can be written to a place.
+
+    Raises:
+        StorageError: its file system refuses, or is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = str(error)
+        sign = next((sign for sign in _REFUSALS if sign in said), None)
+        if sign is not None or isinstance(error, OSError):
+            raise StorageError(
+                f"expected to write to {path}, got: {sign or one_line(error)}. What was committed "
+                "before stays as it is. Give the process the right to write there, or make room, and "
+                "run again"
+            ) from error
+        raise
 
 
 def _conflict(asset: str, batch: int) -> ConcurrentRunError:

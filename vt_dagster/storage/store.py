@@ -191,6 +191,8 @@ class AssetStore:
         if commit.batch > 1:
             self._check_nobody_else()
             self._check_columns(rows)
+        else:
+            self._check_name()
         # Small runs must not leave many small files, and large ones must not wait for one task.
         written = delta.write(
             rows.coalesce(max(1, math.ceil(count / _ROWS_OF_A_FILE))),
@@ -208,6 +210,15 @@ class AssetStore:
         nested = ("array", "map", "struct", "binary", "boolean")
         types = dict(rows.dtypes)
         return [k for k in self.node.key if not types[k].startswith(nested)]
+
+    def _check_name(self) -> None:
+        warehouse, name = posixpath.split(self.root)
+        alike = [n for n in asset_names(warehouse) if n != name and n.lower() == name.lower()]
+        if alike:
+            raise StorageError(
+                f"{name}: the warehouse has an asset {alike[0]!r}, which differs in capitals alone: "
+                "file systems and catalogs take the two for one; give the new one another name"
+            )
 
     def _check_nobody_else(self) -> None:
         done = delta.foreign_write(self.log_path)
@@ -239,8 +250,24 @@ class AssetStore:
     def _attempt_path(self, attempt: str, *parts: str) -> str:
         return posixpath.join(self.root, "attempts", attempt, *parts)
 
-    def _staged(self, attempt: str, what: str) -> DataFrame:
-        return self.spark.read.parquet(delta.literal(self._attempt_path(attempt, what)))
+    def _staged(self, commit: Commit, what: str) -> str:
+        """The path of what a commit's run prepared.
+
+        Raises:
+            StorageError: it is gone.
+        """
+        path = self._attempt_path(commit.attempt, what)
+        fs, local = delta.filesystem(path)
+        if not fs.exists(local):
+            raise StorageError(
+                f"{commit.asset}: expected what batch {commit.batch} left for the next run, {path}, "
+                "but somebody has removed it. Put it back, or make the asset anew beside the old one "
+                "(vt-dagster replay) and swap"
+            )
+        return path
+
+    def _read_staged(self, commit: Commit, what: str) -> DataFrame:
+        return self.spark.read.parquet(delta.literal(self._staged(commit, what)))
 
     def new_attempt(self) -> str:
         """A name for what one run prepares."""
@@ -248,37 +275,43 @@ class AssetStore:
 
     def stage_rejected(self, attempt: str, rows: DataFrame) -> None:
         """Keeps the records that the run rejects until its commit counts."""
-        rows.write.mode("overwrite").parquet(self._attempt_path(attempt, "rejected"))
+        self._stage(attempt, "rejected", rows)
 
     def stage_state(self, attempt: str, rows: DataFrame) -> None:
         """Keeps what an operator knows after the run until its commit counts."""
-        rows.write.mode("overwrite").parquet(self._attempt_path(attempt, "state"))
+        self._stage(attempt, "state", rows)
+
+    def _stage(self, attempt: str, what: str, rows: DataFrame) -> None:
+        path = self._attempt_path(attempt, what)
+        with delta.writing(path):
+            rows.write.mode("overwrite").parquet(path)
 
     def state(self, head: Head | None) -> DataFrame | None:
         """What an operator knew after a commit; None where it keeps nothing."""
         if head is None or not head.commit.state:
             return None
-        return self._staged(head.commit.attempt, "state")
+        return self._read_staged(head.commit, "state")
 
     def state_bytes(self, head: Head | None) -> int:
         """How large that is. Does not use Spark."""
         if head is None or not head.commit.state:
             return 0
-        fs, local = delta.filesystem(self._attempt_path(head.commit.attempt, "state"))
+        fs, local = delta.filesystem(self._staged(head.commit, "state"))
         return fs.du(local)
 
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
         """Keeps the list of files that have been consumed once the run's commit counts."""
         path = self._attempt_path(attempt, "files.json.gz")
         fs, local = delta.filesystem(path)
-        fs.makedirs(posixpath.dirname(local), exist_ok=True)
-        fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
+        with delta.writing(path):
+            fs.makedirs(posixpath.dirname(local), exist_ok=True)
+            fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
 
     def consumed_files(self, head: Head | None) -> dict[str, Any]:
         """The files consumed so far, by name. Does not use Spark."""
         if head is None or not head.commit.files:
             return {}
-        fs, local = delta.filesystem(self._attempt_path(head.commit.attempt, "files.json.gz"))
+        fs, local = delta.filesystem(self._staged(head.commit, "files.json.gz"))
         return json.loads(gzip.decompress(fs.cat_file(local)))
 
     def forget(self, previous: Head | None) -> None:
@@ -359,7 +392,7 @@ class AssetStore:
         done = checkpoint_at(self.quarantine_path)
         if done is not None and done[1].batch >= commit.batch:
             return
-        rows = self._staged(commit.attempt, "rejected")
+        rows = self._read_staged(commit, "rejected")
         checkpoint = Checkpoint(asset=commit.asset, batch=commit.batch, attempt=commit.attempt)
         count = commit.counts.get("late", 0) + commit.counts.get("quarantined", 0)
         with small_run(self.spark, is_small(count, 0)):

@@ -89,17 +89,24 @@ class View:
         horizon = store.horizon_of(self.node, by_partition(checkpoint.stream_time))
         return versioned.remembered(rows, horizon)
 
-    def _forgot_too_much(self, checkpoint: Checkpoint) -> bool:
-        """Whether the view was written with a shorter retention: then versions are not there which the
-        table is to remember, and which the log has."""
+    def _lengthened(self, checkpoint: Checkpoint) -> list[int]:
+        """By how much longer than when the view was written its partitions are remembered now."""
         then = checkpoint.history_retention
         if then is None or not isinstance(self.node, VersionedTable):
-            return False
+            return []
         now = self.node.history_retention
-        return any(
+        return [
             length_at(now, p) // timedelta(microseconds=1)
-            > (then if isinstance(then, int) else then.get(p, 0))
+            - (then if isinstance(then, int) else then.get(p, 0))
             for p in checkpoint.stream_time
+        ]
+
+    def _say_what_goes(self, commit: Commit) -> None:
+        assert isinstance(self.node, VersionedTable)
+        horizon = max(_horizons(self.node, commit.stream_time))
+        self._progress.done(
+            f"! history_retention is shorter than it was: what ended before {in_utc(horizon)} is "
+            "forgotten now. The log keeps it: with a longer one the view is made anew"
         )
 
     def update(
@@ -124,13 +131,17 @@ class View:
         node = self.node
         assert isinstance(node, Table)
         done = None if rebuild else self.checkpoint()
-        if done is not None and self._forgot_too_much(done[1]):
+        longer = [] if done is None else self._lengthened(done[1])
+        if max(longer, default=0) > 0:
+            # of which versions are not there that the log has
             self._progress.done("history_retention is longer than it was: the view is made anew")
             return self.update(commit, log, rebuild=True, tries=tries)
         if done is not None and (
             done[1].next_offset == commit.next_offset or done[1].batch > commit.batch
         ):
             return done
+        if min(longer, default=0) < 0:
+            self._say_what_goes(commit)
         start = {} if done is None else done[1].next_offset
         new = log(start)
         spark = new.sparkSession

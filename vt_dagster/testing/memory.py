@@ -197,8 +197,6 @@ class Records:
     store: MemoryStore
     records: Sequence[Mapping[str, Any]]
 
-    consumed = None
-
     def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = {}, **asked: Any) -> Records:
         return self
 
@@ -225,6 +223,9 @@ class Records:
     @property
     def empty(self) -> bool:
         return not self.records
+
+    def consumed(self) -> None:
+        """A test gives each record once."""
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         return {"inputs": {}}

@@ -1,0 +1,121 @@
+"""Files that cannot be read as a whole: what is wrong with each, said before Spark meets it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pyarrow.lib import ArrowException
+from pyarrow.parquet import ParquetFile
+from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType
+
+from vt_dagster.sources.csv_text import header_of
+from vt_dagster.sources.directory import FileInfo
+from vt_dagster.spark.jars import one_line
+from vt_dagster.storage import delta
+
+_COMPRESSED = (".gz", ".bz2")
+_CHUNK = 1 << 20
+
+
+def faults_of_text(
+    files: Sequence[FileInfo], schema: StructType, headers: Mapping[str, str] | None
+) -> dict[str, str]:
+    """What is wrong with files of lines, by name. Does not use Spark.
+
+    Compressed files are read to their end, since nothing else tells that one is whole.
+
+    Args:
+        headers: the CSV options by which their first line names the columns; None = it names none.
+    """
+
+    def fault(file: FileInfo) -> str | None:
+        broken = _fault_of_name(file) or _fault_of_archive(file)
+        return broken or (None if headers is None else _fault_of_header(file, schema, headers))
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        found = zip(files, pool.map(fault, files), strict=True)
+        return {file.name: said for file, said in found if said is not None}
+
+
+def faults_of_parquet(
+    spark: SparkSession, files: Sequence[FileInfo], schema: StructType
+) -> dict[str, str]:
+    """The same of Parquet files, by what each says of its columns."""
+    found: dict[str, str] = {}
+    for file in files:
+        broken = _fault_of_name(file) or _fault_of_footer(file)
+        if broken:
+            found[file.name] = broken
+            continue
+        there = spark.read.parquet(delta.literal(file.path)).schema.fields
+        types = {c.name: c.dataType for c in there}
+        missing = _missing(list(types), schema)
+        wrong = [
+            f"{c.name} is {types[c.name].simpleString()}, expected {c.dataType.simpleString()}"
+            for c in schema.fields
+            if c.name in types and types[c.name] != c.dataType
+        ]
+        if missing:
+            found[file.name] = missing
+        elif wrong:
+            found[file.name] = f"{'; '.join(wrong)}; correct the schema's types or the file's"
+    return found
+
+
+def _fault_of_name(file: FileInfo) -> str | None:
+    return "expected a name without ':', which Hadoop cannot read" if ":" in file.name else None
+
+
+def _fault_of_header(file: FileInfo, schema: StructType, options: Mapping[str, str]) -> str | None:
+    try:
+        header = header_of(file, options)
+    except UnicodeDecodeError as error:
+        return f"expected a header line in UTF-8, got: {error.reason} at byte {error.start}"
+    except FileNotFoundError:
+        return None
+    if not header:
+        return None
+    twice = sorted({c for c in header if c in schema.names and header.count(c) > 1})
+    if twice:
+        return f"expected each column once in the header, found {twice} more than once"
+    return _missing(header, schema)
+
+
+def _missing(there: Sequence[str], schema: StructType) -> str | None:
+    missing = [c for c in schema.names if c not in there]
+    if not missing:
+        return None
+    return (
+        f"expected columns {missing}, but the file has only {list(there)}; add them to the file, or "
+        "take them out of the schema"
+    )
+
+
+def _fault_of_footer(file: FileInfo) -> str | None:
+    fs, local = delta.filesystem(file.path)
+    try:
+        with fs.open(local, "rb") as content:
+            ParquetFile(content)
+    except FileNotFoundError:
+        return None
+    except (ArrowException, OSError) as error:
+        return f"expected a whole Parquet file, got: {one_line(error)}"
+    return None
+
+
+def _fault_of_archive(file: FileInfo) -> str | None:
+    if not file.name.endswith(_COMPRESSED):
+        return None
+    fs, local = delta.filesystem(file.path)
+    try:
+        with fs.open(local, "rb", compression="infer") as content:
+            while content.read(_CHUNK):
+                pass
+    except FileNotFoundError:
+        return None
+    except (OSError, EOFError, zlib.error) as error:
+        return f"expected a whole compressed file, as its name says, got: {one_line(error)}"
+    return None

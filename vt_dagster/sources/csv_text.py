@@ -1,0 +1,96 @@
+"""Lines of CSV files as records: which columns a file has, and whether a line is one whole record."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+from pyspark.sql.types import StringType, StructField, StructType
+
+from vt_dagster.sources.directory import FileInfo
+from vt_dagster.storage import delta
+
+_CORRUPT = "_corrupt"
+_UNIT = "\x1f"
+"""Stands for a separator of several characters, of which Python's reader knows none."""
+
+
+def header_of(file: FileInfo, options: Mapping[str, str]) -> tuple[str, ...]:
+    """The columns that a file's first line names; none where the file is empty. Does not use Spark.
+
+    Raises:
+        UnicodeDecodeError: it is no text.
+    """
+    fs, local = delta.filesystem(file.path)
+    with fs.open(local, "rb", compression="infer") as lines:
+        first = lines.readline().decode("utf-8-sig").rstrip("\r\n")
+    separator, quote = options.get("sep", options.get("delimiter", ",")), options.get("quote", '"')
+    read = csv.reader(
+        [first.replace(separator, _UNIT)],
+        delimiter=_UNIT,
+        quoting=csv.QUOTE_MINIMAL if len(quote) == 1 else csv.QUOTE_NONE,
+        quotechar=quote if len(quote) == 1 else '"',
+    )
+    return tuple(column.replace(_UNIT, separator) for column in next(read, []))
+
+
+def one_record(
+    line: str,
+    file: str,
+    headers: Mapping[tuple[str, ...], Sequence[str]],
+    schema: StructType,
+    options: Mapping[str, str],
+) -> Column:
+    """A line as a struct of the schema's columns and what of it could not be read, see
+    :func:`read_record`.
+
+    Args:
+        line, file: the columns with a line and with its file's name.
+        headers: the columns that files name, and those files.
+    """
+    options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+    # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
+    options = {"escape": options.get("quote", '"'), **options}
+    types = {c.name: c.dataType for c in schema.fields}
+    parsed = F.lit(None)
+    for header, names in headers.items():
+        if not header:  # an empty file has no line
+            continue
+        # a column that the schema does not have is read as text, and left out
+        fields = [
+            StructField(c if c in types else f"_extra{i}", types.get(c, StringType()))
+            for i, c in enumerate(header)
+        ]
+        lenient = StructType(
+            [*nullable(StructType(fields)).fields, StructField(_CORRUPT, StringType())]
+        )
+        row = F.from_csv(F.col(line), lenient.simpleString(), options)
+        chosen = F.struct(*[row[c].alias(c) for c in [*schema.names, _CORRUPT]])
+        parsed = F.when(F.col(file).isin(list(names)), chosen).otherwise(parsed)
+    return parsed
+
+
+def read_record(row: Column, line: Column, options: Mapping[str, str]) -> tuple[Column, Column]:
+    """Of what :func:`one_record` gives: the columns, and whether the line is no record."""
+    return row, row.isNull() | row[_CORRUPT].isNotNull() | _is_cut_off(line, options)
+
+
+def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:
+    """Whether a line begins or ends within quotes: half a record, with a line break in a field.
+
+    Spark takes what stands there for the whole value of a last field.
+    """
+    quote = options.get("quote", '"')
+    escape = options.get("escape", quote)
+    if quote in ("", "\0"):
+        return F.lit(False)
+    if escape != quote:
+        line = F.replace(line, F.lit(escape + quote), F.lit(""))
+    return (F.length(line) - F.length(F.replace(line, F.lit(quote), F.lit("")))) % 2 == 1
+
+
+def nullable(schema: StructType) -> StructType:
+    """The same columns, each of which may be null."""
+    return StructType([StructField(f.name, f.dataType) for f in schema.fields])
