@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -162,19 +165,33 @@ class Repository:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.content = {"delta": "delta", "kafka": "kafka"}
 
     def download(self, work: Path, target: Path, *_: object) -> list[Path]:
         self.asked += 1
         time.sleep(0.2)
-        for name in ("delta", "kafka"):
+        return self.write(target)
+
+    def write(self, target: Path) -> list[Path]:
+        """Its jars; each time the same bytes."""
+        for name, content in self.content.items():
             with zipfile.ZipFile(target / f"{name}-1.jar", "w") as jar:
-                jar.writestr("content", name)
+                jar.writestr(zipfile.ZipInfo("content"), content)
         return sorted(target.glob("*.jar"))
+
+
+def digest(jar: Path) -> str:
+    return hashlib.sha256(jar.read_bytes()).hexdigest()
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     fake = Repository()
+    written = tmp_path / "true"
+    written.mkdir()
+    table = tmp_path / "jars.sha256"
+    table.write_text("".join(f"{digest(jar)}  {jar.name}\n" for jar in fake.write(written)))
+    monkeypatch.setattr(jars, "CHECKSUMS", table)
     monkeypatch.setattr(jars, "_download", fake.download)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(jars.JARS_ENV, raising=False)
@@ -203,6 +220,62 @@ def test_half_written_cache_is_built_again(repository: Repository, damage: str):
         victim.write_text("[]")
     assert [jar.stat().st_size for jar in session.resolve_jars()] == sizes
     assert repository.asked == 2
+
+
+def test_a_damaged_jar_of_the_same_size_is_replaced(repository: Repository):
+    cold = session.resolve_jars()
+    whole = cold[0].read_bytes()
+    about = cold[0].stat()
+    cold[0].write_bytes(whole.replace(b"delta", b"DELTA"))
+    os.utime(cold[0], ns=(about.st_atime_ns, about.st_mtime_ns))  # nor does its time tell
+    assert session.resolve_jars() == cold
+    assert repository.asked == 2
+    assert cold[0].read_bytes() == whole
+
+
+def test_a_jar_with_a_wrong_checksum_is_refused(repository: Repository, tmp_path: Path):
+    true = next(tmp_path.glob("true/delta-1.jar"))
+    repository.content["delta"] = "DELTA"
+    with pytest.raises(SparkUnavailableError) as caught:
+        session.resolve_jars()
+    said = str(caught.value)
+    assert said.startswith(f"Expected delta-1.jar with the SHA-256 {digest(true)}, found ")
+    found = said.partition(", found ")[2].partition(";")[0]
+    assert len(found) == 64
+    assert found != digest(true)
+    assert "\n" not in said
+    assert not list((tmp_path / "vt_dagster").rglob("*.jar"))
+    repository.content["delta"] = "delta"
+    assert len(session.resolve_jars()) == 2
+
+
+def test_a_jar_without_a_checksum_is_refused(repository: Repository, tmp_path: Path):
+    repository.content["other"] = "other"
+    with pytest.raises(SparkUnavailableError, match=r"found also other-1\.jar"):
+        session.resolve_jars()
+    assert not list((tmp_path / "vt_dagster").rglob("*.jar"))
+    # Of coordinates that are a caller's own: it is taken, but those that are known are looked at.
+    assert len(jars.resolve_maven_jars("org.example:other:1")) == 3
+    repository.content["kafka"] = "KAFKA"
+    with pytest.raises(SparkUnavailableError, match=r"^Expected kafka-1\.jar with"):
+        jars.resolve_maven_jars("org.example:other:2")
+
+
+def test_a_jar_that_was_put_beside_the_others_is_not_taken(repository: Repository):
+    cold = session.resolve_jars()
+    shutil.copy(cold[0], cold[0].with_name("other-1.jar"))
+    listed = cold[0].with_name("jars.json")
+    sizes = json.loads(listed.read_text())
+    listed.write_text(json.dumps({**sizes, "other-1.jar": sizes["delta-1.jar"]}))
+    assert session.resolve_jars() == cold
+    assert repository.asked == 2
+
+
+@pytest.mark.network
+def test_every_jar_of_spark_and_the_broker_has_a_checksum(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(jars.JARS_ENV, raising=False)
+    taken = [*session.resolve_jars(), *jars.resolve_broker_jars()]
+    assert {jar.name: digest(jar) for jar in taken} == jars.checksums()
 
 
 def test_two_cold_starts_at_once_download_once(repository: Repository):

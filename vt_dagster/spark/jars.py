@@ -1,7 +1,17 @@
-"""The jars that Spark needs and PySpark does not ship, downloaded once into the user's cache."""
+"""The jars that Spark needs and PySpark does not ship, downloaded once into the user's cache.
+
+Each is compared with its SHA-256 in ``jars.sha256`` beside this file, when it comes and whenever it is
+taken: to hash them takes less than a tenth of a second, and a size or a time tells too little. After a
+coordinate below was changed the table is to be written anew::
+
+    python -c "from vt_dagster.spark import jars; jars.write_checksums()"
+
+and its differences read: it then says what came from the repository, whatever that was.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,11 +36,18 @@ MAVEN_COORDINATES = (DELTA, KAFKA, AVRO)
 BROKER = ("org.apache.kafka:kafka_2.13:4.1.1",)
 """A Kafka broker for tests and for trying things out."""
 
+CHECKSUMS = Path(__file__).with_name("jars.sha256")
+"""Of all jars of the coordinates above, and of what they depend on; ``sha256sum -c`` reads it too."""
+
 JARS_ENV = "VT_DAGSTER_JARS"
 
 _HTTP_SECONDS = 20  # per request
 _LOCK_SECONDS = 900.0  # another process may be downloading the same jars over a slow line
 _MANIFEST = "jars.json"
+_REFUSED = (
+    "nothing of the download was kept. Look at the repositories in jgo's configuration file and try "
+    "again, or set VT_DAGSTER_JARS to a directory that has the jars."
+)
 
 
 def resolve_jars() -> list[Path]:
@@ -38,12 +55,15 @@ def resolve_jars() -> list[Path]:
 
     The first call on a machine downloads them (some 25 MB) with their dependencies from Maven
     Central, or from the repositories in jgo's own configuration file, into the user's cache
-    directory. Later calls read a list of file names. Any number of processes may call at once.
+    directory. Later calls compare what is there with its checksums; what is damaged is downloaded
+    again. Any number of processes may call at once.
 
     Where ``VT_DAGSTER_JARS`` names a directory, its ``*.jar`` are taken and nothing is downloaded.
+    They are the user's own, may be other builds, and are not compared with anything.
 
     Raises:
-        SparkUnavailableError: PySpark is not 4.0.x, or the jars cannot be had.
+        SparkUnavailableError: PySpark is not 4.0.x, the jars cannot be had, or are not those whose
+            checksums are known.
     """
     given = os.environ.get(JARS_ENV)
     if given:
@@ -56,7 +76,7 @@ def resolve_broker_jars() -> list[Path]:
     """The jars of a Kafka broker (some 35 MB), from the same places, kept in the same cache.
 
     Raises:
-        SparkUnavailableError: the jars cannot be had.
+        SparkUnavailableError: the jars cannot be had, or are not those whose checksums are known.
     """
     return _of_cache("broker", BROKER, frozenset())
 
@@ -64,17 +84,47 @@ def resolve_broker_jars() -> list[Path]:
 def resolve_maven_jars(*coordinates: str) -> list[Path]:
     """The jars of some coordinates with all they depend on, kept in the same cache.
 
+    Which these are is the caller's choice, so a jar that has no checksum here cannot be compared: it
+    only has to be a jar, and to keep its size. One that has a checksum is compared as all others are.
+
+    Raises:
+        SparkUnavailableError: the jars cannot be had, or one has another checksum.
+    """
+    return _of_cache("other", coordinates, frozenset(), any_jar=True)
+
+
+def checksums() -> dict[str, str]:
+    """The SHA-256 of each jar that is known, by file name."""
+    lines = CHECKSUMS.read_text(encoding="ascii").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def write_checksums() -> None:
+    """Writes ``CHECKSUMS`` anew, of jars that are downloaded for it: only where the code is changed.
+
     Raises:
         SparkUnavailableError: the jars cannot be had.
     """
-    return _of_cache("other", coordinates, frozenset())
+    found = dict[str, str]()
+    for coordinates, shipped in ((MAVEN_COORDINATES, _shipped()), (BROKER, frozenset[str]())):
+        with tempfile.TemporaryDirectory() as temp:
+            jars = _download(Path(temp), Path(temp), coordinates, shipped)
+            found |= {jar.name: _digest(jar) for jar in jars}
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(found.items())]
+    CHECKSUMS.write_text("".join(lines), encoding="ascii")
 
 
-def _of_cache(key: str, coordinates: Sequence[str], shipped: Set[str]) -> list[Path]:
-    """The jars of some coordinates; a new coordinate gets a directory of its own."""
+def _of_cache(
+    key: str, coordinates: Sequence[str], shipped: Set[str], any_jar: bool = False
+) -> list[Path]:
+    """The jars of some coordinates; a new coordinate gets a directory of its own.
+
+    Args:
+        any_jar: whether jars are taken that have no checksum.
+    """
     pins = [":".join(c.split(":")[1:]).replace(":", "-") for c in coordinates]
     cache = _cache_dir() / "jars" / "_".join([key, *pins])
-    return _cached(cache) or _fill(cache, coordinates, shipped)
+    return _cached(cache, any_jar) or _fill(cache, coordinates, shipped, any_jar)
 
 
 def _pyspark_version() -> str:
@@ -124,25 +174,52 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vt_dagster"
 
 
-def _cached(cache: Path) -> list[Path] | None:
-    """The jars of a complete cache; None where a file is missing or has another size."""
+def _digest(jar: Path) -> str:
+    return hashlib.sha256(jar.read_bytes()).hexdigest()
+
+
+def _cached(cache: Path, any_jar: bool) -> list[Path] | None:
+    """The jars of a complete cache; None where one is missing, or is not what it was or has to be."""
     try:
         sizes: dict[str, int] = json.loads((cache / _MANIFEST).read_text())
         jars = [cache / name for name in sizes]
         complete = bool(jars) and all(jar.stat().st_size == sizes[jar.name] for jar in jars)
-    except (OSError, ValueError, AttributeError):
+        if not complete:
+            return None
+        _compare(jars, any_jar)
+    except (OSError, ValueError, AttributeError, SparkUnavailableError):
         return None
-    return jars if complete else None
+    return jars
 
 
-def _fill(cache: Path, coordinates: Sequence[str], shipped: Set[str]) -> list[Path]:
+def _compare(jars: Sequence[Path], any_jar: bool) -> None:
+    """Refuses jars that are not what they have to be.
+
+    Raises:
+        SparkUnavailableError: one has another checksum, or none where it needs one.
+    """
+    known = checksums()
+    unknown = [jar.name for jar in jars if jar.name not in known]
+    if unknown and not any_jar:
+        raise SparkUnavailableError(
+            f"Expected only jars whose checksums are known, found also {', '.join(unknown)}; {_REFUSED}"
+        )
+    for jar in jars:
+        expected = known.get(jar.name)
+        if expected is not None and (found := _digest(jar)) != expected:
+            raise SparkUnavailableError(
+                f"Expected {jar.name} with the SHA-256 {expected}, found {found}; {_REFUSED}"
+            )
+
+
+def _fill(cache: Path, coordinates: Sequence[str], shipped: Set[str], any_jar: bool) -> list[Path]:
     """Download into a directory beside ``cache``, then rename it: no half-written cache is seen."""
     from filelock import FileLock, Timeout
 
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{cache}.lock", timeout=_LOCK_SECONDS):
-            jars = _cached(cache)  # by another process, while this one waited
+            jars = _cached(cache, any_jar)  # by another process, while this one waited
             if jars:
                 return jars
             prefix = f".{cache.name}-"
@@ -152,6 +229,7 @@ def _fill(cache: Path, coordinates: Sequence[str], shipped: Set[str]) -> list[Pa
                 fresh = Path(temp, "jars")
                 fresh.mkdir()
                 jars = _download(Path(temp), fresh, coordinates, shipped)
+                _compare(jars, any_jar)
                 sizes = {jar.name: jar.stat().st_size for jar in jars}
                 (fresh / _MANIFEST).write_text(json.dumps(sizes, indent=1))
                 shutil.rmtree(cache, ignore_errors=True)
