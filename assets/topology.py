@@ -34,7 +34,10 @@ weather = VersionedTable(
     # time as a run may span (four months, in the demo), and the grace period on top.
     history_retention=timedelta(days=150),
     source=FilesSource(str(LANDING / "weather"), format="csv", pattern="*.csv"),
-    description="Hourly observations at the three airports of New York.",
+    description=(
+        "The weather at New York's three airports: a row is what was observed at an airport (`origin`: "
+        "EWR, JFK or LGA) in an hour. Its time is that hour, UTC."
+    ),
     group="sources",
     owners=("team:weather",),
 )
@@ -45,7 +48,11 @@ flights = Stream(
     schema=Flights,
     timestamp="time_hour + make_dt_interval(0, 0, minute)",
     source=FilesSource(str(LANDING / "flights"), format="jsonl", pattern="*.jsonl"),
-    description="Departures, by scheduled time; they arrive when their final data is known.",
+    description=(
+        "Departures from New York in 2013: a row is a flight, by the airport that it leaves from "
+        "(`origin`). Its time is that of its scheduled departure; it comes when its final data is "
+        "known, mostly after it has landed."
+    ),
     group="sources",
     owners=("team:operations",),
 )
@@ -56,7 +63,10 @@ planes = Table(
     schema=Planes,
     timestamp="known_at",
     source=FilesSource(str(LANDING / "planes"), format="csv", pattern="*.csv"),
-    description="The register of aircraft.",
+    description=(
+        "The register of aircraft: a row is an aircraft, by its registration (`tailnum`), with its "
+        "make, model and seats. Its time is when that became known."
+    ),
     group="sources",
     owners=("team:operations",),
 )
@@ -67,7 +77,10 @@ airlines = Table(
     schema=Airlines,
     timestamp="known_at",
     source=FilesSource(str(LANDING / "airlines"), format="csv", pattern="*.csv"),
-    description="The airlines' names.",
+    description=(
+        "The airlines' names: a row is an airline, by its code of two letters (`carrier`). Its time is "
+        "since when it is known by that name."
+    ),
     group="sources",
     owners=("team:operations",),
 )
@@ -79,7 +92,11 @@ aircraft = VersionedTable(
     timestamp="since",
     history_retention=timedelta(days=366),
     source=FilesSource(str(LANDING / "aircraft"), format="csv", pattern="*.csv"),
-    description="Which carrier flies an aircraft, and since when.",
+    description=(
+        "Who flies which aircraft: a row is an aircraft (`tailnum`) with the airline that flies it, a "
+        "new one each time that it changes hands. Its time is its first scheduled departure for that "
+        "airline."
+    ),
     group="sources",
     owners=("team:operations",),
 )
@@ -103,7 +120,11 @@ flights_with_weather = flights.left_join(
     name="flights_with_weather",
     grace_period=timedelta(hours=6),
     select=["left.*", *[f"right.{c}" for c in WEATHER_COLUMNS], "right.valid_from as weather_from"],
-    description="Every flight with the weather at its airport when it was to leave.",
+    description=(
+        "Every flight with the weather at its airport when it was to leave: a row is a flight, by that "
+        "airport (`origin`), whose weather is null where nobody observed it. Its time is that of its "
+        "scheduled departure."
+    ),
     group="joined",
     owners=("team:operations",),
 )
@@ -111,7 +132,11 @@ flights_with_weather = flights.left_join(
 departure_board = flights_with_weather.to_table(
     name="departure_board",
     materialized=Materialized(history_retention=timedelta(days=1)),
-    description="The newest departure at each airport, and those of the day before, with the weather.",
+    description=(
+        "The newest departure at each airport, with the weather: a row is a flight that was the newest "
+        "at an airport (`origin`) from its scheduled departure, which is its time, until that of the "
+        "next. It goes back a day."
+    ),
     group="published",
     owners=("team:operations",),
 )
@@ -130,7 +155,11 @@ fleet = aircraft.left_join(
         "right.seats",
     ],
     materialized=Materialized(history_retention=timedelta(days=366)),
-    description="Every aircraft with its carrier and its entry in the register.",
+    description=(
+        "Every aircraft with who flies it, and what it is: a row is an aircraft (`tailnum`) with its "
+        "airline's code and its entry in the register, a new one whenever either changes. Its time is "
+        "that of the change."
+    ),
     group="joined",
     owners=("team:operations",),
 )
@@ -141,7 +170,11 @@ airline_fleet = fleet.left_join(
     foreign_key="carrier",
     select=["left.*", "right.name as airline"],
     materialized=Materialized(history_retention=timedelta(days=366)),
-    description="The fleet with its airlines' names; an aircraft that changes hands changes both.",
+    description=(
+        "Every aircraft with who flies it, by name, and what it is: a row is an aircraft (`tailnum`), "
+        "a new one whenever it changes hands, or its entry in the register or its airline's name "
+        "changes. Its time is that of the change."
+    ),
     group="joined",
     owners=("team:operations",),
 )
@@ -149,7 +182,10 @@ airline_fleet = fleet.left_join(
 fleet_sizes = airline_fleet.group_by("airline").aggregate(
     {"aircraft": "count(*)", "seats": "sum(seats)"},
     name="fleet_sizes",
-    description="How many aircraft, and seats in them, each airline flies now.",
+    description=(
+        "How large each airline's fleet is now: a row is an airline (`airline`, its name), with how "
+        "many aircraft it flies and how many seats these have. Its time is that of the last change."
+    ),
     group="published",
     owners=("team:operations",),
 )
@@ -168,7 +204,12 @@ departures_so_far = (
         },
         name="departures_so_far",
         emit="per_run",
-        description="Departures of each hour at each airport, as far as they are known.",
+        description=(
+            "Departures by the hour, as far as they are known: a row is an hour (`window_start` to "
+            "`window_end`, UTC) at an airport (`origin`), with how many flights were scheduled in it, "
+            "how many left, and their delays in minutes. It changes until 12 hours after its end. Its "
+            "time is that of its last flight."
+        ),
         group="tables",
         owners=("team:operations",),
     )
@@ -177,7 +218,12 @@ departures_so_far = (
 hourly_departures = departures_so_far.suppress(
     UntilWindowCloses(),
     name="hourly_departures",
-    description="The same, each hour once and for all: 12 hours later, when its flights have landed.",
+    description=(
+        "Departures by the hour, once they are final: a row is an hour (`window_start` to "
+        "`window_end`, UTC) at an airport (`origin`), with how many flights were scheduled in it, how "
+        "many left, and their delays in minutes. It comes 12 hours after its end, when its flights "
+        "have landed, and never changes. Its time is that of its last flight."
+    ),
     group="published",
     owners=("team:operations",),
 )
@@ -193,7 +239,10 @@ weather_metric = weather.map_values(
     name="weather_metric",
     # A plain table: what follows is about the weather now, and suppress takes no versions.
     materialized=Materialized(),
-    description="The weather now, in metric units.",
+    description=(
+        "The weather now, in metric units: a row is an airport (`origin`) with its newest observation. "
+        "Its time is the hour of that, UTC."
+    ),
     group="tables",
     owners=("team:weather",),
 )
@@ -201,7 +250,11 @@ weather_metric = weather.map_values(
 bad_weather = weather_metric.filter(
     "visib_km < 2 or gust_kmh > 60",
     name="bad_weather",
-    description="The airports where the visibility is low or the wind strong; no row for the others.",
+    description=(
+        "Where the weather is bad now: a row is an airport (`origin`) with less than 2 km of "
+        "visibility or gusts of more than 60 km/h; an airport with better weather has none. Its time "
+        "is the hour of the observation, UTC."
+    ),
     group="tables",
     owners=("team:weather",),
 )
@@ -209,14 +262,21 @@ bad_weather = weather_metric.filter(
 weather_alerts = bad_weather.suppress(
     UntilTimeLimit(timedelta(hours=3)),
     name="weather_alerts",
-    description="The same, at most one message for an airport in 3 hours; a deletion is the all-clear.",
+    description=(
+        "Warnings of bad weather, at most one in 3 hours for an airport: a row is an airport "
+        "(`origin`) that was last warned, with the observation that it was warned of; the all-clear "
+        "removes it. Its time is the hour of that observation, UTC. Every warning is in the log."
+    ),
     group="published",
     owners=("team:weather",),
 )
 
 bad_weather_reports = bad_weather.to_stream(
     name="bad_weather_reports",
-    description="Every hour of bad weather as an event; a tombstone where it ends.",
+    description=(
+        "Hours of bad weather, as events: a row is an hour of bad weather at an airport (`origin`), or "
+        "with `is_tombstone` the hour in which it was fine again. Its time is that hour, UTC."
+    ),
     group="tables",
     owners=("team:weather",),
 )
@@ -231,7 +291,12 @@ storms = (
             "strongest_gust_kmh": "max(gust_kmh)",
         },
         name="storms",
-        description="Spells of bad weather at an airport, up to the hour in which it was fine again.",
+        description=(
+            "Spells of bad weather: a row is one at an airport (`origin`), from its first hour "
+            "(`window_start`) to the one in which it was fine again (`window_end`), with its worst "
+            "visibility and gust. Hours of bad weather up to 2 hours apart are one spell. Its time is "
+            "that of its end."
+        ),
         group="published",
         owners=("team:weather",),
     )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
-from assets.topology import flights_with_weather, weather
-from tests.market import Market, materialized
+from assets.topology import PUBLISHED, flights_with_weather, weather
+from tests.market import Market, materialized, record
 from vt_dagster import Stream, build_asset
+from vt_dagster.orchestration import metadata
+from vt_dagster.orchestration.metadata import describe
 from vt_dagster.topology.durations import spoken
+from vt_dagster.topology.model import topological
 
 
 def commits(market: Market) -> set[str]:
@@ -27,15 +32,13 @@ def test_versioned_table(market: Market) -> None:
     first, second = (materialized(r, "prices") for r in market.results)
     expected = {
         "status": "committed",
-        "batch": 1,
+        "versions": {"batch": 1, "log": 0, "view": 0},
         "records_in": 8,
         "records_applied": 6,
         "records_late": 0,
         "records_quarantined": 2,
         "dagster/row_count": 5,
         "log_rows": 6,
-        "log_version": 0,
-        "view_version": 0,
         "positions": {"files": {"0": 8}},
         "taken": {"files": {"0": [0, 8]}},
         "stream_time": moment("2024-01-01T06:00"),
@@ -45,15 +48,13 @@ def test_versioned_table(market: Market) -> None:
     }
     assert {name: first[name] for name in expected} == expected
     expected = {
-        "batch": 2,
+        "versions": {"batch": 2, "log": 1, "view": 1},
         "records_in": 3,
         "records_applied": 2,
         "records_late": 1,
         "records_quarantined": 0,
         "dagster/row_count": 7,
         "log_rows": 8,
-        "log_version": 1,
-        "view_version": 1,
         "positions": {"files": {"0": 11}},
         "stream_time": moment("2024-01-02T05:00"),
     }
@@ -67,9 +68,8 @@ def test_join(market: Market) -> None:
         "records_in": 2,
         "records_out": 1,
         "records_late": 0,
-        "records_dropped": 0,
-        "records_unmatched": 0,
         "records_waiting": 1,
+        "versions": {"batch": 1, "log": 0},
         "positions": {"sales": {"0": 2}},
         "read_versions": {"sales/log": 0, "prices/view": 0},
         "dagster/row_count": 1,
@@ -95,6 +95,41 @@ def test_join(market: Market) -> None:
         ("s4, late", "q1", True),
         ("s3", "p3", False),
     ]
+
+
+def plotted(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
+    """The numbers of a materialization: Dagster plots each."""
+    (said,) = (
+        e.materialization.metadata
+        for e in result.get_asset_materialization_events()
+        if e.asset_key == dg.AssetKey(name)
+    )
+    numbers = (dg.IntMetadataValue, dg.FloatMetadataValue)
+    return {label: value.value for label, value in said.items() if isinstance(value, numbers)}
+
+
+def test_what_is_plotted_can_change(market: Market, tmp_path: Path) -> None:
+    """Nothing that counts the runs, no zero that can be nothing else; a promise is told at zero too."""
+    always = {"seconds", "dagster/row_count", "log_rows", "records_in"}
+    source = always | {"records_applied", "records_quarantined"}
+    first, second = market.results
+    # only a versioned table can refuse a record as late
+    assert set(plotted(first, "prices")) == source | {"records_late"}
+    assert set(plotted(first, "rates")) == set(plotted(first, "sales")) == source
+    of_join = always | {"records_out", "records_late", "records_waiting"}
+    assert set(plotted(first, "priced")) == set(plotted(second, "priced")) == of_join
+    # a sale before the first price of its key has none; from then on it is told how many
+    copy = market.copy(tmp_path / "copy")
+    copy.land("sales", "3.jsonl", record("c", "s6", "2 09:00"), record("c", "s7", "2 12:00"))
+    assert plotted(copy.run(), "priced")["records_unmatched"] == 1
+    assert plotted(copy.run(), "priced")["records_unmatched"] == 0
+
+
+def test_times_that_python_does_not_have(market: Market) -> None:
+    year_one = dg.MetadataValue.timestamp(datetime(1, 1, 1, tzinfo=timezone.utc))
+    assert metadata._time(-62_135_596_800_000_000) == year_one
+    assert metadata._time(-62_135_596_800_000_001) == dg.MetadataValue.text("before the year 1")
+    assert metadata._time(253_402_300_800_000_000) == dg.MetadataValue.text("after the year 9999")
 
 
 def test_definitions_carry_columns_and_lineage(market: Market) -> None:
@@ -134,9 +169,10 @@ def test_nothing_new_makes_no_commit(market: Market, tmp_path: Path) -> None:
     for name in ("prices", "rates", "sales", "priced"):
         said = materialized(result, name)
         assert said["status"] == "nothing new: no commit"
-        assert said["batch"] == (1 if name == "rates" else 2)
+        versions = said["versions"]
+        assert versions["batch"] == (1 if name == "rates" else 2)
         assert said["records_in"] == 0
-        assert said["log_version"] == said["batch"] - 1
+        assert versions["log"] == versions["batch"] - 1
     said = materialized(result, "priced")
     assert said["records_waiting"] == 1
     assert said["dagster/row_count"] == 4
@@ -154,6 +190,19 @@ def test_a_result_says_what_its_columns_are_made_of() -> None:
     assert told(flights_with_weather)["timestamp"] == "when the record was true, UTC"
     began = told(flights_with_weather)["weather_from"]
     assert began == "start of the version, inclusive, UTC (from weather.valid_from)"
+
+
+def test_a_catalog_says_what_a_row_its_key_and_its_time_are() -> None:
+    for node in topological(PUBLISHED):
+        said = node.description or ""
+        assert "row" in said, node.name
+        assert all(f"`{column}`" in said for column in node.key), node.name
+        assert re.search(r"time|hour|since", said), node.name
+        assert "same" not in said, f"{node.name}: the same as what? A reader sees it alone"
+    told = describe(weather)
+    assert "one row for each version of a key (`origin`)" in told
+    assert "Its time, `timestamp`, is `time_hour`." in told
+    assert "Its time, " not in describe(flights_with_weather)
 
 
 def test_durations_are_said_as_people_say_them() -> None:

@@ -71,7 +71,7 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     assert result.success
     said = materialized(result, "prices")
     assert said["status"] == "nothing new: no commit"
-    assert (said["records_in"], said["batch"]) == (0, 4)
+    assert (said["records_in"], said["versions"]["batch"]) == (0, 4)
     assert all(check.passed for check in checks(result).values())
     assert "batch 4, 14 records consumed" in evaluate(copy)
     copy.land("prices", "6.jsonl", record("a", "p8", "2 09:00"))

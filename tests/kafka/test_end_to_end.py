@@ -102,7 +102,7 @@ def test_a_million_records_and_kills(
     disturbed, other = Pipeline(tmp_path, spark), Pipeline(tmp_path / "undisturbed", spark)
     at_once = topology(topics, *names, most=None)
     for name, node in topology(topics, *names).items():
-        assert other.run(at_once[name])["batch"] == 1
+        assert other.run(at_once[name])["versions"]["batch"] == 1
         totals = disturbed.head(node).totals
         assert totals == other.head(node).totals
         assert totals["in"] == RECORDS // 2

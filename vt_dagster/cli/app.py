@@ -24,7 +24,7 @@ from vt_dagster.sources.kafka_messages import as_offsets
 from vt_dagster.spark.session import FEW_QUERIES, build_session
 from vt_dagster.storage.store import AssetStore, asset_names
 from vt_dagster.topology.durations import parse_time
-from vt_dagster.topology.model import Stream
+from vt_dagster.topology.model import Stream, Table
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -194,20 +194,29 @@ def _of_key(
             f"{table} has the key {list(store.node.key)}: give --key once for each, got {key}"
         )
     rows = store.read(what, as_of, partial)
-    _check_key(rows, store.node.key, key)
+    _check_key(store, rows, key)
     return key_range(rows, key=store.node.key, lower=key, upper=key)
 
 
-def _check_key(rows: DataFrame, names: Sequence[str], values: Sequence[str]) -> None:
+def _check_key(store: AssetStore, rows: DataFrame, values: Sequence[str]) -> None:
     """Whether a text can be the value of each key column."""
-    for name, value in zip(names, values, strict=True):
-        kind = rows.schema[name].dataType
-        simple = not isinstance(kind, ArrayType | MapType | StructType)
-        one = rows.sparkSession.range(1).select(F.lit(value).try_cast(kind)) if simple else None
-        if one is None or one.collect()[0][0] is None:
+    kinds = {name: rows.schema[name].dataType for name in store.node.key}
+    path = store.view_path if isinstance(store.node, Table) else store.log_path
+    for name, kind in kinds.items():
+        if isinstance(kind, ArrayType | MapType | StructType):
+            raise StorageError(
+                "expected a key that can be written as plain texts, but the key column "
+                f"{name} is of type {kind.simpleString()}; read the Delta table {path} with "
+                "Spark, and select the row there"
+            )
+    # Only whether it can be: Python has not every value of Spark's, such as the year 12345.
+    texts = [F.lit(text).try_cast(kind) for text, kind in zip(values, kinds.values(), strict=True)]
+    (can_be,) = rows.sparkSession.range(1).select(*[text.isNotNull() for text in texts]).collect()
+    for (name, kind), value, can in zip(kinds.items(), values, can_be, strict=True):
+        if not can:
             raise StorageError(
                 f"expected --key as a {kind.simpleString()} for {name}, got {value!r}; write it as "
-                "Spark casts a text to that type, or read the table where that cannot be"
+                "Spark casts a text to that type"
             )
 
 

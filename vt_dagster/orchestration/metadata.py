@@ -1,4 +1,8 @@
-"""What a materialization says about its run; numbers under stable names, so that Dagster plots them."""
+"""What a materialization says about its run; numbers under stable names, so that Dagster plots them.
+
+A number is what a plot can tell something of. What only counts the runs is in one entry that is not
+plotted, ``versions``; what has always been zero is left out, unless its zero is a promise (``_told``).
+"""
 
 from __future__ import annotations
 
@@ -109,19 +113,22 @@ def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
 
 
 def describe(node: Stream) -> str:
-    """One sentence on a node's semantics."""
+    """What a row is, what its key and its time are, and how long it is remembered."""
     key = ", ".join(f"`{k}`" for k in node.key)
     if isinstance(node, VersionedTable):
         said = (
-            f"Versioned table keyed by {key}: remembers what was true when, "
-            f"for {spoken(node.history_retention)} of stream time."
+            f"A versioned table, one row for each version of a key ({key}), valid from `{VALID_FROM}` "
+            f"to `{VALID_TO}`: it remembers what was true when, for "
+            f"{spoken(node.history_retention)} of stream time."
         )
     elif isinstance(node, Table):
-        said = f"Table keyed by {key}: the latest record per key, by arrival."
+        said = f"A table, one row for each key ({key}): its latest record, by arrival."
     else:
-        said = f"Stream of records keyed by {key}."
+        said = f"A stream, one row for each record; its key is {key}."
     if node.operator is not None:
         said = f"{node.operator.describe()} {said}"
+    elif node.timestamp != TIMESTAMP:
+        said = f"{said} Its time, `{TIMESTAMP}`, is `{node.timestamp}`."
     return f"{node.description}\n\n{said}" if node.description else said
 
 
@@ -141,22 +148,20 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
     state = head.commit
     metadata["dagster/row_count"] = store.stored_rows()
     metadata["log_rows"] = sum(state.next_offset.values())
-    metadata["batch"] = state.batch
-    metadata["log_version"] = head.version
+    metadata["versions"] = {"batch": state.batch, "log": head.version}
     if receipt.view_version is not None:
-        metadata["view_version"] = receipt.view_version
+        metadata["versions"]["view"] = receipt.view_version
     counts = state.counts if commit else dict.fromkeys(state.counts, 0)
-    for name in processor_of(node).counted:
-        # What waits, waits on where there is nothing new.
-        of_run = state.counts if name == Fate.WAITING else counts
-        metadata[f"records_{name}"] = of_run.get(name, 0)
+    for name in (*processor_of(node).counted, _LOST):
+        if _told(node, name, state):
+            # What waits, waits on where there is nothing new.
+            of_run = state.counts if name == Fate.WAITING else counts
+            metadata[f"records_{name}"] = of_run.get(name, 0)
     for name, number in state.gauges.items():
         metadata[_GAUGES.get(name, name)] = round(number, 6)
     for name in _KIP_328:
-        if name in state.counts:
+        if name in state.counts and _told(node, name, state):
             metadata[name] = counts.get(name, 0)
-    if state.topics:
-        metadata["records_lost"] = counts.get("lost", 0)
     metadata["positions"] = {
         name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
     }
@@ -173,12 +178,30 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
             }
     if state.stream_time:
         newest = max(state.stream_time.values())
-        metadata["stream_time"] = dg.MetadataValue.timestamp(_moment(newest))
+        metadata["stream_time"] = _time(newest)
         retention = getattr(node, "history_retention", None)
         if isinstance(retention, timedelta):
             oldest = min(state.stream_time.values())
-            metadata["retention_horizon"] = dg.MetadataValue.timestamp(_moment(oldest) - retention)
+            metadata["retention_horizon"] = _time(oldest - retention // _MICROSECOND)
     return metadata
+
+
+def _told(node: Stream, name: str, state: Commit) -> bool:
+    """Whether a count is told in each run: what it was not zero of before, so that its plot comes back
+    to zero, and what a user waits for not to happen.
+
+    The latter is what goes aside or comes late: an alert on ``records_quarantined`` or ``records_late``
+    must know zero from silence. But only where it can be: a plain table and a stream take every record,
+    whatever its time.
+    """
+    waits = bool(getattr(node.operator, "waits", False))
+    if name == Fate.LATE:
+        promised = waits or isinstance(node, VersionedTable)
+    elif name == Fate.WAITING:
+        promised = waits
+    else:
+        promised = name in ("in", "out", Fate.APPLIED, Fate.QUARANTINED, "late_records_dropped")
+    return promised or state.totals.get(name, 0) > 0
 
 
 def lag_metadata(pinned: PinnedTopics) -> dict[str, Any]:
@@ -207,13 +230,16 @@ def publication_metadata(
         "records_published": commit.counts["published"] if commit else 0,
     }
     if state is not None:
-        metadata["batch"] = state.batch
+        metadata["versions"] = {"batch": state.batch}
         metadata["positions"] = {
             name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
         }
     return metadata
 
 
+_LOST = "lost"
+"""Of topics: what their retention took before it was consumed, and a run was told to go on without."""
+_EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _KIP_328 = ("late_records_dropped", "expired_window_records_dropped", "suppression_emit")
 _GAUGES = {
     "lateness_avg": "record_lateness_avg_seconds",
@@ -221,5 +247,9 @@ _GAUGES = {
 }
 
 
-def _moment(micros: int) -> datetime:
-    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=micros)
+def _time(micros: int) -> dg.MetadataValue[Any]:
+    """A time; of one that Python does not have, on which side of all that it has."""
+    try:
+        return dg.MetadataValue.timestamp(_EPOCH + micros * _MICROSECOND)
+    except OverflowError:
+        return dg.MetadataValue.text("before the year 1" if micros < 0 else "after the year 9999")

@@ -52,8 +52,9 @@ class UntilWindowCloses:
 class Suppress(OneInput):
     """Holds back updates of a table: until a time limit, or until a window closes (KIP-328).
 
-    Each materialization has KIP-328's metrics: ``suppression_emit``, and ``suppression_buffer_count_*``
-    and ``suppression_buffer_size_*`` (``current``, ``avg``, ``max``; size in bytes of JSON text).
+    Each materialization has KIP-328's metrics: ``suppression_emit`` (from the first result on), and
+    ``suppression_buffer_count_*`` and ``suppression_buffer_size_*`` (``current``, ``avg``, ``max``;
+    size in bytes of JSON text).
     ``when_full="shut_down"`` ends a run before its commit with the buffer, its limit and how to go on;
     the next run with a larger limit takes the same records.
 

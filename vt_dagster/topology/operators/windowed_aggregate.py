@@ -24,7 +24,8 @@ class WindowedAggregate(Aggregate):
 
     Each materialization has KIP-328's metrics: ``record_lateness_avg_seconds``,
     ``record_lateness_max_seconds``, ``late_records_dropped`` (records that found a window closed) and
-    ``expired_window_records_dropped`` (closed windows that records would have updated).
+    ``expired_window_records_dropped`` (closed windows that records would have updated; from the first
+    of them on).
 
     Late: a record updates those of its windows that are open; each that is closed counts as dropped.
     Null key: dropped and counted; it does not move stream time. Tombstone: a record like any other,

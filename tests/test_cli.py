@@ -1,0 +1,86 @@
+"""What ``vt-dagster get`` and ``history`` make of keys and times that are no plain texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType
+from typer.testing import CliRunner, Result
+
+from tests.market import messages, run
+from vt_dagster import FilesSource, VersionedTable, build_asset
+from vt_dagster.cli import app
+from vt_dagster.errors import StorageError
+
+FAR, PAST = "+20000-01-01T00:00:00Z", "-0005-01-01T00:00:00Z"
+COLUMNS = (
+    "day date, at timestamp, far timestamp, past timestamp, tags array<string>, place struct<x: int>"
+)
+ROW = {"day": "+12345-01-02", "at": "2024-01-01T00:00:00Z", "far": FAR, "past": PAST}
+AGO = timedelta(days=1)
+
+
+@pytest.fixture(scope="module")
+def warehouse(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same row as three tables, each with another key."""
+    root = tmp_path_factory.mktemp("cli")
+    (root / "landing").mkdir()
+    line = json.dumps({**ROW, "tags": ["a"], "place": {"x": 1}})
+    (root / "landing" / "1.jsonl").write_text(f"{line}\n", encoding="utf-8")
+    source = FilesSource(str(root / "landing"))
+    about: dict[str, Any] = {"schema": StructType.fromDDL(COLUMNS), "source": source}
+    days = VersionedTable("days", key=("day", "far"), timestamp="at", history_retention=AGO, **about)
+    tables = [
+        days,
+        replace(days, name="tagged", key=("tags",)),
+        replace(days, name="placed", key=("place",)),
+    ]
+    result = run([build_asset(table) for table in tables], root / "warehouse")
+    assert result.success, messages(result)
+    return root / "warehouse"
+
+
+def asked(warehouse: Path, command: str, table: str, *keys: str) -> Result:
+    options = [part for key in keys for part in ("--key", key)]
+    about = {"VT_DAGSTER_WAREHOUSE": str(warehouse), "COLUMNS": "300"}
+    return CliRunner().invoke(app, [command, table, *options], env=about)
+
+
+@pytest.mark.parametrize("command", ["get", "history"])
+def test_years_that_python_does_not_have(warehouse: Path, command: str) -> None:
+    key = ("+12345-01-02", FAR)
+    found = asked(warehouse, command, "days", *key)
+    assert found.exit_code == 0, found.exception
+    for said in ("+12345-01-02", "+20000-01-01 00:00:00", "-0005-01-01 00:00:00"):
+        assert said in found.output
+    nobody = asked(warehouse, command, "days", "+12345-01-03", FAR)
+    assert nobody.exit_code == 1
+    assert isinstance(nobody.exception, SystemExit)
+
+
+@pytest.mark.parametrize("command", ["get", "history"])
+@pytest.mark.parametrize(
+    ("table", "key", "said"),
+    [
+        ("tagged", '["a"]', "the key column tags is of type array<string>"),
+        ("placed", '{"x": 1}', "the key column place is of type struct<x:int>"),
+    ],
+)
+def test_a_key_that_is_no_text(warehouse: Path, command: str, table: str, key: str, said: str) -> None:
+    refused = asked(warehouse, command, table, key)
+    assert isinstance(refused.exception, StorageError)
+    assert said in str(refused.exception)
+    assert f"{warehouse}/{table}/view" in str(refused.exception)
+
+
+@pytest.mark.parametrize("key", ["soon", "2024-13-01", "07/01/2024", ""])
+def test_a_key_that_is_no_date(warehouse: Path, key: str) -> None:
+    refused = asked(warehouse, "get", "days", key, FAR)
+    assert isinstance(refused.exception, StorageError)
+    assert f"as a date for day, got {key!r}" in str(refused.exception)
