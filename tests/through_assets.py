@@ -16,6 +16,7 @@ import dagster as dg
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
+from tests.core.reference_model import complete
 from tests.market import messages, run
 from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
 from vt_dagster.conformance.scenario import Entry, Scenario
@@ -96,12 +97,15 @@ class Warehouse:
         return sorted(found - out)
 
     def land(self, arriving: Mapping[str, Sequence[Entry]]) -> None:
-        """Writes a file of records for each of some sources."""
+        """Delivers a file of records to each of some sources; one that is there already stays."""
         self.rounds += 1
         for name, records in arriving.items():
             lines = [json.dumps({**r, "at": r["timestamp"]}) + "\n" for r in records]
             file = self.landing / name / f"{self.rounds:03d}.jsonl"
-            file.write_text("".join(lines), encoding="utf-8")
+            if not file.exists():
+                half = file.with_suffix(".half")
+                half.write_text("".join(lines), encoding="utf-8")
+                half.rename(file)
 
     def run(self, names: Sequence[str], raise_on_error: bool = False) -> dg.ExecuteInProcessResult:
         """Materializes some assets."""
@@ -143,19 +147,35 @@ class ThroughAssets:
             found[None if runs == 1 else runs > _FEW_RUNS].append(scenario)
         return list(found.values())
 
-    def __init__(self, scenarios: Sequence[Scenario], root: Path, spark: SparkSession) -> None:
+    def __init__(
+        self,
+        scenarios: Sequence[Scenario],
+        root: Path,
+        spark: SparkSession,
+        cuts: Sequence[Sequence[range]] | None = None,
+    ) -> None:
+        """
+        Args:
+            cuts: the runs of each scenario, as ranges of its records; None = as few as keep its order.
+        """
         self.warehouse = Warehouse(root, spark)
         self.layouts = [layout(s) for s in scenarios]
         self.shapes = nodes_of(self.layouts, self.warehouse.source)
         self.warehouse.add(self.shapes.values())
-        self.cuts = [cut(each, "run") for each in self.layouts]
+        self.cuts = [cut(each, "run") for each in self.layouts] if cuts is None else cuts
         self.failed_at: dict[int, int] = {}
+        self.ends: dict[str, list[Offsets]] = defaultdict(lambda: [{}])
+        """How far the log of each output was before the first run, and after each."""
         self._stuck: set[str] = set()
-        self._ends: dict[str, list[Offsets]] = defaultdict(lambda: [{}])
+
+    @property
+    def steps(self) -> range:
+        """The numbers of all runs."""
+        return range(max(map(len, self.cuts)))
 
     def run(self) -> None:
         """All runs of all scenarios."""
-        for step in range(max(map(len, self.cuts))):
+        for step in self.steps:
             self.step(step)
 
     def node(self, each: Layout, step: str) -> Stream:
@@ -189,7 +209,7 @@ class ThroughAssets:
             self._check_failure(name, step, messages(result))
         for name in {self.node(each, each.output).name for each in self.layouts}:
             commit = self.warehouse.commit(name)
-            self._ends[name].append({} if commit is None else commit.next_offset)
+            self.ends[name].append({} if commit is None else commit.next_offset)
 
     def _check_failure(self, name: str, step: int, said: str) -> None:
         """A run that fails of a full buffer commits nothing, and fails again with the same records."""
@@ -233,7 +253,7 @@ class ThroughAssets:
     def _entries(self, number: int, rows: Sequence[Entry]) -> list[Entry]:
         """A scenario's rows of a log with the last record of the run in which they came."""
         each = self.layouts[number]
-        ends = [e.get(number, 0) for e in self._ends[self.node(each, each.output).name]]
+        ends = [e.get(number, 0) for e in self.ends[self.node(each, each.output).name]]
         found: list[Entry] = []
         for row in rows:
             assert row["partition"] == number
@@ -271,17 +291,26 @@ def still_waiting(each: Layout) -> dict[str, int]:
     for name, step in each.steps.items():
         if step["op"] != "stream_table_join" or not step["grace"]:
             continue
-        stream = each.steps[step["stream"]]["input"]
         entered = [
             r["timestamp"]
-            for r in each.scenario.records
-            if r["input"] == stream and r["key"] is not None and r["value"] is not None
+            for r in _streamed(each, step["stream"])
+            if r["key"] is not None and r["value"] is not None
         ]
         found[name] = sum(t > max(entered) - step["grace"] for t in entered)
         if step["kind"] == "left" and name == each.output:
             joined = [e for e in each.scenario.expected if e["key"] is not None]
             assert found[name] == len(entered) - len(joined), each.scenario.name
     return found
+
+
+def _streamed(each: Layout, stream: str) -> Sequence[Mapping[str, Any]]:
+    """The records of a stream: those of an input, or what the model lets a join emit."""
+    step = each.steps[stream]
+    if "input" in step:
+        return [r for r in each.scenario.records if r["input"] == step["input"]]
+    config = {"steps": list(each.steps.values()), "output": stream}
+    chain = {"operator": "chain", "config": config, "records": each.scenario.records}
+    return complete(chain)["expected"]
 
 
 class StoreThroughAssets:

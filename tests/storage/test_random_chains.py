@@ -1,0 +1,132 @@
+"""Random chains of operators through assets and tables give what the model says, however they are cut.
+
+A seed's chain and its runs are the same wherever they run (``random_runs.random_chain``), so that one
+that differs can be run again alone: ``differing([random_chain(seed)], directory, spark)``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.storage.random_runs import RandomChain, RandomRuns, as_scenarios, random_chain
+from vt_dagster.conformance.steps import layout, nodes_of
+from vt_dagster.errors import TopologyError
+from vt_dagster.spark.settings import settings
+from vt_dagster.storage.maintenance import maintain, maintain_all
+
+SEEDS = (
+    *(6, 14, 29, 62, 129, 206, 215, 224, 230, 254),
+    *(256, 471, 647, 751, 797, 1534, 1631, 1632, 1732, 1881),
+)
+"""Chains of 18 shapes, of all operators, that share nodes: a run of each node takes seconds."""
+ENDURING, TOGETHER = 500, 100
+MAINTAINED = 0.1
+"""How many of the assets are maintained after each run."""
+KILLED_SEEDS = SEEDS[:8]
+KILLS = 10
+STARTED = 12.0
+"""Seconds that a process needs before it works, about."""
+WORKS = 40.0
+"""Seconds that it has for that at most."""
+REPOSITORY = Path(__file__).parents[2]
+_AT_ONCE = {"spark.databricks.delta.retentionDurationCheck.enabled": "false"}
+
+
+def differing(
+    chains: Sequence[RandomChain], root: Path, spark: SparkSession, maintained: float = 0
+) -> list[str]:
+    """How chains come out otherwise than the model says; each with its seed.
+
+    Args:
+        maintained: how many of the assets are maintained after each run, chosen at random.
+    """
+    runs = RandomRuns(chains, root, spark)
+    chance = random.Random(len(chains))
+    for step in runs.left:
+        runs.step(step)
+        for name in runs.warehouse.nodes:
+            if chance.random() < maintained and runs.warehouse.commit(name) is not None:
+                with settings(spark, _AT_ONCE):
+                    maintain(str(runs.warehouse.path), name, spark, timedelta(0))
+    return told(runs)
+
+
+def told(runs: RandomRuns) -> list[str]:
+    """The differences of all chains as lines, each chain's after its seed."""
+    found = runs.differences(counted=True)
+    assert len(found) == len(runs.layouts)
+    return [line for name, lines in found.items() if lines for line in (f"{name}:", *lines)]
+
+
+@pytest.mark.slow
+def test_random_chains_cut_in_two_give_what_the_model_gives(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    chains = [random_chain(seed, most_runs=2) for seed in SEEDS]
+    assert all(c.content["expected"] for c in chains)
+    assert {len(c.runs) for c in chains} == {2}
+    assert differing(chains, tmp_path, spark) == []
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(10_800)
+@pytest.mark.parametrize(
+    "seeds",
+    [range(first, first + TOGETHER) for first in range(0, ENDURING, TOGETHER)],
+    ids=lambda seeds: f"seeds={seeds[0]}-{seeds[-1]}",
+)
+def test_many_random_chains_with_maintenance(seeds: range, spark: SparkSession, tmp_path: Path) -> None:
+    chains = [random_chain(seed) for seed in seeds]
+    for chain in chains:
+        if chain.refused:
+            (scenario,) = as_scenarios([chain], tmp_path / "refused")
+            with pytest.raises(TopologyError):
+                nodes_of([layout(scenario)])
+    assert differing([c for c in chains if not c.refused], tmp_path, spark, MAINTAINED) == []
+
+
+def _start(root: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.storage.random_runs", str(root), *map(str, KILLED_SEEDS)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(3600)
+def test_random_chains_killed_and_maintained_in_between(spark: SparkSession, tmp_path: Path) -> None:
+    chance = random.Random(889)
+    interrupted = 0
+    for _ in range(KILLS):
+        child = _start(tmp_path)
+        try:
+            child.wait(STARTED + chance.uniform(0, WORKS))
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+            interrupted += 1
+        said, _ = child.communicate(timeout=60)
+        assert child.returncode in (0, -signal.SIGKILL), said
+        with settings(spark, _AT_ONCE):
+            maintain_all(str(tmp_path / "warehouse"), spark, timedelta(0))
+    last = _start(tmp_path)
+    said, _ = last.communicate(timeout=900)
+    assert last.returncode == 0, said
+    assert interrupted >= 5, "the kills came too late to disturb anything"
+
+    runs = RandomRuns([random_chain(seed) for seed in KILLED_SEEDS], tmp_path, spark)
+    assert list(runs.left) == []
+    assert told(runs) == []
