@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,11 +113,16 @@ def test_unreadable_directory_is_a_reason(
 
 
 def test_changed_file_is_a_reason(market: Market, tmp_path: Path) -> None:
-    copy = market.copy(tmp_path / "copy")
-    copy.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
-    said = evaluate(copy)
+    landed = market.root / "landing" / "prices" / "1.jsonl"
+    kept = shutil.copy2(landed, tmp_path)
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    try:
+        said = evaluate(market)
+    finally:
+        shutil.copy2(kept, landed)
     assert "1 file(s)" in said
     assert "changed after they were consumed" in said
+    assert evaluate(market).startswith("no new jsonl files")
 
 
 def test_warehouse_of_somebody_else_is_a_reason(market: Market, tmp_path: Path) -> None:

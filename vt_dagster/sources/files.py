@@ -260,12 +260,11 @@ class FilesSource:
                 "the source: then such files are set aside"
             )
         good = [f for f in files if f.name not in bad]
-        aside = self._set_aside(spark, bad, schema)
         if not good:
-            return aside
+            return self._set_aside(spark, bad, schema)
         read = self._read_parquet if self.format == "parquet" else self._read_text
         rows = read(spark, good, schema)
-        return rows.unionByName(aside) if bad else rows
+        return rows.unionByName(self._set_aside(spark, bad, schema)) if bad else rows
 
     def _faults(
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
