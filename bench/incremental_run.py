@@ -6,6 +6,7 @@ import shutil
 import time
 from collections import defaultdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ class TimedStore(AssetStore):
         finally:
             self.spent["log commit"] += time.perf_counter() - start
 
-    def catch_up(self, head: Head | None = None) -> Snapshot:
+    def catch_up(self, head: Head | None = None, now: bool = False) -> Snapshot:
         start = time.perf_counter()
         try:
-            return super().catch_up(head)
+            return super().catch_up(head, now)
         finally:
             self.spent["view update"] += time.perf_counter() - start
 
@@ -53,6 +54,7 @@ class Site:
 
     Args:
         a_year: so many records are a year of event time; None = the table's first ones.
+        keys: how many there are; None = one for ten versions, at most ``KEYS``.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class Site:
         schema: Any = generate.RECORD,
         history_retention: timedelta = timedelta(days=3650),
         a_year: int | None = None,
+        keys: int | None = None,
     ) -> None:
         self.spark, self.versions, self.new = spark, versions, new
         self.a_year = a_year or versions
-        self.keys = min(KEYS, versions // 10)
+        self.keys = keys or min(KEYS, versions // 10)
         self.landing, self.appended = folder / "landing", str(folder / "appended")
         self.landing.mkdir(parents=True)
         self.source = FilesSource(str(self.landing))
@@ -120,7 +123,7 @@ class Site:
         """Every record became a version: none was late, none has expired."""
         store = self.store()
         rows, appended = (
-            store.view_at(store.catch_up()).count(),
+            store.view_at(store.snapshot()).count(),
             self.spark.read.format("delta").load(self.appended),
         )
         if not rows == appended.count() == self.delivered:
@@ -160,6 +163,26 @@ def run(
         name, peer = f"run of {new:,} on {large:,} versions", f"the same on {small:,}"
         results.append(compare(name, new, medians[large], peer, medians[small], GROWTH))
     return results, notes
+
+
+def many_keys(
+    spark: SparkSession, keys: tuple[int, ...], new: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Times runs of ``new`` records on tables of few and of many keys, each once or twice in it."""
+    sites: dict[str, Site] = {}
+    for count in keys:
+        folder = Path(outputs.fresh(f"keys-{count}"))
+        sites[f"{count:,} keys"] = Site(spark, count, new, folder, keys=count)
+        prepare(sites[f"{count:,} keys"], repeat + 1)
+
+    def ours(site: Site) -> dict[str, float]:
+        site.deliver(new)
+        return site.run()
+
+    times = take_turns({name: partial(ours, site) for name, site in sites.items()}, repeat)
+    few, *_, many = sites
+    name = f"run of {new:,} on {many}"
+    return [compare(name, new, times[many], f"the same on {few}", times[few], GROWTH)], []
 
 
 def prepare(site: Site, files: int) -> None:

@@ -36,6 +36,7 @@ class Sizes:
     stream: int
     versions: int
     tables: tuple[int, ...]
+    keys: tuple[int, ...]
     new: int
     put: int
     operators: int
@@ -46,6 +47,7 @@ FULL = Sizes(
     stream=5_000_000,
     versions=1_000_000,
     tables=(100_000, 1_000_000, 10_000_000),
+    keys=(100_000, 5_000_000),
     new=10_000,
     put=5_000_000,
     operators=1_000_000,
@@ -55,6 +57,7 @@ QUICK = Sizes(
     stream=500_000,
     versions=100_000,
     tables=(10_000, 100_000),
+    keys=(10_000, 500_000),
     new=10_000,
     put=500_000,
     operators=100_000,
@@ -64,6 +67,7 @@ TINY = Sizes(
     stream=20_000,
     versions=4_000,
     tables=(2_000,),
+    keys=(1_000, 2_000),
     new=500,
     put=20_000,
     operators=20_000,
@@ -90,6 +94,7 @@ def benchmarks(
             for found, said in (
                 as_of_join.run(spark, sizes.stream, sizes.versions, repeat, outputs),
                 incremental_run.run(spark, sizes.tables, sizes.new, repeat, outputs),
+                incremental_run.many_keys(spark, sizes.keys, sizes.new, repeat, outputs),
                 versioned_put.run(spark, sizes.put, repeat, outputs),
                 operators.run(spark, sizes.operators, repeat, outputs),
                 through_dagster.run(spark, sizes.operators // 4, repeat, outputs),

@@ -120,8 +120,7 @@ def _results(node: Stream, stored: Callable[[Stream], AssetStore]) -> DataFrame:
     records = logs[0].withColumns({ARRIVAL: F.col(OFFSET), FATE: F.lit(Fate.APPLIED)})
     time = F.unix_micros(TIMESTAMP)
     first, last = records.agg(F.min(time), F.max(time)).collect()[0]
-    at = stored(table).catch_up()
-    assert at.checkpoint is not None
+    at = stored(table).snapshot()
     view = stored(table).view_at(at)
-    way, _ = way_of(table, view, False, at.checkpoint.total, (first, last))
-    return processor.look_up(records, Lookup(view, by_partition(at.checkpoint.stream_time), way))
+    way, _ = way_of(table, view, False, at.total, (first, last))
+    return processor.look_up(records, Lookup(view, by_partition(at.stream_time), way))

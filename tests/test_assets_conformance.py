@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from tests.through_assets import StoreThroughAssets, ThroughAssets, runs_of
+from tests.through_assets import StoreThroughAssets, ThroughAssets, leave_views_behind, runs_of
 from vt_dagster.conformance.scenario import Scenario, read_scenarios
 from vt_dagster.conformance.side_by_side import cut
 from vt_dagster.conformance.steps import layout, nodes_of, supported
@@ -90,7 +90,10 @@ def test_every_scenario_is_in_a_group() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("group", GROUPS)
-def test_assets_give_what_kafka_streams_gave(group: str, spark: SparkSession, tmp_path: Path) -> None:
+def test_assets_give_what_kafka_streams_gave(
+    group: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_views_behind(monkeypatch)
     kind = StoreThroughAssets if group == STORE else ThroughAssets
     scenarios = kind(GROUPS[group], tmp_path, spark)
     scenarios.run()

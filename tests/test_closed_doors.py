@@ -39,7 +39,7 @@ from vt_dagster.kafka import SchemaRegistry
 from vt_dagster.runs import replay
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.maintenance import maintain
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.store import AssetStore, asset_names, stores_of
 
 SHAPE = StructType(
     [
@@ -345,7 +345,7 @@ def test_an_expression_that_fails_is_the_records_fault(tmp_path: Path, spark: Sp
 
 
 def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession) -> None:
-    where = "a [1] {b,c} * ? `tick` \\ z"
+    where = "a [1] {b,c} * ? `tick` # % z"
     for k in ("a", "b"):
         content = (line(k) + "\nbad\n").encode()
         (tmp_path / "landing").mkdir(exist_ok=True)
@@ -369,6 +369,15 @@ def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession)
     assert store.read("current").count() == 2
     maintain(str(tmp_path / where), "sales", spark)
     assert store.read("current").count() == 2
+
+
+@pytest.mark.parametrize("where", ["a\\b", "a%20b"])
+def test_a_warehouse_whose_path_means_two_things(where: str) -> None:
+    """To Spark, and to what reads Delta's logs."""
+    node = Stream("sales", key="k", schema=SHAPE, timestamp="at")
+    for use in (asset_names, lambda where: AssetStore(where, node)):
+        with pytest.raises(StorageError, match="whose path can be read as a URL"):
+            use(where)
 
 
 def test_a_replay_adds_nothing_to_another_asset(market: Market, tmp_path: Path) -> None:

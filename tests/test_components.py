@@ -406,7 +406,7 @@ def test_every_parameter_is_there() -> None:
     for name, kind in (("stream", Stream), ("table", Table), ("versioned_table", VersionedTable)):
         fields = set(CONCEPTS[name].yaml.model_fields)
         assert fields - {"columns", "sensor"} == set(kind.__dataclass_fields__) - {
-            *("name", "description", "group", "owners", "operator", "contract")
+            *("name", "description", "group", "owners", "freshness", "operator", "contract")
         }
         assert CONCEPTS[name].yaml.model_fields["key"].description
 

@@ -55,7 +55,7 @@ ORDER = {
         to_stream to_table windowed_aggregate processors
         """,
     "spark": "settings small_runs jars launch session",
-    "storage": "delta segments positions offsets progress view store maintenance",
+    "storage": "delta parquet segments positions offsets progress view store maintenance",
     "sources": """
         base directory json_text csv_text bad_files files
         kafka_cluster protobuf formats kafka_messages kafka kafka_sink

@@ -147,7 +147,7 @@ def test_definitions_carry_columns_and_lineage(market: Market) -> None:
         ("valid_to", "timestamp"),
     ]
     store = market.store(market.prices)
-    view = store.view_at(store.catch_up())
+    view = store.view_at(store.snapshot())
     assert sorted(c.name for c in schema.columns) == sorted(view.columns)
     priced = build_asset(market.priced).metadata_by_key[dg.AssetKey("priced")]
     lineage = priced["dagster/column_lineage"].deps_by_column

@@ -14,7 +14,7 @@ from pyspark import SparkContext
 from tests.market import Market, record, run
 from vt_dagster import SparkResource
 from vt_dagster.runs.replay import replay
-from vt_dagster.storage import delta
+from vt_dagster.storage import parquet
 
 SECONDS = re.compile(r" \(\d+\.\d s\)$")
 
@@ -77,7 +77,7 @@ def test_what_a_dead_run_left_is_told_by_the_one_that_makes_up_for_it(copy: Mark
 
 def test_a_failed_check_says_what_was_expected(copy: Market) -> None:
     rates = copy.store(copy.rates)
-    rows = delta.read(copy.spark, rates.view_path)
+    rows = parquet.read(copy.spark, rates.view_path)
     rows.union(rows).write.format("delta").mode("overwrite").save(rates.view_path)
     lines = told(copy, [copy.rates])
     assert lines["check_rates"][0].startswith(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
@@ -26,9 +27,12 @@ from vt_dagster.conformance.topology import by_scenario, ms, record_of
 from vt_dagster.conformance.versioned_store import StoreRun, answer_rest, store_differences
 from vt_dagster.core.arrival import Fate
 from vt_dagster.errors import BufferFullError, ContractError
+from vt_dagster.runs import run as of_runs
 from vt_dagster.spark.small_runs import small_run
+from vt_dagster.storage import view as of_views
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.model import topological
 
 SHAPE = StructType(
@@ -42,6 +46,23 @@ SHAPE = StructType(
 WITH_INDEX = StructType([*SHAPE.fields, StructField("index", IntegerType())])
 STORE = "store"
 _FEW_RUNS = 4
+
+
+def leave_views_behind(monkeypatch: pytest.MonkeyPatch, many_rows: bool = False) -> None:
+    """As if tables were large: views are brought up to the log in every third run.
+
+    Args:
+        many_rows: whether what is met of them is also looked for as among many rows.
+    """
+    due = View.is_due
+
+    def is_due(self: View, base: Base | None, commit: Commit) -> bool:
+        return due(self, base, commit) and (base is None or commit.batch % 3 == 0)
+
+    monkeypatch.setattr(View, "is_due", is_due)
+    if many_rows:
+        monkeypatch.setattr(of_views, "MANY_ROWS", -1)
+        monkeypatch.setattr(of_runs, "MANY_ROWS", -1)
 
 
 class Warehouse:

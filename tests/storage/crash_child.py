@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.storage.topology import Topology
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage import delta
+from vt_dagster.storage import parquet
 from vt_dagster.storage.store import AssetStore
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     root, asset, point = sys.argv[1:]
     when, function = point.split(":")
     if function in ("log", "view", "quarantine"):
-        arm(delta, "write", when, lambda rows, path, **_: path.endswith(function))
+        arm(parquet, "write", when, lambda rows, path, **_: path.endswith(function))
     else:
         arm(AssetStore, function, when, lambda *_, **__: True)
     spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})

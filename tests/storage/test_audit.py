@@ -14,7 +14,7 @@ from tests.storage.topology import EPOCH, Topology
 from vt_dagster.columns import SEGMENT
 from vt_dagster.runs.audit import Finding, audit
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage import delta, segments
+from vt_dagster.storage import delta, parquet, segments
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import UntilWindowCloses
@@ -50,24 +50,25 @@ def bad(found: list[Finding] | dict[str, Finding]) -> set[str]:
     return {f.name for f in (found.values() if isinstance(found, dict) else found) if not f.passed}
 
 
-def overwrite(path: str, rows: DataFrame, partition: str | None = None) -> None:
+def overwrite(path: str, rows: DataFrame, segment: int | None = None) -> None:
     """As a fault of ours would: under the name of the last batch."""
     found = delta.last_commit(path)
     assert found is not None
-    delta.write(
+    parquet.write(
         rows,
         path,
         mode="overwrite",
         document={**found.document, "attempt": uuid4().hex},
         batch=found.document["batch"],
         asset=uuid4().hex,
-        partitioned_by=SEGMENT if partition else None,
-        replaced=partition,
+        parted=segment is not None,
+        over=found.version,
+        replaced=delta.everything if segment is None else lambda file: file.segment == segment,
     )
 
 
 def view_of(store: AssetStore) -> DataFrame:
-    return delta.read(store.spark, store.view_path)
+    return parquet.read(store.spark, store.view_path, parted=True)
 
 
 FIRST = f"{SEGMENT} = 0"
@@ -82,7 +83,7 @@ def spoiled(rows: DataFrame) -> DataFrame:
 
 def test_what_a_run_left_alone_is_not_looked_at_again(three: Topology, spark: SparkSession) -> None:
     store = three.store("rates", spark)
-    overwrite(store.view_path, spoiled(view_of(store)), FIRST)
+    overwrite(store.view_path, spoiled(view_of(store)), 0)
     found = findings(run(three, three.rates, spark))
     assert bad(found) == set()
     assert {f.looked_at for f in found.values()} == {"what batch 3 changed"}
@@ -98,7 +99,7 @@ def test_what_a_run_out_of_order_rewrote_is_looked_at(three: Topology, spark: Sp
     three.land("rates", "3.jsonl", [("a", 1, 0.05)])
     store = run(three, three.rates, spark)
     assert bad(findings(store)) == set()
-    overwrite(store.view_path, spoiled(view_of(store)), FIRST)
+    overwrite(store.view_path, spoiled(view_of(store)), 0)
     found = findings(store)
     assert bad(found) == {"one_version_per_key_and_timestamp"}
     assert {f.looked_at for f in found.values()} == {"what batch 3 changed"}
@@ -134,7 +135,11 @@ def test_a_run_of_late_records_only(three: Topology, spark: SparkSession) -> Non
     assert (head.commit.batch, head.commit.counts["late"]) == (4, 1)
     found = findings(store)
     assert bad(found) == set()
-    assert {f.looked_at for f in found.values()} == {"what batch 4 changed"}
+    assert {f.looked_at for f in found.values()} == {
+        "what batch 4 changed",
+        "nothing: the view is what it was when it was looked at",
+    }
+    assert found["every_record_is_accounted_for"].looked_at == "what batch 4 changed"
     assert found["every_record_is_accounted_for"].numbers["rows_in_quarantine_late"] == 1
 
 

@@ -14,8 +14,8 @@ from pyspark.sql import SparkSession
 from tests.storage.topology import Topology
 from vt_dagster import SparkResource, build_maintenance, build_resources
 from vt_dagster.spark.settings import settings
-from vt_dagster.storage import delta
-from vt_dagster.storage.maintenance import maintain
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.maintenance import is_older, maintain
 from vt_dagster.storage.positions import Commit, Shape
 
 
@@ -58,7 +58,7 @@ def test_compaction_is_seen_and_changes_nothing(
     assert (head.commit, head.version > pinned.version) == (pinned.commit, True)
     assert grown.tables("rates", spark) == before
     # a run that pinned the version before still finds its files
-    assert delta.read(spark, grown.store("rates", spark).log_path, pinned.version).count() == 4
+    assert parquet.read(spark, grown.store("rates", spark).log_path, pinned.version).count() == 4
     # runs go on: the next batch, and again after that
     grown.land("rates", "8.jsonl", [("a", 8, 8)])
     receipt = grown.run("rates", spark)
@@ -73,12 +73,8 @@ def test_old_files_go(grown: Topology, spark: SparkSession) -> None:
     left = grown.root / "warehouse" / "rates" / "attempts" / "of-a-killed-run"
     left.mkdir()
     before = grown.tables("rates", spark)
-    spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
-    try:
-        assert files(grown, "rates/view") > 1
-        done = maintain(grown.warehouse, "rates", spark, keep=timedelta(0))
-    finally:
-        spark.conf.unset("spark.databricks.delta.retentionDurationCheck.enabled")
+    assert files(grown, "rates/view") > 1
+    done = maintain(grown.warehouse, "rates", spark, keep=timedelta(0))
     assert done["attempts_removed"] == 1
     assert not left.exists()
     assert (files(grown, "rates/log"), files(grown, "rates/view")) == (1, 2)
@@ -103,8 +99,8 @@ def test_the_age_of_what_an_object_store_holds() -> None:
     attempt = "memory://warehouse/rates/attempts/of-a-killed-run"
     fs, local = delta.filesystem(attempt)
     fs.pipe_file(f"{local}/state/part-0.parquet", b"")
-    assert delta.is_older(attempt, timedelta(0))
-    assert not delta.is_older(attempt, timedelta(minutes=1))
+    assert is_older(attempt, timedelta(0))
+    assert not is_older(attempt, timedelta(minutes=1))
 
 
 def commits(path: Path) -> list[int]:
@@ -122,10 +118,9 @@ def append(spark: SparkSession, path: Path, batch: int) -> None:
     commit = Commit(
         asset="rates", batch=batch, attempt=f"attempt-{batch}", shape=Shape(kind="stream", key=[])
     )
-    delta.write(
+    parquet.write(
         spark.range(1).coalesce(1),
         str(path),
-        mode="append",
         document=commit.model_dump(),
         batch=batch,
         asset="rates",
@@ -134,7 +129,7 @@ def append(spark: SparkSession, path: Path, batch: int) -> None:
 
 @pytest.fixture(scope="module")
 def old_table(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
-    """Five commits of ours, versions 0 and 2 to 5, a checkpoint at 4; forty days old."""
+    """Five commits of ours, versions 0 and 2 to 5, a checkpoint at 3; forty days old."""
     path = tmp_path_factory.mktemp("warehouse") / "rates" / "log"
     append(spark, path, 1)
     spark.sql(f"ALTER TABLE delta.`{path}` SET TBLPROPERTIES ('delta.checkpointInterval' = '4')")
@@ -157,15 +152,15 @@ def test_commits_are_kept_as_long_as_files(old: Path, spark: SparkSession) -> No
     done = maintain(warehouse, "rates", spark, keep=timedelta(days=41))
     assert (done["commits_removed"], commits(old)[0]) == (0, 0)
     done = maintain(warehouse, "rates", spark)
-    assert (done["commits_removed"], commits(old)[0]) == (4, 4)
+    assert (done["commits_removed"], commits(old)[0]) == (3, 3)
     log = sorted(f.name for f in (old / "_delta_log").iterdir())
-    assert [name for name in log if name.lstrip(".") < f"{4:020d}"] == []
+    assert [name for name in log if name.lstrip(".") < f"{3:020d}"] == []
     assert before is not None
     after = delta.last_commit(str(old))
     assert after is not None
     assert after.document == before.document
-    assert delta.read(spark, str(old)).count() == 7
-    assert delta.read(spark, str(old), 6).count() == 6
+    assert parquet.read(spark, str(old)).count() == 7
+    assert parquet.read(spark, str(old), 6).count() == 6
     assert spark.sql(f"DESCRIBE HISTORY delta.`{old}`").count() == len(commits(old))
     append(spark, old, 8)
     assert maintain(warehouse, "rates", spark)["commits_removed"] == 0
@@ -175,7 +170,7 @@ def test_where_nobody_writes_the_last_commit_stays(old: Path, spark: SparkSessio
     """Cleaning by others makes commits too, and Delta itself would forget ours after a checkpoint."""
     last = delta.last_commit(str(old))
     assert last is not None
-    assert maintain(str(old.parent.parent), "rates", spark)["commits_removed"] == 4
+    assert maintain(str(old.parent.parent), "rates", spark)["commits_removed"] == 3
     assert commits(old)[-1] == last.version + 1  # files were compacted; cleaning leaves no commit
     for _ in range(2):
         spark.sql(f"VACUUM delta.`{old}` RETAIN 168 HOURS")

@@ -19,9 +19,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.storage.random_runs import RandomChain, RandomRuns, as_scenarios, random_chain
+from tests.through_assets import leave_views_behind
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.errors import TopologyError
-from vt_dagster.spark.settings import settings
 from vt_dagster.storage.maintenance import maintain, maintain_all
 
 SEEDS = (
@@ -39,7 +39,6 @@ STARTED = 12.0
 WORKS = 40.0
 """Seconds that it has for that at most."""
 REPOSITORY = Path(__file__).parents[2]
-_AT_ONCE = {"spark.databricks.delta.retentionDurationCheck.enabled": "false"}
 
 
 def differing(
@@ -56,8 +55,7 @@ def differing(
         runs.step(step)
         for name in runs.warehouse.nodes:
             if chance.random() < maintained and runs.warehouse.commit(name) is not None:
-                with settings(spark, _AT_ONCE):
-                    maintain(str(runs.warehouse.path), name, spark, timedelta(0))
+                maintain(str(runs.warehouse.path), name, spark, timedelta(0))
     return told(runs)
 
 
@@ -70,8 +68,9 @@ def told(runs: RandomRuns) -> list[str]:
 
 @pytest.mark.slow
 def test_random_chains_cut_in_two_give_what_the_model_gives(
-    spark: SparkSession, tmp_path: Path
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    leave_views_behind(monkeypatch, many_rows=True)
     chains = [random_chain(seed, most_runs=2) for seed in SEEDS]
     assert all(c.content["expected"] for c in chains)
     assert {len(c.runs) for c in chains} == {2}
@@ -85,7 +84,10 @@ def test_random_chains_cut_in_two_give_what_the_model_gives(
     [range(first, first + TOGETHER) for first in range(0, ENDURING, TOGETHER)],
     ids=lambda seeds: f"seeds={seeds[0]}-{seeds[-1]}",
 )
-def test_many_random_chains_with_maintenance(seeds: range, spark: SparkSession, tmp_path: Path) -> None:
+def test_many_random_chains_with_maintenance(
+    seeds: range, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_views_behind(monkeypatch, many_rows=True)
     chains = [random_chain(seed) for seed in seeds]
     for chain in chains:
         if chain.refused:
@@ -120,8 +122,7 @@ def test_random_chains_killed_and_maintained_in_between(spark: SparkSession, tmp
             interrupted += 1
         said, _ = child.communicate(timeout=60)
         assert child.returncode in (0, -signal.SIGKILL), said
-        with settings(spark, _AT_ONCE):
-            maintain_all(str(tmp_path / "warehouse"), spark, timedelta(0))
+        maintain_all(str(tmp_path / "warehouse"), spark, timedelta(0))
     last = _start(tmp_path)
     said, _ = last.communicate(timeout=900)
     assert last.returncode == 0, said

@@ -16,10 +16,11 @@ from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.spark import small_runs
-from vt_dagster.storage import delta, segments
+from vt_dagster.storage import delta, parquet, segments
 from vt_dagster.storage.positions import Checkpoint
 from vt_dagster.storage.segments import Segments
 from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.view import Base
 
 
 @pytest.fixture
@@ -30,22 +31,23 @@ def small(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def layout(store: AssetStore) -> Segments:
-    at = store.catch_up()
-    assert at.checkpoint is not None
-    assert at.checkpoint.segments is not None
-    return at.checkpoint.segments
+    base = store.catch_up().base
+    assert base is not None
+    assert base.checkpoint.segments is not None
+    return base.checkpoint.segments
 
 
 def stored(store: AssetStore) -> Counter[int | None]:
     """How many rows lie in each segment."""
-    rows = delta.read(store.spark, store.view_path).groupBy("history_segment").count().collect()
-    return Counter({row[0]: row[1] for row in rows})
+    rows = parquet.read(store.spark, store.view_path, parted=True)
+    return Counter(
+        {row[0]: row[1] for row in rows.groupBy("history_segment").count().toLocalIterator()}
+    )
 
 
 def files(store: AssetStore) -> set[str]:
     """The files that hold history."""
-    rows = delta.read(store.spark, store.view_path).where("history_segment is not null")
-    return {row[0] for row in rows.selectExpr("input_file_name()").distinct().collect()}
+    return {file.place for file in delta.files(store.view_path) if file.segment is not None}
 
 
 def as_made_anew(topology: Topology, spark: SparkSession, to: str) -> list[object]:
@@ -141,7 +143,7 @@ def test_a_run_is_small_by_what_it_meets(
         return small
 
     assert next_is_small("0.jsonl", *[("a", i, i / 10) for i in range(20)]), "nothing is there"
-    assert not next_is_small("1.jsonl", ("b", 1, 3)), "all that is there has just been written"
+    assert next_is_small("1.jsonl", ("b", 1, 3)), "one key is current, of 20 versions"
     assert next_is_small("2.jsonl", *[(k, 1, 4) for k in "cdefghijk"]), "two keys are current"
     assert not next_is_small("3.jsonl", ("a", 1, 5)), "eleven are"
     head = topology.store("rates", spark).head()
@@ -151,12 +153,10 @@ def test_a_run_is_small_by_what_it_meets(
 
 def test_how_many_rows_a_time_reaches() -> None:
     layout = Segments(first=2, ends=[10, 20], rows=4)
-    view = Checkpoint(asset="a", batch=1, attempt="", next_offset={0: 50}, segments=layout, rows=3)
+    checkpoint = Checkpoint(asset="a", batch=1, attempt="", segments=layout)
+    view = Base(1, checkpoint, {None: 3, 2: 100, 3: 50, 4: 4})
     assert [view.reach(None), view.reach(25), view.reach(20)] == [3, 7, 7]
-    assert [view.reach(19), view.reach(-1)] == [
-        7 + segments.SEGMENT_ROWS,
-        7 + 2 * segments.SEGMENT_ROWS,
-    ]
+    assert [view.reach(19), view.reach(-1)] == [57, 157]
 
 
 def test_a_join_reads_the_history_that_it_needs(
@@ -180,10 +180,10 @@ def test_a_join_reads_the_history_that_it_needs(
 def test_a_compaction_at_the_same_time_does_not_end_a_run(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conflict is made up: Delta's own window for it is too short to be hit on purpose."""
+    """The conflict is made up: the window for it is too short to be hit on purpose."""
     topology = Topology(tmp_path)
     topology.land("rates", "0.jsonl", [("a", 1, 0), ("a", 2, 1)])
-    write, refused = delta.write, list[str]()
+    write, refused = parquet.write, list[str]()
 
     def once_refused(rows: object, path: str, **more: Any) -> int:
         if path.endswith("/view") and not refused:
@@ -191,7 +191,7 @@ def test_a_compaction_at_the_same_time_does_not_end_a_run(
             raise ConcurrentRunError("compacted")
         return write(rows, path, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(delta, "write", once_refused)
+    monkeypatch.setattr(parquet, "write", once_refused)
     topology.run("rates", spark)
     assert len(refused) == 1
     assert topology.store("rates", spark).read("versions").count() == 2

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vt_dagster.components.columns import Column, contract
-from vt_dagster.components.parts import Choice, Part, Texts, choice, optional, part
+from vt_dagster.components.parts import Choice, Part, Texts, as_duration, choice, optional, part
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.sensors import build_sensor
 from vt_dagster.sources.files import FilesSource
@@ -22,7 +23,14 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
-_SHOWN = ("name", "description", "group", "owners")
+_SHOWN = ("name", "description", "group", "owners", "freshness")
+
+
+def _as_freshness(value: Any) -> Any:
+    return value if value in ("every_run", "on_growth") else as_duration(value)
+
+
+_freshness = Annotated[timedelta | str, BeforeValidator(_as_freshness, json_schema_input_type=str)]
 
 
 def _part(
@@ -223,6 +231,13 @@ AssetPart: type[Choice] = choice(
     description=(optional(str), None),
     group=(optional(str), None),
     owners=(optional(Texts), None),
+    freshness=(
+        optional(_freshness),
+        Field(
+            default=None,
+            description="How far a table's view may be behind its log: on_growth, every_run, or 1h.",
+        ),
+    ),
 )
 
 

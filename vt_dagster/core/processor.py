@@ -75,6 +75,7 @@ class Known:
         stream_time_after: at the end of the run, where the processor has a stream time of its own.
         released: of what is held back, the time up to which it had gone out before the run.
         released_after: at the end of the run.
+        hold: holds the run's records; None: the view has not many more keys than these.
     """
 
     state: DataFrame | None
@@ -83,6 +84,7 @@ class Known:
     stream_time_after: Column
     released: Column
     released_after: Column
+    hold: store.Hold | None = None
 
     @classmethod
     def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:
@@ -254,6 +256,7 @@ class Processor(ABC, Generic[O]):
             stream_time=known.stream_time,
             order=[*ORDER, TURN],
             chunk=self.result_chunk(self.few),
+            hold=known.hold,
         )
 
     def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame | None:

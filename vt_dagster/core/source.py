@@ -44,6 +44,7 @@ class SourceProcessor(Processor[None]):
             stream_time=known.stream_time,
             order=[PARTITION, ARRIVAL],
             chunk=self.chunk,
+            hold=known.hold,
         )
         return _without_raw(decided)
 

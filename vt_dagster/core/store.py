@@ -5,14 +5,18 @@ A table is versioned or plain; this is the one place that chooses between ``vers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
 
 from vt_dagster.core import table, versioned
 from vt_dagster.core.arrival import duration
 from vt_dagster.core.log import value_columns
 from vt_dagster.topology.model import Table, VersionedTable
+
+Hold = Callable[[DataFrame], DataFrame]
+"""Computes rows once that are wanted several times."""
 
 
 def put(
@@ -23,12 +27,21 @@ def put(
     stream_time: Column,
     order: Sequence[str],
     chunk: Column | None,
+    hold: Hold | None = None,
 ) -> DataFrame:
     """What a table's store makes of records: see ``versioned.put`` and ``table.put``.
+
+    Args:
+        hold: holds the records, where they meet few keys of many: of the view's rows only theirs are
+            then shuffled.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
     values = value_columns(node)
+    if hold is not None and view is not None:
+        records = hold(records)
+        keys = F.broadcast(records.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
+        view = view.join(keys, list(node.key), "left_semi")
     if isinstance(node, VersionedTable):
         return versioned.put(
             records,
@@ -55,6 +68,18 @@ def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Colum
     if isinstance(node, VersionedTable):
         return versioned.fold(view, log, key=node.key, horizon=horizon_of(node, stream_time))
     return table.fold(view, log, key=node.key)
+
+
+def fold_few(node: Table, view: DataFrame, log: DataFrame, stream_time: Column) -> DataFrame:
+    """The same as :func:`fold` where the log has few keys of many.
+
+    Plan: two scans of the rows before, neither shuffled: the keys of the log are broadcast.
+    """
+    keys = F.broadcast(log.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
+    met, others = (view.join(keys, list(node.key), how) for how in ("left_semi", "left_anti"))
+    if isinstance(node, VersionedTable):
+        others = versioned.remembered(others, horizon_of(node, stream_time))
+    return others.unionByName(fold(node, met, log, stream_time))
 
 
 def current(node: Table, view: DataFrame) -> DataFrame:

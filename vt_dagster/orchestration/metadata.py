@@ -151,6 +151,9 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
     metadata["versions"] = {"batch": state.batch, "log": head.version}
     if receipt.view_version is not None:
         metadata["versions"]["view"] = receipt.view_version
+    base = store.snapshot().base
+    if base is not None and base.checkpoint.batch != state.batch:
+        metadata["versions"]["view_of_batch"] = base.checkpoint.batch
     counts = state.counts if commit else dict.fromkeys(state.counts, 0)
     for name in (*processor_of(node).counted, _LOST):
         if _told(node, name, state):

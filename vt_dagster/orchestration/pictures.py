@@ -7,7 +7,6 @@ neither slowed (some 50 ms) nor failed by them.
 from __future__ import annotations
 
 import base64
-import json
 import posixpath
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from html import escape
 from typing import Any
-from urllib.parse import unquote
 
 import dagster as dg
 import pyarrow as pa
@@ -70,23 +68,23 @@ def pictures(
     Args:
         log: gets a warning where they cannot be drawn; a run never fails of its pictures.
     """
-    if receipt.commit is None or receipt.log_version is None:
+    if receipt.commit is None:
         return {}
     try:
-        drawn = _draw(store, arrival, receipt.log_version)
+        drawn = _draw(store, arrival, receipt.commit.batch)
     except Exception as error:
         log.warning(f"{store.node.name}: no pictures of this run: {type(error).__name__}: {error}")
         return {}
     return {name: dg.MetadataValue.md(_image(name, svg)) for name, svg in drawn.items()}
 
 
-def _draw(store: AssetStore, arrival: Arrival, version: int) -> dict[str, str]:
+def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, str]:
     node = store.node
     looked_up = processor_of(node).looked_up
     versions = looked_up or node
     if node.operator is not None and looked_up is None and not isinstance(node, VersionedTable):
         return {}
-    sample = _sample(store.log_path, version)
+    sample = _sample(store.log_path, batch)
     if sample is None:
         return {}
     rows = sample.rows
@@ -117,7 +115,7 @@ def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, str]:
     if not isinstance(grace, timedelta) or stream.operator is not None:
         return {}
     log = AssetStore(posixpath.dirname(store.root), stream).log_path
-    arrived = _sample(log, arrival.inputs[stream.name].version)
+    arrived = _sample(log, arrival.inputs[stream.name].commit.batch)
     if arrived is None:
         return {}
     late = _lateness(arrived.rows, arrival.before.stream_time)
@@ -127,13 +125,10 @@ def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, str]:
 # --------------------------------------------------------------------------------- what was written
 
 
-def _files(path: str, version: int) -> list[tuple[str, int]]:
-    """The data files that a Delta commit added, with their sizes."""
-    fs, root = delta.filesystem(path)
-    name = posixpath.join(root, "_delta_log", f"{version:020d}.json")
-    with fs.open(name, "rt", encoding="utf-8") as lines:
-        added = [json.loads(line).get("add") for line in lines]
-    return [(posixpath.join(root, unquote(a["path"])), a["size"]) for a in added if a]
+def _files(path: str, batch: int) -> list[tuple[str, int]]:
+    """The data files that a batch added, with their sizes."""
+    _, root = delta.filesystem(path)
+    return [(posixpath.join(root, f.place), f.size) for f in delta.written_by(path, batch)]
 
 
 @dataclass(frozen=True)
@@ -148,12 +143,12 @@ class Sample:
     of: int
 
 
-def _sample(path: str, version: int) -> Sample | None:
-    """What a commit wrote, as far as that may be looked at; None where it wrote nothing."""
+def _sample(path: str, batch: int) -> Sample | None:
+    """What a batch wrote, as far as that may be looked at; None where it wrote nothing."""
     fs, _ = delta.filesystem(path)
     found: list[pa.Table] = []
     seen = 0
-    for name, _size in _files(path, version):
+    for name, _size in _files(path, batch):
         with fs.open(name, "rb") as opened:
             file = pq.ParquetFile(opened)
             flat = [f.name for f in file.schema_arrow if not pa.types.is_nested(f.type)]
@@ -220,7 +215,7 @@ def _window(lanes: list[list[tuple[int, bool]]]) -> tuple[int, int]:
 def _add_bars(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: VersionedTable) -> None:
     found = delta.last_commit(view.view_path)
     fs, _ = delta.filesystem(view.view_path)
-    files = [] if found is None else _files(view.view_path, found[0])
+    files = [] if found is None else _files(view.view_path, found.document["batch"])
     wanted = [*node.key, VALID_FROM, VALID_TO, IS_TOMBSTONE]
     first = {key[0] for key in lanes}
     for name, size in files:

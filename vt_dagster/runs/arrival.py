@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from pyspark.sql import DataFrame
+
 from vt_dagster.core.arrival import CHUNK, Fate
 from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned
@@ -28,13 +30,15 @@ class Arrival:
         attempt: the name of what this run prepares.
         source: what is taken from a source.
         inputs: of each log that is consumed, the commit up to which.
-        tables: of each table that is looked into, the view that is looked at.
+        tables: of each table that is looked into, what it is looked at as of.
         taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
         stream_time: by partition, at the end of the run, where the operator has one of its own.
         released: what is held back goes out up to this time, likewise.
         gauges: what pinning has told of the records.
+        view_rows: how many current rows the asset's own table has.
         rows_read: how many rows of tables the run reads, as far as one knows before it.
         state_bytes: of what an operator keeps from run to run.
+        held: rows that are held until the commit.
     """
 
     node: Stream
@@ -47,8 +51,10 @@ class Arrival:
     stream_time: dict[int, int] = field(default_factory=dict[int, int])
     released: dict[int, int] = field(default_factory=dict[int, int])
     gauges: dict[str, float] = field(default_factory=dict[str, float])
+    view_rows: int = 0
     rows_read: int = 0
     state_bytes: int = 0
+    held: list[DataFrame] = field(default_factory=list[DataFrame])
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -77,10 +83,12 @@ class Arrival:
     def reads(self) -> dict[str, int]:
         """The Delta versions of all that is read."""
         logs = {f"{name}/log": head.version for name, head in self.inputs.items()}
-        views = {
-            f"{name}/view": at.version for name, at in self.tables.items() if at.version is not None
-        }
-        return logs | views
+        for name, at in self.tables.items():
+            if at.base is not None:
+                logs[f"{name}/view"] = at.base.version
+            if at.tail and at.head is not None:
+                logs[f"{name}/log"] = at.head.version
+        return logs
 
     @property
     def new_records(self) -> int:

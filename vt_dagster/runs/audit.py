@@ -24,13 +24,15 @@ from vt_dagster.core.arrival import by_partition, has_key
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import Reason
 from vt_dagster.spark.small_runs import is_small, small_run
-from vt_dagster.storage import delta
+from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.segments import Segments
 from vt_dagster.storage.store import AssetStore, Head
+from vt_dagster.storage.view import Base
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 SAMPLE = 10
+EVERYTHING = "everything"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Finding:
     offending: int
     sample: list[dict[str, Any]]
     numbers: dict[str, int] = field(default_factory=dict[str, int])
-    looked_at: str = "everything"
+    looked_at: str = EVERYTHING
 
     @property
     def passed(self) -> bool:
@@ -105,12 +107,14 @@ class Scope:
         segment: of a versioned table's view what is current, and history from this segment on; None =
             all of it.
         rows: so many of the log, and ``rows_read``, of the view, more or less.
+        view: whether the view is looked at: not where it is as it was looked at before.
     """
 
     start: Offsets
     segment: int | None
     rows: int
     rows_read: int
+    view: bool = True
 
 
 def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
@@ -125,23 +129,24 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
     Plan: one pass over the view for all checks on it, one over the log's offsets; samples are only
     fetched for a check that fails.
     """
-    there = store.catch_up()
+    there = store.snapshot()
     head = there.head
     if head is None:
         return [Finding(check.name, 0, []) for check in checks_of(store.node)]
     total = sum(head.commit.next_offset.values())
     scope = None
     if run_id is not None and head.commit.run_id == run_id:
-        scope = _of_the_batch(store, head, there.checkpoint)
+        scope = _of_the_batch(store, head, there.base)
     scope = scope or Scope({}, None, total, 0)
     with small_run(store.spark, is_small(scope.rows, scope.rows_read)):
-        found = _findings(store, head, scope)
+        found = _findings(store, head, there.base, scope)
     if not scope.start:
         return found
-    return [replace(one, looked_at=f"what batch {head.commit.batch} changed") for one in found]
+    changed = f"what batch {head.commit.batch} changed"
+    return [replace(one, looked_at=changed) if one.looked_at == EVERYTHING else one for one in found]
 
 
-def _of_the_batch(store: AssetStore, head: Head, checkpoint: Checkpoint | None) -> Scope | None:
+def _of_the_batch(store: AssetStore, head: Head, base: Base | None) -> Scope | None:
     """What the last batch changed; None where more than that must be looked at."""
     batch = head.commit.batch
     before = delta.batch_before(store.log_path, batch)
@@ -150,33 +155,48 @@ def _of_the_batch(store: AssetStore, head: Head, checkpoint: Checkpoint | None) 
     start = Commit.model_validate(before.document).next_offset
     if not start:
         return None
-    rows = sum(head.commit.next_offset.values()) - sum(start.values())
+    rows = head.commit.total - sum(start.values())
     if not isinstance(store.node, Table):
         return Scope(start, None, rows, 0)
-    if checkpoint is None or delta.batch_before(store.view_path, batch) is None:
+    if base is None:
         return None
-    if checkpoint.segments is None:
-        return Scope(start, None, rows, checkpoint.rows)
-    # A batch without a row in the log, all late perhaps, leaves the view as it is.
-    written = checkpoint.batch == batch
-    numbers = delta.partitions_written(store.view_path, batch, SEGMENT) if written else set[None]()
-    first = min((int(n) for n in numbers if n is not None), default=checkpoint.segments.last)
-    rows_read = checkpoint.rows + checkpoint.segments.rows_from(first, checkpoint.total)
+    segments = base.checkpoint.segments
+    if base.checkpoint.batch != batch:
+        # It has not been written: the view is behind the log, or nothing in the log has changed it.
+        last = None if segments is None else segments.last
+        return Scope(start, last, rows, 0, view=False)
+    if delta.batch_before(store.view_path, batch) is None:
+        return None
+    if segments is None:
+        return Scope(start, None, rows, base.rows)
+    written = {file.segment for file in delta.written_by(store.view_path, batch)}
+    first = min((n for n in written if n is not None), default=segments.last)
+    rows_read = sum(n for s, n in base.sizes.items() if s is None or s >= first)
     return Scope(start, first, rows, rows_read)
 
 
-def _findings(store: AssetStore, head: Head, scope: Scope) -> list[Finding]:
+def _findings(store: AssetStore, head: Head, base: Base | None, scope: Scope) -> list[Finding]:
     node = store.node
     found: list[Finding] = []
-    if isinstance(node, VersionedTable):
-        found += _versions(store, node, scope)
-    elif isinstance(node, Table):
-        found += _rows(store, node)
+    if isinstance(node, Table):
+        if base is None or not scope.view:
+            of_log = (ORDER, FINAL, ACCOUNTED)
+            found += [_passed_over(check) for check in checks_of(node) if check not in of_log]
+        elif isinstance(node, VersionedTable):
+            found += _versions(store, node, base.checkpoint, scope)
+        else:
+            found += _rows(store, node)
     if processor_of(node).goes_forward:
         found.append(_order(store, node, head, scope))
     if processor_of(node).is_final:
         found.append(_final(store, node, head, scope))
     return [*found, _accounted(store, head, scope)]
+
+
+def _passed_over(check: Check) -> Finding:
+    return Finding(
+        check.name, 0, [], looked_at="nothing: the view is what it was when it was looked at"
+    )
 
 
 def _in_one_pass(
@@ -200,22 +220,20 @@ def _sample(rows: DataFrame) -> list[dict[str, Any]]:
     return [row.asDict() for row in texts.limit(SAMPLE).collect()]
 
 
-def _stored_view(store: AssetStore) -> tuple[DataFrame, Checkpoint]:
-    """The view as it lies there, whoever wrote to it last, and what its last commit of ours says."""
-    checkpoint = store.catch_up().checkpoint
-    assert checkpoint is not None
-    return delta.read(store.spark, store.view_path), checkpoint
+def _versions(
+    store: AssetStore, node: VersionedTable, checkpoint: Checkpoint, scope: Scope
+) -> list[Finding]:
+    layout = checkpoint.segments or Segments()
+    first = scope.segment
 
+    def wanted(file: delta.File) -> bool:
+        segment = file.segment
+        return segment is None or first is None or segment >= first or segment < layout.first
 
-def _versions(store: AssetStore, node: VersionedTable, scope: Scope) -> list[Finding]:
-    rows, checkpoint = _stored_view(store)
+    rows = parquet.read(store.spark, store.view_path, wanted=wanted, parted=True)
     in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
     following = F.col("_next")
     horizon = of_table.horizon_of(node, by_partition(checkpoint.stream_time))
-    layout = checkpoint.segments or Segments()
-    if scope.segment is not None:
-        wanted = f"{SEGMENT} IS NULL OR {SEGMENT} >= {scope.segment} OR {SEGMENT} < {layout.first}"
-        rows = rows.where(wanted)
     # Segments are forgotten as a whole; readers leave out what has expired in the others.
     gone = F.coalesce(F.col(SEGMENT) < layout.first, F.lit(True))
     expired = F.coalesce(F.col(VALID_TO) <= horizon, F.lit(False))
@@ -238,14 +256,14 @@ def _versions(store: AssetStore, node: VersionedTable, scope: Scope) -> list[Fin
 
 
 def _rows(store: AssetStore, node: Table) -> list[Finding]:
-    rows, _ = _stored_view(store)
+    rows = parquet.read(store.spark, store.view_path)
     counted = rows.withColumn("_count", F.count(F.lit(1)).over(W.partitionBy(*node.key)))
     shown = [*node.key, TIMESTAMP, PARTITION, OFFSET]
     return _in_one_pass(counted, {ONE_ROW.name: F.col("_count") > 1}, lambda bad: bad.select(*shown))
 
 
 def _stored_log(store: AssetStore) -> DataFrame:
-    return delta.read(store.spark, store.log_path)
+    return parquet.read(store.spark, store.log_path)
 
 
 def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: str) -> DataFrame:
@@ -354,7 +372,7 @@ def _gaps(log: DataFrame, partition: int, start: int, end: int) -> list[dict[str
 
 
 def _rejected_counts(store: AssetStore) -> dict[str, int]:
-    if delta.last_commit(store.quarantine_path) is None:
+    rows = store.quarantine()
+    if rows is None:
         return {}
-    rows = delta.read(store.spark, store.quarantine_path)
     return {r["reason"]: r["count"] for r in rows.groupBy("reason").count().collect()}

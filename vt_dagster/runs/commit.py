@@ -114,7 +114,7 @@ def document(
         next_offset=offsets,
         stream_time=times,
         released=arrival.released,
-        earliest=passed.earliest,
+        disorder=before.disorder_with(passed.earliest),
         counts=counts,
         totals=totals,
         totals_by_partition=_totals_by_partition(before, fates),

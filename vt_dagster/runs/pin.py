@@ -12,7 +12,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Source
 from vt_dagster.storage.store import Snapshot
-from vt_dagster.topology.model import Stream
+from vt_dagster.topology.model import Stream, Table
 
 
 def source_of(node: Stream) -> Source:
@@ -49,7 +49,8 @@ def from_source(
         store.new_attempt(),
         source=pinned,
         taken=pinned.taken,
-        rows_read=at.rows,
+        view_rows=at.reach(),
+        rows_read=at.reach(),
     )
 
 
@@ -58,16 +59,20 @@ def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arriv
     processor = processor_of(node)
     pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
     start = pinned.before.inputs
-    inputs, tables, taken, rows_read = dict(pinned.inputs), dict(pinned.tables), pinned.taken, at.rows
+    inputs, tables, taken, rows_read = (
+        dict(pinned.inputs),
+        dict(pinned.tables),
+        pinned.taken,
+        at.reach(),
+    )
     names = {up.name for up in processor.consumed}
     for up in {up.name: up for up in node.inputs}.values():
-        looked_at = processor.reads_tables or up.name not in names
-        found = stores(up).snapshot() if looked_at else stores(up).catch_up()
+        found = stores(up).snapshot()
         if found.head is None:
             continue
-        if looked_at and found.version is not None:
+        if isinstance(up, Table) and (processor.reads_tables or up.name not in names):
             tables[up.name] = found
-            rows_read += found.rows if up.name in names else 0
+            rows_read += found.reach() if up.name in names else 0
         if up.name not in names:
             continue
         inputs[up.name] = found.head
@@ -80,6 +85,7 @@ def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arriv
         inputs=inputs,
         tables=tables,
         taken=taken,
+        view_rows=at.reach(),
         rows_read=rows_read,
         stream_time=dict(pinned.before.stream_time),
     )

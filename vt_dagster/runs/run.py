@@ -46,6 +46,7 @@ from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.progress import in_words
+from vt_dagster.storage.view import MANY_ROWS
 from vt_dagster.topology.model import Stream, Table
 
 _LAST = datetime.max.replace(tzinfo=timezone.utc)
@@ -216,7 +217,8 @@ class Run:
 
     def operate(self, read: Sequence[DataFrame]) -> Results:
         """The operator: its results with all that is counted. Lazy, but where a table is looked into
-        as of times: then one job tells which of its versions are needed.
+        as of times: then one job tells which of its versions are needed; and where few records meet a
+        large table: then they are computed first, for their keys.
 
         Args:
             read: of :meth:`read`, or what an op in between made of it.
@@ -240,7 +242,9 @@ class Run:
         if with_tables and arrival.previous is not None:
             state = store.state(arrival.previous)
             view = store.current() if isinstance(self.node, Table) else None
+        many = arrival.few and arrival.view_rows > MANY_ROWS
         return Known(
+            hold=self._hold if with_tables and many else None,
             state=state,
             view=view,
             stream_time=by_partition(before.stream_time),
@@ -248,6 +252,14 @@ class Run:
             released=by_partition(before.released),
             released_after=by_partition(arrival.released),
         )
+
+    def _hold(self, rows: DataFrame) -> DataFrame:
+        """Computes rows at once: held rows that a broadcast inside of other held rows computes can lock
+        Spark's cache for ever (two builders of cached rows, each waiting for the other's)."""
+        held = self.store.hold(rows)
+        self.arrival.held.append(held)
+        held.count()
+        return held
 
     def _nothing(self) -> DataFrame:
         """The results of a run that takes nothing."""
@@ -281,15 +293,15 @@ class Run:
         table = self.processor.looked_up
         assert table is not None
         store, at = self.stores(table), self.arrival.tables.get(table.name)
-        if at is None or at.checkpoint is None or judged.span is None:
+        if at is None or judged.span is None:
             empty = store.spark.createDataFrame([], view_schema(table))
             return Lookup(empty, by_partition({})), judged
         since = judged.span[0]
         rows = store.view_at(at, since)
-        judged = replace(judged, rows_read=at.checkpoint.reach(since))
-        few, versions = self.arrival.few, at.checkpoint.total
+        judged = replace(judged, rows_read=at.reach(since))
+        few, versions = self.arrival.few, at.total
         way, strategy = way_of(table, rows, few, versions, judged.span)
-        lookup = Lookup(rows, by_partition(at.checkpoint.stream_time), way)
+        lookup = Lookup(rows, by_partition(at.stream_time), way)
         return lookup, replace(judged, strategy=strategy)
 
     def _small(self, judged: Judged) -> bool:
@@ -324,11 +336,12 @@ class Run:
                     raise
                 raise gone from error
             finally:
-                store.release(rows)
-        view_version = store.catch_up(head).version
+                for held in (rows, *arrival.held):
+                    store.release(held)
+        at = store.catch_up(head)
         store.forget(arrival.previous)
         fates = results.judged.by_partition or passed.by_partition
-        return Receipt(head.commit, head.version, view_version, fates)
+        return Receipt(head.commit, head.version, at.base and at.base.version, fates)
 
     def _prepare(self, rows: DataFrame, results: Results, run_id: str | None) -> tuple[Passed, Commit]:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""

@@ -21,7 +21,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.kafka_messages import read_messages
-from vt_dagster.storage import delta
+from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Commit, Offsets, Shape
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
@@ -117,10 +117,9 @@ class Publication:
             reads={f"{self.node.name}/log": head.version},
         )
         log = self._spark.createDataFrame(sorted(counted.items()), _SENT)
-        delta.write(
+        parquet.write(
             log,
             self._log_path,
-            mode="append",
             document=commit.model_dump(),
             batch=commit.batch,
             asset=self.name,

@@ -1,50 +1,36 @@
-"""Delta Lake tables: one writer of our own kind, and commits that carry a JSON document.
+"""What Delta tables say of themselves: commits, documents, files. Nothing here uses Spark.
 
-Commit metadata is read from the transaction log's own files, without Spark, so that a sensor can look
-at a position in milliseconds.
+``deltalake`` reads the transaction log; ``parquet`` writes it, and has Spark read and write the rows. A
+table is opened in a millisecond or two, so that a sensor can look at a position.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import posixpath
 import re
-import time
-from collections.abc import Iterable, Iterator
-from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import fsspec
-from pyspark.sql import DataFrame, SparkSession
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError, TableNotFoundError
 
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
+from vt_dagster.errors import StorageError
 from vt_dagster.spark.jars import one_line
-from vt_dagster.spark.settings import settings
 
 MARK = "vt_dagster"
 """The key under which a commit's ``userMetadata`` carries our document."""
 
-_COMMIT_FILE = re.compile(r"(\d{20})\.json")
-_UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END"}
+COMMIT_FILE = re.compile(r"(\d{20})\.json")
+"""The name of a commit's file."""
+_UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN"}
 _CHANGES = {"WRITE", "DELETE", "UPDATE", "MERGE", "TRUNCATE", "STREAMING UPDATE", "COPY INTO"}
-_LOG_FILE = re.compile(r"\.?(\d{20})\.(json|crc|checkpoint(\.\d{10}\.\d{10})?\.parquet)(\.crc)?")
-_ROWS_BESIDE = {"spark.databricks.delta.replaceWhere.constraintCheck.enabled": "false"}
-"""Lets an overwrite of some partitions add rows to others in the same commit."""
-_REFUSALS = (
-    "Permission denied",
-    "Read-only file system",
-    "No space left on device",
-    "Disk quota exceeded",
-    "Mkdirs failed",
-    "Not a directory",
-    "ParentNotDirectoryException",
-    "FileAlreadyExistsException",
-    "AccessDenied",
-)
-"""How file systems say that they take nothing, inside of Spark's errors."""
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
+_UNDERSTOOD = {"timestampNtz", "vacuumProtocolCheck"}
+"""What a table may ask of its readers; with others its files are not its rows."""
 
 
 class Committed(NamedTuple):
@@ -53,17 +39,140 @@ class Committed(NamedTuple):
     Args:
         version: the table's version at it.
         document: what it carries.
-        rows: how many rows it wrote, as Delta counted them; None where it did not.
     """
 
     version: int
     document: dict[str, Any]
-    rows: int | None
+
+
+class File(NamedTuple):
+    """A data file of a table, as its log describes it.
+
+    Args:
+        place: below the table's directory.
+        size: bytes.
+        rows: how many it has; of a file that somebody else wrote perhaps none are told: 0.
+        segment: the part of a view that its rows belong to; None = current, or there are no parts.
+        partitions: the smallest and the largest partition of its rows; None = not known.
+        offsets: likewise.
+        newest: no row's timestamp is later: epoch microseconds; None = not known.
+    """
+
+    place: str
+    size: int
+    rows: int
+    segment: int | None
+    partitions: tuple[int, int] | None
+    offsets: tuple[int, int] | None
+    newest: int | None = None
+
+
+Wanted = Callable[[File], bool]
+
+
+def everything(file: File) -> bool:
+    """All files are wanted."""
+    return True
 
 
 def filesystem(path: str) -> tuple[Any, str]:
     """The file system of a path and the path on it. Hadoop's ``s3a://`` is ``s3://`` here."""
     return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
+
+
+def require_place(path: str) -> None:
+    """A warehouse's path must mean the same to Spark and to ``deltalake``.
+
+    Raises:
+        StorageError: it has a backslash, or a per cent sign before two hexadecimal digits.
+    """
+    odd = re.search(r"\\|%[0-9a-fA-F]{2}", path)
+    if odd is not None:
+        raise StorageError(
+            f"expected a warehouse whose path can be read as a URL as well, got {path!r}: {odd[0]!r} "
+            "in it would be taken for another character; use another directory"
+        )
+
+
+# --------------------------------------------------------------------------------- the log of a table
+
+
+def open_table(path: str, version: int | None = None) -> DeltaTable | None:
+    """A table, as of one of its versions where given; None where there is none.
+
+    Raises:
+        StorageError: its log cannot be read.
+    """
+    if not exists(path):
+        return None
+    try:
+        return DeltaTable(location(path), version=version)
+    except TableNotFoundError:
+        return None
+    except (DeltaError, OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def require_table(path: str, version: int | None = None) -> DeltaTable:
+    """The same of a table that must be there."""
+    found = open_table(path, version)
+    if found is None:
+        raise StorageError(f"expected a Delta table in {path}, found none; materialize the asset first")
+    return found
+
+
+def location(path: str) -> str:
+    """A table's directory as ``deltalake`` wants it."""
+    return re.sub(r"^s3[an]://", "s3://", str(path))
+
+
+def _unreadable(path: str, error: Exception) -> StorageError:
+    for _ in history(path):
+        pass  # it says which commit is cut off
+    return StorageError(
+        f"expected a Delta table that can be read in {path}, got: {one_line(error)}. Restore its "
+        "_delta_log from a backup, or make the asset anew beside it (vt-dagster replay)"
+    )
+
+
+def history(path: str) -> Iterator[dict[str, Any]]:
+    """What each commit that is still there says of itself, with its ``version``, newest first.
+
+    Not by ``DeltaTable.history``: it finds nothing where a path has ``#`` or ``?``, and counts versions
+    wrongly where a commit says nothing.
+
+    Raises:
+        StorageError: a commit is cut off.
+    """
+    fs, root = filesystem(path)
+    names = [name for name in log_files(path) if COMMIT_FILE.fullmatch(name)]
+    for name in sorted(names, reverse=True):
+        text = fs.cat_file(posixpath.join(root, "_delta_log", name)).decode("utf-8", "replace")
+        try:
+            if not text.rstrip().endswith("}"):
+                raise ValueError(name)
+            told = [json.loads(line) for line in text.splitlines() if '"commitInfo"' in line]
+        except ValueError:
+            raise StorageError(
+                f"{path}/_delta_log/{name} is cut off: whoever wrote it did not come to its end, or "
+                "the disk was full. If it is the newest of its directory, that commit never was: move "
+                "the file away and run again; if it is not, restore it from a backup"
+            ) from None
+        info = next((one["commitInfo"] for one in told if "commitInfo" in one), {})
+        yield {**info, "version": int(name[:20])}
+
+
+def _own(info: dict[str, Any]) -> Committed | None:
+    try:
+        document = json.loads(info.get("userMetadata") or "{}").get(MARK)
+    except (ValueError, AttributeError):
+        return None
+    return Committed(info["version"], document) if isinstance(document, dict) else None
+
+
+def _ours(path: str) -> Iterator[Committed]:
+    found = (_own(info) for info in history(path))
+    return (one for one in found if one is not None)
 
 
 def last_commit(path: str) -> Committed | None:
@@ -76,49 +185,82 @@ def last_commit(path: str) -> Committed | None:
     Raises:
         StorageError: there is a table, but none of its commits that are still there is ours.
     """
-    names = _commit_files(path)
-    found = next(_ours(path, names), None)
-    if found is not None:
-        newer = names[: names.index(f"{found.version:020d}.json")]
-        if newer and all(_info(path, name).get("operation") in _UPKEEP for name in newer):
-            return found._replace(version=int(newer[0][:20]))
-    if found is None and names:
-        raise StorageError(
-            f"{path} is a Delta table, but none of its {len(names)} commits was written by "
-            "vt_dagster: expected a table that only vt_dagster appends to; give the asset another "
-            "warehouse directory or move that table away"
-        )
-    return found
+    newer: list[dict[str, Any]] = []
+    for info in history(path):
+        found = _own(info)
+        if found is not None:
+            upkeep = newer and all(one.get("operation") in _UPKEEP for one in newer)
+            return found._replace(version=newer[0]["version"]) if upkeep else found
+        newer.append(info)
+    if not newer:
+        return None
+    raise StorageError(
+        f"{path} is a Delta table, but none of its {len(newer)} commits was written by "
+        "vt_dagster: expected a table that only vt_dagster appends to; give the asset another "
+        "warehouse directory or move that table away"
+    )
+
+
+def last_of_ours(path: str) -> Committed | None:
+    """The newest commit of ours, whatever came after it; None where there is none."""
+    return next(_ours(path), None)
 
 
 def foreign_write(path: str) -> str | None:
     """What somebody else has done to the rows of a table since our newest commit, for a message; None =
     nothing, or it was undone by a RESTORE to our commit. Does not use Spark."""
-    names = _commit_files(path)
-    found = next(_ours(path, names), None)
+    newer: list[dict[str, Any]] = []
+    found = None
+    for info in history(path):
+        found = _own(info)
+        if found is not None:
+            break
+        newer.append(info)
     if found is None:
         return None
-    for name in names[: names.index(f"{found.version:020d}.json")]:
-        info = _info(path, name)
+    for info in newer:
         operation = str(info.get("operation"))
         if operation == "RESTORE":
             version = (info.get("operationParameters") or {}).get("version")
             return None if str(version) == str(found.version) else f"RESTORE to version {version}"
         if operation in _CHANGES:
-            return f"{operation} at version {int(name[:20])}"
+            return f"{operation} at version {info['version']}"
     return None
 
 
-def _commit_files(path: str) -> list[str]:
-    """The names of a table's commit files, newest first; none where there is no table."""
-    return _newest_first(_log_files(path))
+def batch_before(path: str, batch: int) -> Committed | None:
+    """Our newest commit of an earlier batch; None where there is none, or where somebody else has
+    written to the table since. Does not use Spark."""
+    for info in history(path):
+        found = _own(info)
+        if found is None and info.get("operation") not in _UPKEEP:
+            return None
+        if found is not None and found.document["batch"] < batch:
+            return found
+    return None
 
 
-def _newest_first(names: Iterable[str]) -> list[str]:
-    return sorted((n for n in names if _COMMIT_FILE.fullmatch(n)), reverse=True)
+def commit_of(path: str, batch: int, attempt: str) -> Committed | None:
+    """The commit that this attempt made of a batch, later ones may stand above it by now; None = it
+    was another attempt that wrote the batch."""
+    for found in _ours(path):
+        if found.document["batch"] <= batch:
+            return found if found.document["attempt"] == attempt else None
+    return None
 
 
-def _log_files(path: str) -> list[str]:
+def exists(path: str) -> bool:
+    """Whether there is a table. Does not use Spark."""
+    return next(history(path), None) is not None
+
+
+def is_conflict(error: Exception) -> bool:
+    """Whether Spark's Delta refused a commit because of another one at the same time."""
+    return _CONFLICT.search(str(error)) is not None
+
+
+def log_files(path: str) -> list[str]:
+    """The names of what lies in a table's ``_delta_log``."""
     fs, root = filesystem(path)
     try:
         found = fs.ls(posixpath.join(root, "_delta_log"), detail=False, refresh=True)
@@ -127,123 +269,7 @@ def _log_files(path: str) -> list[str]:
     return [posixpath.basename(f) for f in found]
 
 
-def is_older(path: str, age: timedelta) -> bool:
-    """Whether a file, or each file of a directory, was written longer ago than that."""
-    fs, local = filesystem(path)
-    written = [fs.modified(name) for name in fs.find(local) or [local]]  # object stores: files alone
-    return all(time.time() - moment.timestamp() > age.total_seconds() for moment in written)
-
-
-def forget_commits(path: str, keep: timedelta) -> int:
-    """Removes the commits that led to the newest checkpoint which is older than ``keep``.
-
-    All versions younger than that can still be read; and our newest commit, whose document is where
-    the next run goes on from, stays however old it is. Does not use Spark.
-
-    Returns:
-        how many commits.
-    """
-    fs, root = filesystem(path)
-    folder = posixpath.join(root, "_delta_log")
-    names = _log_files(path)
-    ours = next(_ours(path, _newest_first(names)), None)
-    if ours is None:
-        return 0
-    files = [(found[1], name) for name in names if (found := _LOG_FILE.fullmatch(name))]
-    old = [
-        version
-        for version, name in files
-        if name == f"{version}.checkpoint.parquet"
-        and int(version) <= ours.version
-        and is_older(posixpath.join(path, "_delta_log", name), keep)
-    ]
-    # The oldest first: whoever is killed here leaves commits without a gap.
-    gone = sorted((version, name) for version, name in files if old and version < max(old))
-    for _, name in gone:
-        with contextlib.suppress(FileNotFoundError):  # by another maintenance
-            fs.rm_file(posixpath.join(folder, name))
-    return sum(_COMMIT_FILE.fullmatch(name) is not None for _, name in gone)
-
-
-def _ours(path: str, names: Iterable[str]) -> Iterator[Committed]:
-    found = (_own(name, _info(path, name)) for name in names)
-    return (one for one in found if one is not None)
-
-
-def _own(name: str, info: dict[str, Any]) -> Committed | None:
-    try:
-        document = json.loads(info.get("userMetadata") or "{}").get(MARK)
-    except (ValueError, AttributeError):
-        return None
-    if not isinstance(document, dict):
-        return None
-    written = (info.get("operationMetrics") or {}).get("numOutputRows")
-    return Committed(int(name[:20]), document, None if written is None else int(written))
-
-
-def batch_before(path: str, batch: int) -> Committed | None:
-    """Our newest commit of an earlier batch; None where there is none, or where somebody else has
-    written to the table since. Does not use Spark."""
-    for name in _commit_files(path):
-        info = _info(path, name)
-        found = _own(name, info)
-        if found is None and info.get("operation") not in _UPKEEP:
-            return None
-        if found is not None and found.document["batch"] < batch:
-            return found
-    return None
-
-
-def partitions_written(path: str, batch: int, column: str) -> set[str | None]:
-    """The values of a partition column in whose partitions our newest commit of a batch put files.
-    Does not use Spark."""
-    found = next(one for one in _ours(path, _commit_files(path)) if one.document["batch"] == batch)
-    fs, root = filesystem(path)
-    with fs.open(
-        posixpath.join(root, "_delta_log", f"{found.version:020d}.json"), "rt", encoding="utf-8"
-    ) as lines:
-        actions = [json.loads(line) for line in lines if line.startswith('{"add"')]
-    return {action["add"]["partitionValues"].get(column) for action in actions}
-
-
-def _info(path: str, name: str) -> dict[str, Any]:
-    """What a commit file says of the commit as a whole.
-
-    Raises:
-        StorageError: the file is cut off.
-    """
-    fs, root = filesystem(path)
-    text = fs.cat_file(posixpath.join(root, "_delta_log", name)).decode("utf-8")
-    try:
-        if not text.rstrip().endswith("}"):
-            raise ValueError(text)
-        lines = (json.loads(line) for line in text.splitlines() if '"commitInfo"' in line)
-        return next((line["commitInfo"] for line in lines if "commitInfo" in line), {})
-    except ValueError:
-        raise StorageError(
-            f"{path}/_delta_log/{name} is cut off: whoever wrote it did not come to its end, or the "
-            "disk was full. If it is the newest of its directory, that commit never was: move the file "
-            "away and run again; if it is not, restore it from a backup"
-        ) from None
-
-
-def exists(path: str) -> bool:
-    """Whether there is a table. Does not use Spark."""
-    return bool(_commit_files(path))
-
-
-def is_conflict(error: Exception) -> bool:
-    """Whether Delta refused a commit because of another one at the same time."""
-    return _CONFLICT.search(str(error)) is not None
-
-
-def _commit_of(path: str, batch: int, attempt: str) -> Committed | None:
-    """The commit that this attempt made of a batch, later ones may stand above it by now; None = it
-    was another attempt that wrote the batch."""
-    for found in _ours(path, _commit_files(path)):
-        if found.document["batch"] <= batch:
-            return found if found.document["attempt"] == attempt else None
-    return None
+# ------------------------------------------------------------------------------------------ reading
 
 
 def literal(path: str) -> str:
@@ -256,108 +282,62 @@ def quoted(path: str) -> str:
     return "delta.`" + path.replace("`", "``") + "`"
 
 
-def read(spark: SparkSession, path: str, version: int | None = None) -> DataFrame:
-    """A table, as of one of its versions where given.
-
-    A run asks for the same version more than once, and Delta lists all commits twice to find it. So the
-    last ones are remembered, by what their commit says: a table that was made anew is another.
-    """
-    if version is None:
-        return spark.read.format("delta").load(path)
-    info: dict[str, Any] = {}
-    with contextlib.suppress(FileNotFoundError):  # Delta says it better
-        info = _info(path, f"{version:020d}.json")
-    return _as_of(spark, path, version, json.dumps(info))
+def files(path: str, version: int | None = None, wanted: Wanted = everything) -> list[File]:
+    """The data files of a table, as of one of its versions where given, that are wanted. Does not use
+    Spark."""
+    return files_of(require_table(path, version), wanted)
 
 
-@functools.lru_cache(maxsize=8)
-def _as_of(spark: SparkSession, path: str, version: int, _commit: str) -> DataFrame:
-    return spark.read.format("delta").option("versionAsOf", version).load(path)
-
-
-def write(
-    rows: DataFrame,
-    path: str,
-    *,
-    mode: Literal["append", "overwrite"],
-    document: dict[str, Any],
-    batch: int,
-    asset: str,
-    stats: tuple[str, ...] = (),
-    partitioned_by: str | None = None,
-    replaced: str | None = None,
-) -> Committed:
-    """One commit with a document. A batch is written once: another run's is a conflict.
-
-    Args:
-        document: goes into the commit's ``userMetadata``; must hold ``batch`` and ``attempt``.
-        batch: Delta refuses (append) a batch number that the table has already.
-        stats: the columns that files are pruned by; Delta's default where empty.
-        partitioned_by: a column by whose values files are kept apart.
-        replaced: an overwrite takes the place of these rows alone, a condition on ``partitioned_by``;
-            None = of all.
-
-    Returns:
-        the commit.
+def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
+    """The same of a table that is open.
 
     Raises:
-        ConcurrentRunError: another run committed this batch, or wrote at the same time.
+        StorageError: somebody has switched on what these files alone do not say.
     """
-    writer = (
-        rows.write.format("delta")
-        .mode(mode)
-        .option("userMetadata", json.dumps({MARK: document}))
-        .option("txnAppId", f"{MARK}:{asset}")
-        .option("txnVersion", batch)
-        .option("delta.checkpointInterval", "20")
-        # Else it forgets our last commit 30 days after it, if others only clean the table: see
-        # ``forget_commits``, which maintenance calls.
-        .option("delta.enableExpiredLogCleanup", "false")
+    protocol = table.protocol()
+    asked = set(protocol.reader_features or []) - _UNDERSTOOD
+    if protocol.min_reader_version == 2:
+        asked = {"columnMapping"}
+    if asked:
+        raise StorageError(
+            f"expected a Delta table as vt_dagster writes it in {table.table_uri}, got one with "
+            f"{', '.join(sorted(asked))}, whose files alone do not say what is in it: undo that (ALTER "
+            "TABLE … DROP FEATURE), or make the asset anew (vt-dagster replay)"
+        )
+    told = pa.table(table.get_add_actions(flatten=True))
+    rows = told.num_rows
+
+    def column(name: str) -> list[Any]:
+        return told.column(name).to_pylist() if name in told.column_names else [None] * rows
+
+    def span(name: str) -> list[tuple[int, int] | None]:
+        both = zip(column(f"min.{name}"), column(f"max.{name}"), strict=True)
+        return [None if low is None or high is None else (low, high) for low, high in both]
+
+    counts = [count or 0 for count in column("num_records")]
+    newest: list[int | None] = [None] * rows
+    if f"max.{TIMESTAMP}" in told.column_names:
+        times = told.column(f"max.{TIMESTAMP}")
+        if pa.types.is_timestamp(times.type):
+            micros = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_pylist()
+            # Delta's statistics leave out what is less than a millisecond.
+            newest = [None if one is None else one + 999 for one in micros]
+    found = zip(
+        column("path"),
+        column("size_bytes"),
+        counts,
+        column(f"partition.{SEGMENT}"),
+        span(PARTITION),
+        span(OFFSET),
+        newest,
+        strict=True,
     )
-    if stats:
-        writer = writer.option("delta.dataSkippingStatsColumns", ",".join(stats))
-    if partitioned_by:
-        writer = writer.partitionBy(partitioned_by)
-    if replaced:
-        writer = writer.option("replaceWhere", replaced)
-    schema = "mergeSchema" if mode == "append" or replaced else "overwriteSchema"
-    try:
-        with settings(rows.sparkSession, _ROWS_BESIDE if replaced else {}), writing(path):
-            writer.option(schema, "true").save(path)
-    except Exception as error:
-        if is_conflict(error):
-            raise _conflict(asset, batch) from None
-        raise
-    commit = _commit_of(path, batch, document["attempt"])
-    if commit is None:
-        raise _conflict(asset, batch)
-    return commit
+    return [file for file in (File(*one) for one in found) if wanted(file)]
 
 
-@contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
-    """Says in a sentence that nothing can be written to a place.
-
-    Raises:
-        StorageError: its file system refuses, or is full.
-    """
-    try:
-        yield
-    except Exception as error:
-        said = str(error)
-        sign = next((sign for sign in _REFUSALS if sign in said), None)
-        if sign is not None or isinstance(error, OSError):
-            raise StorageError(
-                f"expected to write to {path}, got: {sign or one_line(error)}. What was committed "
-                "before stays as it is. Give the process the right to write there, or make room, and "
-                "run again"
-            ) from error
-        raise
-
-
-def _conflict(asset: str, batch: int) -> ConcurrentRunError:
-    return ConcurrentRunError(
-        f"{asset}: expected to be the only run that writes batch {batch}, but another run committed "
-        "at the same time and won; nothing of this run was written. Run again to take what is new "
-        "since then; to keep runs from overlapping, limit the concurrency of this asset's job to 1"
-    )
+def written_by(path: str, batch: int) -> list[File]:
+    """The files that our newest commit of a batch wrote. Does not use Spark."""
+    for one in _ours(path):
+        if one.document["batch"] == batch:
+            return files(path, one.version, lambda file: file.place.startswith(f"{batch}-"))
+    return []

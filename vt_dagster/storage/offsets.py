@@ -7,6 +7,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION
 from vt_dagster.core.arrival import by_partition
+from vt_dagster.storage.delta import File, Wanted
 from vt_dagster.storage.positions import Offsets
 
 MANY = 64
@@ -17,7 +18,7 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
     """Whether a log row is at an offset or after it; of partitions without one every row is.
 
     Partitions with nothing new are not asked for, and those that begin at the same offset are asked for
-    together: planning takes as long as the condition is, and Delta leaves out files by it.
+    together: planning takes as long as the condition is.
 
     Args:
         start: the first offset of each partition.
@@ -34,4 +35,28 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
     wanted = F.lit(False)
     for first, partitions in begin.items():
         wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) >= first))
+    return wanted
+
+
+def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
+    """Whether a file of a log may have rows at an offset or after it, as far as that is known.
+
+    Args:
+        start, ends: as in :func:`at_or_after`.
+    """
+    first = {p: start.get(p, 0) for p, end in ends.items() if start.get(p, 0) < end}
+    least = min(first.values(), default=None)
+
+    def wanted(file: File) -> bool:
+        if least is None:
+            return False
+        if file.offsets is None or file.partitions is None:
+            return True
+        low, high = file.partitions
+        last = file.offsets[1]
+        if last < least:
+            return False
+        some = first if len(first) < high - low else range(low, high + 1)
+        return any(low <= p <= high and first.get(p, last + 1) <= last for p in some)
+
     return wanted

@@ -15,6 +15,11 @@ Offsets = dict[int, int]
 Ranges = dict[str, dict[int, tuple[int, int]]]
 """Input -> partition -> [start, end)."""
 
+EVER = -(2**63)
+"""Before all times, epoch microseconds."""
+_NOTED = 64
+"""So many batches at most are told apart by what was out of order since."""
+
 
 class Shape(BaseModel):
     """What a log is a log of, so that its tables can be read without the definitions."""
@@ -79,8 +84,10 @@ class Commit(BaseModel):
     waiting now. Those of which there are none are left out."""
     topics: dict[str, str] = Field(default_factory=dict)
     """Of a Kafka source: the id of each topic; another topic of the same name has another one."""
-    earliest: int | None = None
-    """Of this run: the smallest timestamp of a record that was not its key's latest; None = of none."""
+    disorder: dict[int, int] | None = None
+    """How far back records out of order have reached: by batch the smallest timestamp of one that was
+    not its key's latest, where no later batch has a smaller one. None = not known, of logs that
+    were begun before it was noted."""
     gaps: Ranges = Field(default_factory=dict)
     """Of this run: offsets that were gone before they could be consumed, ``[first, next)``; of a topic
     that was created anew, where it stood. A run has them only where it was told to accept them."""
@@ -90,6 +97,36 @@ class Commit(BaseModel):
     """Whether the attempt's directory holds records to be put into quarantine."""
     state: bool = False
     """Whether the attempt's directory holds what an operator keeps from run to run."""
+
+    @property
+    def total(self) -> int:
+        """Records of the log so far."""
+        return sum(self.next_offset.values())
+
+    def earliest_since(self, batch: int) -> int | None:
+        """The smallest timestamp of a record that was not its key's latest, in the batches after one;
+        None = there is none."""
+        known = {self.batch: EVER} if self.disorder is None else self.disorder
+        return min((moment for later, moment in known.items() if later > batch), default=None)
+
+    def disorder_with(self, earliest: int | None) -> dict[int, int]:
+        """``disorder`` after one more batch.
+
+        Args:
+            earliest: in that batch.
+        """
+        known = self.disorder
+        if known is None:
+            known = {self.batch: EVER} if self.batch else {}
+        if earliest is None:
+            return known
+        kept = {batch: moment for batch, moment in known.items() if moment < earliest}
+        kept[self.batch + 1] = earliest
+        while len(kept) > _NOTED:
+            # Of the two oldest the earlier time, for both.
+            first, second = sorted(kept)[:2]
+            kept[second] = kept.pop(first)
+        return dict(sorted(kept.items()))
 
 
 class Checkpoint(BaseModel):
@@ -104,18 +141,10 @@ class Checkpoint(BaseModel):
     """Of a versioned table's view: how its rows are laid out for the next run."""
     history_retention: int | dict[int, int] | None = None
     """Of a versioned table's view: with which it was written. What has expired is not there."""
-    rows: int = Field(default=0, exclude=True)
-    """Not in the document: how many rows the commit wrote. Of a view that is what is current, and what
-    the batch changed of history; where Delta did not count, all that there may be."""
-
-    def reach(self, moment: int | None) -> int:
-        """How many rows of a view are current or end after a time (none is given: are current), more
-        or less, and not less but by what is in a segment by chance."""
-        if self.segments is None or moment is None:
-            return self.rows
-        return self.rows + self.segments.rows_from(self.segments.number(moment), self.total)
+    written: int = 0
+    """When it was committed: epoch microseconds of the writer's clock."""
 
     @property
     def total(self) -> int:
-        """Records of the log so far."""
+        """Records of the log that it has."""
         return sum(self.next_offset.values())

@@ -15,13 +15,16 @@ from pydantic import BaseModel, Field
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import SEGMENT, TIMESTAMP, VALID_TO
+from vt_dagster.columns import TIMESTAMP, VALID_TO
+from vt_dagster.storage.delta import File, Wanted, everything
 
 SEGMENT_ROWS = 100_000
 """A segment is closed when it may hold so many versions, or a hundredth of the table's."""
 
-CURRENT, EVERYTHING = f"{SEGMENT} IS NULL", "TRUE"
-"""Rows of a view, as SQL conditions on their segment."""
+
+def current(file: File) -> bool:
+    """The files of a view with what is current: of a plain table all."""
+    return file.segment is None
 
 
 class Segments(BaseModel):
@@ -51,17 +54,10 @@ class Segments(BaseModel):
         later = f"size(filter(array({ends}), e -> e <= unix_micros({VALID_TO})))" if ends else "0"
         return F.expr(f"CASE WHEN {VALID_TO} IS NOT NULL THEN {self.first} + {later} END")
 
-    def ending_after(self, moment: int) -> str:
-        """All versions that end after a time, and some that do not, as SQL."""
-        return f"{CURRENT} OR {SEGMENT} >= {self.number(moment)}"
-
-    def rows_from(self, number: int, total: int) -> int:
-        """How many versions are in a segment and those after it, more or less.
-
-        Args:
-            total: records of the log so far.
-        """
-        return self.rows + (self.last - number) * segment_rows(total)
+    def ending_after(self, moment: int) -> Wanted:
+        """The files with all versions that end after a time, and some that do not."""
+        first = self.number(moment)
+        return lambda file: file.segment is None or file.segment >= first
 
     def forgotten(self, horizon: int) -> Segments:
         """Without the segments in which every version ended before the horizon."""
@@ -98,14 +94,14 @@ class Change:
     Args:
         layout: where the rows that it writes go.
         following: what the next batch goes by.
-        read: the rows that it may change, as SQL; all others stay as they are.
-        replaced: the rows that go, the same and what is forgotten; None = all.
+        read: the files whose rows it may change; all others stay as they are.
+        replaced: the files that go, the same and what is forgotten.
     """
 
     layout: Segments
     following: Segments
-    read: str
-    replaced: str | None
+    read: Wanted
+    replaced: Wanted
 
 
 def plan(
@@ -135,11 +131,15 @@ def plan(
     layout = kept.divided(log, records, total)
     following = layout.closed_if_full(records, total, newest)
     if old is None:
-        return Change(layout, following, EVERYTHING, None)
+        return Change(layout, following, everything, everything)
     moved = [*layout.ends[len(kept.ends) :], *([] if earliest is None else [earliest])]
-    read = kept.ending_after(min(moved)) if moved else CURRENT
-    replaced = read if kept.first == old.first else f"{read} OR {SEGMENT} < {kept.first}"
-    return Change(layout, following, read, replaced)
+    read = kept.ending_after(min(moved)) if moved else current
+    first = kept.first
+
+    def goes(file: File) -> bool:
+        return read(file) or (file.segment is not None and file.segment < first)
+
+    return Change(layout, following, read, goes)
 
 
 def segment_rows(total: int) -> int:

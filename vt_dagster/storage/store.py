@@ -27,9 +27,7 @@ from vt_dagster.columns import (
     IS_LATE,
     IS_LATEST,
     LOG_COLUMNS,
-    OFFSET,
     OLD,
-    PARTITION,
     TIMESTAMP,
 )
 from vt_dagster.core import store as of_table
@@ -37,12 +35,11 @@ from vt_dagster.core import versioned
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
-from vt_dagster.storage import delta
-from vt_dagster.storage.offsets import at_or_after
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.offsets import at_or_after, file_at_or_after
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Shape
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.segments import CURRENT, EVERYTHING
-from vt_dagster.storage.view import View, checkpoint_at, require_remembered
+from vt_dagster.storage.view import Base, View, require_remembered
 from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_name
@@ -60,26 +57,42 @@ class Head:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An asset's tables, brought up to the log, as one reads them.
+    """A stream or table as of one commit, as one reads it: a table's view, and the tail of the log that
+    is not in it yet.
 
     Args:
         head: the log's last commit; None before the first.
-        version: the view's; pin it to go on reading what it is now. None where there is no view.
-        checkpoint: the batch that the view stands at: the last one, or what another run made since.
+        base: the view that the tail is folded onto; None = there is none, or a stream has none: all is
+            in the log.
     """
 
     head: Head | None = None
-    version: int | None = None
-    checkpoint: Checkpoint | None = None
+    base: Base | None = None
 
     @property
-    def rows(self) -> int:
-        """How many rows of the view a run in order meets, more or less."""
-        return 0 if self.checkpoint is None else self.checkpoint.rows
+    def stream_time(self) -> dict[int, int]:
+        """Of each partition, epoch microseconds."""
+        return {} if self.head is None else self.head.commit.stream_time
+
+    @property
+    def total(self) -> int:
+        """Records of the log."""
+        return 0 if self.head is None else self.head.commit.total
+
+    @property
+    def tail(self) -> int:
+        """How many of them are not in the view."""
+        return self.total - (0 if self.base is None else self.base.checkpoint.total)
+
+    def reach(self, moment: int | None = None) -> int:
+        """How many rows are current, or may end after a time, with those of the tail; None = are
+        current. More or less, and not less."""
+        return self.tail + (0 if self.base is None else self.base.reach(moment))
 
 
 def asset_names(warehouse: str) -> list[str]:
     """The names of the assets that have a log in a warehouse. Does not use Spark."""
+    delta.require_place(str(warehouse))
     fs, root = delta.filesystem(str(warehouse))
     try:
         names = [posixpath.basename(p.rstrip("/")) for p in fs.ls(root, detail=False)]
@@ -117,6 +130,7 @@ class AssetStore:
     ) -> None:
         self.node = node
         self.progress = Progress(node.name, tell)
+        delta.require_place(str(warehouse))
         self.root = posixpath.join(str(warehouse), node.name)
         self.log_path = posixpath.join(self.root, "log")
         self.view_path = posixpath.join(self.root, "view")
@@ -140,7 +154,7 @@ class AssetStore:
                 f"materialize it first, or choose one of {asset_names(warehouse)}"
             )
         shape = Commit.model_validate(found[1]).shape
-        fields = delta.read(spark, path).schema.fields
+        fields = parquet.schema(path).fields
         added = {*LOG_COLUMNS, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
         own = [f for f in fields if f.name not in added]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
@@ -166,17 +180,24 @@ class AssetStore:
     def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
         """The log rows from ``start`` (inclusive) to a commit (inclusive).
 
+        Plan: files that have none of them, by their statistics, are not opened.
+
         Args:
             after: also those before ``start`` whose timestamp is larger than this (epoch
                 microseconds): what a grace buffer may still hold.
         """
-        rows = delta.read(self.spark, self.log_path, head.version)
         if not start:
-            return rows
-        wanted = at_or_after(start, head.commit.next_offset)
-        if after is not None:
-            wanted = wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after)))
-        return rows.where(wanted)
+            return parquet.read(self.spark, self.log_path, head.version)
+        ends = head.commit.next_offset
+        recent, wanted = file_at_or_after(start, ends), at_or_after(start, ends)
+        if after is None:
+            return parquet.read(self.spark, self.log_path, head.version, recent).where(wanted)
+
+        def needed(file: delta.File) -> bool:
+            return recent(file) or file.newest is None or file.newest > after
+
+        rows = parquet.read(self.spark, self.log_path, head.version, needed)
+        return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
 
     def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
         """Appends a run's rows: the one atomic step that makes the run count.
@@ -194,22 +215,15 @@ class AssetStore:
         else:
             self._check_name()
         # Small runs must not leave many small files, and large ones must not wait for one task.
-        written = delta.write(
+        written = parquet.write(
             rows.coalesce(max(1, math.ceil(count / _ROWS_OF_A_FILE))),
             self.log_path,
-            mode="append",
             document=commit.model_dump(),
             batch=commit.batch,
             asset=self.node.name,
-            stats=(PARTITION, OFFSET, TIMESTAMP, *self._prunable(rows)),
         )
         self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
         return Head(written.version, commit)
-
-    def _prunable(self, rows: DataFrame) -> list[str]:
-        nested = ("array", "map", "struct", "binary", "boolean")
-        types = dict(rows.dtypes)
-        return [k for k in self.node.key if not types[k].startswith(nested)]
 
     def _check_name(self) -> None:
         warehouse, name = posixpath.split(self.root)
@@ -233,7 +247,7 @@ class AssetStore:
         )
 
     def _check_columns(self, rows: DataFrame) -> None:
-        old = {f.name.lower(): f for f in delta.read(self.spark, self.log_path).schema.fields}
+        old = {f.name.lower(): f for f in parquet.schema(self.log_path).fields}
         changed = [
             f"{f.name}: {old[f.name.lower()].dataType.simpleString()} -> {f.dataType.simpleString()}"
             for f in rows.schema.fields
@@ -283,7 +297,7 @@ class AssetStore:
 
     def _stage(self, attempt: str, what: str, rows: DataFrame) -> None:
         path = self._attempt_path(attempt, what)
-        with delta.writing(path):
+        with parquet.writing(path):
             rows.write.mode("overwrite").parquet(path)
 
     def state(self, head: Head | None) -> DataFrame | None:
@@ -303,7 +317,7 @@ class AssetStore:
         """Keeps the list of files that have been consumed once the run's commit counts."""
         path = self._attempt_path(attempt, "files.json.gz")
         fs, local = delta.filesystem(path)
-        with delta.writing(path):
+        with parquet.writing(path):
             fs.makedirs(posixpath.dirname(local), exist_ok=True)
             fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
 
@@ -337,30 +351,35 @@ class AssetStore:
 
     # -- what follows from the log ---------------------------------------------------------------
 
-    def catch_up(self, head: Head | None = None) -> Snapshot:
-        """Brings quarantine and view up to the log. Safe to call at any time, by anyone.
+    def snapshot(self) -> Snapshot:
+        """The asset as of its last commit. Writes nothing, and does not use Spark."""
+        # The view first: it may be brought further at any time, and then the log is there already.
+        base = self._view.base() if isinstance(self.node, Table) else None
+        return self._snapshot(self.head(), base)
 
-        Args:
-            head: the log's last commit, where the caller has just made it.
-        """
-        head = head or self.head()
+    def _snapshot(self, head: Head | None, base: Base | None) -> Snapshot:
         if head is None:
             return Snapshot()
         self._check_shape(head.commit.shape)
-        self._publish_rejected(head)
-        if not isinstance(self.node, Table):
-            return Snapshot(head)
-        version, checkpoint = self._update_view(head)
-        return Snapshot(head, version, checkpoint)
+        return Snapshot(head, self._view.usable(base))
 
-    def snapshot(self) -> Snapshot:
-        """The last commit, and the view that stands exactly at it."""
-        while True:
-            found = self.catch_up()
-            if found.head is None or found.checkpoint is None:
-                return found
-            if found.checkpoint.next_offset == found.head.commit.next_offset:
-                return found
+    def catch_up(self, head: Head | None = None, now: bool = False) -> Snapshot:
+        """Brings quarantine and view up to the log, the view where it is to be as fresh as that. Safe
+        to call at any time, by anyone.
+
+        Args:
+            head: the log's last commit, where the caller has just made it.
+            now: however fresh the view is to be.
+        """
+        base = self._view.base() if isinstance(self.node, Table) else None
+        head = head or self.head()
+        found = self._snapshot(head, base)
+        if head is None:
+            return found
+        self._publish_rejected(head)
+        if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):
+            return found
+        return Snapshot(head, self._update_view(head))
 
     def _check_shape(self, shape: Shape) -> None:
         declared = shape_of(self.node)
@@ -386,26 +405,31 @@ class AssetStore:
             )
 
     def _publish_rejected(self, head: Head) -> None:
-        commit = head.commit
-        if not commit.rejected:
+        rows, commit = self._unpublished(head), head.commit
+        if rows is None:
             return
-        done = checkpoint_at(self.quarantine_path)
-        if done is not None and done[1].batch >= commit.batch:
-            return
-        rows = self._read_staged(commit, "rejected")
         checkpoint = Checkpoint(asset=commit.asset, batch=commit.batch, attempt=commit.attempt)
         count = commit.counts.get("late", 0) + commit.counts.get("quarantined", 0)
         with small_run(self.spark, is_small(count, 0)):
-            delta.write(
-                rows.withColumn("batch", F.lit(commit.batch)),
+            parquet.write(
+                rows,
                 self.quarantine_path,
-                mode="append",
                 document=checkpoint.model_dump(),
                 batch=commit.batch,
                 asset=commit.asset,
             )
 
-    def _update_view(self, head: Head, rebuild: bool = False) -> tuple[int, Checkpoint]:
+    def _unpublished(self, head: Head) -> DataFrame | None:
+        """What the last run has rejected and is not in the quarantine table yet; None = nothing."""
+        commit = head.commit
+        if not commit.rejected:
+            return None
+        done = delta.last_commit(self.quarantine_path)
+        if done is not None and done.document["batch"] >= commit.batch:
+            return None
+        return self._read_staged(commit, "rejected").withColumn("batch", F.lit(commit.batch))
+
+    def _update_view(self, head: Head, rebuild: bool = False) -> Base:
         return self._view.update(head.commit, lambda start: self.log(start, head), rebuild)
 
     def rebuild_view(self) -> None:
@@ -414,41 +438,48 @@ class AssetStore:
         if head is not None and isinstance(self.node, Table):
             self._update_view(head, rebuild=True)
 
+    def stored_rows(self) -> int:
+        """How many rows the table has that readers are sent to: the view, of a stream the log. Does not
+        use Spark."""
+        path = self.view_path if isinstance(self.node, Table) else self.log_path
+        return sum(file.rows for file in delta.files(path))
+
     def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame:
-        """The rows of the view of a snapshot, which has one: versions, or current rows.
+        """The rows of a table as of a snapshot: versions, or current rows.
 
         Args:
             since: epoch microseconds: versions that ended by then are not needed, and may be left out.
         """
-        assert at.version is not None
-        assert at.checkpoint is not None
-        layout = at.checkpoint.segments
-        wanted = EVERYTHING if layout is None or since is None else layout.ending_after(since)
-        return self._view.remembered(self.spark, at.version, at.checkpoint, wanted)
-
-    def stored_rows(self) -> int:
-        """How many rows the table has that readers are sent to: the view, of a stream the log. Delta
-        knows it of its files; no data is read."""
-        path = self.view_path if isinstance(self.node, Table) else self.log_path
-        return delta.read(self.spark, path).count()
+        return self._view.rows(self.spark, at.base, self._tail(at), self._commit_of(at), since)
 
     def current_at(self, at: Snapshot) -> DataFrame:
-        """What the view of a snapshot has of each key: rows, and of a versioned table also tombstones,
-        without history."""
-        assert at.version is not None
-        return self._view.stored(self.spark, at.version, CURRENT)
+        """What a table has of each key as of a snapshot, without history: rows, and of a versioned
+        table also tombstones."""
+        return self._view.current(self.spark, at.base, self._tail(at), self._commit_of(at))
+
+    def _commit_of(self, at: Snapshot) -> Commit:
+        assert at.head is not None
+        return at.head.commit
+
+    def _tail(self, at: Snapshot) -> DataFrame | None:
+        """The log rows that are not in the view; None = none."""
+        if at.head is None or (at.base is not None and not at.tail):
+            return None
+        return self.log({} if at.base is None else at.base.checkpoint.next_offset, at.head)
 
     def current(self) -> DataFrame | None:
         """The same as of the log's last commit; None before the first."""
-        at = self.catch_up()
-        return None if at.version is None else self.current_at(at)
+        at = self.snapshot()
+        return None if at.head is None else self.current_at(at)
 
     def quarantine(self) -> DataFrame | None:
         """What was rejected, and why; None where nothing ever was."""
-        self.catch_up()
-        if delta.last_commit(self.quarantine_path) is None:
-            return None
-        return delta.read(self.spark, self.quarantine_path)
+        head = self.head()
+        last = None if head is None else self._unpublished(head)
+        if not delta.exists(self.quarantine_path):
+            return last
+        rows = parquet.read(self.spark, self.quarantine_path)
+        return rows if last is None else rows.unionByName(last, allowMissingColumns=True)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -489,13 +520,13 @@ class AssetStore:
             assert rows is not None
             return of_table.rows_of(node, rows) if isinstance(node, Table) else rows
         moment = parse_time(as_of) if as_of is not None and what == "current" else None
-        at = self.catch_up()
+        at = self.snapshot()
         view = self.view_at(at, since=moment)
-        if moment is None or at.checkpoint is None or not isinstance(node, VersionedTable):
+        if moment is None or not isinstance(node, VersionedTable):
             return view
         if not partial:
-            require_remembered(node, at.checkpoint.stream_time, moment)
-        horizon = of_table.horizon_of(node, by_partition(at.checkpoint.stream_time))
+            require_remembered(node, at.stream_time, moment)
+        horizon = of_table.horizon_of(node, by_partition(at.stream_time))
         return versioned.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
 
 

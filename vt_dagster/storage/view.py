@@ -1,8 +1,10 @@
-"""The view of a table: a Delta table that follows from its log, and what one run changes of it."""
+"""The view of a table: a checkpoint of its log, and when it is brought up to the log."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from uuid import uuid4
 
@@ -10,31 +12,51 @@ from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.columns import SEGMENT
 from vt_dagster.core import store, versioned
-from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.arrival import CHUNK, by_partition
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
-from vt_dagster.storage import delta
+from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.segments import EVERYTHING, plan
+from vt_dagster.storage.segments import current, plan
 from vt_dagster.topology.durations import in_micros, in_utc, length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
+EACH_RUN = 100_000
+"""A view with so many rows at most is written by each run: nobody notices."""
+SHARE, MANY, BATCHES = 0.2, 1_000_000, 64
+"""Others are where the log's tail has this share of the view's rows, or so many rows, or batches."""
+MANY_ROWS = 200_000
+"""Of so many stored rows those whose keys are not met are left aside, where few are met."""
 _TRIES = 3
 """How often a view is written where its files are compacted at the same time."""
 
 
-def checkpoint_at(path: str) -> tuple[int, Checkpoint] | None:
-    """The version of a table that follows from a log, and the batch that it stands at; None where there
-    is no table. Does not use Spark."""
-    found = delta.last_commit(path)
-    return None if found is None else _checkpoint(found)
+@dataclass(frozen=True)
+class Base:
+    """A view as one finds it: what is folded in, before the tail of the log.
 
+    Args:
+        version: of its Delta table; pin it to go on reading what it is now.
+        sizes: how many rows it has of each segment; of None: that are current.
+    """
 
-def _checkpoint(commit: delta.Committed) -> tuple[int, Checkpoint]:
-    checkpoint = Checkpoint.model_validate(commit.document)
-    checkpoint.rows = checkpoint.total if commit.rows is None else commit.rows
-    return commit.version, checkpoint
+    version: int
+    checkpoint: Checkpoint
+    sizes: Mapping[int | None, int] = field(default_factory=dict[int | None, int])
+
+    @property
+    def rows(self) -> int:
+        """All of them."""
+        return sum(self.sizes.values())
+
+    def reach(self, moment: int | None) -> int:
+        """How many rows are current, or may end after a time; None = are current."""
+        segments = self.checkpoint.segments
+        if segments is None or moment is None:
+            return self.sizes.get(None, 0)
+        first = segments.number(moment)
+        return sum(n for segment, n in self.sizes.items() if segment is None or segment >= first)
 
 
 def _horizons(node: VersionedTable, stream_time: Mapping[int, int]) -> list[int]:
@@ -63,31 +85,56 @@ def require_remembered(node: VersionedTable, stream_time: Mapping[int, int], mom
 
 
 class View:
-    """The view of one asset; a stream has none."""
+    """The view of one table."""
 
     def __init__(self, node: Stream, path: str, progress: Progress) -> None:
         self.node = node
         self.path = path
         self._progress = progress
 
-    def checkpoint(self) -> tuple[int, Checkpoint] | None:
-        """See ``checkpoint_at``."""
-        return checkpoint_at(self.path)
+    def base(self) -> Base | None:
+        """The view as it is now; None where there is none. Does not use Spark."""
+        found = delta.last_commit(self.path)
+        if found is None:
+            return None
+        sizes = dict[int | None, int]()
+        for file in delta.files(self.path, found.version):
+            sizes[file.segment] = sizes.get(file.segment, 0) + file.rows
+        return Base(found.version, Checkpoint.model_validate(found.document), sizes)
 
-    def stored(self, spark: SparkSession, version: int, versions: str) -> DataFrame:
-        """The rows as they lie there; of a versioned table those that are asked for, as SQL."""
-        rows = delta.read(spark, self.path, version)
-        return rows.where(versions).drop(SEGMENT) if SEGMENT in rows.columns else rows
+    def usable(self, base: Base | None) -> Base | None:
+        """What a reader can fold the log's tail onto; None = it needs the whole log."""
+        if base is None or max(self._lengthened(base.checkpoint), default=0) > 0:
+            return None
+        return base
 
-    def remembered(
-        self, spark: SparkSession, version: int, checkpoint: Checkpoint, versions: str
+    def stored(
+        self, spark: SparkSession, base: Base, wanted: delta.Wanted = delta.everything
     ) -> DataFrame:
-        """The same without versions that have expired."""
-        rows = self.stored(spark, version, versions)
+        """The rows as they lie there, of the files that are wanted."""
+        return parquet.read(spark, self.path, base.version, wanted)
+
+    def remembered(self, rows: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
+        """Rows without versions that have expired."""
         if not isinstance(self.node, VersionedTable):
             return rows
-        horizon = store.horizon_of(self.node, by_partition(checkpoint.stream_time))
-        return versioned.remembered(rows, horizon)
+        return versioned.remembered(rows, store.horizon_of(self.node, by_partition(stream_time)))
+
+    def is_due(self, base: Base | None, commit: Commit) -> bool:
+        """Whether it is to be brought up to a commit, by how fresh it shall be."""
+        node = self.node
+        assert isinstance(node, Table)
+        base = self.usable(base)
+        if base is None:
+            return True
+        then, wanted = base.checkpoint, node.freshness
+        tail = commit.total - then.total
+        if wanted == "every_run" or not tail:
+            return tail > 0
+        many = tail >= MANY or commit.batch - then.batch >= BATCHES
+        if isinstance(wanted, timedelta):
+            return many or time.time() - then.written / 1e6 >= wanted.total_seconds()
+        return many or base.rows <= EACH_RUN or tail >= SHARE * base.rows
 
     def _lengthened(self, checkpoint: Checkpoint) -> list[int]:
         """By how much longer than when the view was written its partitions are remembered now."""
@@ -115,7 +162,7 @@ class View:
         log: Callable[[Offsets], DataFrame],
         rebuild: bool = False,
         tries: int = _TRIES,
-    ) -> tuple[int, Checkpoint]:
+    ) -> Base:
         """Brings the view up to a commit; changes nothing where it stands there, or further.
 
         Args:
@@ -123,78 +170,147 @@ class View:
             rebuild: from the whole log, whatever is there.
 
         Returns:
-            see ``checkpoint_at``; where another run has brought it further, that.
+            the view; where another run has brought it further, that.
 
         Raises:
             ConcurrentRunError: another run writes to it all the time.
         """
         node = self.node
         assert isinstance(node, Table)
-        done = None if rebuild else self.checkpoint()
-        longer = [] if done is None else self._lengthened(done[1])
-        if max(longer, default=0) > 0:
-            # of which versions are not there that the log has
-            self._progress.done("history_retention is longer than it was: the view is made anew")
-            return self.update(commit, log, rebuild=True, tries=tries)
-        if done is not None and (
-            done[1].next_offset == commit.next_offset or done[1].batch > commit.batch
-        ):
-            return done
-        if min(longer, default=0) < 0:
-            self._say_what_goes(commit)
-        start = {} if done is None else done[1].next_offset
-        new = log(start)
-        spark = new.sparkSession
+        there = self.base()
+        if there is not None and not rebuild:
+            longer = self._lengthened(there.checkpoint)
+            if max(longer, default=0) > 0:
+                # of which versions are not there that the log has
+                self._progress.done("history_retention is longer than it was: the view is made anew")
+                return self.update(commit, log, rebuild=True, tries=tries)
+            then = there.checkpoint
+            if then.next_offset == commit.next_offset or then.batch > commit.batch:
+                return there
+            if min(longer, default=0) < 0:
+                self._say_what_goes(commit)
         document = Checkpoint(
             asset=commit.asset,
             batch=commit.batch,
             attempt=uuid4().hex,
             next_offset=commit.next_offset,
             stream_time=commit.stream_time,
+            written=int(time.time() * 1e6),
         )
-        if isinstance(node, VersionedTable):
-            document.history_retention = in_micros(node.history_retention)
-        records = document.total - sum(start.values())
-        rows_met = 0 if done is None else done[1].rows
-        wanted = EVERYTHING
-        segment, replaced = None, None
-        if isinstance(node, VersionedTable):
-            # Where it is more than a batch behind, only the last of them says what was out of order.
-            one_behind = done is not None and done[1].batch == commit.batch - 1
-            if done is not None:
-                rows_met = done[1].reach(commit.earliest) if one_behind else done[1].total
-            change = plan(
-                done[1].segments if done is not None and one_behind else None,
-                new,
-                records=records,
-                total=document.total,
-                earliest=commit.earliest,
-                newest=max(commit.stream_time.values(), default=0),
-                horizon=min(_horizons(node, commit.stream_time), default=0),
-            )
-            segment, replaced = change.layout.column(), change.replaced
-            document.segments = change.following
-            wanted = change.read
-        before = None if done is None else self.remembered(spark, *done, wanted)
-        rows = store.fold(node, before, new, by_partition(commit.stream_time))
         try:
-            with small_run(spark, is_small(records, rows_met)):
-                written = delta.write(
-                    rows if segment is None else rows.withColumn(SEGMENT, segment),
-                    self.path,
-                    mode="overwrite",
-                    document=document.model_dump(),
-                    batch=commit.batch,
-                    asset=f"{commit.asset}:{document.attempt if rebuild else 'view'}",
-                    partitioned_by=None if segment is None else SEGMENT,
-                    replaced=replaced,
-                )
+            written = self._write(commit, log, document, there, None if rebuild else there)
         except ConcurrentRunError:
-            others = self.checkpoint()
-            if others is not None and others[1].batch >= commit.batch:
+            others = self.base()
+            if others is not None and others.checkpoint.batch >= commit.batch:
                 return others
             if tries == 1:
                 raise
             return self.update(commit, log, rebuild, tries - 1)  # it was a compaction
         self._progress.done(f"view at version {written.version}, of batch {commit.batch}")
-        return _checkpoint(written)
+        made = self.base()
+        assert made is not None
+        return made
+
+    def _write(
+        self,
+        commit: Commit,
+        log: Callable[[Offsets], DataFrame],
+        document: Checkpoint,
+        there: Base | None,
+        done: Base | None,
+    ) -> delta.Committed:
+        """Writes what a commit changes of what is ``done``, in place of what is ``there``."""
+        node = self.node
+        assert isinstance(node, Table)
+        new = log({} if done is None else done.checkpoint.next_offset)
+        spark = new.sparkSession
+        records = commit.total - (0 if done is None else done.checkpoint.total)
+        read = replaced = delta.everything
+        segment = None
+        if isinstance(node, VersionedTable):
+            document.history_retention = in_micros(node.history_retention)
+            change = plan(
+                None if done is None else done.checkpoint.segments,
+                new,
+                records=records,
+                total=commit.total,
+                earliest=None if done is None else commit.earliest_since(done.checkpoint.batch),
+                newest=max(commit.stream_time.values(), default=0),
+                horizon=min(_horizons(node, commit.stream_time), default=0),
+            )
+            segment, document.segments = change.layout.column(), change.following
+            read, replaced = change.read, change.replaced
+        before, rows_met = None, 0
+        if done is not None:
+            rows_met = sum(f.rows for f in delta.files(self.path, done.version, read))
+            stored = self.stored(spark, done, read)
+            before = self.remembered(stored, done.checkpoint.stream_time)
+        rows = store.fold(node, before, new, by_partition(commit.stream_time))
+        with small_run(spark, is_small(records, rows_met)):
+            return parquet.write(
+                rows if segment is None else rows.withColumn(SEGMENT, segment),
+                self.path,
+                mode="overwrite",
+                document=document.model_dump(),
+                batch=commit.batch,
+                asset=f"{commit.asset}:{'view' if done is not None else document.attempt}",
+                parted=segment is not None,
+                over=None if there is None else there.version,
+                replaced=replaced if done is not None else delta.everything,
+            )
+
+    def rows(
+        self,
+        spark: SparkSession,
+        base: Base | None,
+        tail: DataFrame | None,
+        commit: Commit,
+        since: int | None,
+    ) -> DataFrame:
+        """The rows as of a commit: what is stored, with the tail of the log folded in.
+
+        Args:
+            base: what is stored; None = nothing.
+            tail: the log's rows after that, up to the commit; None = there are none.
+            since: of history, versions that ended by then are not needed, and may be left out; None =
+                all are needed.
+        """
+        layout = None if base is None else base.checkpoint.segments
+        wanted = delta.everything
+        if layout is not None and since is not None:
+            # A record out of order ends where the next version begins: that one must be there.
+            earliest = commit.earliest_since(base.checkpoint.batch) if base and tail else None
+            wanted = layout.ending_after(since if earliest is None else min(since, earliest))
+        stored = None if base is None else self.stored(spark, base, wanted)
+        return self._folded(stored, tail, commit, base, wanted)
+
+    def current(
+        self, spark: SparkSession, base: Base | None, tail: DataFrame | None, commit: Commit
+    ) -> DataFrame:
+        """Of each key what is current as of a commit: a row, of a versioned table also a tombstone."""
+        node = self.node
+        assert isinstance(node, Table)
+        rows = None if base is None else self.stored(spark, base, current)
+        if rows is not None and tail is None:
+            return rows
+        return store.current(node, self._folded(rows, tail, commit, base, current))
+
+    def _folded(
+        self,
+        stored: DataFrame | None,
+        tail: DataFrame | None,
+        commit: Commit,
+        base: Base | None,
+        wanted: delta.Wanted,
+    ) -> DataFrame:
+        node, stream_time = self.node, by_partition(commit.stream_time)
+        assert isinstance(node, Table)
+        if stored is None or base is None:
+            assert tail is not None
+            return store.fold(node, None, tail, stream_time)
+        if tail is None:
+            return self.remembered(stored, commit.stream_time)
+        few = commit.total - base.checkpoint.total <= CHUNK
+        rows = sum(f.rows for f in delta.files(self.path, base.version, wanted)) if few else 0
+        fold = store.fold_few if rows > MANY_ROWS else store.fold
+        return fold(node, stored, tail, stream_time)

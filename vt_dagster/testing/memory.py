@@ -30,7 +30,7 @@ from vt_dagster.core.log import log_columns, log_schema, view_schema
 from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, home_of
 from vt_dagster.errors import ConcurrentRunError, ContractError
 from vt_dagster.runs.store import Store
-from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Ranges
+from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.store import Head, Snapshot
 from vt_dagster.topology.model import Stream, Table
@@ -88,13 +88,8 @@ class MemoryStore(Store):
         """The last commit; None before the first."""
         return Head(len(self._commits), self._commits[-1][0]) if self._commits else None
 
-    def catch_up(self, head: Head | None = None) -> Snapshot:
-        head = head or self.head()
-        if head is None or not isinstance(self.node, Table):
-            return Snapshot(head)
-        commit = head.commit
-        about = commit.model_dump(include={"asset", "batch", "attempt", "next_offset", "stream_time"})
-        return Snapshot(head, head.version, Checkpoint(**about))
+    def catch_up(self, head: Head | None = None, now: bool = False) -> Snapshot:
+        return Snapshot(head or self.head())
 
     def snapshot(self) -> Snapshot:
         return self.catch_up()
@@ -135,7 +130,7 @@ class MemoryStore(Store):
 
     def current(self) -> DataFrame | None:
         at = self.catch_up()
-        return None if at.version is None else self.current_at(at)
+        return None if at.head is None else self.current_at(at)
 
     def state(self, head: Head | None) -> DataFrame | None:
         return None if self._state is None else self.frame(self._state)

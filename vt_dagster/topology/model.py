@@ -160,6 +160,11 @@ class Table(Stream, kind="table"):
     are quarantined.
 
     Args:
+        freshness: how far the view, which other engines read, may be behind the log; whoever reads
+            through this library gets what was committed, whatever it is. ``on_growth`` (default): it is
+            written by each run as long as it has at most 100,000 rows, and then whenever what was
+            committed since is a fifth of it, a million records, or of 64 runs. ``every_run``: by each
+            run, which costs what the table holds. A timedelta: by the first run that finds it that old.
         broadcast: a small table that every executor holds a copy of in joins with streams (Kafka's
             global table). A versioned table cannot be one.
     """

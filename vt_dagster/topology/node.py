@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from pyspark.sql.types import DataType, StructType
@@ -22,6 +23,9 @@ from vt_dagster.topology.windowing import Window
 
 Emit = Literal["every_update", "per_run"]
 """``per_run``: only the last update of each key in a run."""
+
+Freshness: TypeAlias = Literal["every_run", "on_growth"] | timedelta
+"""How far a table's view may be behind its log, see ``Table``."""
 
 Kind = Literal["stream", "table", "versioned_table"]
 
@@ -95,7 +99,7 @@ class Operator(ABC):
 
     @abstractmethod
     def result(self, **shown: Any) -> Any:
-        """The stream or table that it makes; ``shown``: description, group, owners."""
+        """The stream or table that it makes; ``shown``: description, group, owners, freshness."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -136,6 +140,10 @@ class Operator(ABC):
         return True
 
 
+def _is_length(value: Any) -> bool:
+    return isinstance(value, timedelta) and value >= timedelta(0)
+
+
 def _meaning(value: Any) -> str:
     if isinstance(value, Node):
         return value.name
@@ -174,6 +182,7 @@ class Node:
     description: str | None = field(default=None, kw_only=True)
     group: str | None = field(default=None, kw_only=True)
     owners: tuple[str, ...] = field(default=(), kw_only=True)
+    freshness: Freshness = field(default="on_growth", kw_only=True)
     operator: Operator | None = field(default=None, kw_only=True, repr=False)
     contract: Any = field(default=None, kw_only=True, repr=False)
 
@@ -201,6 +210,20 @@ class Node:
         if self.null_key not in ("quarantine", "keep"):
             raise TopologyError(
                 f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
+            )
+        self._check_freshness()
+
+    def _check_freshness(self) -> None:
+        wanted = self.freshness
+        if not (wanted in ("every_run", "on_growth") or _is_length(wanted)):
+            raise TopologyError(
+                f"{self.name}: freshness must be 'on_growth', 'every_run' or a timedelta of 0 or more, "
+                f"got {wanted!r}"
+            )
+        if wanted != "on_growth" and not self.is_table:
+            raise TopologyError(
+                f"{self.name}: freshness is of a table's view, but a stream has its log alone, which "
+                "each run appends to: leave it out"
             )
 
     @property

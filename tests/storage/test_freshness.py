@@ -1,0 +1,262 @@
+"""A view is a checkpoint of its log: it may be behind, and whoever reads gets what was committed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from tests.storage.topology import EPOCH, SCHEMA, Topology
+from vt_dagster.core.log import log_schema
+from vt_dagster.errors import TopologyError
+from vt_dagster.runs.audit import audit
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage import delta, parquet, segments, view
+from vt_dagster.storage.maintenance import maintain
+from vt_dagster.storage.positions import Commit, Shape
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import Stream, Table
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of a few rows is as one of many millions: too large to be written by each run."""
+    monkeypatch.setattr(view, "EACH_RUN", 0)
+
+
+def declared(topology: Topology, **more: Any) -> Topology:
+    """The same with another table."""
+    topology.rates = replace(topology.rates, **more)
+    topology.priced = topology.orders.left_join(
+        topology.rates, name="priced", select=["left.*", "right.n as rate"]
+    )
+    return topology
+
+
+def of_batch(store: AssetStore) -> int:
+    """The batch that the view's own document says."""
+    base = store._view.base()
+    assert base is not None
+    return base.checkpoint.batch
+
+
+def rows_of(store: AssetStore, what: str, as_of: str | None = None) -> list[Any]:
+    rows = store.read(what, as_of, partial=True)
+    return sorted(rows.select(*sorted(rows.columns)).collect(), key=repr)
+
+
+def everything(store: AssetStore) -> list[list[Any]]:
+    """All that one can read of a versioned table."""
+    times = [f"2020-01-01T00:{minute:02}:00Z" for minute in (0, 3, 7, 12)]
+    return [rows_of(store, "versions"), *(rows_of(store, "current", time) for time in (None, *times))]
+
+
+def grown(topology: Topology, spark: SparkSession) -> AssetStore:
+    """Thirty keys at once, then two of them in a run of their own."""
+    topology.land("rates", "0.jsonl", [(f"k{i}", i, 1) for i in range(30)])
+    topology.run("rates", spark)
+    topology.land("rates", "1.jsonl", [("k3", 100, 5), ("k4", None, 6), ("k3", 50, 3), (None, 1, 2)])
+    topology.run("rates", spark)
+    return topology.store("rates", spark)
+
+
+def test_a_small_table_is_written_by_each_run(tmp_path: Path, spark: SparkSession) -> None:
+    assert of_batch(grown(Topology(tmp_path), spark)) == 2
+
+
+def test_readers_fold_the_tail_of_the_log(tmp_path: Path, spark: SparkSession, large: None) -> None:
+    topology = Topology(tmp_path)
+    store = grown(topology, spark)
+    assert of_batch(store) == 1
+    found = everything(store)
+    # a run of its own, a join, checks and the quarantine see the same
+    topology.land("rates", "2.jsonl", [("k4", 7, 5.5), ("k5", 8, 8)])
+    topology.run("rates", spark)
+    topology.land("orders", "0.jsonl", [("k3", 1, 4), ("k4", 2, 6), ("k3", 3, 5), ("k5", 4, 20)])
+    topology.run("orders", spark)
+    receipt = topology.run("priced", spark)
+    assert of_batch(store) == 1
+    assert receipt.commit is not None
+    assert receipt.commit.reads == {"orders/log": 0, "rates/view": 0, "rates/log": 2}
+    rates = {row.n: row.rate for row in topology.store("priced", spark).read("log").collect()}
+    assert rates == {1: 50, 2: None, 3: 100}, "the fourth waits"
+    latest = {row.offset: row.is_latest for row in store.read("log").collect()}
+    assert [latest[o] for o in range(30, 35)] == [True, True, False, False, True]
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    assert quarantine.count() == 1
+    assert [one.name for one in audit(store) if not one.passed] == []
+    # and what they see is what the whole log makes
+    now = everything(store)
+    assert now != found
+    store.rebuild_view()
+    assert (of_batch(store), everything(store)) == (3, now)
+
+
+def test_reading_writes_nothing(tmp_path: Path, spark: SparkSession, large: None) -> None:
+    store = grown(Topology(tmp_path), spark)
+    before = sorted(tmp_path.rglob("*"))
+    everything(store)
+    store.quarantine()
+    audit(store)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_other_engines_read_the_checkpoint(tmp_path: Path, spark: SparkSession, large: None) -> None:
+    """Its document says up to where it is."""
+    store = grown(Topology(tmp_path), spark)
+    by_polars = pl.read_delta(store.view_path).filter(pl.col("valid_to").is_null())
+    assert dict(zip(by_polars["k"], by_polars["n"], strict=True)) == {f"k{i}": i for i in range(30)}
+    by_spark = spark.read.format("delta").load(store.view_path)
+    assert by_spark.count() == 30
+    assert spark.read.format("delta").load(store.log_path).count() == 33
+    assert pl.read_delta(store.log_path).height == 33
+    store.catch_up(now=True)
+    assert pl.read_delta(store.view_path).filter(pl.col("n") == 100).height == 1
+    assert spark.read.format("delta").load(store.view_path).where("n = 100").count() == 1
+
+
+def test_maintenance_brings_it_up_to_the_log(tmp_path: Path, spark: SparkSession, large: None) -> None:
+    topology = Topology(tmp_path)
+    store = grown(topology, spark)
+    found = everything(store)
+    maintain(topology.warehouse, "rates", spark)
+    assert (of_batch(store), everything(store)) == (2, found)
+
+
+@pytest.mark.parametrize(
+    ("freshness", "batch"),
+    [("every_run", 2), (timedelta(0), 2), (timedelta(hours=1), 1), ("on_growth", 1)],
+)
+def test_how_fresh_it_is_is_said_by_the_table(
+    tmp_path: Path, spark: SparkSession, large: None, freshness: Any, batch: int
+) -> None:
+    topology = declared(Topology(tmp_path), freshness=freshness)
+    assert of_batch(grown(topology, spark)) == batch
+
+
+def test_it_grows_with_the_log(tmp_path: Path, spark: SparkSession, large: None) -> None:
+    topology = Topology(tmp_path)
+    store = grown(topology, spark)
+    topology.land("rates", "2.jsonl", [("k1", 1, 9), ("k1", 2, 10), ("k2", 2, 10)])
+    topology.run("rates", spark)
+    assert of_batch(store) == 3, "six of 30 rows are a fifth"
+
+
+def test_many_batches_are_folded(
+    tmp_path: Path, spark: SparkSession, large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "BATCHES", 1)
+    assert of_batch(grown(Topology(tmp_path), spark)) == 2
+
+
+def test_any_tail_gives_what_the_whole_log_makes(
+    tmp_path: Path, spark: SparkSession, large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of order into any segment, replaced, deleted and expired, over several batches; as of times
+    that need only a part of the history; with many rows and with few."""
+    monkeypatch.setattr(segments, "SEGMENT_ROWS", 6)
+    monkeypatch.setattr(view, "SHARE", 10)
+    dice = random.Random(20)
+    topology = Topology(tmp_path)
+    now = 0.0
+    behind = set[int]()
+    for run in range(9):
+        records = list[tuple[str | None, int | None, float]]()
+        for _ in range(30 if run == 0 else dice.choice([1, 3, 5])):
+            now += dice.choice([0, 0.5, 0.5, 1])
+            moment = max(0.0, now - dice.choice([0, 0, 0, 3, 8, 12]))
+            records.append((dice.choice("abcd"), dice.choice([None, 1, 2, 3]), moment))
+        topology.land("rates", f"{run}.jsonl", records)
+        topology.run("rates", spark)
+        store = topology.store("rates", spark)
+        head, at = store.head(), store.snapshot()
+        assert head is not None
+        behind.add(head.commit.batch - of_batch(store))
+        if run % 3 != 2:
+            continue
+        copy = AssetStore(str(tmp_path / f"anew{run}"), topology.rates, spark)
+        first = head.commit.model_copy(update={"rejected": False, "batch": 1})
+        copy.commit(store.log({}, head), first, 1)
+        copy.catch_up()
+        for many in (10**9, -1):
+            monkeypatch.setattr(view, "MANY_ROWS", many)
+            assert rows_of(store, "versions") == rows_of(copy, "versions")
+            assert rows_of(store, "current") == rows_of(copy, "current")
+            for back in (0.1, 2.5, 6, 9.5):
+                since = int((EPOCH + timedelta(minutes=now - back)).timestamp() * 1e6)
+                needed = f"valid_to is null or unix_micros(valid_to) > {since}"
+                ours, theirs = (
+                    sorted(s.view_at(a, since).where(needed).select(*SORTED).collect(), key=repr)
+                    for s, a in ((store, at), (copy, copy.snapshot()))
+                )
+                assert ours == theirs
+        if run == 5:
+            store.catch_up(now=True)
+    assert max(behind) >= 3
+
+
+SORTED = ["k", "n", "valid_from", "valid_to", "is_tombstone", "offset"]
+
+
+def test_a_stream_has_none() -> None:
+    source = FilesSource("landing")
+    with pytest.raises(TopologyError, match="freshness is of a table's view"):
+        Stream("orders", key="k", schema=SCHEMA, source=source, freshness="every_run")
+    for wrong in ("daily", timedelta(-1), 3):
+        with pytest.raises(TopologyError, match="'on_growth', 'every_run' or a timedelta"):
+            Table("rates", key="k", schema=SCHEMA, source=source, freshness=wrong)  # type: ignore[arg-type]
+
+
+def test_a_run_opens_the_files_that_it_needs(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two hundred batches of three partitions in turns. Arrow writes their rows, for speed."""
+    node = Stream("orders", key="k", schema=SCHEMA, source=FilesSource("landing"))
+    store = AssetStore(str(tmp_path), node, spark)
+    rows = spark.createDataFrame([], log_schema(node))
+    kinds = to_arrow_schema(log_schema(node))
+    new = dict[str, Any]()
+
+    def write_files(_rows: Any, folder: str, _parted: bool) -> None:
+        Path(folder).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist([new], schema=kinds), Path(folder) / "part.parquet")
+
+    monkeypatch.setattr(parquet, "_write_files", write_files)
+    ends = dict[int, int]()
+    for batch in range(1, 201):
+        partition = batch % 3
+        offset = ends.get(partition, 0)
+        ends[partition] = offset + 1
+        moment = EPOCH + timedelta(minutes=batch)
+        new |= {"k": "a", "n": 1, "timestamp": moment, "partition": partition, "offset": offset}
+        new["is_tombstone"] = False
+        commit = Commit(
+            asset="orders",
+            batch=batch,
+            attempt=str(batch),
+            shape=Shape(kind="stream", key=["k"]),
+            next_offset=dict(ends),
+        )
+        head = store.commit(rows, commit, 1)
+    assert len(delta.files(store.log_path)) == 200
+    last = {p: end - 1 for p, end in ends.items()}
+    assert len(store.log({**ends, 2: last[2]}, head).inputFiles()) == 1
+    assert len(store.log(last, head).inputFiles()) == 3
+    assert {row.offset for row in store.log(last, head).collect()} == set(last.values())
+    recent = int((EPOCH + timedelta(minutes=196.5)).timestamp() * 1e6)
+    assert len(store.log(last, head, recent).inputFiles()) == 4
+    assert store.log({}, head).count() == 200
+    # compacted by Spark it has statistics still
+    spark.sql(f"OPTIMIZE delta.`{store.log_path}`")
+    (file,) = delta.files(store.log_path)
+    assert (file.rows, file.partitions, file.offsets) == (200, (0, 2), (0, 66))
