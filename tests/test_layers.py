@@ -55,7 +55,7 @@ ORDER = {
         to_stream to_table windowed_aggregate processors
         """,
     "spark": "settings small_runs jars launch session",
-    "storage": "delta parquet segments positions offsets progress view store maintenance",
+    "storage": "delta positions values lookup parquet segments offsets progress view store maintenance",
     "sources": """
         base directory json_text csv_text bad_files files
         kafka_cluster protobuf formats kafka_messages kafka kafka_sink
@@ -67,7 +67,7 @@ ORDER = {
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "check app",
+    "cli": "lookup tables check app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 
@@ -75,7 +75,7 @@ DEMO = {("cli", "assets")}
 """`vt-dagster demo` runs the worked example, where it is there."""
 
 LATE_IMPORTS = {
-    "vt_dagster.cli.app": {"rich": "only for a table in a terminal", "assets": "see DEMO"},
+    "vt_dagster.cli.tables": {"assets": "see DEMO"},
     "vt_dagster.sources.formats": {
         "confluent_kafka": "an extra",
         "pyspark": "needs the JVM's Avro package, of an extra",

@@ -22,27 +22,75 @@ What the words mean, here and in messages:
   counts, or nothing; *batch*: the number of a commit.
 """
 
-from vt_dagster.errors import TopologyError, VtDagsterError
-from vt_dagster.orchestration.factory import (
-    build_asset,
-    build_checks,
-    build_definitions,
-    build_maintenance,
-    build_resources,
-)
-from vt_dagster.orchestration.io_manager import TablesIOManager, tables_io_manager
-from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
-from vt_dagster.orchestration.sensors import build_sensor
-from vt_dagster.sources.files import FilesSource
-from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.operators import (
-    Aggregator,
-    Materialized,
-    StreamTableJoin,
-    UntilTimeLimit,
-    UntilWindowCloses,
-)
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vt_dagster.errors import TopologyError, VtDagsterError
+    from vt_dagster.orchestration.factory import (
+        build_asset,
+        build_checks,
+        build_definitions,
+        build_maintenance,
+        build_resources,
+    )
+    from vt_dagster.orchestration.io_manager import TablesIOManager, tables_io_manager
+    from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
+    from vt_dagster.orchestration.sensors import build_sensor
+    from vt_dagster.sources.files import FilesSource
+    from vt_dagster.storage.lookup import read
+    from vt_dagster.topology.model import Stream, Table, VersionedTable
+    from vt_dagster.topology.operators import (
+        Aggregator,
+        Materialized,
+        StreamTableJoin,
+        UntilTimeLimit,
+        UntilWindowCloses,
+    )
+    from vt_dagster.topology.windowing import (
+        HoppingWindow,
+        SessionWindow,
+        SlidingWindow,
+        TumblingWindow,
+    )
+
+_HOMES = {
+    "Aggregator": "vt_dagster.topology.operators",
+    "FilesSource": "vt_dagster.sources.files",
+    "HoppingWindow": "vt_dagster.topology.windowing",
+    "Materialized": "vt_dagster.topology.operators",
+    "SessionWindow": "vt_dagster.topology.windowing",
+    "SlidingWindow": "vt_dagster.topology.windowing",
+    "SparkResource": "vt_dagster.orchestration.resource",
+    "Stream": "vt_dagster.topology.model",
+    "StreamTableJoin": "vt_dagster.topology.operators",
+    "Table": "vt_dagster.topology.model",
+    "TablesIOManager": "vt_dagster.orchestration.io_manager",
+    "TopologyError": "vt_dagster.errors",
+    "TumblingWindow": "vt_dagster.topology.windowing",
+    "UntilTimeLimit": "vt_dagster.topology.operators",
+    "UntilWindowCloses": "vt_dagster.topology.operators",
+    "VersionedTable": "vt_dagster.topology.model",
+    "VtDagsterError": "vt_dagster.errors",
+    "WarehouseResource": "vt_dagster.orchestration.resource",
+    "read": "vt_dagster.storage.lookup",
+    "build_asset": "vt_dagster.orchestration.factory",
+    "build_checks": "vt_dagster.orchestration.factory",
+    "build_definitions": "vt_dagster.orchestration.factory",
+    "build_maintenance": "vt_dagster.orchestration.factory",
+    "build_resources": "vt_dagster.orchestration.factory",
+    "build_sensor": "vt_dagster.orchestration.sensors",
+    "tables_io_manager": "vt_dagster.orchestration.io_manager",
+}
+"""Where each name is. It is imported when it is asked for: a look into a table needs neither Dagster
+nor Spark, whose code takes seconds to import."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
 
 __all__ = [
     "Aggregator",
@@ -69,5 +117,6 @@ __all__ = [
     "build_maintenance",
     "build_resources",
     "build_sensor",
+    "read",
     "tables_io_manager",
 ]

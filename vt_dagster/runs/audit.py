@@ -25,8 +25,8 @@ from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import Reason
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
-from vt_dagster.storage.segments import Segments
+from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Segments
+from vt_dagster.storage.segments import segment_of
 from vt_dagster.storage.store import AssetStore, Head
 from vt_dagster.storage.view import Base
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -247,7 +247,7 @@ def _versions(
         INTERVAL.name: F.col(VALID_TO) <= F.col(VALID_FROM),
         CURRENT.name: is_open & following.isNotNull(),
         RETENTION.name: expired & gone,
-        SEGMENTED.name: ~F.col(SEGMENT).eqNullSafe(layout.column()),
+        SEGMENTED.name: ~F.col(SEGMENT).eqNullSafe(segment_of(layout)),
     }
     shown = [*node.key, VALID_FROM, VALID_TO, PARTITION, OFFSET]
     return _in_one_pass(

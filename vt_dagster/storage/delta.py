@@ -75,6 +75,11 @@ def everything(file: File) -> bool:
     return True
 
 
+def current(file: File) -> bool:
+    """The files of a view with what is current: of a plain table all."""
+    return file.segment is None
+
+
 def filesystem(path: str) -> tuple[Any, str]:
     """The file system of a path and the path on it. Hadoop's ``s3a://`` is ``s3://`` here."""
     return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))

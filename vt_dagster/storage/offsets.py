@@ -7,7 +7,6 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION
 from vt_dagster.core.arrival import by_partition
-from vt_dagster.storage.delta import File, Wanted
 from vt_dagster.storage.positions import Offsets
 
 MANY = 64
@@ -35,28 +34,4 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
     wanted = F.lit(False)
     for first, partitions in begin.items():
         wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) >= first))
-    return wanted
-
-
-def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
-    """Whether a file of a log may have rows at an offset or after it, as far as that is known.
-
-    Args:
-        start, ends: as in :func:`at_or_after`.
-    """
-    first = {p: start.get(p, 0) for p, end in ends.items() if start.get(p, 0) < end}
-    least = min(first.values(), default=None)
-
-    def wanted(file: File) -> bool:
-        if least is None:
-            return False
-        if file.offsets is None or file.partitions is None:
-            return True
-        low, high = file.partitions
-        last = file.offsets[1]
-        if last < least:
-            return False
-        some = first if len(first) < high - low else range(low, high + 1)
-        return any(low <= p <= high and first.get(p, last + 1) <= last for p in some)
-
     return wanted

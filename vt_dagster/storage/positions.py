@@ -1,14 +1,18 @@
-"""What a commit says: which batch, how far in each input, stream time, and what it read."""
+"""What a commit says: which batch, how far in each input, stream time, and what it read; and what
+follows from that alone. No Spark."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from vt_dagster.storage.segments import Segments
-from vt_dagster.topology.durations import Duration
+from vt_dagster.errors import StorageError
+from vt_dagster.storage.delta import File, Wanted
+from vt_dagster.topology.durations import Duration, in_utc, length_at
 
 Offsets = dict[int, int]
 """Partition -> offset."""
@@ -129,6 +133,38 @@ class Commit(BaseModel):
         return dict(sorted(kept.items()))
 
 
+class Segments(BaseModel):
+    """The segments of a view. Each holds the versions whose ``valid_to`` is before its end (exclusive)
+    and not before the end of the one before it; the first also takes what is older, and the last, which
+    is open, what is younger."""
+
+    first: int = 0
+    """The number of the first segment that is still there."""
+    ends: list[int] = Field(default_factory=list[int])
+    """Epoch microseconds, ascending; of all but the last segment."""
+    rows: int = 0
+    """At most so many versions are in the last one."""
+
+    @property
+    def last(self) -> int:
+        """The number of the segment that is open."""
+        return self.first + len(self.ends)
+
+    def number(self, moment: int) -> int:
+        """The segment of the versions that end at a time."""
+        return self.first + bisect_right(self.ends, moment)
+
+    def ending_after(self, moment: int) -> Wanted:
+        """The files with all versions that end after a time, and some that do not."""
+        first = self.number(moment)
+        return lambda file: file.segment is None or file.segment >= first
+
+    def forgotten(self, horizon: int) -> Segments:
+        """Without the segments in which every version ended before the horizon."""
+        gone = bisect_right(self.ends, horizon)
+        return Segments(first=self.first + gone, ends=self.ends[gone:], rows=self.rows)
+
+
 class Checkpoint(BaseModel):
     """The document in each commit of a view or quarantine: the log's batch that it stands at."""
 
@@ -148,3 +184,89 @@ class Checkpoint(BaseModel):
     def total(self) -> int:
         """Records of the log that it has."""
         return sum(self.next_offset.values())
+
+    def lengthened(self, retention: Duration) -> list[int]:
+        """By how much longer than when it was written the partitions of a versioned table are
+        remembered now, microseconds; versions that it forgot are wanted again then."""
+        then = self.history_retention
+        if then is None:
+            return []
+        return [
+            length_at(retention, p) // timedelta(microseconds=1)
+            - (then if isinstance(then, int) else then.get(p, 0))
+            for p in self.stream_time
+        ]
+
+
+def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
+    """Whether a file of a log may have rows at an offset or after it, as far as that is known.
+
+    Args:
+        start, ends: as in :func:`at_or_after`.
+    """
+    first = {p: start.get(p, 0) for p, end in ends.items() if start.get(p, 0) < end}
+    least = min(first.values(), default=None)
+
+    def wanted(file: File) -> bool:
+        if least is None:
+            return False
+        if file.offsets is None or file.partitions is None:
+            return True
+        low, high = file.partitions
+        last = file.offsets[1]
+        if last < least:
+            return False
+        some = first if len(first) < high - low else range(low, high + 1)
+        return any(low <= p <= high and first.get(p, last + 1) <= last for p in some)
+
+    return wanted
+
+
+def horizons(retention: Duration, stream_time: Mapping[int, int]) -> list[int]:
+    """Of each partition: what ended before it has expired. Epoch microseconds."""
+    one = timedelta(microseconds=1)
+    return [now - length_at(retention, p) // one for p, now in stream_time.items()]
+
+
+def require_remembered(
+    name: str, retention: Duration, stream_time: Mapping[int, int], moment: int
+) -> None:
+    """A table answers for times within its history retention only.
+
+    Args:
+        stream_time: by partition, epoch microseconds.
+        moment: the time that is asked for.
+
+    Raises:
+        StorageError: it lies before that, in some partition.
+    """
+    horizon = max(horizons(retention, stream_time), default=moment)
+    if moment < horizon:
+        raise StorageError(
+            f"{name}: expected a time from {in_utc(horizon)} on, since when it remembers what was "
+            f"true, got {in_utc(moment)}; ask for a later one, keep a longer history_retention, or say "
+            'that the rows that are left will do ("vt_dagster/partial": True, --partial)'
+        )
+
+
+def choose(name: str, kind: str, what: str | None, as_of: str | None) -> str:
+    """What is read of an asset: ``current``, ``versions`` or ``log``.
+
+    Args:
+        kind: see ``Shape``.
+        what: None = current of a table, log of a stream.
+        as_of: the time that is asked for; None = none.
+
+    Raises:
+        StorageError: the asset has no such thing.
+    """
+    choices = {"stream": ["log"], "table": ["log", "current"]}.get(kind, ["log", "current", "versions"])
+    what = what or choices[-1 if kind != "versioned" else 1]
+    if what not in choices or (as_of is not None and kind != "versioned"):
+        asked = what if as_of is None else f"{what} as of {as_of}"
+        called = {"stream": "Stream", "table": "Table"}.get(kind, "VersionedTable")
+        raise StorageError(
+            f"{name} is a {called}: expected one of {choices} to read"
+            f"{', and as_of only of a VersionedTable' if as_of else ''}, got {asked!r}"
+        )
+    return what

@@ -8,83 +8,17 @@ not forgotten yet may lie there for longer than the history retention: whoever r
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 
-from pydantic import BaseModel, Field
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import TIMESTAMP, VALID_TO
-from vt_dagster.storage.delta import File, Wanted, everything
+from vt_dagster.storage.delta import File, Wanted, current, everything
+from vt_dagster.storage.positions import Segments
 
 SEGMENT_ROWS = 100_000
 """A segment is closed when it may hold so many versions, or a hundredth of the table's."""
-
-
-def current(file: File) -> bool:
-    """The files of a view with what is current: of a plain table all."""
-    return file.segment is None
-
-
-class Segments(BaseModel):
-    """The segments of a view. Each holds the versions whose ``valid_to`` is before its end (exclusive)
-    and not before the end of the one before it; the first also takes what is older, and the last, which
-    is open, what is younger."""
-
-    first: int = 0
-    """The number of the first segment that is still there."""
-    ends: list[int] = Field(default_factory=list[int])
-    """Epoch microseconds, ascending; of all but the last segment."""
-    rows: int = 0
-    """At most so many versions are in the last one."""
-
-    @property
-    def last(self) -> int:
-        """The number of the segment that is open."""
-        return self.first + len(self.ends)
-
-    def number(self, moment: int) -> int:
-        """The segment of the versions that end at a time."""
-        return self.first + bisect_right(self.ends, moment)
-
-    def column(self) -> Column:
-        """The segment of a row by its ``valid_to``: INT, null where it is current."""
-        ends = ", ".join(f"{end}L" for end in self.ends)
-        later = f"size(filter(array({ends}), e -> e <= unix_micros({VALID_TO})))" if ends else "0"
-        return F.expr(f"CASE WHEN {VALID_TO} IS NOT NULL THEN {self.first} + {later} END")
-
-    def ending_after(self, moment: int) -> Wanted:
-        """The files with all versions that end after a time, and some that do not."""
-        first = self.number(moment)
-        return lambda file: file.segment is None or file.segment >= first
-
-    def forgotten(self, horizon: int) -> Segments:
-        """Without the segments in which every version ended before the horizon."""
-        gone = bisect_right(self.ends, horizon)
-        return Segments(first=self.first + gone, ends=self.ends[gone:], rows=self.rows)
-
-    def divided(self, log: DataFrame, records: int, total: int) -> Segments:
-        """With the last segment cut, where so many records come at once that it takes several.
-
-        Plan: one aggregate over the records' timestamps.
-        """
-        parts = records // segment_rows(total)
-        if parts < 2:
-            return self
-        shares = F.array(*[F.lit(i / parts) for i in range(1, parts)])
-        times = F.percentile_approx(F.unix_micros(TIMESTAMP), shares)
-        found = log.agg(times).collect()[0][0]
-        new = {end for end in found or [] if not self.ends or end > self.ends[-1]}
-        return Segments(first=self.first, ends=[*self.ends, *sorted(new)])
-
-    def closed_if_full(self, records: int, total: int, newest: int) -> Segments:
-        """What the next run goes by, after one of so many records, each of which ended one version
-        at most."""
-        full = self.rows + records >= segment_rows(total)
-        if full and (not self.ends or newest >= self.ends[-1]):
-            return Segments(first=self.first, ends=[*self.ends, newest + 1])
-        return Segments(first=self.first, ends=self.ends, rows=self.rows + records)
 
 
 @dataclass(frozen=True)
@@ -128,8 +62,8 @@ def plan(
         horizon: of the partition that is furthest behind.
     """
     kept = (old or Segments()).forgotten(horizon)
-    layout = kept.divided(log, records, total)
-    following = layout.closed_if_full(records, total, newest)
+    layout = divided(kept, log, records, total)
+    following = closed_if_full(layout, records, total, newest)
     if old is None:
         return Change(layout, following, everything, everything)
     moved = [*layout.ends[len(kept.ends) :], *([] if earliest is None else [earliest])]
@@ -140,6 +74,37 @@ def plan(
         return read(file) or (file.segment is not None and file.segment < first)
 
     return Change(layout, following, read, goes)
+
+
+def segment_of(layout: Segments) -> Column:
+    """The segment of a row by its ``valid_to``: INT, null where it is current."""
+    ends = ", ".join(f"{end}L" for end in layout.ends)
+    later = f"size(filter(array({ends}), e -> e <= unix_micros({VALID_TO})))" if ends else "0"
+    return F.expr(f"CASE WHEN {VALID_TO} IS NOT NULL THEN {layout.first} + {later} END")
+
+
+def divided(layout: Segments, log: DataFrame, records: int, total: int) -> Segments:
+    """With the last segment cut, where so many records come at once that it takes several.
+
+    Plan: one aggregate over the records' timestamps.
+    """
+    parts = records // segment_rows(total)
+    if parts < 2:
+        return layout
+    shares = F.array(*[F.lit(i / parts) for i in range(1, parts)])
+    times = F.percentile_approx(F.unix_micros(TIMESTAMP), shares)
+    found = log.agg(times).collect()[0][0]
+    new = {end for end in found or [] if not layout.ends or end > layout.ends[-1]}
+    return Segments(first=layout.first, ends=[*layout.ends, *sorted(new)])
+
+
+def closed_if_full(layout: Segments, records: int, total: int, newest: int) -> Segments:
+    """What the next run goes by, after one of so many records, each of which ended one version at
+    most."""
+    full = layout.rows + records >= segment_rows(total)
+    if full and (not layout.ends or newest >= layout.ends[-1]):
+        return Segments(first=layout.first, ends=[*layout.ends, newest + 1])
+    return Segments(first=layout.first, ends=layout.ends, rows=layout.rows + records)
 
 
 def segment_rows(total: int) -> int:

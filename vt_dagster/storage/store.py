@@ -36,10 +36,19 @@ from vt_dagster.core.arrival import by_partition
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.offsets import at_or_after, file_at_or_after
-from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Shape
+from vt_dagster.storage.lookup import asset_names, head_of
+from vt_dagster.storage.offsets import at_or_after
+from vt_dagster.storage.positions import (
+    Checkpoint,
+    Commit,
+    Offsets,
+    Shape,
+    choose,
+    file_at_or_after,
+    require_remembered,
+)
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.view import Base, View, require_remembered
+from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_name
@@ -90,17 +99,6 @@ class Snapshot:
         return self.tail + (0 if self.base is None else self.base.reach(moment))
 
 
-def asset_names(warehouse: str) -> list[str]:
-    """The names of the assets that have a log in a warehouse. Does not use Spark."""
-    delta.require_place(str(warehouse))
-    fs, root = delta.filesystem(str(warehouse))
-    try:
-        names = [posixpath.basename(p.rstrip("/")) for p in fs.ls(root, detail=False)]
-    except FileNotFoundError:
-        return []
-    return sorted(n for n in names if fs.exists(posixpath.join(root, n, "log", "_delta_log")))
-
-
 def shape_of(node: Stream) -> Shape:
     """How a commit describes a node."""
     meaning = {} if node.operator is None else node.operator.meaning
@@ -146,15 +144,8 @@ class AssetStore:
             StorageError: there is no such asset in the warehouse.
         """
         require_name(name, "asset")
-        path = posixpath.join(str(warehouse), name, "log")
-        found = delta.last_commit(path)
-        if found is None:
-            raise StorageError(
-                f"expected an asset {name!r} in the warehouse {warehouse}, found no log there; "
-                f"materialize it first, or choose one of {asset_names(warehouse)}"
-            )
-        shape = Commit.model_validate(found[1]).shape
-        fields = parquet.schema(path).fields
+        shape = head_of(warehouse, name)[1].shape
+        fields = parquet.schema(posixpath.join(str(warehouse), name, "log")).fields
         added = {*LOG_COLUMNS, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
         own = [f for f in fields if f.name not in added]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
@@ -498,18 +489,7 @@ class AssetStore:
             StorageError: the asset has no such thing, or remembers it no more.
         """
         node = self.node
-        choices = ["log"]
-        if isinstance(node, Table):
-            choices.append("current")
-        if isinstance(node, VersionedTable):
-            choices.append("versions")
-        what = what or ("current" if isinstance(node, Table) else "log")
-        if what not in choices or (as_of is not None and not isinstance(node, VersionedTable)):
-            asked = what if as_of is None else f"{what} as of {as_of}"
-            raise StorageError(
-                f"{node.name} is a {type(node).__name__}: expected one of {choices} to read"
-                f"{', and as_of only of a VersionedTable' if as_of else ''}, got {asked!r}"
-            )
+        what = choose(node.name, shape_of(node).kind, what, as_of)
         head = self.head()
         if head is None:
             raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")
@@ -525,7 +505,7 @@ class AssetStore:
         if moment is None or not isinstance(node, VersionedTable):
             return view
         if not partial:
-            require_remembered(node, at.stream_time, moment)
+            require_remembered(node.name, node.history_retention, at.stream_time, moment)
         horizon = of_table.horizon_of(node, by_partition(at.stream_time))
         return versioned.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
 

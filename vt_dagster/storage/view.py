@@ -13,13 +13,14 @@ from pyspark.sql import DataFrame, SparkSession
 from vt_dagster.columns import SEGMENT
 from vt_dagster.core import store, versioned
 from vt_dagster.core.arrival import CHUNK, by_partition
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
+from vt_dagster.storage.delta import current
+from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, horizons
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.segments import current, plan
-from vt_dagster.topology.durations import in_micros, in_utc, length_at
+from vt_dagster.storage.segments import plan, segment_of
+from vt_dagster.topology.durations import in_micros, in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 EACH_RUN = 100_000
@@ -57,31 +58,6 @@ class Base:
             return self.sizes.get(None, 0)
         first = segments.number(moment)
         return sum(n for segment, n in self.sizes.items() if segment is None or segment >= first)
-
-
-def _horizons(node: VersionedTable, stream_time: Mapping[int, int]) -> list[int]:
-    """Of each partition: what ended before it has expired. Epoch microseconds."""
-    one = timedelta(microseconds=1)
-    return [now - length_at(node.history_retention, p) // one for p, now in stream_time.items()]
-
-
-def require_remembered(node: VersionedTable, stream_time: Mapping[int, int], moment: int) -> None:
-    """A table answers for times within its history retention only.
-
-    Args:
-        stream_time: by partition, epoch microseconds.
-        moment: the time that is asked for.
-
-    Raises:
-        StorageError: it lies before that, in some partition.
-    """
-    horizon = max(_horizons(node, stream_time), default=moment)
-    if moment < horizon:
-        raise StorageError(
-            f"{node.name}: expected a time from {in_utc(horizon)} on, since when it remembers what was "
-            f"true, got {in_utc(moment)}; ask for a later one, keep a longer history_retention, or say "
-            'that the rows that are left will do ("vt_dagster/partial": True, --partial)'
-        )
 
 
 class View:
@@ -137,20 +113,12 @@ class View:
         return many or base.rows <= EACH_RUN or tail >= SHARE * base.rows
 
     def _lengthened(self, checkpoint: Checkpoint) -> list[int]:
-        """By how much longer than when the view was written its partitions are remembered now."""
-        then = checkpoint.history_retention
-        if then is None or not isinstance(self.node, VersionedTable):
-            return []
-        now = self.node.history_retention
-        return [
-            length_at(now, p) // timedelta(microseconds=1)
-            - (then if isinstance(then, int) else then.get(p, 0))
-            for p in checkpoint.stream_time
-        ]
+        node = self.node
+        return checkpoint.lengthened(node.history_retention) if isinstance(node, VersionedTable) else []
 
     def _say_what_goes(self, commit: Commit) -> None:
         assert isinstance(self.node, VersionedTable)
-        horizon = max(_horizons(self.node, commit.stream_time))
+        horizon = max(horizons(self.node.history_retention, commit.stream_time))
         self._progress.done(
             f"! history_retention is shorter than it was: what ended before {in_utc(horizon)} is "
             "forgotten now. The log keeps it: with a longer one the view is made anew"
@@ -236,9 +204,9 @@ class View:
                 total=commit.total,
                 earliest=None if done is None else commit.earliest_since(done.checkpoint.batch),
                 newest=max(commit.stream_time.values(), default=0),
-                horizon=min(_horizons(node, commit.stream_time), default=0),
+                horizon=min(horizons(node.history_retention, commit.stream_time), default=0),
             )
-            segment, document.segments = change.layout.column(), change.following
+            segment, document.segments = segment_of(change.layout), change.following
             read, replaced = change.read, change.replaced
         before, rows_met = None, 0
         if done is not None:

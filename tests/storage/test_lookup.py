@@ -1,0 +1,232 @@
+"""What is read without Spark is what Spark reads: any table, any time, whatever the view is behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType
+
+import vt_dagster
+from tests.storage.topology import EPOCH, Topology
+from vt_dagster.errors import StorageError
+from vt_dagster.runs.run import run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage import segments, view
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+
+def by_spark(store: AssetStore, *asked: Any) -> list[tuple[Any, ...]]:
+    return in_order(store.read(*asked).toArrow())
+
+
+def in_order(rows: pa.Table) -> list[tuple[Any, ...]]:
+    """The rows as tuples, of columns and in an order that do not depend on who read them."""
+    columns = sorted(rows.column_names)
+    values = [rows.column(c).to_pylist() for c in columns]
+    return sorted(zip(*values, strict=True), key=repr)
+
+
+def without_spark(topology: Topology, name: str, *asked: Any, **more: Any) -> list[tuple[Any, ...]]:
+    what, as_of, partial = (*asked, None, None, False)[:3]
+    about = {"what": what, "as_of": as_of, "partial": bool(partial), **more}
+    return in_order(vt_dagster.read(name, warehouse=topology.warehouse, **about))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_tables(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Out of order, replaced, deleted, expired; views that are behind, and some that are not."""
+    monkeypatch.setattr(segments, "SEGMENT_ROWS", 5)
+    monkeypatch.setattr(view, "EACH_RUN", 0)
+    monkeypatch.setattr(view, "SHARE", 0.4)
+    dice = random.Random(seed)
+    topology = Topology(tmp_path)
+    plain = Table(
+        "plain",
+        key="k",
+        schema=topology.rates.schema,
+        tombstone="n is null",
+        source=FilesSource(str(tmp_path / "rates"), max_bad_share=1.0),
+    )
+    now, behind = 0.0, set[int]()
+    for run in range(6):
+        records = list[tuple[str | None, int | None, float]]()
+        for _ in range(25 if run == 0 else dice.choice([1, 3, 6])):
+            now += dice.choice([0, 0.5, 0.5, 1])
+            moment = max(0.0, now - dice.choice([0, 0, 0, 3, 8, 12]))
+            records.append((dice.choice("abcdef"), dice.choice([None, 1, 2, 3]), moment))
+        topology.land("rates", f"{run}.jsonl", records)
+        topology.run("rates", spark)
+        run_once(plain, stores_of(topology.warehouse, spark))
+        if run % 2 == 0:
+            continue
+        store = topology.store("rates", spark)
+        base, head = store.snapshot().base, store.head()
+        assert base is not None
+        assert head is not None
+        behind.add(head.commit.batch - base.checkpoint.batch)
+        times = [now - back for back in (0, 0.5, 3, 6, 9.9, 15)]
+        asked: list[tuple[Any, ...]] = [("log",), ("versions",), ("current",), ()]
+        asked += [("current", (EPOCH + timedelta(minutes=m)).isoformat(), True) for m in times]
+        for one in asked:
+            expected = by_spark(store, *one)
+            assert without_spark(topology, "rates", *one) == expected
+            for key in "af":
+                of_key = [row for row in expected if key in row]
+                assert without_spark(topology, "rates", *one, key=key) == of_key
+        others = AssetStore(topology.warehouse, plain, spark)
+        for one in ((), ("log",)):
+            assert without_spark(topology, "plain", *one) == by_spark(others, *one)
+    assert max(behind) > 0
+
+
+KINDS = {
+    "text": ("string", "a'b [x]", "a'b [x]"),
+    "whole": ("bigint", -7, "-7"),
+    "small": ("smallint", 7, "7"),
+    "exact": ("decimal(10,2)", Decimal("1.50"), "1.5"),
+    "ratio": ("double", math.nan, "nan"),
+    "zero": ("double", 0.0, "-0"),
+    "truth": ("boolean", True, "true"),
+    "day": ("date", "2024-02-29", "2024-02-29"),
+    "moment": ("timestamp", "2024-02-29T01:02:03.5Z", "2024-02-29T02:02:03.500+01:00"),
+}
+
+
+@pytest.fixture(scope="module")
+def of_all_kinds(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table for each type that a key may have, each with two keys and two versions of one."""
+    root = tmp_path_factory.mktemp("kinds")
+    columns = ", ".join(f"`{name}` {kind}" for name, (kind, _, _) in KINDS.items())
+    schema = StructType.fromDDL(f"{columns}, n int, at timestamp, raw binary")
+    row = {n: str(v) if isinstance(v, Decimal) else v for n, (_, v, _) in KINDS.items()}
+    rows = [{**row, "n": n, "at": f"2024-01-0{n}T00:00:00Z"} for n in (1, 2)]
+    rows.append({**dict.fromkeys(row, None), "n": 3, "at": "2024-01-03T00:00:00Z"})
+    typed = spark.createDataFrame([json.dumps(r) for r in rows], "string").selectExpr(
+        f"from_json(value, '{schema.simpleString()[7:-1]}', map('allowNonNumericNumbers', 'true')) r"
+    )
+    (root / "landing").mkdir()
+    typed.select("r.*").coalesce(1).write.parquet(str(root / "made"))
+    next((root / "made").glob("*.parquet")).rename(root / "landing" / "1.parquet")
+    source = FilesSource(str(root / "landing"), format="parquet", pattern="*.parquet", max_bad_share=1)
+    for name in KINDS:
+        table = VersionedTable(
+            f"by_{name}",
+            key=name,
+            schema=schema,
+            timestamp="at",
+            history_retention=timedelta(days=30),
+            source=source,
+        )
+        run_once(table, stores_of(str(root / "warehouse"), spark))
+    return root / "warehouse"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_keys_of_any_type(of_all_kinds: Path, spark: SparkSession, name: str) -> None:
+    _, value, text = KINDS[name]
+    expected = AssetStore.open(str(of_all_kinds), f"by_{name}", spark).read("versions").count()
+    about: dict[str, Any] = {"warehouse": str(of_all_kinds), "what": "versions"}
+    for key in {text: None, value: None} if value == value else {text: None}:
+        rows = vt_dagster.read(f"by_{name}", key=key, **about)
+        assert rows.column("n").to_pylist() == [1, 2][:expected], key
+    assert vt_dagster.read(f"by_{name}", key=text, warehouse=str(of_all_kinds)).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "said"),
+    [
+        ("whole", "7.5", "expected --key as a bigint for whole, got '7.5'"),
+        ("small", "70000", "as a smallint for small, got '70000'"),
+        ("exact", "1.499", r"as a decimal\(10,2\) for exact, got '1.499'"),
+        ("truth", "perhaps", "as a boolean for truth"),
+        ("day", "2024-02-30", "as a date for day, got '2024-02-30'"),
+        ("moment", "2024-02-29T25:00:00Z", "as a timestamp for moment"),
+        ("whole", ("1", "2"), r"has the key \['whole'\]: give --key once for each"),
+    ],
+)
+def test_a_value_that_cannot_be_the_key(of_all_kinds: Path, name: str, key: Any, said: str) -> None:
+    with pytest.raises(StorageError, match=said):
+        vt_dagster.read(f"by_{name}", key=key, warehouse=str(of_all_kinds))
+
+
+def test_into_other_libraries(tmp_path: Path, spark: SparkSession) -> None:
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 2, 1), ("a", 3, 2)])
+    topology.run("rates", spark)
+    about: dict[str, Any] = {"warehouse": topology.warehouse, "key": "a"}
+    found = {
+        into: vt_dagster.read(topology.rates, into=into, **about)
+        for into in ("arrow", "pandas", "polars", "duckdb", "spark")
+    }
+    assert isinstance(found["arrow"], pa.Table)
+    assert isinstance(found["pandas"], pd.DataFrame)
+    assert isinstance(found["polars"], pl.DataFrame)
+    assert isinstance(found["duckdb"], duckdb.DuckDBPyRelation)
+    frames = [found["arrow"].to_pandas(), found["pandas"], found["polars"].to_pandas()]
+    frames += [found["duckdb"].df(), found["spark"].toPandas()]
+    assert [list(frame["n"]) for frame in frames] == [[3]] * 5
+    moment = datetime(2020, 1, 1, 0, 1, 30, tzinfo=timezone.utc)
+    then = vt_dagster.read("rates", warehouse=topology.warehouse, as_of=moment)
+    assert sorted(then.column("n").to_pylist()) == [1, 2]
+    with pytest.raises(StorageError, match="expected into to be one of"):
+        vt_dagster.read("rates", warehouse=topology.warehouse, into="excel")  # type: ignore[arg-type]
+
+
+def test_what_is_not_there(tmp_path: Path, spark: SparkSession) -> None:
+    """The same sentences as with Spark."""
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", 1, 0), ("a", 3, 20)])
+    topology.land("orders", "1.jsonl", [("a", 1, 0)])
+    for name in ("rates", "orders"):
+        topology.run(name, spark)
+    for name, asked, said in (
+        ("nothing", {}, r"'nothing'.*orders.*rates"),
+        ("orders", {"what": "current"}, r"orders is a Stream: expected one of \['log'\]"),
+        ("orders", {"as_of": "2020-01-01"}, "as_of only of a VersionedTable"),
+        ("rates", {"as_of": "2020-01-01T00:05:00Z"}, "expected a time from 2020-01-01T00:10:00Z on"),
+    ):
+        with pytest.raises(StorageError, match=said):
+            vt_dagster.read(name, warehouse=topology.warehouse, **asked)
+    wide = replace(topology.orders, name="empty")
+    with pytest.raises(StorageError, match="'empty'"):
+        vt_dagster.read(wide, warehouse=topology.warehouse)
+    assert isinstance(wide, Stream)
+
+
+def test_neither_spark_nor_dagster_is_imported(tmp_path: Path, spark: SparkSession) -> None:
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", 1, 0), ("a", 3, 2)])
+    topology.run("rates", spark)
+    code = f"""
+import sys
+from vt_dagster.cli import app
+sys.argv = ["vt-dagster", *sys.argv[1:], "--key", "a", "--warehouse", {topology.warehouse!r}]
+try:
+    app()
+finally:
+    print(sorted({{"pyspark", "dagster", "pandera"}} & set(sys.modules)))
+"""
+    for command, said in (("get", "n             3\n"), ("history", "n=3")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, command, "rates"], capture_output=True, text=True, timeout=60
+        )
+        assert said in done.stdout, done.stderr
+        assert done.stdout.endswith("[]\n")

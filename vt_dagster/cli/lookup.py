@@ -1,0 +1,94 @@
+"""``vt-dagster get`` and ``history``: a key's row and its versions, without Spark."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pyarrow as pa
+import typer
+from rich.console import Console
+from rich.table import Table as TextTable
+from rich.text import Text
+
+from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.errors import StorageError
+from vt_dagster.storage.lookup import asset_names, look_up
+from vt_dagster.storage.values import texts
+
+Warehouse = Annotated[
+    str,
+    typer.Option(
+        help="Directory or URL of the tables.", envvar="VT_DAGSTER_WAREHOUSE", show_default=True
+    ),
+]
+Key = Annotated[
+    list[str], typer.Option("--key", help="Value of the key; repeat it for a composite key.")
+]
+
+
+def get(
+    table: str,
+    key: Key,
+    as_of: Annotated[
+        str | None, typer.Option(help="A time like 2013-07-01T12:00:00Z (inclusive); UTC.")
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option(help="Of a time before the history: the row, where it is still there.")
+    ] = False,
+    warehouse: Warehouse = "data/warehouse",
+) -> None:
+    """Print the row of a key: the current one, or the one as of a time."""
+    rows = texts(_of_key(warehouse, table, key, None, as_of, partial).slice(0, 1))
+    if not rows:
+        when = f" as of {as_of}" if as_of else ""
+        typer.echo(f"{table} has no value for {'/'.join(key)}{when}", err=True)
+        raise typer.Exit(1)
+    width = max(len(c) for c in rows[0])
+    for name, value in rows[0].items():
+        typer.echo(f"{name:<{width}}  {_text(value)}")
+
+
+def history(
+    table: str,
+    key: Key,
+    limit: Annotated[int, typer.Option(help="The newest so many versions.")] = 50,
+    warehouse: Warehouse = "data/warehouse",
+) -> None:
+    """Print the timeline of a key: its versions, oldest first."""
+    rows = _of_key(warehouse, table, key, "versions")
+    newest = texts(rows.sort_by([(VALID_FROM, "ascending")]))[-limit:]
+    if not newest:
+        typer.echo(f"{table} has no version of {'/'.join(key)}", err=True)
+        raise typer.Exit(1)
+    ours = {IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO}
+    # What is in a table is text, not markup, whatever brackets it has.
+    text = TextTable(title=Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC"))
+    for column in ("valid from", "valid to", "value"):
+        text.add_column(column)
+    for row in newest:
+        values = [f"{c}={_text(v)}" for c, v in row.items() if c not in ours]
+        cells = (
+            _text(row[VALID_FROM]),
+            "now" if row[VALID_TO] is None else _text(row[VALID_TO]),
+            "(deleted)" if row[IS_TOMBSTONE] else "  ".join(values),
+        )
+        text.add_row(*map(Text, cells))
+    Console().print(text)
+
+
+def _of_key(
+    warehouse: str,
+    table: str,
+    key: list[str],
+    what: str | None,
+    as_of: str | None = None,
+    partial: bool = False,
+) -> pa.Table:
+    names = asset_names(warehouse)
+    if table not in names:
+        raise StorageError(f"expected one of {names} in {warehouse}, got {table!r}")
+    return look_up(warehouse, table, what, key, as_of, partial)
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)

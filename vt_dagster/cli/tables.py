@@ -1,0 +1,92 @@
+"""``vt-dagster demo``, ``replay``, ``compare`` and ``swap``."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timezone
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vt_dagster.cli.lookup import Warehouse
+from vt_dagster.errors import TopologyError, VtDagsterError
+from vt_dagster.runs import replay as replays
+from vt_dagster.sources.kafka_messages import as_offsets
+from vt_dagster.spark.session import build_session
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.durations import parse_time
+from vt_dagster.topology.model import Stream
+
+
+def demo(
+    kafka: Annotated[
+        bool,
+        typer.Option("--kafka", help="Through topics of a Kafka broker, which it starts and ends."),
+    ] = False,
+) -> None:
+    """Run the worked example of a checkout: a year of flights with the weather as of departure."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        if kafka:
+            from assets.kafka_demo import run
+        else:
+            from assets.demo import run
+    except ModuleNotFoundError as error:
+        raise VtDagsterError(
+            "the demo is part of a checkout of vt_dagster, not of the installed package: run it "
+            f"in the checkout's directory with the extra 'demo' installed ({error})"
+        ) from None
+    run()
+
+
+def replay(
+    asset: Annotated[str, typer.Argument(help="The live asset.")],
+    into: Annotated[str, typer.Option(help="The name of the new tables.")],
+    module: Annotated[
+        str, typer.Option(help="The module that has the asset's stream or table as a variable.")
+    ],
+    start_time: Annotated[
+        str | None, typer.Option("--from", help="Of a topic: begin at a time (inclusive); UTC.")
+    ] = None,
+    start_offsets: Annotated[
+        str | None, typer.Option("--from-offsets", help='Of topics: {"topic": {"0": 100}}.')
+    ] = None,
+    warehouse: Warehouse = "data/warehouse",
+) -> None:
+    """Make an asset anew beside the live one, as far as that has come; then compare and swap."""
+    node = _node(module, asset)
+    start: Any = None if start_offsets is None else as_offsets(start_offsets)
+    if start_time is not None:
+        start = datetime.fromtimestamp(parse_time(start_time) / 1e6, tz=timezone.utc)
+    spark = build_session("vt-dagster")
+    done = replays.replay(warehouse, node, into, spark, start, tell=typer.echo).head()
+    assert done is not None
+    typer.echo(f"{into}: {done.commit.totals.get('in', 0)} records in {done.commit.batch} runs")
+
+
+def compare(one: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
+    """Tell what two assets hold that is not the same; exits with 1 where they differ."""
+    spark = build_session("vt-dagster")
+    stores = [AssetStore.open(warehouse, name, spark) for name in (one, other)]
+    found = replays.compare(*stores)
+    typer.echo(f"{found.missing} rows only in {one}, {found.extra} only in {other}")
+    for row in found.rows.orderBy("row").limit(20).collect():
+        name, times = (one, row[1]) if row[1] > 0 else (other, -row[1])
+        typer.echo(f"  only in {name}{f' ({times} times)' if times > 1 else ''}: {row[0]}")
+    raise typer.Exit(1 if found.missing or found.extra else 0)
+
+
+def swap(live: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
+    """Give two assets each other's name, while nothing runs: a replay becomes the live one."""
+    replays.swap(warehouse, live, other)
+    typer.echo(f"{live} is what {other} was, and {other} is what {live} was")
+
+
+def _node(module: str, name: str) -> Stream:
+    sys.path.insert(0, str(Path.cwd()))
+    found = {v.name: v for v in vars(import_module(module)).values() if isinstance(v, Stream)}
+    if name not in found:
+        raise TopologyError(f"expected one of {sorted(found)} in {module}, got {name!r}")
+    return found[name]

@@ -1,0 +1,364 @@
+"""Looking into tables without Spark: ``deltalake`` says which files, Arrow reads them.
+
+What is given is what ``AssetStore.read`` gives: the view, with the log's tail folded in. The rules are
+those of ``core.versioned`` and ``core.table``; a test compares both on random tables.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs as pafs
+
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    PARTITION,
+    SEGMENT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.errors import StorageError
+from vt_dagster.storage import delta
+from vt_dagster.storage.positions import (
+    Checkpoint,
+    Commit,
+    Shape,
+    choose,
+    file_at_or_after,
+    horizons,
+    require_remembered,
+)
+from vt_dagster.storage.values import as_key, type_name
+from vt_dagster.topology.durations import parse_time
+
+Into = Literal["arrow", "polars", "pandas", "duckdb", "spark"]
+
+
+def read(
+    table: Any,
+    *,
+    warehouse: str = "data/warehouse",
+    key: Any = None,
+    as_of: str | datetime | None = None,
+    what: str | None = None,
+    partial: bool = False,
+    into: Into = "arrow",
+) -> Any:
+    """What an asset has, as of its last commit; without Spark and Dagster, unless Spark is asked for.
+
+    Args:
+        table: an asset's name, or the stream or table itself.
+        warehouse: the directory or URL of the tables.
+        key: the value of the key, of a composite key a tuple or list, also as texts; None = all.
+        as_of: an ISO 8601 time or a datetime (without an offset: UTC); the row of each key as of it
+            (inclusive).
+        what: ``current`` (default of tables: deleted keys are not there), ``versions`` (tombstones
+            included) or ``log`` (default of streams).
+        partial: whether a time from which on the history has been forgotten already gives the rows that
+            are left.
+        into: ``arrow``: a ``pyarrow.Table``; ``pandas``, ``polars``: a DataFrame; ``duckdb``: a
+            relation; ``spark``: a lazy DataFrame of the active session. All but Spark's are in memory.
+
+    Raises:
+        StorageError: there is no such asset, or it has no such thing, or remembers it no more.
+    """
+    name = table if isinstance(table, str) else table.name
+    if into not in get_args(Into):
+        raise StorageError(f"expected into to be one of {list(get_args(Into))}, got {into!r}")
+    values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]
+    moment = as_of.isoformat() if isinstance(as_of, datetime) else as_of
+    if into == "spark":
+        return _by_spark(warehouse, name, what, values, moment, partial)
+    rows = look_up(warehouse, name, what, values, moment, partial)
+    if into == "arrow":
+        return rows
+    if into == "pandas":
+        return rows.to_pandas()
+    library = import_module(into)
+    return library.from_arrow(rows)
+
+
+def _by_spark(
+    warehouse: str,
+    name: str,
+    what: str | None,
+    key: Sequence[Any] | None,
+    as_of: str | None,
+    partial: bool,
+) -> Any:
+    session = import_module("pyspark.sql").SparkSession.getActiveSession()
+    if session is None:
+        raise StorageError(
+            f"{name}: expected an active Spark session to read into, found none; start one, or read "
+            "into another library"
+        )
+    # Not with the others: it takes seconds to import, and nobody else needs it.
+    store = import_module("vt_dagster.storage.store").AssetStore.open(warehouse, name, session)
+    rows = store.read(what, as_of, partial)
+    if key is None:
+        return rows
+    among = import_module("vt_dagster.core.versioned").key_range
+    return among(rows, key=store.node.key, lower=key, upper=key)
+
+
+def look_up(
+    warehouse: str,
+    name: str,
+    what: str | None = None,
+    key: Sequence[Any] | None = None,
+    as_of: str | None = None,
+    partial: bool = False,
+) -> pa.Table:
+    """The rows of an asset as of its last commit, as ``AssetStore.read`` gives them.
+
+    Args:
+        key: the values of the key columns, also as texts; None = all keys.
+
+    Raises:
+        StorageError: there is no such asset, it has no such thing, or a value cannot be its key.
+    """
+    head, commit = head_of(warehouse, name)
+    shape = commit.shape
+    what = choose(name, shape.kind, what, as_of)
+    asset = _Asset(posixpath.join(str(warehouse), name), commit, head, shape, key)
+    moment = parse_time(as_of) if as_of is not None and what == "current" else None
+    if what == "log":
+        return asset.log(None)
+    if moment is not None and not partial:
+        require_remembered(name, shape.retention(), commit.stream_time, moment)
+    return asset.table(what, moment)
+
+
+def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
+    """The version and the document of an asset's last commit.
+
+    Raises:
+        StorageError: there is no such asset in the warehouse.
+    """
+    delta.require_place(str(warehouse))
+    found = delta.last_commit(posixpath.join(str(warehouse), name, "log"))
+    if found is None:
+        raise StorageError(
+            f"expected an asset {name!r} in the warehouse {warehouse}, found no log there; "
+            f"materialize it first, or choose one of {asset_names(warehouse)}"
+        )
+    return found.version, Commit.model_validate(found.document)
+
+
+def asset_names(warehouse: str) -> list[str]:
+    """The names of the assets that have a log in a warehouse. Does not use Spark."""
+    delta.require_place(str(warehouse))
+    fs, root = delta.filesystem(str(warehouse))
+    try:
+        names = [posixpath.basename(p.rstrip("/")) for p in fs.ls(root, detail=False)]
+    except FileNotFoundError:
+        return []
+    return sorted(n for n in names if fs.exists(posixpath.join(root, n, "log", "_delta_log")))
+
+
+@dataclass(frozen=True)
+class _Asset:
+    root: str
+    commit: Commit
+    version: int
+    shape: Shape
+    wanted: Sequence[Any] | None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return tuple(self.shape.key)
+
+    @property
+    def log_path(self) -> str:
+        return posixpath.join(self.root, "log")
+
+    @property
+    def view_path(self) -> str:
+        return posixpath.join(self.root, "view")
+
+    def log(self, start: Mapping[int, int] | None) -> pa.Table:
+        """The log from some offsets on (inclusive); None = all of it."""
+        if start is None:
+            return self._rows(self.log_path, self.version)
+        ends = self.commit.next_offset
+        rows = self._rows(self.log_path, self.version, file_at_or_after(dict(start), ends))
+        first = {p: start.get(p, 0) for p in ends}
+        keep = rows.column(OFFSET).to_numpy() >= _by_partition(rows, first, 0)
+        return rows.filter(pa.array(keep))
+
+    def table(self, what: str, moment: int | None) -> pa.Table:
+        """Versions, or current rows; as of a time where given."""
+        versioned = self.shape.kind == "versioned"
+        base, start = self._base(what, moment)
+        tail = self.log(start) if start != self.commit.next_offset else None
+        limits = dict(zip(self.commit.stream_time, self._horizons(), strict=True))
+        rows = fold(base, tail, self.key, limits if versioned else None)
+        if not versioned or what == "versions":
+            return rows
+        if moment is None:
+            rows = rows.filter(rows.column(VALID_TO).is_null())
+        else:
+            start_, end = _micros(rows, VALID_FROM), _micros(rows, VALID_TO)
+            open_ = rows.column(VALID_TO).is_null().to_numpy()
+            limit = _by_partition(rows, limits, moment)
+            there = (start_ <= moment) & (open_ | ((moment < end) & (moment >= limit)))
+            rows = rows.filter(pa.array(there))
+        return rows.filter(pa.array(~rows.column(IS_TOMBSTONE).to_numpy()))
+
+    def _horizons(self) -> list[int]:
+        return horizons(self.shape.retention(), self.commit.stream_time)
+
+    def _base(self, what: str, moment: int | None) -> tuple[pa.Table | None, dict[int, int]]:
+        """What is needed of the view, and up to which offsets it is folded in."""
+        found = delta.last_commit(self.view_path)
+        if found is None:
+            return None, {}
+        then = Checkpoint.model_validate(found.document)
+        if (
+            then.batch > self.commit.batch
+            or max(then.lengthened(self.shape.retention()), default=0) > 0
+        ):
+            return None, {}
+        wanted = delta.everything
+        if then.segments is not None and what == "current":
+            earliest = self.commit.earliest_since(then.batch)
+            since = moment if earliest is None or moment is None else min(moment, earliest)
+            wanted = delta.current if since is None else then.segments.ending_after(since)
+        return self._rows(self.view_path, found.version, wanted), then.next_offset
+
+    def _rows(self, path: str, version: int, wanted: delta.Wanted = delta.everything) -> pa.Table:
+        table = delta.require_table(path, version)
+        told = pa.schema(table.schema().to_arrow())
+        columns = pa.schema([f for f in told if f.name != SEGMENT])
+        fs, root = delta.filesystem(path)
+        local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+        where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
+        places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
+        if not places:
+            return columns.empty_table()
+        condition = self._condition(columns)
+        return ds.dataset(places, columns, format="parquet", filesystem=where).to_table(
+            filter=condition
+        )
+
+    def _condition(self, columns: pa.Schema) -> Any:
+        if self.wanted is None:
+            return None
+        name = posixpath.basename(self.root)
+        path = self.log_path if self.shape.kind == "stream" else self.view_path
+        if len(self.wanted) != len(self.key):
+            raise StorageError(
+                f"{name} has the key {list(self.key)}: give --key once for each, got "
+                f"{list(self.wanted)}"
+            )
+        condition: Any = None
+        for column, value in zip(self.key, self.wanted, strict=True):
+            kind = columns.field(column).type
+            if pa.types.is_nested(kind):
+                raise StorageError(
+                    "expected a key that can be written as plain texts, but the key column "
+                    f"{column} is of type {type_name(kind)}; read the Delta table {path} with "
+                    "Spark, and select the row there"
+                )
+            scalar = as_key(column, value, kind)
+            same = ds.field(column) == scalar
+            if pa.types.is_floating(kind) and scalar.as_py() != scalar.as_py():
+                same = ds.field(column).is_nan()
+            condition = same if condition is None else condition & same
+        return condition
+
+
+# ------------------------------------------------------------------------------------------- folding
+
+
+def fold(
+    base: pa.Table | None,
+    tail: pa.Table | None,
+    key: Sequence[str],
+    limits: Mapping[int, int] | None,
+) -> pa.Table:
+    """A table's rows after more of its log, see ``core.store.fold``.
+
+    Args:
+        base: the rows before; None = none.
+        tail: the log's rows after them; None = none.
+        limits: of a versioned table the horizon by partition, epoch microseconds; None: it is plain.
+
+    Source: FORMAT 4.1.3, 4.2.1, 4.2.3, section 7; kip889-validity-interval.
+    """
+    if tail is None:
+        assert base is not None
+        return base if limits is None else base.filter(pa.array(~_expired(base, limits)))
+    fresh = tail.drop_columns([c for c in (IS_LATEST, IS_LATE, OLD) if c in tail.column_names])
+    if limits is not None:
+        moments = fresh.column(TIMESTAMP)
+        fresh = fresh.append_column(VALID_FROM, moments)
+        fresh = fresh.append_column(VALID_TO, pa.nulls(fresh.num_rows, moments.type))
+    rows = fresh if base is None else pa.concat_tables([base, fresh], promote_options="default")
+    codes = [_codes(rows.column(k)) for k in key]
+    order = [rows.column(PARTITION).to_numpy(), rows.column(OFFSET).to_numpy()]
+    if limits is not None:
+        order.append(_micros(rows, VALID_FROM))
+    rank = np.lexsort((*order, *reversed(codes)))
+    rows, codes = rows.take(pa.array(rank)), [code[rank] for code in codes]
+    follows = np.zeros(rows.num_rows, bool)
+    if rows.num_rows:
+        follows[:-1] = np.logical_and.reduce([code[:-1] == code[1:] for code in codes])
+    if limits is None:
+        deleted = rows.column(IS_TOMBSTONE).to_numpy()
+        return rows.filter(pa.array(~follows & ~deleted))
+    start = _micros(rows, VALID_FROM)
+    ends = np.zeros_like(start)
+    ends[:-1] = start[1:]
+    kind = rows.schema.field(VALID_TO).type
+    place = rows.schema.get_field_index(VALID_TO)
+    rows = rows.set_column(
+        place, VALID_TO, pa.array(ends, mask=~follows).cast(pa.timestamp("us")).cast(kind)
+    )
+    replaced = follows & (ends <= start)
+    return rows.filter(pa.array(~replaced & ~_expired(rows, limits)))
+
+
+def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
+    """See ``core.versioned.remembered``."""
+    limit = _by_partition(rows, limits, np.iinfo(np.int64).min)
+    ended = ~rows.column(VALID_TO).is_null().to_numpy() & (_micros(rows, VALID_TO) <= limit)
+    return ended | (rows.column(IS_TOMBSTONE).to_numpy() & (_micros(rows, VALID_FROM) < limit))
+
+
+def _by_partition(rows: pa.Table, values: Mapping[int, int], otherwise: int) -> Any:
+    partitions = rows.column(PARTITION).to_numpy()
+    found = np.full(len(partitions), otherwise, np.int64)
+    for partition, value in values.items():
+        found[partitions == partition] = value
+    return found
+
+
+def _micros(rows: pa.Table, column: str) -> Any:
+    """Times as epoch microseconds; null is 0."""
+    times = rows.column(column)
+    whole = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64())
+    return whole.fill_null(0).to_numpy()
+
+
+def _codes(column: pa.ChunkedArray) -> Any:
+    """A number for each value, the same for the same; NaN is one value, and so are the two zeros."""
+    kind = column.type
+    if pa.types.is_floating(kind):
+        return np.unique(column.to_numpy() + 0.0, return_inverse=True)[1]
+    if pa.types.is_nested(kind):
+        return np.unique([repr(value) for value in column.to_pylist()], return_inverse=True)[1]
+    return column.combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
