@@ -11,7 +11,14 @@ from typing import Any
 import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
-from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    DoubleType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from tests.market import messages
 from vt_dagster import (
@@ -381,6 +388,39 @@ def test_reduce(spark: SparkSession) -> None:
     ]
     assert told("summed") == results
     assert [(r["g"], r["n"]) for r in driver.table("reduced")] == [("x", 16), ("y", 8)]
+
+
+def test_numbers_that_python_does_not_compare_as_spark_does(spark: SparkSession) -> None:
+    """NaN is one key, and so are the two zeros, also in a struct."""
+    inner = StructType([StructField("x", DoubleType())])
+    number, nested = StructField("d", DoubleType()), StructField("s", inner)
+    source = Table("rates", key="k", schema=StructType([*SCHEMA.fields, number, nested]))
+
+    def add(row: dict[str, Any], sum_: dict[str, Any]) -> dict[str, Any]:
+        return {**sum_, "n": sum_["n"] + row["n"]}
+
+    nodes = [source.group_by(c).reduce(add, add, name=f"by_{c}", select=["n"]) for c in ("d", "s")]
+    driver = TopologyTestDriver(*nodes, spark=spark)
+
+    def row(k: str, d: float, n: int) -> dict[str, Any]:
+        return {"k": k, "n": n, "d": d, "s": {"x": d}, "timestamp": at(5)}
+
+    nan = float("nan")
+    driver.pipe("rates", row("a", nan, 1), row("b", -0.0, 10), row("c", nan, 2), row("d", 0.0, 20))
+    driver.pipe("rates", row("e", nan, 4), row("f", -nan, 8), row("g", 0.0, 40), row("h", -0.0, 80))
+    for name in ("by_d", "by_s"):
+        assert [r["n"] for r in driver.read(name)] == [1, 10, 3, 30, 7, 15, 70, 150]
+        assert sorted(r["n"] for r in driver.table(name)) == [15, 150]
+
+
+def test_a_filter_whose_result_has_a_history_takes_the_zeros_for_one(spark: SparkSession) -> None:
+    fields = [StructField("k", DoubleType()), *SCHEMA.fields[1:]]
+    source = Table("rates", key="k", schema=StructType(fields), tombstone="n is null")
+    kept = source.filter("n > 1", name="kept", materialized=Materialized(timedelta(days=1)))
+    driver = TopologyTestDriver(kept, spark=spark)
+    zeros = [(0.0, 2), (-0.0, 1), (0.0, 1)]
+    driver.pipe("rates", *({"k": k, "g": "", "n": n, "timestamp": at(5)} for k, n in zeros))
+    assert [r["is_tombstone"] for r in driver.read("kept")] == [False, True]
 
 
 @pytest.mark.slow

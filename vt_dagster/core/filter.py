@@ -135,6 +135,14 @@ def without_repeated_tombstones(
     ordered = gathered(asked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
     names = (*key, PARTITION, IS_TOMBSTONE, _NEWEST, _ALIVE, _TIME, _BEFORE, _RETENTION)
 
+    def plain(value: Any) -> Any:
+        """What Spark takes for equal, alike: the two zeros."""
+        if isinstance(value, dict):
+            return {n: plain(v) for n, v in cast(dict[str, Any], value).items()}
+        if isinstance(value, list):
+            return [plain(v) for v in cast(list[Any], value)]
+        return value + 0.0 if isinstance(value, float) else value
+
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         home: Any = None
         now: int | None = None
@@ -147,7 +155,7 @@ def without_repeated_tombstones(
             ):
                 if partition != home:
                     home, now, latest = partition, before, {}
-                mine = repr(own)
+                mine = repr(plain(own))
                 newest, alive = latest.get(mine, (newest, bool(alive)))
                 repeated.append(deleted and not alive)
                 if repeated[-1] or (now is not None and time < now - retention):

@@ -39,7 +39,7 @@ pa: Any = pyarrow  # has no types
 Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
 TAKE, ADD, _CHANGE = "_take", "_add", "_change"
-_LAST = "_last"
+_FIRST, _LAST = "_first", "_last"
 _MERGED = {"min": (F.min, F.least), "max": (F.max, F.greatest)}
 
 
@@ -305,10 +305,13 @@ def aggregate_by(
     kip914-probe-aggregate-order-of-calls-unversioned.
     """
     known = gathered(_with_base(rows, state, key, ("_acc",)), key)
-    ordered = known.withColumn(_LAST, is_last(key)).sortWithinPartitions(*key, *ORDER, TURN)
+    # Python does not tell where a group begins: to it NaN is not NaN.
+    first = F.row_number().over(W.partitionBy(*key).orderBy(*ORDER, TURN)) == 1
+    marked = known.withColumns({_FIRST: first, _LAST: is_last(key)})
+    ordered = marked.sortWithinPartitions(*key, *ORDER, TURN)
     row_type = cast(StructType, rows.schema[ADD].dataType)
     result = schema or StructType([row_type[n] for n in names])
-    others = (TAKE, ADD, _BASE, _BASE_TIME)
+    others = (TAKE, ADD, _BASE, _BASE_TIME, _FIRST)
     kept = [StructField(f.name, f.dataType) for f in ordered.schema.fields if f.name not in others]
     passed = [f.name for f in kept]
 
@@ -317,17 +320,14 @@ def aggregate_by(
     applied_fate = Fate.APPLIED
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
-        group: tuple[Any, ...] | None = None
         acc: Aggregate | None = None
         newest: Any = None
         for batch in batches:
             results: list[Aggregate | None] = []
             times: list[Any] = []
             for row in batch.to_pylist():
-                mine = tuple(row[k] for k in key)
-                if mine != group:
-                    base = row[_BASE]
-                    group, newest = mine, row[_BASE_TIME]
+                if row[_FIRST]:
+                    base, newest = row[_BASE], row[_BASE_TIME]
                     acc = None if base is None else base["_acc"]
                 if row[FATE] == applied_fate:
                     if acc is None and initializer is not None:
