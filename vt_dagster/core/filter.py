@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pyarrow  # pyright: ignore[reportMissingTypeStubs]
@@ -135,13 +135,7 @@ def without_repeated_tombstones(
     ordered = gathered(asked, [PARTITION]).sortWithinPartitions(PARTITION, *ORDER)
     names = (*key, PARTITION, IS_TOMBSTONE, _NEWEST, _ALIVE, _TIME, _BEFORE, _RETENTION)
 
-    def plain(value: Any) -> Any:
-        """What Spark takes for equal, alike: the two zeros."""
-        if isinstance(value, dict):
-            return {n: plain(v) for n, v in cast(dict[str, Any], value).items()}
-        if isinstance(value, list):
-            return [plain(v) for v in cast(list[Any], value)]
-        return value + 0.0 if isinstance(value, float) else value
+    plain = _plain()
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         home: Any = None
@@ -169,3 +163,19 @@ def without_repeated_tombstones(
     decided = cast(DataFrame, cast(Any, ordered).mapInArrow(run, schema))
     fate = F.when(F.col(_REPEATED), Fate.NO_RESULT).otherwise(F.col(FATE))
     return decided.withColumn(FATE, fate).select(*[F.col(f"`{c}`") for c in rows.columns])
+
+
+def _plain() -> Callable[[Any], Any]:
+    """A function that makes alike what Spark takes for equal: the two zeros.
+
+    It is made here because it goes to Spark's workers, which need not have this package.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {n: plain(v) for n, v in cast(dict[str, Any], value).items()}
+        if isinstance(value, list):
+            return [plain(v) for v in cast(list[Any], value)]
+        return value + 0.0 if isinstance(value, float) else value
+
+    return plain
