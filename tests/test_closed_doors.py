@@ -344,6 +344,61 @@ def test_an_expression_that_fails_is_the_records_fault(tmp_path: Path, spark: Sp
     ]
 
 
+ODD = ["größe", "a-b", "123", "null", "quote'd", "select"]
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_columns_of_any_name(tmp_path: Path, spark: SparkSession, form: Any) -> None:
+    """Read, written, joined and aggregated as they are called."""
+    values = [StructField(name, LongType()) for name in ODD]
+    shape = StructType(
+        [StructField("k'ö", StringType()), *values, StructField("at-time", TimestampType())]
+    )
+    rows = [["x", *range(1, 7), AT], ["y", *range(11, 17), AT]]
+    landing = tmp_path / "landing"
+    if form == "parquet":
+        texts = spark.createDataFrame([tuple(map(str, r)) for r in rows], shape.names)
+        kinds = zip(shape.names, shape.fields, strict=True)
+        columns = [F.col(f"`{n}`").cast(f.dataType).alias(n) for n, f in kinds]
+        texts.select(*columns).coalesce(1).write.parquet(str(landing))
+    else:
+        landing.mkdir()
+        lines = [",".join(map(str, r)) for r in (shape.names, *rows)]
+        if form == "jsonl":
+            lines = [json.dumps(dict(zip(shape.names, r, strict=True))) for r in rows]
+        (landing / "1").write_text("\n".join(lines), encoding="utf-8")
+    source = FilesSource(str(landing), format=form)
+    about: dict[str, Any] = {"key": "k'ö", "schema": shape, "timestamp": "at-time", "source": source}
+    sales = Stream("sales", **about)
+    nodes: list[Stream] = [sales]
+    if form == "csv":
+        prices = VersionedTable("prices", history_retention=timedelta(days=1), **about)
+        nodes += [
+            prices,
+            sales.left_join(
+                prices, name="both", select=["left.*", *[f"right.`{n}` as `r{n}`" for n in ODD]]
+            ),
+            sales.group_by()
+            .windowed_by(TumblingWindow(timedelta(hours=1)))
+            .aggregate({f"s{n}": f"sum(`{n}`)" for n in ODD}, name="hourly"),
+        ]
+    made = [*map(build_asset, nodes), *map(build_checks, nodes)]
+    result = run(made, tmp_path / "warehouse")
+    assert result.success, messages(result)
+    assert all(check.passed for check in checks(result).values())
+
+    def read(node: Stream, names: list[str]) -> list[tuple[Any, ...]]:
+        rows = AssetStore(str(tmp_path / "warehouse"), node, spark).read()
+        return sorted(tuple(r) for r in rows.select(*[f"`{n}`" for n in names]).collect())
+
+    expected = [tuple(r[:-1]) for r in rows]
+    for node, prefix in zip(nodes, ("", "", "r", "s"), strict=False):
+        assert read(node, ["k'ö", *[prefix + n for n in ODD]]) == expected
+    if form == "csv":
+        asked = ["get", "prices", "--key", "x", "--warehouse", str(tmp_path / "warehouse")]
+        assert re.search(r"^quote'd +5$", CliRunner().invoke(app, asked).output, re.MULTILINE)
+
+
 def test_every_directory_can_be_a_warehouse(tmp_path: Path, spark: SparkSession) -> None:
     where = "a [1] {b,c} * ? `tick` # % z"
     for k in ("a", "b"):

@@ -69,6 +69,29 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: stream(schema=schema(**{"a b": LongType()})),
         ["sales", "['a b']", "rename"],
     ),
+    "star": (lambda: stream(schema=schema(**{"*": LongType()})), ["sales", "['*']", "rename"]),
+    "empty column": (lambda: stream(schema=schema(**{"": LongType()})), ["sales", "['']", "rename"]),
+    "control character": (
+        lambda: stream(schema=schema(**{"a\r": LongType()})),
+        ["sales", "['a\\r']", "rename"],
+    ),
+    "odd field": (
+        lambda: stream(schema=schema(s=ArrayType(StructType().add("a b", LongType())))),
+        ["sales", "['s/a b']", "rename"],
+    ),
+    "field twice": (
+        lambda: stream(schema=schema(s=StructType().add("x", LongType()).add("X", LongType()))),
+        ["sales", "['s/x']", "more than once in their struct"],
+    ),
+    "time as key": (
+        lambda: table(key="timestamp", schema=schema(timestamp=TimestampType()), timestamp="timestamp"),
+        ["rates", "another key column than 'timestamp'", "another name"],
+    ),
+    "no timestamp": (lambda: stream(timestamp=""), ["sales", "timestamp column ''", "name one"]),
+    "odd timestamp of another type": (
+        lambda: stream(timestamp="at-ms", schema=schema(**{"at-ms": LongType()})),
+        ["sales", "'at-ms'", "bigint", "timestamp_millis(`at-ms`)"],
+    ),
     "second timestamp": (
         lambda: stream(schema=schema(timestamp=TimestampType())),
         ["sales", "'timestamp'", "'at'", "rename the column or declare"],
@@ -127,6 +150,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "number of keys": (
         lambda: join(left=stream(key=("k", "v"))),
         ["priced", "sales has (k string, v string)", "prices has (k string)"],
+    ),
+    "odd column of a side": (
+        lambda: join(left=stream(schema=schema(**{"a-b": LongType()})), select=["left.a-b as x"]),
+        ["priced", "'left.a-b'", "in backticks", "left.`a-b`"],
+    ),
+    "number of a side": (
+        lambda: join(left=stream(schema=schema(**{"1": LongType()})), select=["left.1 + 1 as x"]),
+        ["priced", "'left.1'", "left.`1`"],
     ),
     "grace with a plain table": (
         lambda: join(right=table(), grace_period=HOUR),

@@ -99,7 +99,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
 
 
 def _time_of(node: Stream, rows: DataFrame) -> Column:
-    when = F.expr(node.timestamp)
+    column = node.timestamp in node.schema.names
+    when = F.col(f"`{node.timestamp}`") if column else F.expr(node.timestamp)
     if (node.timestamp, "timestamp") in rows.dtypes:
         return when
     return F.timestamp_micros(_attempt(F.unix_micros(when.cast("timestamp")), "bigint"))

@@ -66,7 +66,8 @@ def one_record(
         lenient = StructType(
             [*nullable(StructType(fields)).fields, StructField(_CORRUPT, StringType())]
         )
-        row = F.from_csv(F.col(line), lenient.simpleString(), options)
+        kinds = ", ".join(f"`{f.name}` {f.dataType.simpleString()}" for f in lenient.fields)
+        row = F.from_csv(F.col(line), kinds, options)
         chosen = F.struct(*[row[c].alias(c) for c in [*schema.names, _CORRUPT]])
         parsed = F.when(F.col(file).isin(list(names)), chosen).otherwise(parsed)
     return parsed

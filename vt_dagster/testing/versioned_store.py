@@ -190,7 +190,7 @@ class VersionedStore:
 
     def _record(self, key: Any, value: Any, timestamp: datetime | int) -> Row:
         node = self._node
-        if not node.timestamp.isidentifier():
+        if node.timestamp not in (TIMESTAMP, *node.schema.names):
             raise ContractError(
                 f"{node.name}: expected a timestamp column, got the expression {node.timestamp!r}, "
                 "which put() and delete() cannot fill; pipe a record instead"

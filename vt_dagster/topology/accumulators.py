@@ -34,6 +34,7 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.schema import check_sql_name
 
 Merge = Literal["sum", "min", "max"]
 
@@ -179,6 +180,7 @@ class Aggregates:
         return _Call(column, "avg" if function == "mean" else function, inside)
 
     def _input_type(self, call: _Call, types: Mapping[str, DataType], names: Sequence[str]) -> DataType:
+        check_sql_name(self.asset, call.inside, names)
         if not _COLUMN.fullmatch(call.inside) or call.inside.lower() in _CONSTANTS:
             return NullType()
         name = call.inside.strip("`").lower()

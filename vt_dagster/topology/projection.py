@@ -28,9 +28,11 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.schema import check_sql_name, is_sql_name
 
 _REFERENCE = re.compile(r"\b(left|right)\s*\.\s*(`[^`]+`|\w+|\*)", re.IGNORECASE)
 _COLUMN = re.compile(r"\s*(left|right)\s*\.\s*(`[^`]+`|\w+)\s*", re.IGNORECASE)
+_WHOLE = re.compile(r"\s*(left|right)\s*\.\s*(.+?)\s*", re.IGNORECASE | re.DOTALL)
 _STAR = re.compile(r"\s*(left|right)\s*\.\s*\*\s*", re.IGNORECASE)
 _ALIAS = re.compile(r"(?P<expression>.+?)\s+as\s+(?P<name>\w+|`[^`]+`)\s*", re.IGNORECASE | re.DOTALL)
 _CAST = re.compile(r"\s*(?:try_)?cast\s*\(.*\bas\s+(\w+)\s*\)\s*", re.IGNORECASE | re.DOTALL)
@@ -93,20 +95,25 @@ class Selection:
         text = item.strip()
         if text == "*":
             return [(f.name, f"`{f.name}`") for f in self.fields if f.name.lower() != TIMESTAMP]
-        if re.fullmatch(r"`[^`]+`|\w+", text):
-            found = self._find(text)
-            if found is None:
-                raise TopologyError(
-                    f"{self.asset}: {self.source!r} has no column {text!r}; it has "
-                    f"{[f.name for f in self.fields]}; an expression needs a name: 'expression as name'"
-                )
+        found = self._find(text)
+        if found is not None:
             return [(found.name, f"`{found.name}`")]
+        if re.fullmatch(r"`[^`]+`|\w+", text):
+            raise TopologyError(
+                f"{self.asset}: {self.source!r} has no column {text!r}; it has "
+                f"{[f.name for f in self.fields]}; an expression needs a name: 'expression as name'"
+            )
         if alias := _ALIAS.fullmatch(item):
+            self.check(alias.group("expression"))
             return [(alias.group("name").strip("`"), alias.group("expression"))]
         raise TopologyError(
             f"{self.asset}: cannot tell the name of {item!r}; write 'column', '*' or "
             "'expression as name'"
         )
+
+    def check(self, expression: str) -> None:
+        """Refuses an expression that is the name of a column, but means something else."""
+        check_sql_name(self.asset, expression, [f.name for f in self.fields])
 
     def _find(self, name: str) -> StructField | None:
         plain = name.strip("` ").lower()
@@ -228,7 +235,14 @@ class Projection:
         return StructField(name, kind, side == "right" or found is None or found.nullable)
 
     def _expand(self, item: str) -> list[tuple[str, str]]:
+        if odd := self._odd(item):
+            return [odd]
+        alias = _ALIAS.fullmatch(item)
+        if alias and self._odd(alias.group("expression")):
+            self._refuse_unquoted(alias.group("expression"))
         for side, column in _REFERENCE.findall(item):
+            if not is_sql_name(column) and column.lower() != "null" and column[0] not in "`*":
+                self._refuse_unquoted(f"{side}.{column}")
             self._check_reference(item, self.sides[side.lower()], column.strip("`"))
         if star := _STAR.fullmatch(item):
             side = star.group(1).lower()
@@ -239,11 +253,26 @@ class Projection:
             return [(f.name, f"{side}.`{f.name}`") for f in fields if f.name.lower() not in taken]
         if plain := _COLUMN.fullmatch(item):
             return [(plain.group(2).strip("`"), item.strip())]
-        if alias := _ALIAS.fullmatch(item):
+        if alias:
             return [(alias.group("name").strip("`"), alias.group("expression"))]
         raise TopologyError(
             f"{self.asset}: cannot tell the name of the selected column {item!r}; write "
             "'left.column', 'right.column', 'left.*', 'right.*' or 'expression as name'"
+        )
+
+    def _odd(self, item: str) -> tuple[str, str] | None:
+        """A column of a side whose name SQL takes only in backticks, where an item is that alone."""
+        whole = _WHOLE.fullmatch(item)
+        found = self.sides[whole[1].lower()].find(whole[2]) if whole else None
+        if whole is None or found is None or is_sql_name(whole[2]):
+            return None
+        return found.name, f"{whole[1]}.`{found.name}`"
+
+    def _refuse_unquoted(self, text: str) -> None:
+        side, _, column = text.strip().partition(".")
+        raise TopologyError(
+            f"{self.asset}: select has {text.strip()!r}, which SQL does not read as a column's name; "
+            f"write it in backticks, '{side.strip()}.`{column.strip()}`'"
         )
 
     def _check_reference(self, item: str, side: Side, column: str) -> None:

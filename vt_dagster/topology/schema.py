@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from pyspark.sql.types import (
@@ -18,7 +18,26 @@ from pyspark.sql.types import (
 from vt_dagster.columns import RESERVED, TIMESTAMP
 from vt_dagster.errors import TopologyError
 
-_ODD_CHARACTERS = re.compile(r"[ .,;{}()=`\t\n]")
+_ODD_CHARACTERS = re.compile(r"[ .,;{}()=`]")
+_SQL_NAME = re.compile(
+    r"(?!(?:null|true|false|\d+(?:e\d+)?(?:[lsyfd]|bd)?)$)[a-z0-9_]+", re.ASCII | re.IGNORECASE
+)
+"""What SQL takes for a column's name as it stands: no literal, and nothing but letters and digits."""
+
+
+def is_sql_name(name: str) -> bool:
+    """Whether SQL text names a column by this name without backticks around it."""
+    return _SQL_NAME.fullmatch(name) is not None
+
+
+def check_sql_name(name: str, text: str, columns: Sequence[str]) -> None:
+    """Refuses SQL text that is a column's name, but that Spark reads as something else."""
+    plain = text.strip()
+    if plain.lower() in {c.lower() for c in columns} and not is_sql_name(plain):
+        raise TopologyError(
+            f"{name}: {plain!r} is the name of a column, which SQL does not read as one; write it in "
+            f"backticks, '`{plain}`', or an expression in parentheses, '({plain})'"
+        )
 
 
 def as_struct(schema: Any, name: str) -> StructType:
@@ -55,12 +74,7 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
             f"({', '.join(sorted(RESERVED))}, and names that begin with an underscore); "
             "rename them in the schema"
         )
-    odd = [n for n in names if _ODD_CHARACTERS.search(n)]
-    if odd:
-        raise TopologyError(
-            f"{name}: columns {odd} have characters in their names that Delta Lake or Spark's "
-            "SQL does not take (blank . , ; { } ( ) = ` tab, line end); rename them in the schema"
-        )
+    _check_characters(name, schema)
     if TIMESTAMP in lowered and timestamp != TIMESTAMP:
         raise TopologyError(
             f"{name}: the schema has a column 'timestamp', but the record's timestamp is "
@@ -75,6 +89,12 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
             f"{name}: key columns {missing} are not in the schema, which has {names}; correct the key, "
             "or add them to the schema"
         )
+    timed = [k for k in key if k.lower() == TIMESTAMP]
+    if timed:
+        raise TopologyError(
+            f"{name}: expected another key column than 'timestamp', which is the record's own time and "
+            "may change while its key stays; give a column of another name the same value"
+        )
     for k in key:
         if _holds_map(schema[k].dataType):
             raise TopologyError(
@@ -85,19 +105,20 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
 
 def check_timestamp(name: str, schema: StructType, timestamp: str) -> None:
     """Refuses a column that is not there or is no TIMESTAMP; an expression is left to Spark."""
-    if timestamp.isidentifier():
-        if timestamp not in schema.names:
-            raise TopologyError(
-                f"{name}: timestamp column {timestamp!r} is not in the schema, which has "
-                f"{schema.names}; name one of them, or an expression over them"
-            )
+    if timestamp in schema.names:
         if not isinstance(schema[timestamp].dataType, TimestampType):
             got = schema[timestamp].dataType.simpleString()
+            written = timestamp if is_sql_name(timestamp) else f"`{timestamp}`"
             raise TopologyError(
                 f"{name}: timestamp column {timestamp!r} is {got}, expected timestamp; "
                 f"convert it in an expression, for example "
-                f"timestamp='timestamp_millis({timestamp})'"
+                f"timestamp='timestamp_millis({written})'"
             )
+    elif timestamp.isidentifier() or not timestamp.strip():
+        raise TopologyError(
+            f"{name}: timestamp column {timestamp!r} is not in the schema, which has "
+            f"{schema.names}; name one of them, or an expression over them"
+        )
 
 
 def same_types(ones: Sequence[DataType], others: Sequence[DataType]) -> bool:
@@ -106,6 +127,42 @@ def same_types(ones: Sequence[DataType], others: Sequence[DataType]) -> bool:
         return False
     unknown = NullType()
     return all(unknown in (a, b) or a == b for a, b in zip(ones, others, strict=True))
+
+
+def _check_characters(name: str, schema: StructType) -> None:
+    """Refuses names that Delta Lake or Spark's SQL cannot have, of columns and of fields in them."""
+    paths = list(_paths(schema, ()))
+    odd = [
+        "/".join(path)
+        for path in paths
+        if not path[-1].isprintable() or path[-1] in ("", "*") or _ODD_CHARACTERS.search(path[-1])
+    ]
+    if odd:
+        raise TopologyError(
+            f"{name}: columns {odd} have names, or fields with names, that Delta Lake or Spark's SQL "
+            "does not take (empty, *, or with a blank . , ; { } ( ) = ` or what is not printed); "
+            "rename them in the schema"
+        )
+    lowered = ["/".join(path).lower() for path in paths]
+    twice = sorted({path for path in lowered if lowered.count(path) > 1})
+    if twice:
+        raise TopologyError(
+            f"{name}: fields {twice} stand more than once in their struct (Spark does not tell upper "
+            "from lower case); rename one"
+        )
+
+
+def _paths(kind: DataType, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The names of all fields, each with those of the columns and fields that it is in."""
+    if isinstance(kind, StructType):
+        for f in kind.fields:
+            yield (*above, f.name)
+            yield from _paths(f.dataType, (*above, f.name))
+    elif isinstance(kind, ArrayType):
+        yield from _paths(kind.elementType, above)
+    elif isinstance(kind, MapType):
+        yield from _paths(kind.keyType, (*above, "key"))
+        yield from _paths(kind.valueType, (*above, "value"))
 
 
 def _holds_map(kind: DataType) -> bool:

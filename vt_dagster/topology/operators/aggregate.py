@@ -10,7 +10,7 @@ from typing import Any
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.topology.node import Emit
-from vt_dagster.topology.operators.base import Materialized, OneInput, make_table
+from vt_dagster.topology.operators.base import Materialized, OneInput, check_not_time, make_table
 from vt_dagster.topology.projection import Selection
 
 
@@ -43,6 +43,7 @@ class Aggregate(OneInput, ABC):
         materialized: Materialized | None,
         shown: dict[str, Any],
     ) -> Any:
+        check_not_time(self.name, [f.name for f in values])
         about: dict[str, Any] = {"key": [k.name for k in keys]}
         if self.group_key:
             about["partitions"] = self.partitions or self.source.partitions

@@ -91,6 +91,15 @@ def need_table(name: str, what: str, node: Any) -> None:
         )
 
 
+def check_not_time(name: str, columns: Sequence[str]) -> None:
+    """Refuses values by the name of the time that each result has."""
+    if any(c.lower() == TIMESTAMP for c in columns):
+        raise TopologyError(
+            f"{name}: expected other names than 'timestamp' for the result's values, got "
+            f"{list(columns)}: a result has a timestamp of its own; leave it out, or rename it"
+        )
+
+
 def check_emit(name: str, emit: Any) -> None:
     """Refuses an ``emit`` that is none."""
     if emit not in ("every_update", "per_run"):

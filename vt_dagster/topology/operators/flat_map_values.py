@@ -10,7 +10,7 @@ from pyspark.sql.types import ArrayType, DataType, NullType, StructField, Struct
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.node import make_node
-from vt_dagster.topology.operators.base import OneInput
+from vt_dagster.topology.operators.base import OneInput, check_not_time
 from vt_dagster.topology.projection import Selection
 
 
@@ -46,6 +46,8 @@ class FlatMapValues(OneInput):
                 f"{self.name}: expected a new name for the elements, got {self.column!r}, which is a "
                 "column of the result already; take another one"
             )
+        check_not_time(self.name, [self.column, *self.keep])
+        self._columns().check(self.expression)
         kind = self._columns().type_of(self.expression)
         if not isinstance(kind, ArrayType | NullType):
             raise TopologyError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql.types import StructType
 
-from vt_dagster.topology.operators.base import need_table
+from vt_dagster.topology.operators.base import check_not_time, need_table
 from vt_dagster.topology.operators.row_by_row import RowByRow
 from vt_dagster.topology.projection import Selection
 
@@ -30,7 +30,7 @@ class MapValues(RowByRow):
     def __post_init__(self) -> None:
         need_table(self.name, "map_values", self.source)
         object.__setattr__(self, "select", tuple(self.select))
-        self.selection()
+        check_not_time(self.name, [name for name, _ in self.selection().columns])
 
     def selection(self) -> Selection:
         """The columns of the result, checked against the table."""
