@@ -70,7 +70,45 @@ def windows(window: Any = None) -> Table:
     return stream().group_by().windowed_by(window or TumblingWindow(HOUR)).count(name="hourly")
 
 
+def odd() -> Table:
+    fields = [*SCHEMA.fields, StructField("a-b", LongType()), StructField("null", LongType())]
+    return Table("odd", key="k", schema=StructType(fields))
+
+
+TIME = ["m", "other names than 'timestamp'", "leave it out, or rename it"]
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "a value called timestamp": (
+        lambda: plain().map_values("cast(n as timestamp) as timestamp", name="m"),
+        TIME,
+    ),
+    "an aggregate called timestamp": (
+        lambda: plain().group_by("g").aggregate({"Timestamp": "count(*)"}, name="m"),
+        [*TIME, "['Timestamp']"],
+    ),
+    "an element called timestamp": (
+        lambda: stream().flat_map_values("array(n)", column="timestamp", name="m"),
+        TIME,
+    ),
+    "a group of a time": (
+        lambda: plain().group_by("timestamp").count(name="m"),
+        ["m", "another key column than 'timestamp'"],
+    ),
+    "an odd column in an expression": (
+        lambda: odd().map_values("a-b as x", name="m"),
+        ["m", "'a-b' is the name of a column", "in backticks, '`a-b`'", "'(a-b)'"],
+    ),
+    "an odd column in an aggregate": (
+        lambda: odd().group_by("g").sum("null", name="m"),
+        ["m", "'null' is the name of a column", "in backticks"],
+    ),
+    "an odd foreign key": (
+        lambda: odd().join(versioned(key="n"), foreign_key="a-b", name="m"),
+        ["m", "'a-b' is the name of a column", "in backticks"],
+    ),
+    "a foreign key of a side": (
+        lambda: plain().join(versioned(), foreign_key="left.g", name="m"),
+        ["m", "'left.g'", "only the columns of 'rates'", "names alone"],
+    ),
     "suppress on a versioned table": (
         lambda: versioned().suppress(UntilTimeLimit(HOUR), name="quiet"),
         ["quiet", "'prices'", "versioned", "Materialized()"],

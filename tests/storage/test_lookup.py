@@ -119,11 +119,10 @@ def of_all_kinds(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) 
     row = {n: str(v) if isinstance(v, Decimal) else v for n, (_, v, _) in KINDS.items()}
     rows = [{**row, "n": n, "at": f"2024-01-0{n}T00:00:00Z"} for n in (1, 2)]
     rows.append({**dict.fromkeys(row, None), "n": 3, "at": "2024-01-03T00:00:00Z"})
-    typed = spark.createDataFrame([json.dumps(r) for r in rows], "string").selectExpr(
-        f"from_json(value, '{schema.simpleString()[7:-1]}', map('allowNonNumericNumbers', 'true')) r"
-    )
     (root / "landing").mkdir()
-    typed.select("r.*").coalesce(1).write.parquet(str(root / "made"))
+    (root / "rows.json").write_text("\n".join(json.dumps(r) for r in rows), encoding="utf-8")
+    typed = spark.read.schema(schema).json(str(root / "rows.json"))
+    typed.coalesce(1).write.parquet(str(root / "made"))
     next((root / "made").glob("*.parquet")).rename(root / "landing" / "1.parquet")
     source = FilesSource(str(root / "landing"), format="parquet", pattern="*.parquet", max_bad_share=1)
     for name in KINDS:

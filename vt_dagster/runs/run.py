@@ -254,12 +254,11 @@ class Run:
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
-        """Computes rows at once: held rows that a broadcast inside of other held rows computes can lock
-        Spark's cache for ever (two builders of cached rows, each waiting for the other's)."""
-        held = self.store.hold(rows)
-        self.arrival.held.append(held)
-        held.count()
-        return held
+        """Computes rows at once: where a broadcast computes held rows inside of other held ones, the
+        two builders of Spark's cache can wait for each other for ever."""
+        self.arrival.held.append(self.store.hold(rows))
+        self.arrival.held[-1].count()
+        return self.arrival.held[-1]
 
     def _nothing(self) -> DataFrame:
         """The results of a run that takes nothing."""

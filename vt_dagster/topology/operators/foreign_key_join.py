@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from vt_dagster.errors import TopologyError
@@ -10,6 +11,9 @@ from vt_dagster.topology.operators.join import check_kind
 from vt_dagster.topology.operators.table_table_join import TableTableJoin
 from vt_dagster.topology.projection import Selection
 from vt_dagster.topology.schema import same_types
+
+_SIDE = re.compile(r"(?<![\w.`])(left|right)\s*\.", re.IGNORECASE)
+_TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,14 @@ class ForeignKeyJoin(TableTableJoin):
                 f"each key column of {self.right.name!r}, which has {list(self.right.key)}"
             )
         own = Selection(self.name, self.left.name, tuple(self.left.schema.fields))
+        for expression in self.foreign_key:
+            own.check(expression)
+            side = _SIDE.search(_TEXT.sub("", expression))
+            if side and side[1].lower() not in map(str.lower, self.left.schema.names):
+                raise TopologyError(
+                    f"{self.name}: the foreign key {expression!r} names a side of the join, but has "
+                    f"only the columns of {self.left.name!r}; write their names alone"
+                )
         types = [own.type_of(expression) for expression in self.foreign_key]
         if not same_types(types, self.right.key_types):
             theirs = [t.simpleString() for t in self.right.key_types]
