@@ -11,22 +11,36 @@ import json
 import os
 import re
 import shutil
+import struct
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pyarrow  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow.parquet  # pyright: ignore[reportMissingTypeStubs]
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    DateType,
+    DecimalType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 from typer.testing import CliRunner
 
 from tests.market import Market, checks, messages, record, run
 from vt_dagster import (
     FilesSource,
     Stream,
+    Table,
     TopologyError,
     TumblingWindow,
     VersionedTable,
@@ -40,6 +54,9 @@ from vt_dagster.runs import replay
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage.maintenance import maintain
 from vt_dagster.storage.store import AssetStore, asset_names, stores_of
+
+pa: Any = pyarrow
+pq: Any = pyarrow.parquet
 
 SHAPE = StructType(
     [
@@ -99,6 +116,41 @@ def test_a_line_is_one_json_object(tmp_path: Path, spark: SparkSession) -> None:
     assert [k for k, _, _ in applied] == ["a", "d"]
     assert quarantined == list(enumerate(bad, start=2))
     assert totals["in"] == content.count("\n") + 1 == len(applied) + len(quarantined)
+
+
+def test_a_field_twice_in_an_object(tmp_path: Path, spark: SparkSession) -> None:
+    bad = [line("b")[:-1] + ', "k": "c"}', line("b")[:-1] + ', "\\u006b": "c"}']
+    other = line("d")[:-1] + ', "K": "e"}'  # another name, as Spark reads it
+    applied, quarantined, _ = taken(tmp_path, spark, "\n".join([line("a"), *bad, other]).encode())
+    assert [k for k, _, _ in applied] == ["a", "d"]
+    assert quarantined == list(enumerate(bad, start=2))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_a_decimal_is_not_rounded(tmp_path: Path, spark: SparkSession, form: Any) -> None:
+    """Also within an array; zeros behind the last digit are no digits."""
+    amounts = ["1.5", "1.50000", "1.499", "1E-3", "12345678.9", "123456789", "-0.010"]
+    shape = StructType([StructField("k", StringType()), StructField("d", DecimalType(10, 2))])
+    if form == "csv":
+        lines = ["k,d", *(f"{i},{text}" for i, text in enumerate(amounts))]
+    else:
+        lines = [f'{{"k": "{i}", "d": {text}, "many": [{{"d": 1}}]}}' for i, text in enumerate(amounts)]
+        lines.append('{"k": "7", "many": [{"d": 1}, {"d": 1.001}]}')
+        many = ArrayType(StructType([StructField("d", DecimalType(3, 1))]))
+        shape = shape.add("many", many)
+    source = FilesSource(
+        str(landing(tmp_path, one="\n".join(lines).encode())), format=form, max_bad_share=1
+    )
+    node = Stream("sales", key="k", schema=shape, timestamp="timestamp'2024-01-01'", source=source)
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    assert result.success, messages(result)
+    store = AssetStore(str(tmp_path / "warehouse"), node, spark)
+    read = {r["k"]: str(r["d"]) for r in store.read().collect()}
+    assert read == {"0": "1.50", "1": "1.50", "4": "12345678.90", "6": "-0.01"}
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    assert {r["reason"] for r in quarantine.collect()} == {"unreadable"}
+    assert quarantine.count() == len(lines) - (form == "csv") - len(read)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
@@ -231,6 +283,9 @@ BAD = {
     "header": (b"\xff\xfe\xffk,n,v,at\n" + ROW.encode(), "header line in UTF-8"),
     "twice": (("k," + HEADER).encode() + b"b," + ROW.encode(), "found ['k'] more than once"),
     "colon:": (ROW.encode(), "expected a name without ':'"),
+    "mac": ((HEADER + ROW).replace("\n", "\r").encode(), "a carriage return that no line feed"),
+    "long": (b"k,n,v,at," + 200_000 * b"x" + b"\n" + ROW.encode(), "header line of CSV"),
+    "endless": (2_000_000 * b"x,", "more than"),
     "lacks": (b"k,n,v\na,1,x\n", "expected columns ['at']"),
 }
 
@@ -248,7 +303,7 @@ def test_a_file_that_is_bad_as_a_whole(tmp_path: Path, spark: SparkSession, poli
     if policy == "fail":
         assert not result.success
         assert "colon:: expected a name without ':'" in messages(result)
-        assert "5 other file(s) are bad" in messages(result)
+        assert "8 other file(s) are bad" in messages(result)
         assert "on_bad_file='quarantine'" in messages(result)
         return
     assert result.success, messages(result)
@@ -264,13 +319,13 @@ def test_a_file_that_is_bad_as_a_whole(tmp_path: Path, spark: SparkSession, poli
     assert found == {}
     head = store.head()
     assert head is not None
-    assert head.commit.totals["in"] == 8
+    assert head.commit.totals["in"] == 11
     # Nothing is taken twice, and bad files alone do not stop a source.
     (where / "late").write_bytes(b"k\n")
     assert run([build_asset(node)], tmp_path / "warehouse").success
     quarantine = store.quarantine()
     assert quarantine is not None
-    assert quarantine.count() == 7
+    assert quarantine.count() == 10
 
 
 def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> None:
@@ -285,6 +340,10 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
     }.items():
         rows.coalesce(1).write.parquet(str(tmp_path / name))
         next((tmp_path / name).glob("*.parquet")).rename(where / name)
+    clock = pa.table({"k": ["a"], "t": pa.array([1], pa.time64("us"))})
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["k", "K"])
+    for name, table in {"clock": clock, "twice": twice}.items():
+        pq.write_table(table, where / name)
     node = sales(where, format="parquet", on_bad_file="quarantine")
     result = run([build_asset(node)], tmp_path / "warehouse")
     assert result.success, messages(result)
@@ -292,9 +351,44 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
     quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
     assert quarantine is not None
     said = {r["source"]: r["raw"] for r in quarantine.collect()}
-    assert sorted(said) == ["cut", "less", "other", "text"]
+    assert sorted(said) == ["clock", "cut", "less", "other", "text", "twice"]
+    assert said["clock"].startswith("expected columns that Spark can read, got: ")
+    assert "TIME(MICROS" in said["clock"]
+    assert said["twice"].startswith("expected columns that Spark can read, got: ")
     assert said["less"].startswith("expected columns ['v']")
     assert said["other"].startswith("n is int, expected bigint")
+
+
+def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -> None:
+    """Two keys do not become one; a text in an array or a map is one too."""
+
+    def texts(*values: bytes) -> Any:
+        offsets = [sum(map(len, values[:i])) for i in range(len(values) + 1)]
+        buffers = [None, pa.py_buffer(struct.pack(f"{len(offsets)}i", *offsets))]
+        return pa.Array.from_buffers(pa.utf8(), len(values), [*buffers, pa.py_buffer(b"".join(values))])
+
+    good = texts(*5 * [b"x"])
+    each = pa.array(range(6), pa.int32())
+    table = pa.table(
+        {
+            "k": texts(b"a", b"caf\xe9", b"caf\xe8", b"caf\xc3\xa9", b"b"),
+            "many": pa.ListArray.from_arrays(each, texts(b"x", b"x", b"x", b"x", b"\xff")),
+            "named": pa.MapArray.from_arrays(each, good, good),
+        }
+    )
+    where = landing(tmp_path)
+    pq.write_table(table, where / "one")
+    shape = StructType([StructField("k", StringType()), StructField("many", ArrayType(StringType()))])
+    shape = shape.add("named", MapType(StringType(), StringType()))
+    source = FilesSource(str(where), format="parquet", max_bad_share=1)
+    node = Stream("sales", key="k", schema=shape, timestamp="timestamp'2024-01-01'", source=source)
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    assert result.success, messages(result)
+    assert sorted(keys(tmp_path, node, spark)) == ["a", "café"]
+    quarantine = AssetStore(str(tmp_path / "warehouse"), node, spark).quarantine()
+    assert quarantine is not None
+    found = sorted((r["position"], r["reason"]) for r in quarantine.collect())
+    assert found == [(2, "unreadable"), (3, "unreadable"), (5, "unreadable")]
 
 
 def test_a_separator_of_several_characters(tmp_path: Path, spark: SparkSession) -> None:
@@ -680,6 +774,32 @@ def test_a_key_that_is_no_number(tmp_path: Path, spark: SparkSession) -> None:
         assert said in str(got.exception)
     asked = ["get", "sales", "--key", "7", "--key", AT, "--warehouse", str(tmp_path / "warehouse")]
     assert "a\n" in CliRunner().invoke(app, asked).output
+
+
+def test_a_key_that_its_type_would_round(tmp_path: Path, spark: SparkSession) -> None:
+    kinds = {"d": DecimalType(10, 2), "t": TimestampType(), "day": DateType()}
+    shape = StructType([StructField(name, kind) for name, kind in kinds.items()])
+    row = {"d": 1.50, "t": "2024-01-01T00:00:00.123456Z", "day": "2024-01-01"}
+    source = FilesSource(str(landing(tmp_path, one=json.dumps(row).encode())))
+    node = Table("sales", key=tuple(kinds), schema=shape, timestamp="t", source=source)
+    assert run([build_asset(node)], tmp_path / "warehouse").success
+    good = {"d": "1.500", "t": "2024-01-01T00:00:00.12345600Z", "day": "2024-01-01"}
+
+    def get(**changed: str) -> Any:
+        asked = [part for text in (good | changed).values() for part in ("--key", text)]
+        return CliRunner().invoke(
+            app, ["get", "sales", *asked, "--warehouse", str(tmp_path / "warehouse")]
+        )
+
+    assert get().exit_code == 0
+    for name, text in (
+        ("d", "1.499"),
+        ("t", "2024-01-01T00:00:00.1234564Z"),
+        ("day", "2024-01-01T10:00"),
+    ):
+        got = get(**{name: text})
+        assert isinstance(got.exception, StorageError)
+        assert f"for {name}, got '{text}'" in str(got.exception)
 
 
 def test_secrets_are_not_shown() -> None:

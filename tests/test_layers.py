@@ -57,7 +57,7 @@ ORDER = {
     "spark": "settings small_runs jars launch session",
     "storage": "delta positions values lookup parquet segments offsets progress view store maintenance",
     "sources": """
-        base directory json_text csv_text bad_files files
+        base directory values json_text csv_text bad_files files
         kafka_cluster protobuf formats kafka_messages kafka kafka_sink
     """,
     "runs": "arrival contracts store audit join_way gate commit pin run replay",

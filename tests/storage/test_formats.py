@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -143,6 +144,8 @@ def test_json(spark: SparkSession) -> None:
     ]
     doubled, latin = good + good, '{"id": 7, "name": "é"}'.encode("latin-1")
     assert decoded(spark, Json(), [doubled, good + b" x", latin]) == [bad, bad, bad]
+    twice = b'{"id": 7, "id": 8}'
+    assert decoded(spark, Json(), [twice]) == [bad]
     assert decoded(spark, Json(framed=True), [framed(3, good), good, b""]) == [ORDER, bad, bad]
 
 
@@ -152,6 +155,17 @@ def test_raw(spark: SparkSession) -> None:
     assert decoded(spark, Raw("id"), [b"12", b"12x"]) == [{"id": 12}, bad]
     binary = StructType().add("b", "binary")
     assert decoded(spark, Raw("b"), [b"\xff"], binary) == [{"b": bytearray(b"\xff")}]
+
+
+def test_decimals_are_not_rounded(spark: SparkSession) -> None:
+    kind, bad = StructType().add("d", "decimal(4,2)"), {"reason": "unreadable"}
+    held = {"d": Decimal("1.50")}
+    texts = [b"1.500", b"1.501", b"99.995"]
+    assert decoded(spark, Raw("d"), texts, kind) == [held, bad, bad]
+    assert decoded(spark, Json(), [b'{"d": %b}' % text for text in texts], kind) == [held, bad, bad]
+    events = [b'{"op": "c", "after": {"d": %b}}' % text for text in texts]
+    more = {"deleted": False, "time": None}
+    assert decoded(spark, Debezium(), events, kind) == [held | more, bad, bad]
 
 
 def test_avro(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:

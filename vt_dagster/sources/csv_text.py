@@ -10,9 +10,11 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
 
 from vt_dagster.sources.directory import FileInfo
+from vt_dagster.sources.values import narrowed, wide_columns
 from vt_dagster.storage import delta
 
 _CORRUPT = "_corrupt"
+_LONGEST = 1 << 20
 _UNIT = "\x1f"
 """Stands for a separator of several characters, of which Python's reader knows none."""
 
@@ -22,10 +24,15 @@ def header_of(file: FileInfo, options: Mapping[str, str]) -> tuple[str, ...]:
 
     Raises:
         UnicodeDecodeError: it is no text.
+        csv.Error: it is no line of CSV.
     """
     fs, local = delta.filesystem(file.path)
     with fs.open(local, "rb", compression="infer") as lines:
-        first = lines.readline().decode("utf-8-sig").rstrip("\r\n")
+        first = lines.readline(_LONGEST + 1).decode("utf-8-sig").rstrip("\r\n")
+    if len(first) > _LONGEST:
+        raise csv.Error(f"more than {_LONGEST} characters")
+    if "\r" in first:
+        raise csv.Error("a carriage return that no line feed follows")
     separator, quote = options.get("sep", options.get("delimiter", ",")), options.get("quote", '"')
     read = csv.reader(
         [first.replace(separator, _UNIT)],
@@ -53,7 +60,7 @@ def one_record(
     options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
     # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
     options = {"escape": options.get("quote", '"'), **options}
-    types = {c.name: c.dataType for c in schema.fields}
+    types = {c.name: c.dataType for c in wide_columns(schema).fields}
     parsed = F.lit(None)
     for header, names in headers.items():
         if not header:  # an empty file has no line
@@ -73,9 +80,13 @@ def one_record(
     return parsed
 
 
-def read_record(row: Column, line: Column, options: Mapping[str, str]) -> tuple[Column, Column]:
-    """Of what :func:`one_record` gives: the columns, and whether the line is no record."""
-    return row, row.isNull() | row[_CORRUPT].isNotNull() | _is_cut_off(line, options)
+def read_record(
+    row: Column, line: Column, schema: StructType, options: Mapping[str, str]
+) -> tuple[Column, Column]:
+    """Of what :func:`one_record` gives: the columns, and whether the line is no record, or has a
+    decimal with more digits than its type."""
+    columns, lost = narrowed(row, schema)
+    return columns, row.isNull() | row[_CORRUPT].isNotNull() | lost | _is_cut_off(line, options)
 
 
 def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:

@@ -33,6 +33,7 @@ from vt_dagster.sources.directory import (
     require_untouched,
 )
 from vt_dagster.sources.json_text import one_object, read_object
+from vt_dagster.sources.values import is_no_text
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Commit, Ranges
@@ -297,13 +298,14 @@ class FilesSource:
         )
         sizes = located.groupBy(_FILE).agg(F.count(F.lit(1)).alias(_START))
         starts = _running_start(sizes, [_FILE])
+        broken = is_no_text(F.struct(*schema.names), schema)
         return located.join(F.broadcast(starts), _FILE).select(
-            *schema.names,
+            *[F.when(~broken, F.col(c)).alias(c) for c in schema.names],
             (F.col(_START) + F.col(_LINE)).alias(ARRIVAL),
             F.col(_FILE).alias(SOURCE),
             (F.col(_LINE) + 1).alias(POSITION),
             F.to_json(F.struct(*schema.names)).alias(RAW),
-            F.lit(None).cast("string").alias(REASON),
+            F.when(broken, Reason.UNREADABLE).alias(REASON),
         )
 
     # -- lines of text ---------------------------------------------------------------------------
@@ -337,10 +339,10 @@ class FilesSource:
             for f in files:
                 headers.setdefault(header_of(f, self.options), []).append(f.name)
             parsed = given.withColumn("_row", one_record(RAW, _FILE, headers, schema, self.options))
-            row, broken = read_record(F.col("_row"), F.col(RAW), self.options)
+            row, broken = read_record(F.col("_row"), F.col(RAW), schema, self.options)
         else:
-            parsed = given.withColumn("_row", one_object(F.col(RAW), nullable(schema), self.options))
-            row, broken = read_object(F.col("_row"))
+            parsed = given.withColumn("_row", one_object(F.col(RAW), schema, self.options))
+            row, broken = read_object(F.col("_row"), F.col(RAW), schema)
         broken = broken | ~F.is_valid_utf8(RAW)
         return parsed.select(
             *[F.when(~broken, row[c]).alias(c) for c in schema.names],

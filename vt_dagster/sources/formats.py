@@ -23,6 +23,7 @@ from vt_dagster.errors import SourceError
 from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.kafka_cluster import setting
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
+from vt_dagster.sources.values import exactly
 
 _READ = "_vt_read"
 _FRAME = 5
@@ -135,8 +136,8 @@ class Json(Format):
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         text = (_unframed(message) if self.framed else message).cast("string")
-        parsed = {into: one_object(text, _nullable(wanted), self.options)}
-        row, broken = read_object(F.col(into))
+        parsed = {into: one_object(text, wanted, self.options)}
+        row, broken = read_object(F.col(into), text, wanted)
         return Decoded(parsed, row, _unreadable_if(broken | ~F.is_valid_utf8(text)))
 
 
@@ -158,7 +159,7 @@ class Raw(Format):
         if isinstance(kind, BinaryType):
             return Decoded({}, F.struct(message.alias(self.column)), _unreadable_if(F.lit(False)))
         text = message.cast("string")
-        value = text if isinstance(kind, StringType) else text.try_cast(kind)
+        value = text if isinstance(kind, StringType) else exactly(text, kind)
         broken = ~F.is_valid_utf8(text) | value.isNull()
         return Decoded({}, F.struct(value.alias(self.column)), _unreadable_if(broken))
 

@@ -9,6 +9,8 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BooleanType, StringType, StructField, StructType
 
+from vt_dagster.sources.values import narrowed, repeats_a_field, wide_columns
+
 _CORRUPT = "_corrupt"
 _ALL, _END = f"_all_{uuid4().hex}", f"_end_{uuid4().hex}"
 """Names that no text can know."""
@@ -21,19 +23,21 @@ def one_object(text: Column, wanted: StructType, options: Mapping[str, str]) -> 
     text as the first element of an array, which has a second one, and an end.
 
     Args:
-        wanted: the fields, all nullable.
+        wanted: the fields.
         options: Spark's JSON options.
     """
-    one = StructType([*wanted.fields, StructField(_END, BooleanType())])
+    one = StructType([*wide_columns(wanted).fields, StructField(_END, BooleanType())])
     schema = StructType([StructField(_ALL, ArrayType(one)), StructField(_CORRUPT, StringType())])
     whole = F.concat(F.lit(f'{{"{_ALL}":['), text, F.lit(f',{{"{_END}":true}}]}}'))
     options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
     return F.from_json(whole, schema, options)
 
 
-def read_object(parsed: Column) -> tuple[Column, Column]:
-    """The fields of what :func:`one_object` has parsed, and whether it was no object or not one."""
+def read_object(parsed: Column, text: Column, wanted: StructType) -> tuple[Column, Column]:
+    """The fields of what :func:`one_object` has parsed, and whether it was no object, not one, or one
+    that says something else: a field twice, a decimal with more digits than its type has."""
     found = parsed[_ALL]
     row, last = F.get(found, 0), F.get(found, 1)[_END]
     whole = parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
-    return row, ~F.coalesce(whole, F.lit(False))
+    row, lost = narrowed(row, wanted)
+    return row, ~F.coalesce(whole, F.lit(False)) | lost | repeats_a_field(text)
