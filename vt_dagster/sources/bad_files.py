@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pyarrow.lib import ArrowException
 from pyarrow.parquet import ParquetFile
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
@@ -50,7 +52,11 @@ def faults_of_parquet(
         if broken:
             found[file.name] = broken
             continue
-        there = spark.read.parquet(delta.literal(file.path)).schema.fields
+        try:
+            there = spark.read.parquet(delta.literal(file.path)).schema.fields
+        except PySparkException as error:
+            found[file.name] = f"expected columns that Spark can read, got: {one_line(error)}"
+            continue
         types = {c.name: c.dataType for c in there}
         missing = _missing(list(types), schema)
         wrong = [
@@ -74,6 +80,8 @@ def _fault_of_header(file: FileInfo, schema: StructType, options: Mapping[str, s
         header = header_of(file, options)
     except UnicodeDecodeError as error:
         return f"expected a header line in UTF-8, got: {error.reason} at byte {error.start}"
+    except csv.Error as error:
+        return f"expected a header line of CSV that ends with a line feed, got: {error}"
     except FileNotFoundError:
         return None
     if not header:
