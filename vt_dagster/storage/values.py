@@ -29,7 +29,7 @@ def as_key(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
     except (ValueError, TypeError, LookupError, ArithmeticError, pa.ArrowException):
         raise StorageError(
             f"expected --key as a {type_name(kind)} for {column}, got {value!r}; write it as Spark "
-            "casts a text to that type"
+            "casts a text to that type, with no more digits than it has"
         ) from None
 
 
