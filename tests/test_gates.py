@@ -198,6 +198,25 @@ def test_same_verdict_as_pandera(spark: SparkSession, rows: list[Any]) -> None:
     assert len(ours) == (0 if bad == 0 else 19)
 
 
+def test_a_model_that_was_made_before_anything_of_ours_was_imported(spark: SparkSession) -> None:
+    """Its checks have copied what pandera then knew of them, which was nothing for PySpark."""
+
+    class Early(pa.DataFrameModel):
+        k: T.StringType
+        n: T.IntegerType = pa.Field(ge=0)
+
+    (check,) = Early.to_schema().columns["n"].checks
+    known = check._check_fn._function_registry
+    check._check_fn._function_registry = {Any: known[Any]}
+    rules, probes = contract_of(Table("early", key="k", schema=Early, timestamp="now()"))
+    assert probes == []
+    (rule,) = (r for r in rules if not r.name.endswith("_not_null"))
+    rows = spark.createDataFrame(
+        [("a", 1, False), ("b", -1, False)], "k string, n int, is_tombstone boolean"
+    )
+    assert [row.k for row in rows.where(rule.violated).collect()] == ["b"]
+
+
 def test_every_check_of_pandera_is_compared() -> None:
     from pandera.backends.pyspark import builtin_checks
 

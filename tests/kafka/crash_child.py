@@ -10,7 +10,7 @@ from tests.storage.crash_child import arm
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage import delta
+from vt_dagster.storage import parquet
 from vt_dagster.storage.store import stores_of
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     if function == "read":
         arm(KafkaSource, "read", when, lambda *_, **__: True)
     else:
-        arm(delta, "write", when, lambda rows, path, **_: path.endswith(function))
+        arm(parquet, "write", when, lambda rows, path, **_: path.endswith(function))
     from tests.kafka.test_faults import crash_table
 
     node = crash_table(Topics(servers), topic)

@@ -10,12 +10,12 @@ from vt_dagster import Stream
 from vt_dagster.kafka import KafkaSink, KafkaSource
 from vt_dagster.sources.kafka_sink import Publication
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage import delta
+from vt_dagster.storage import parquet
 
 
 def main() -> None:
     root, servers, origin, target, point = sys.argv[1:]
-    arm(delta, "write", point.split(":")[0], lambda rows, path, **_: path.endswith("log"))
+    arm(parquet, "write", point.split(":")[0], lambda rows, path, **_: path.endswith("log"))
     cluster = Topics(servers).cluster
     node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=KafkaSource(cluster, origin))
     spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "2"})

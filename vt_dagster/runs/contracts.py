@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# A schema copies the checks that are known when it is made, so they must be known before that.
-import pandera.backends.pyspark.builtin_checks  # noqa: F401
+import pandera.backends.pyspark.builtin_checks  # noqa: F401  # registers them
+from pandera.api.checks import Check
 from pandera.api.pyspark.types import PysparkDataframeColumnObject
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -120,9 +120,20 @@ def _name(check: Any, column: str, taken: set[str]) -> str:
 def _on_column(check: Any, column: str) -> Callable[[Any], Any]:
     def run(frame: Any) -> Any:
         on = PysparkDataframeColumnObject(frame, column)
-        return check._check_fn(on, **check._check_kwargs)
+        return _function_of(check)(on, **check._check_kwargs)
 
     return run
+
+
+def _function_of(check: Any) -> Callable[..., Any]:
+    """What a check calls. A schema copies what is known of pandera's own checks when it is made, which
+    may have been before anything had imported those for PySpark."""
+    function = check._check_fn
+    known = getattr(function, "_function_registry", None)
+    if known is None or PysparkDataframeColumnObject in known:
+        return function
+    registered: Any = Check.CHECK_FUNCTION_REGISTRY
+    return registered[function._name]
 
 
 def _on_frame(check: Any) -> Callable[[Any], Any]:
