@@ -13,7 +13,7 @@ import pyarrow as pa
 from vt_dagster.errors import StorageError
 
 _DATE = re.compile(r"([+-]?\d{4,6})-(\d\d)-(\d\d)")
-_TIME = re.compile(r"(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,6}))?)?)?\s*(Z|[+-]\d\d:\d\d)?")
+_TIME = re.compile(r"(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,6})0*)?)?)?\s*(Z|[+-]\d\d:\d\d)?")
 _DAY = 86_400_000_000
 
 
