@@ -43,7 +43,7 @@ def run() -> None:
         for metadata in context.op_output_metadata.values():
             counts = _counts(metadata)
             if counts:
-                say(started, f"  {context.op.name.partition('_')[2]}: {counts}")
+                say(started, f"  {context.op.name}: {counts}")
 
     job = defs.resolve_job_def("main").with_hooks({tell})
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}

@@ -89,7 +89,25 @@ def materialized(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]
         if event.asset_key == dg.AssetKey(name)
     ]
     assert len(found) == 1, f"{len(found)} materializations of {name}"
+    assert not _observations(result, name)
     return {label: value.value for label, value in found[0].items()}
+
+
+def unchanged(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
+    """The same of the observation that a run leaves where nothing is new, and no materialization."""
+    made = {event.asset_key for event in result.get_asset_materialization_events()}
+    assert dg.AssetKey(name) not in made
+    (found,) = _observations(result, name)
+    assert found["status"].value == "nothing new: no commit"
+    return {label: value.value for label, value in found.items()}
+
+
+def _observations(result: dg.ExecuteInProcessResult, name: str) -> list[Any]:
+    return [
+        event.asset_observation_data.asset_observation.metadata
+        for event in result.get_asset_observation_events()
+        if event.asset_key == dg.AssetKey(name)
+    ]
 
 
 def checks(result: dg.ExecuteInProcessResult) -> dict[str, dg.AssetCheckEvaluation]:

@@ -1,4 +1,5 @@
-"""A run that is spread over processes is refused at once, in words."""
+"""An asset is one op, so any executor runs it; a graph of ops that is spread over processes is refused
+at once, in words."""
 
 from __future__ import annotations
 
@@ -9,49 +10,81 @@ from pathlib import Path
 
 import pytest
 
-from tests.market import lines, record
+from tests.market import Market, lines, record
 
 ROOT = Path(__file__).parent.parent
 
 MODULE = """
 import dagster as dg
-from datetime import timedelta
 from pathlib import Path
 from tests.market import Market
+from vt_dagster import SparkResource, build_asset, build_checks, build_resources, ops
 
 market = Market(Path({root!r}), None)
-from vt_dagster import build_asset, build_resources, SparkResource
+sales_op = ops.read_op(market.sales), ops.put_op(market.sales), ops.write_op(market.sales)
+joined_op = ops.read_logs_op(market.priced), ops.operate_op(market.priced), ops.write_op(market.priced)
 
+@dg.graph_asset(name="graph_of_sales")
+def graph_of_sales():
+    read, put, write = sales_op
+    records, arrival = read()
+    return write(put(records, arrival), arrival)
+
+@dg.graph_asset(name="graph_of_priced")
+def graph_of_priced():
+    read, operate, write = joined_op
+    sales, arrival = read()
+    return write(operate(sales=sales, arrival=arrival), arrival)
+
+spread = dg.multiprocess_executor
 defs = dg.Definitions(
-    assets=[build_asset(node) for node in market.nodes],
+    assets=[*map(build_asset, market.nodes), graph_of_sales, graph_of_priced],
+    asset_checks=list(map(build_checks, market.nodes)),
     resources=build_resources(str(market.warehouse), SparkResource(master="local[1]")),
     jobs=[
-        dg.define_asset_job("default", selection="sales"),
-        dg.define_asset_job("spread", selection="sales", executor_def=dg.multiprocess_executor),
-        dg.define_asset_job("joined", selection="priced", executor_def=dg.multiprocess_executor),
+        dg.define_asset_job("default", selection="graph_of_sales"),
+        dg.define_asset_job("spread", selection="graph_of_sales", executor_def=spread),
+        dg.define_asset_job("joined", selection="graph_of_priced", executor_def=spread),
+        dg.define_asset_job("assets", selection=["priced", "sales", "prices"], executor_def=spread),
     ],
 )
 """
 
 
-@pytest.mark.parametrize("job", ["spread", "default", "joined"])
-def test_process_per_step_is_refused(tmp_path: Path, job: str) -> None:
-    (tmp_path / "landing" / "sales").mkdir(parents=True)
-    (tmp_path / "landing" / "sales" / "1.jsonl").write_text(lines(record("a", "s1", "1 00:00")))
-    (tmp_path / "home").mkdir()
-    module = tmp_path / "spread.py"
-    module.write_text(MODULE.format(root=str(tmp_path)))
-    done = subprocess.run(
+def execute(root: Path, job: str) -> subprocess.CompletedProcess[str]:
+    (root / "home").mkdir()
+    module = root / "spread.py"
+    module.write_text(MODULE.format(root=str(root)))
+    return subprocess.run(
         [str(Path(sys.executable).parent / "dagster"), "job", "execute", "-f", str(module), "-j", job],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=ROOT,
-        env={**os.environ, "DAGSTER_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "DAGSTER_HOME": str(root / "home"), "PYTHONPATH": str(ROOT)},
     )
+
+
+@pytest.mark.parametrize("job", ["spread", "default", "joined"])
+def test_a_graph_with_a_process_per_step_is_refused(tmp_path: Path, job: str) -> None:
+    (tmp_path / "landing" / "sales").mkdir(parents=True)
+    (tmp_path / "landing" / "sales" / "1.jsonl").write_text(lines(record("a", "s1", "1 00:00")))
+    done = execute(tmp_path, job)
     said = done.stdout + done.stderr
     assert done.returncode != 0
     assert "ExecutorError" in said
     assert "in_process_executor" in said
     assert "KeyError" not in said
     assert not (tmp_path / "warehouse").exists(), "nothing was written"
+
+
+@pytest.mark.timeout(400)
+def test_assets_run_in_a_process_each(spark: object, tmp_path: Path) -> None:
+    market = Market(tmp_path, spark)  # type: ignore[arg-type]
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("a", "s2", "1 06:00"))
+    done = execute(tmp_path, "assets")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = market.store(market.priced).read("log").collect()
+    assert [(row["v"], row["price"]) for row in rows] == [("s1", "p1")]
+    assert (done.stdout + done.stderr).count("STEP_WORKER_STARTED") >= 3

@@ -13,7 +13,7 @@ import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 
-from tests.market import Market, checks, materialized, record
+from tests.market import Market, checks, materialized, record, unchanged
 from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions, build_sensor
 
 
@@ -32,7 +32,7 @@ def evaluate(market: Market, node: Stream | None = None, cursor: str | None = No
 
 
 def files(request: dg.RunRequest) -> list[str]:
-    return request.run_config["ops"]["prices"]["ops"]["read_prices"]["config"]["files"]
+    return request.run_config["ops"]["prices"]["config"]["files"]
 
 
 def test_run_request(market: Market, tmp_path: Path) -> None:
@@ -70,9 +70,7 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     # all of it is consumed: nothing happens, and the run says so
     result = copy.run([copy.prices], run_config=second.run_config)
     assert result.success
-    said = materialized(result, "prices")
-    assert said["status"] == "nothing new: no commit"
-    assert (said["records_in"], said["versions"]["batch"]) == (0, 4)
+    assert unchanged(result, "prices")["versions"] == {"batch": 4}
     assert all(check.passed for check in checks(result).values())
     assert "batch 4, 14 records consumed" in evaluate(copy)
     copy.land("prices", "6.jsonl", record("a", "p8", "2 09:00"))

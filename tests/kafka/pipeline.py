@@ -11,7 +11,7 @@ import dagster as dg
 from pyspark.sql import Row, SparkSession
 
 from tests.kafka.topics import Topics
-from tests.market import checks, materialized, messages, run
+from tests.market import checks, materialized, messages, run, unchanged
 from vt_dagster import Stream, WarehouseResource, build_asset, build_checks, build_sensor
 from vt_dagster.kafka import KafkaSource
 from vt_dagster.storage.positions import Commit
@@ -33,11 +33,18 @@ class Pipeline:
         return run([build_asset(node), build_checks(node)], self.root / "warehouse", **options)
 
     def run(self, node: Stream, **config: Any) -> dict[str, Any]:
-        """What a run that succeeds says."""
+        """What a run that succeeds, and commits something, says."""
+        return materialized(self._succeeds(node, config), node.name)
+
+    def runs_idle(self, node: Stream, **config: Any) -> None:
+        """A run that finds nothing new."""
+        unchanged(self._succeeds(node, config), node.name)
+
+    def _succeeds(self, node: Stream, config: dict[str, Any]) -> dg.ExecuteInProcessResult:
         result = self.execute(node, run_config=self._config(node, config))
         assert result.success, messages(result)
         assert [name for name, check in checks(result).items() if not check.passed] == []
-        return materialized(result, node.name)
+        return result
 
     def fails(self, node: Stream, **config: Any) -> str:
         """What a run that fails says."""
@@ -47,7 +54,7 @@ class Pipeline:
 
     @staticmethod
     def _config(node: Stream, config: dict[str, Any]) -> dict[str, Any]:
-        return {"ops": {node.name: {"ops": {f"read_{node.name}": {"config": config}}}}}
+        return {"ops": {node.name: {"config": config}}}
 
     def tick(self, node: Stream, cursor: str | None = None, **options: Any) -> Any:
         """What a sensor says: a run request, or the text of a skip reason."""

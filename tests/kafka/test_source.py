@@ -40,7 +40,7 @@ def test_offsets_partitions_and_order(topics: Topics, pipeline: Pipeline) -> Non
         *((0, 0, 0), (0, 1, 2), (0, 2, 4)),
         *((1, 0, 1), (1, 1, 3)),
     ]
-    assert pipeline.run(node)["status"] == "nothing new: no commit"
+    pipeline.runs_idle(node)
     topics.produce(topic, records([5], partition=1))
     second = pipeline.run(node)
     assert second["taken"] == {topic: {"1": [2, 3]}}
@@ -248,7 +248,7 @@ def test_transactions(topics: Topics, pipeline: Pipeline) -> None:
     aborted.begin_transaction()
     topics.send(aborted, topic, records([3]))
     aborted.flush(10)
-    assert pipeline.run(node)["status"] == "nothing new: no commit"
+    pipeline.runs_idle(node)
     aborted.commit_transaction(30)
     assert pipeline.run(node)["records_in"] == 1
     assert [r.n for r in pipeline.log(node)] == [1, 2, 3]

@@ -65,12 +65,8 @@ def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
     page.screenshot(path=screenshots / "checks.png")
 
     page.get_by_role("tab", name="Overview").first.click()  # the check has a tab of this name too
-    page.get_by_text("Compute details", exact=True).click()
-    page.locator("a[href*='/graphs/']").click()
-    for op in ("read_flights_with_weather", "write_flights_with_weather"):
-        expect(page.get_by_text(op, exact=True).first).to_be_visible()
-    expect(page.get_by_text("Takes what is new in the log of flights.")).to_be_visible()
-    page.screenshot(path=screenshots / "ops.png")
+    page.goto("/asset-groups")  # one node an asset, whatever its run does
+    expect(page.get_by_text("flights_with_weather", exact=True).first).to_be_visible()
 
 
 def test_pictures_of_a_run(page: Page, screenshots: Path) -> None:

@@ -9,73 +9,14 @@ import dagster as dg
 
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration import ops
+from vt_dagster.orchestration.asset import build_asset
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.io_manager import OpMemoryIOManager, tables_io_manager
-from vt_dagster.orchestration.metadata import definition_metadata, describe
 from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
 from vt_dagster.orchestration.sensors import build_sensor
 from vt_dagster.sources.kafka_sink import KafkaSink
 from vt_dagster.storage.maintenance import KEEP
-from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
-
-
-def build_asset(node: Stream) -> dg.AssetsDefinition:
-    """The asset of a stream or table: a graph of typed ops that ends in one commit.
-
-    Raises:
-        TopologyError: the node has neither a source nor an operator.
-    """
-    return _source_asset(node) if node.operator is None else _operator_asset(node)
-
-
-def _shown(node: Stream) -> dict[str, Any]:
-    kinds = {
-        "spark",
-        "deltalake",
-        "versioned"
-        if isinstance(node, VersionedTable)
-        else "table"
-        if isinstance(node, Table)
-        else "stream",
-    }
-    return {
-        "name": node.name,
-        "description": describe(node),
-        "group_name": node.group,
-        "owners": list(node.owners) or None,
-        "kinds": kinds,
-        "metadata": definition_metadata(node),
-    }
-
-
-def _source_asset(node: Stream) -> dg.AssetsDefinition:
-    read, put, write = ops.read_op(node), ops.put_op(node), ops.write_op(node)
-
-    @dg.graph_asset(**_shown(node))
-    def source_asset() -> Any:
-        records, arrival = read()
-        return write(put(records, arrival), arrival)
-
-    return cast(dg.AssetsDefinition, source_asset)
-
-
-def _operator_asset(node: Stream) -> dg.AssetsDefinition:
-    read, operate, write = ops.read_logs_op(node), ops.operate_op(node), ops.write_op(node)
-    inputs, logs = ops.input_nodes(node), ops.log_nodes(node)
-
-    @dg.graph_asset(
-        ins={
-            f"after_{up.name}": dg.AssetIn(dg.AssetKey(up.name), dagster_type=dg.Nothing)
-            for up in inputs
-        },
-        **_shown(node),
-    )
-    def operator_asset(**after: Any) -> Any:
-        *read_logs, arrival = read(**after)
-        given = {up.name: rows for up, rows in zip(logs, read_logs, strict=True)}
-        return write(operate(**given, arrival=arrival), arrival)
-
-    return cast(dg.AssetsDefinition, operator_asset)
+from vt_dagster.topology.model import Stream, topological
 
 
 def build_publication(

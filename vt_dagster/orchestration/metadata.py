@@ -28,7 +28,6 @@ from vt_dagster.core.log import log_columns
 from vt_dagster.core.processors import processor_of
 from vt_dagster.runs.run import Receipt
 from vt_dagster.sources.kafka import PinnedTopics
-from vt_dagster.sources.kafka_sink import Publication
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import spoken
@@ -133,58 +132,48 @@ def describe(node: Stream) -> str:
 
 
 def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: float) -> dict[str, Any]:
-    """What a run did. A run with nothing new says so and repeats the state."""
-    head = store.head()
+    """What a run did that has committed something."""
     commit = receipt.commit
+    assert commit is not None
     metadata: dict[str, Any] = {
         "dagster/uri": store.view_path if isinstance(node, Table) else store.log_path,
         "dagster/table_name": node.name,
-        "status": "committed" if commit else "nothing new: no commit",
+        "dagster/row_count": store.stored_rows(),
+        "log_rows": commit.total,
         "seconds": round(seconds, 3),
         **_column_lineage(node),
     }
-    if head is None:
-        return metadata
-    state = head.commit
-    metadata["dagster/row_count"] = store.stored_rows()
-    metadata["log_rows"] = sum(state.next_offset.values())
-    metadata["versions"] = {"batch": state.batch, "log": head.version}
+    metadata["versions"] = {"batch": commit.batch, "log": receipt.log_version}
     if receipt.view_version is not None:
         metadata["versions"]["view"] = receipt.view_version
     base = store.snapshot().base
-    if base is not None and base.checkpoint.batch != state.batch:
+    if base is not None and base.checkpoint.batch != commit.batch:
         metadata["versions"]["view_of_batch"] = base.checkpoint.batch
-    counts = state.counts if commit else dict.fromkeys(state.counts, 0)
     for name in (*processor_of(node).counted, _LOST):
-        if _told(node, name, state):
-            # What waits, waits on where there is nothing new.
-            of_run = state.counts if name == Fate.WAITING else counts
-            metadata[f"records_{name}"] = of_run.get(name, 0)
-    for name, number in state.gauges.items():
+        if _told(node, name, commit):
+            metadata[f"records_{name}"] = commit.counts.get(name, 0)
+    for name, number in commit.gauges.items():
         metadata[_GAUGES.get(name, name)] = round(number, 6)
     for name in _KIP_328:
-        if name in state.counts and _told(node, name, state):
-            metadata[name] = counts.get(name, 0)
-    metadata["positions"] = {
-        name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
+        if name in commit.counts and _told(node, name, commit):
+            metadata[name] = commit.counts.get(name, 0)
+    metadata["positions"] = positions_of(commit)
+    metadata["taken"] = {
+        n: {str(p): list(r) for p, r in ranges.items()} for n, ranges in commit.taken.items()
     }
-    if commit:
-        metadata["taken"] = {
-            n: {str(p): list(r) for p, r in ranges.items()} for n, ranges in commit.taken.items()
+    metadata["read_versions"] = dict(commit.reads)
+    if commit.strategy:
+        metadata["join_strategy"] = commit.strategy
+    if commit.gaps:
+        metadata["accepted_gaps"] = {
+            t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
         }
-        metadata["read_versions"] = dict(commit.reads)
-        if commit.strategy:
-            metadata["join_strategy"] = commit.strategy
-        if commit.gaps:
-            metadata["accepted_gaps"] = {
-                t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
-            }
-    if state.stream_time:
-        newest = max(state.stream_time.values())
+    if commit.stream_time:
+        newest = max(commit.stream_time.values())
         metadata["stream_time"] = _time(newest)
         retention = getattr(node, "history_retention", None)
         if isinstance(retention, timedelta):
-            oldest = min(state.stream_time.values())
+            oldest = min(commit.stream_time.values())
             metadata["retention_horizon"] = _time(oldest - retention // _MICROSECOND)
     return metadata
 
@@ -221,23 +210,22 @@ def lag_metadata(pinned: PinnedTopics) -> dict[str, Any]:
     }
 
 
-def publication_metadata(
-    publication: Publication, commit: Commit | None, seconds: float
-) -> dict[str, Any]:
-    """What a run of a publication did."""
-    state = commit or publication.head()
-    metadata: dict[str, Any] = {
-        "status": "committed" if commit else "nothing new: no commit",
+def publication_metadata(commit: Commit, seconds: float) -> dict[str, Any]:
+    """What a run of a publication did that has sent something."""
+    return {
         "seconds": round(seconds, 3),
-        "records_in": commit.counts["in"] if commit else 0,
-        "records_published": commit.counts["published"] if commit else 0,
+        "records_in": commit.counts["in"],
+        "records_published": commit.counts["published"],
+        "versions": {"batch": commit.batch},
+        "positions": positions_of(commit),
     }
-    if state is not None:
-        metadata["versions"] = {"batch": state.batch}
-        metadata["positions"] = {
-            name: {str(p): offset for p, offset in ends.items()} for name, ends in state.inputs.items()
-        }
-    return metadata
+
+
+def positions_of(commit: Commit) -> dict[str, dict[str, int]]:
+    """How far an asset has come in each input, as Dagster's metadata takes it."""
+    return {
+        name: {str(p): offset for p, offset in ends.items()} for name, ends in commit.inputs.items()
+    }
 
 
 _LOST = "lost"

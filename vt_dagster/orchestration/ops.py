@@ -1,24 +1,32 @@
-"""The ops that assets are made of: read -> operate -> write, each a step of a ``Run``.
+"""Ops for graphs of your own: read -> operate -> write, each a step of a ``Run``.
 
-They are public: build your own ``@dg.graph_asset`` from them, with ops of yours in between. DataFrames
-pass between ops in one process, so the job needs ``in_process_executor``. Every op needs the resources
-``spark`` (:class:`SparkResource`) and ``warehouse`` (:class:`WarehouseResource`).
+Build a ``@dg.graph_asset`` from them, with ops of yours in between; the asset of ``build_asset`` is one
+op and needs none. DataFrames pass between these ops in one process, so the job needs
+``in_process_executor``. Every op needs the resources ``spark`` (:class:`SparkResource`) and
+``warehouse`` (:class:`WarehouseResource`).
 """
 
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import dagster as dg
 from pyspark.sql import DataFrame
 
-from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processor import Known
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
-from vt_dagster.orchestration.metadata import lag_metadata, publication_metadata, run_metadata
-from vt_dagster.orchestration.pictures import pictures
+from vt_dagster.orchestration.asset import (
+    TABLES,
+    FilesConfig,
+    TopicsConfig,
+    log_arrival,
+    materialized,
+    unchanged,
+)
+from vt_dagster.orchestration.metadata import publication_metadata
 from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
 from vt_dagster.orchestration.types import (
     ArrivalType,
@@ -29,10 +37,9 @@ from vt_dagster.orchestration.types import (
 )
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
-from vt_dagster.runs.run import Receipt, Results, Run
+from vt_dagster.runs.run import Results, Run
 from vt_dagster.runs.store import Stores
-from vt_dagster.sources.kafka import KafkaSource, PinnedTopics
-from vt_dagster.sources.kafka_messages import as_ranges
+from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.storage.store import AssetStore, stores_of
@@ -41,24 +48,6 @@ from vt_dagster.topology.operators import Operator
 
 OP_MEMORY = "vt_dagster_op_memory"
 """Resource key of the IO manager between ops."""
-TABLES = "vt_dagster_tables"
-"""Resource key of the IO manager that gives tables to a user's own assets."""
-
-
-class FilesConfig(dg.Config):
-    """Which files a run takes."""
-
-    files: list[str] | None = None
-    """Names in the source's directory; those consumed already are left out. None = all new ones."""
-
-
-class TopicsConfig(dg.Config):
-    """Which records a run takes from its topics."""
-
-    ranges: dict[str, Any] | None = None
-    """``{topic: {"partition": [start, end]}}``; what was consumed already is left out. None = all."""
-    accept_gap: bool = False
-    """Go on where records are gone that were not consumed; the commit records which."""
 
 
 def _require_one_process(context: dg.OpExecutionContext) -> None:
@@ -83,23 +72,9 @@ def _require_one_process(context: dg.OpExecutionContext) -> None:
 
 def _stores(
     context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-) -> Stores:
+) -> Callable[[Stream], AssetStore]:
     """The tables of an op's asset and its inputs; what is written there is told in the run's log."""
-    return stores_of(warehouse.path, spark.spark_session, context.log.info)
-
-
-def _log_arrival(context: dg.OpExecutionContext, arrival: Arrival) -> None:
-    name = arrival.node.name
-    if arrival.empty:
-        context.log.info(f"{name}: nothing new since batch {arrival.before.batch}")
-    elif arrival.source is None:
-        taken = {n: sum(e - s for s, e in r.values()) for n, r in arrival.taken.items()}
-        records = ", ".join(f"{number:,} of {log}" for log, number in taken.items())
-        context.log.info(f"{name}: takes records: {records}")
-    else:
-        for line in arrival.source.describe():
-            tell = context.log.warning if line.startswith("!") else context.log.info
-            tell(f"{name}: {line.removeprefix('!')}")
+    return stores_of(warehouse.path, lambda: spark.spark_session, context.log.info)
 
 
 def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
@@ -121,7 +96,7 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     def read(context: dg.OpExecutionContext, stores: Stores, **asked: Any) -> Any:
         _require_one_process(context)
         run = Run.pin(node, stores, **asked)
-        _log_arrival(context, run.arrival)
+        log_arrival(context.log, run.arrival)
         return run.read()[0], run.arrival
 
     if isinstance(source, KafkaSource):
@@ -133,9 +108,7 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
             spark: SparkResource,
             warehouse: WarehouseResource,
         ) -> tuple[DataFrame, Arrival]:
-            wanted, accept_gap = as_ranges(config.ranges), config.accept_gap
-            stores = _stores(context, spark, warehouse)
-            return read(context, stores, wanted=wanted, accept_gap=accept_gap)
+            return read(context, _stores(context, spark, warehouse), **config.asked())
 
         return read_topics
 
@@ -199,7 +172,7 @@ def read_logs_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     ):
         _require_one_process(context)
         run = Run.pin(node, _stores(context, spark, warehouse))
-        _log_arrival(context, run.arrival)
+        log_arrival(context.log, run.arrival)
         by_name = dict(zip((up.name for up in run.processor.consumed), run.read(), strict=True))
         return (*by_name.values(), run.arrival)
 
@@ -236,8 +209,8 @@ def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
 def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     """Op ``(results, arrival) -> asset``: gate, state, commit to the log, then view and quarantine.
 
-    Of a source ``results`` are what ``put_op`` gives. The asset's value is nothing: what it stores is
-    the *whole* table, of which this run added what its metadata counts.
+    Of a source ``results`` are what ``put_op`` gives. Where nothing is new, it leaves an observation
+    and no materialization.
     """
     is_source = node.operator is None
 
@@ -260,8 +233,8 @@ def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         stores = _stores(context, spark, warehouse)
         given = Results(results, Known.nothing()) if is_source else results
         receipt = Run(arrival, stores).commit(given, context.run_id)
-        store = AssetStore(warehouse.path, node, spark.spark_session)
-        return _materialized(context, store, arrival, receipt)
+        done = materialized(context, stores(node), arrival, receipt)
+        return dg.Output(None, metadata=done.metadata or {})
 
     return write
 
@@ -283,17 +256,18 @@ def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefiniti
         context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
     ) -> dg.Output[None]:
         started = time.monotonic()
-        way = Publication(warehouse.path, publication, node, sink, spark.spark_session)
+        way = Publication(warehouse.path, publication, node, sink, lambda: spark.spark_session)
         commit = way.run(context.run_id)
         seconds = time.monotonic() - started
         if commit is None:
             context.log.info(f"{publication}: nothing new in the log of {node.name}")
-        else:
-            context.log.info(
-                f"{publication}: sent {commit.counts['published']:,} record(s) to {sink.describe()}, "
-                f"committed batch {commit.batch} ({seconds:.1f} s)"
-            )
-        return dg.Output(None, metadata=publication_metadata(way, commit, seconds))
+            idle = unchanged(context, dg.AssetKey(publication), way.head())
+            return dg.Output(None, metadata=idle.metadata or {})
+        context.log.info(
+            f"{publication}: sent {commit.counts['published']:,} record(s) to {sink.describe()}, "
+            f"committed batch {commit.batch} ({seconds:.1f} s)"
+        )
+        return dg.Output(None, metadata=publication_metadata(commit, seconds))
 
     return publish
 
@@ -346,23 +320,3 @@ def _declared_source(node: Stream) -> Any:
 def _verb(node: Stream) -> str:
     """The operator in Kafka's word, for the name of its op."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(operator_of(node)).__name__).lower()
-
-
-def _materialized(
-    context: dg.OpExecutionContext, store: AssetStore, arrival: Arrival, receipt: Receipt
-) -> dg.Output[None]:
-    seconds = time.monotonic() - arrival.started
-    metadata = run_metadata(store.node, store, receipt, seconds)
-    if isinstance(arrival.source, PinnedTopics):
-        metadata |= lag_metadata(arrival.source)
-    if receipt.commit is None:
-        context.log.info(f"{store.node.name}: nothing new, so there is no commit")
-    else:
-        bad = receipt.commit.counts.get(Fate.QUARANTINED, 0)
-        if bad:
-            context.log.warning(
-                f"{store.node.name}: {bad:,} bad record(s) went to quarantine; which, and why: "
-                f"{store.quarantine_path}, where batch = {receipt.commit.batch}"
-            )
-        metadata |= pictures(store, arrival, receipt, context.log)
-    return dg.Output(None, metadata=metadata)

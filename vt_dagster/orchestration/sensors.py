@@ -120,7 +120,7 @@ def _request(node: Stream, place: str, config: Any, tags: Mapping[str, str]) -> 
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
     return dg.RunRequest(
         run_key=f"{node.name}:{place}:{digest}",
-        run_config={"ops": {node.name: {"ops": {f"read_{node.name}": {"config": config}}}}},
+        run_config={"ops": {node.name: {"config": config}}},
         tags=tags,
     )
 

@@ -37,23 +37,31 @@ def _problems(schema: StructType, wanted: StructType, more: tuple[str, ...]) -> 
     return problems
 
 
+RESULTS = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
+"""What rows on the way to the commit have besides the columns of their schema."""
+
+
+def misfit(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | None:
+    """What is wrong with a DataFrame on its way to the commit of a stream or table; None = nothing."""
+    if not _is_frame(value):
+        return (
+            f"expected a Spark DataFrame with {what} of {node.name!r}, got "
+            f"{type(value).__module__}.{type(value).__qualname__}; return the Spark DataFrame "
+            "itself from the op before"
+        )
+    problems = _problems(value.schema, node.schema, more)
+    if not problems:
+        return None
+    return (
+        f"expected {what} of {node.name!r}: {'; '.join(problems)}; mend the op before, or the asset's "
+        "schema"
+    )
+
+
 def _frame_type(node: Stream, what: str, more: tuple[str, ...], meaning: str) -> dg.DagsterType:
     def check(_: Any, value: Any) -> dg.TypeCheck:
-        if not _is_frame(value):
-            return dg.TypeCheck(
-                success=False,
-                description=f"expected a Spark DataFrame with {what} of {node.name!r}, got "
-                f"{type(value).__module__}.{type(value).__qualname__}; return the Spark DataFrame "
-                "itself from the op before",
-            )
-        problems = _problems(value.schema, node.schema, more)
-        if problems:
-            return dg.TypeCheck(
-                success=False,
-                description=f"expected {what} of {node.name!r}: {'; '.join(problems)}; mend the op "
-                "before, or the asset's schema",
-            )
-        return dg.TypeCheck(success=True)
+        wrong = misfit(node, what, more, value)
+        return dg.TypeCheck(success=wrong is None, description=wrong)
 
     columns = [
         dg.TableColumn(f.name, f.dataType.simpleString(), description=None) for f in node.schema.fields
@@ -69,15 +77,13 @@ def _frame_type(node: Stream, what: str, more: tuple[str, ...], meaning: str) ->
 @cache
 def records_type(node: Stream) -> dg.DagsterType:
     """Records of a source as they were read: the node's columns, timestamp, order of arrival."""
-    more = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
-    return _frame_type(node, "records", more, "Records as they were read, not yet decided on.")
+    return _frame_type(node, "records", RESULTS, "Records as they were read, not yet decided on.")
 
 
 @cache
 def considered_type(node: Stream) -> dg.DagsterType:
     """A source's records with what becomes of them: applied, late, quarantined."""
-    more = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
-    return _frame_type(node, "considered", more, "Records with what becomes of them in this run.")
+    return _frame_type(node, "considered", RESULTS, "Records with what becomes of them in this run.")
 
 
 @cache
@@ -92,7 +98,7 @@ def results_type(node: Stream) -> dg.DagsterType:
     frame = _frame_type(
         node,
         "results",
-        (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE),
+        RESULTS,
         "An operator's results, and what it keeps for the next run.",
     )
 

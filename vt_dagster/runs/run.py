@@ -17,7 +17,7 @@ from typing import Any
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
@@ -169,18 +169,18 @@ class Run:
         Args:
             now: what a timestamp may not lie far behind; None = this machine's clock.
         """
-        arrival = self.arrival
+        arrival, spark = self.arrival, self.store.spark
         if arrival.source is not None:
-            return [self._records(arrival.source, now)]
+            return [self._records(arrival.source, spark, now)]
         return [self._log_of(node) for node in self.processor.consumed]
 
-    def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
+    def _records(self, source: Pinned, spark: SparkSession, now: datetime | None) -> DataFrame:
         limit: Column | None = None
         now = now or datetime.now(timezone.utc)
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
             latest = now + source.max_clock_skew
             limit = F.timestamp_micros(F.lit(int(latest.timestamp()) * 1_000_000))
-        return prepare(source.read(self.store.spark, self.node), self.node, limit)
+        return prepare(source.read(spark, self.node), self.node, limit)
 
     def _log_of(self, node: Stream) -> DataFrame:
         arrival, store = self.arrival, self.stores(node)

@@ -10,7 +10,7 @@ once*, and the header ``vt_dagster`` is the key by which a consumer can drop a r
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,16 +59,21 @@ class Publication:
     Args:
         name: of the publication.
         node: the stream or table whose log is published.
+        spark: a session, or what gives one when it is first needed.
     """
 
     def __init__(
-        self, warehouse: str, name: str, node: Stream, sink: KafkaSink, spark: SparkSession
+        self,
+        warehouse: str,
+        name: str,
+        node: Stream,
+        sink: KafkaSink,
+        spark: SparkSession | Callable[[], SparkSession],
     ) -> None:
         self.name, self.node, self.sink = name, node, sink
         self._log_path = posixpath.join(str(warehouse), name, "log")
         self._target = f"topic {sink.topic}"
         self._store = AssetStore(warehouse, node, spark)
-        self._spark = spark
 
     def head(self) -> Commit | None:
         """The last commit; None before the first. Does not use Spark."""
@@ -116,7 +121,7 @@ class Publication:
             },
             reads={f"{self.node.name}/log": head.version},
         )
-        log = self._spark.createDataFrame(sorted(counted.items()), _SENT)
+        log = self._store.spark.createDataFrame(sorted(counted.items()), _SENT)
         parquet.write(
             log,
             self._log_path,
@@ -137,7 +142,7 @@ class Publication:
         if not ranges:
             return None
         messages = read_messages(
-            self.sink.cluster, self._spark, {self.sink.topic: ranges}, headers=True
+            self.sink.cluster, self._store.spark, {self.sink.topic: ranges}, headers=True
         )
         place = F.element_at(F.filter("headers", lambda h: h["key"] == HEADER), 1)["value"].cast(
             "string"

@@ -115,7 +115,7 @@ class AssetStore:
 
     Args:
         warehouse: directory or URL that Spark and fsspec both can read and write.
-        spark: needed for everything but :meth:`head` and :meth:`consumed_files`.
+        spark: a session, or what gives one when it is first needed: all that says so does without.
         tell: is told what has been written, in a line each.
     """
 
@@ -123,7 +123,7 @@ class AssetStore:
         self,
         warehouse: str,
         node: Stream,
-        spark: SparkSession | None = None,
+        spark: SparkSession | Callable[[], SparkSession] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.node = node
@@ -159,6 +159,8 @@ class AssetStore:
     def spark(self) -> SparkSession:
         if self._spark is None:
             raise StorageError(f"{self.node.name}: this needs a Spark session, none was given")
+        if callable(self._spark):
+            self._spark = self._spark()
         return self._spark
 
     # -- the log ---------------------------------------------------------------------------------
@@ -429,6 +431,12 @@ class AssetStore:
         if head is not None and isinstance(self.node, Table):
             self._update_view(head, rebuild=True)
 
+    def versions(self) -> dict[str, int]:
+        """The Delta versions of the tables that are there, by name. Does not use Spark."""
+        paths = {"log": self.log_path, "view": self.view_path, "quarantine": self.quarantine_path}
+        tables = {name: delta.open_table(path) for name, path in paths.items()}
+        return {name: table.version() for name, table in tables.items() if table is not None}
+
     def stored_rows(self) -> int:
         """How many rows the table has that readers are sent to: the view, of a stream the log. Does not
         use Spark."""
@@ -511,11 +519,14 @@ class AssetStore:
 
 
 def stores_of(
-    warehouse: str, spark: SparkSession, tell: Callable[[str], None] | None = None
+    warehouse: str,
+    spark: SparkSession | Callable[[], SparkSession],
+    tell: Callable[[str], None] | None = None,
 ) -> Callable[[Stream], AssetStore]:
     """Gives the tables of each stream and table of a warehouse.
 
     Args:
+        spark: a session, or what gives one when it is first needed.
         tell: is told what has been written, in a line each.
     """
     return lambda node: AssetStore(warehouse, node, spark, tell)

@@ -1,0 +1,140 @@
+"""A run that finds nothing new: no JVM, no check, no materialization, nothing asked for downstream."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from tests.market import Market, checks, materialized, record, run, unchanged
+from vt_dagster import build_asset, build_checks, build_resources
+from vt_dagster.storage import parquet
+
+ROOT = Path(__file__).parent.parent
+
+IDLE = """
+from pathlib import Path
+import dagster as dg
+from pyspark import SparkContext
+from tests.market import Market, checks, unchanged
+
+market = Market(Path({root!r}), None)
+with dg.DagsterInstance.local_temp({home!r}) as instance:
+    result = market.run(instance=instance, raise_on_error=True)
+    for node in market.nodes:
+        unchanged(result, node.name)
+    assert len(checks(result)) > 10
+    assert SparkContext._active_spark_context is None
+print("idle")
+"""
+
+
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+    (tmp_path / "home").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as made:
+        yield made
+
+
+@pytest.fixture
+def copy(market: Market, tmp_path: Path) -> Market:
+    return market.copy(tmp_path / "copy")
+
+
+def test_no_jvm_is_needed(copy: Market, tmp_path: Path, instance: dg.DagsterInstance) -> None:
+    copy.land("rates", "2.jsonl", record("a", "r9", "3 00:00"))
+    assert copy.run(instance=instance).success  # the checks have passed on what is there now
+    code = IDLE.format(root=str(copy.root), home=str(tmp_path / "home"))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "JAVA_HOME": "/there/is/none", "PATH": "", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.endswith("idle\n"), done.stdout + done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning")
+def test_nothing_downstream_is_asked_for(copy: Market, instance: dg.DagsterInstance) -> None:
+    @dg.asset(deps=["priced"], automation_condition=dg.AutomationCondition.eager())
+    def report() -> None: ...
+
+    defs = dg.Definitions(
+        [*map(build_asset, copy.nodes), report], resources=build_resources(str(copy.warehouse))
+    )
+
+    def asked(cursor: Any = None) -> tuple[int, Any]:
+        told = dg.evaluate_automation_conditions(defs, instance, cursor=cursor)
+        return told.total_requested, told.cursor
+
+    copy.land("sales", "3.jsonl", record("a", "s9", "3 00:00"))
+    assert copy.run(None, report, instance=instance).success
+    _, cursor = asked()
+    idle = copy.run(instance=instance)
+    unchanged(idle, "priced")
+    number, cursor = asked(cursor)
+    assert number == 0
+    copy.land("sales", "4.jsonl", record("a", "s10", "3 03:00"))
+    materialized(copy.run(instance=instance), "priced")
+    number, _ = asked(cursor)
+    assert number == 1
+
+
+def test_who_has_news_of_another_input_is_not_skipped(copy: Market) -> None:
+    copy.land("sales", "3.jsonl", record("a", "s9", "3 00:00"))
+    result = copy.run()
+    unchanged(result, "prices")
+    assert materialized(result, "priced")["records_in"] == 1
+
+
+def test_the_data_version_is_what_the_log_holds(copy: Market, instance: dg.DagsterInstance) -> None:
+    def version(name: str) -> str:
+        event = instance.get_latest_materialization_event(dg.AssetKey(name))
+        made = None if event is None else event.asset_materialization
+        return ((made and made.tags) or {})["dagster/data_version"]
+
+    copy.land("prices", "3.jsonl", record("a", "p9", "3 00:00"))
+    copy.run(instance=instance)
+    before = version("prices")
+    # what is refused is a commit, and no news for anyone downstream
+    copy.land("prices", "4.jsonl", record("a", "far too late", "1 00:00"))
+    result = copy.run(instance=instance)
+    assert materialized(result, "prices")["records_late"] == 1
+    unchanged(result, "priced")
+    assert version("prices") == before
+    copy.land("prices", "5.jsonl", record("a", "p10", "3 01:00"))
+    copy.run(instance=instance)
+    assert version("prices") != before
+
+
+def test_checks_look_again_only_where_something_has_changed(
+    copy: Market, instance: dg.DagsterInstance
+) -> None:
+    def looked_at() -> set[str]:
+        found = checks(copy.run([copy.rates], instance=instance))
+        return {str(one.metadata["looked_at"].value).partition(":")[0] for one in found.values()}
+
+    assert looked_at() == {"everything"}  # they have not run in this instance
+    assert looked_at() == {"nothing"}
+    # whoever asks for the checks alone wants them
+    alone = run(
+        [build_asset(copy.rates), build_checks(copy.rates)],
+        copy.warehouse,
+        instance=instance,
+        selection=dg.AssetSelection.checks_for_assets("rates"),
+    )
+    assert {str(one.metadata["looked_at"].value) for one in checks(alone).values()} == {"everything"}
+    rates = copy.store(copy.rates)
+    rows = parquet.read(copy.spark, rates.view_path)
+    rows.union(rows).write.format("delta").mode("overwrite").save(rates.view_path)
+    for _ in range(2):  # a failure is not taken for what was looked at
+        found = checks(copy.run([copy.rates], instance=instance))
+        assert not found["rates:one_row_per_key"].passed

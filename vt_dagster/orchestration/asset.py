@@ -1,0 +1,195 @@
+"""The asset of a stream or table: one op that pins, reads, operates and commits, a ``Run``.
+
+Where nothing is new, the op ends before it needs Spark, and leaves an observation: no materialization,
+so nothing downstream is asked for, and what is downstream in the same run looks for itself.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import dagster as dg
+from dagster._core.definitions.source_asset import SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION
+
+from vt_dagster.core.arrival import Fate
+from vt_dagster.errors import ContractError, SourceError, TopologyError
+from vt_dagster.orchestration.metadata import (
+    definition_metadata,
+    describe,
+    lag_metadata,
+    positions_of,
+    run_metadata,
+)
+from vt_dagster.orchestration.pictures import pictures
+from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
+from vt_dagster.orchestration.types import RESULTS, misfit
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.pin import source_of
+from vt_dagster.runs.run import Receipt, Run
+from vt_dagster.sources.kafka import KafkaSource, PinnedTopics
+from vt_dagster.sources.kafka_messages import as_ranges
+from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+TABLES = "vt_dagster_tables"
+"""Resource key of the IO manager that gives tables to a user's own assets."""
+
+
+class FilesConfig(dg.Config):
+    """Which files a run takes."""
+
+    files: list[str] | None = None
+    """Names in the source's directory; those consumed already are left out. None = all new ones."""
+
+
+class TopicsConfig(dg.Config):
+    """Which records a run takes from its topics."""
+
+    ranges: dict[str, Any] | None = None
+    """``{topic: {"partition": [start, end]}}``; what was consumed already is left out. None = all."""
+    accept_gap: bool = False
+    """Go on where records are gone that were not consumed; the commit records which."""
+
+    def asked(self) -> dict[str, Any]:
+        return {"wanted": as_ranges(self.ranges), "accept_gap": self.accept_gap}
+
+
+def build_asset(node: Stream) -> dg.AssetsDefinition:
+    """The asset of a stream or table: one op that ends in one commit.
+
+    Its value is nothing: what it stores is the *whole* table, of which a run added what its metadata
+    counts. Its data version says which log it is and how many records that has. A run with nothing new
+    starts no Spark and leaves no materialization, but an observation that says so.
+
+    Raises:
+        TopologyError: the node has neither a source nor an operator.
+    """
+    upstream = [dg.AssetKey(up.name) for up in node.inputs]
+    if node.operator is not None:
+
+        @dg.asset(deps=list(dict.fromkeys(upstream)), **_shown(node))
+        def of_operator(
+            context: dg.AssetExecutionContext, spark: SparkResource, warehouse: WarehouseResource
+        ) -> dg.MaterializeResult[Any]:
+            return _run(context, node, spark, warehouse, {})
+
+        return cast(dg.AssetsDefinition, of_operator)
+    try:
+        source: Any = source_of(node)
+    except SourceError as error:
+        raise TopologyError(str(error)) from None
+    if isinstance(source, KafkaSource):
+
+        @dg.asset(**_shown(node))
+        def of_topics(
+            context: dg.AssetExecutionContext,
+            config: TopicsConfig,
+            spark: SparkResource,
+            warehouse: WarehouseResource,
+        ) -> dg.MaterializeResult[Any]:
+            return _run(context, node, spark, warehouse, config.asked())
+
+        return cast(dg.AssetsDefinition, of_topics)
+
+    @dg.asset(**_shown(node))
+    def of_files(
+        context: dg.AssetExecutionContext,
+        config: FilesConfig,
+        spark: SparkResource,
+        warehouse: WarehouseResource,
+    ) -> dg.MaterializeResult[Any]:
+        return _run(context, node, spark, warehouse, {"only": config.files})
+
+    return cast(dg.AssetsDefinition, of_files)
+
+
+def _shown(node: Stream) -> dict[str, Any]:
+    kinds = {
+        "spark",
+        "deltalake",
+        "versioned"
+        if isinstance(node, VersionedTable)
+        else "table"
+        if isinstance(node, Table)
+        else "stream",
+    }
+    return {
+        "name": node.name,
+        "description": describe(node),
+        "group_name": node.group,
+        "owners": list(node.owners) or None,
+        "kinds": kinds,
+        "metadata": definition_metadata(node),
+        "io_manager_key": TABLES,
+    }
+
+
+def _run(
+    context: dg.AssetExecutionContext,
+    node: Stream,
+    spark: SparkResource,
+    warehouse: WarehouseResource,
+    asked: Mapping[str, Any],
+) -> dg.MaterializeResult[Any]:
+    stores = stores_of(warehouse.path, lambda: spark.spark_session, context.log.info)
+    run = Run.pin(node, stores, **asked)
+    log_arrival(context.log, run.arrival)
+    if run.arrival.empty:
+        at = stores(node).head()
+        return unchanged(context, context.asset_key, None if at is None else at.commit)
+    results = run.operate(run.read())
+    wrong = misfit(node, "results", RESULTS, results.rows)
+    if wrong:
+        raise ContractError(wrong)
+    return materialized(context, stores(node), run.arrival, run.commit(results, context.run.run_id))
+
+
+def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
+    """Tells what a run takes, or that nothing is new."""
+    name = arrival.node.name
+    if arrival.empty:
+        log.info(f"{name}: nothing new since batch {arrival.before.batch}, so there is no commit")
+    elif arrival.source is None:
+        taken = {n: sum(e - s for s, e in r.values()) for n, r in arrival.taken.items()}
+        records = ", ".join(f"{number:,} of {log}" for log, number in taken.items())
+        log.info(f"{name}: takes records: {records}")
+    else:
+        for line in arrival.source.describe():
+            tell = log.warning if line.startswith("!") else log.info
+            tell(f"{name}: {line.removeprefix('!')}")
+
+
+def materialized(
+    context: Any, store: AssetStore, arrival: Arrival, receipt: Receipt
+) -> dg.MaterializeResult[Any]:
+    """What the op of an asset returns: what its run did."""
+    commit = receipt.commit
+    if commit is None:
+        return unchanged(context, dg.AssetKey(store.node.name), arrival.before)
+    metadata = run_metadata(store.node, store, receipt, time.monotonic() - arrival.started)
+    if isinstance(arrival.source, PinnedTopics):
+        metadata |= lag_metadata(arrival.source)
+    bad = commit.counts.get(Fate.QUARANTINED, 0)
+    if bad:
+        context.log.warning(
+            f"{store.node.name}: {bad:,} bad record(s) went to quarantine; which, and why: "
+            f"{store.quarantine_path}, where batch = {commit.batch}"
+        )
+    metadata |= pictures(store, arrival, receipt, context.log)
+    version = dg.DataVersion(f"{commit.log[:8]}:{commit.total}")
+    return dg.MaterializeResult(metadata=metadata, data_version=version)
+
+
+def unchanged(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.MaterializeResult[Any]:
+    """What the op of an asset returns where its run found nothing new.
+
+    An output that is left out would skip all that is downstream, also what has news of another input;
+    one that is given is a materialization. Dagster marks what its own observations of sources return,
+    so that it is neither; this uses that mark.
+    """
+    said: dict[str, Any] = {"status": "nothing new: no commit"}
+    if last is not None and last.batch:
+        said |= {"versions": {"batch": last.batch}, "positions": positions_of(last)}
+    context.log_event(dg.AssetObservation(key, metadata=said))
+    return dg.MaterializeResult(metadata={SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION: True})
