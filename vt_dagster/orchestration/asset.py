@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import dagster as dg
-from dagster._core.definitions.source_asset import SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION
 
 from vt_dagster.core.arrival import Fate
 from vt_dagster.errors import ContractError, SourceError, TopologyError
@@ -34,6 +33,10 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 TABLES = "vt_dagster_tables"
 """Resource key of the IO manager that gives tables to a user's own assets."""
+
+
+_NO_EVENT = "__source_asset_observation__"
+"""Dagster's mark of what its own observations of sources return: their output is no materialization."""
 
 
 class FilesConfig(dg.Config):
@@ -185,11 +188,11 @@ def unchanged(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.Materia
     """What the op of an asset returns where its run found nothing new.
 
     An output that is left out would skip all that is downstream, also what has news of another input;
-    one that is given is a materialization. Dagster marks what its own observations of sources return,
-    so that it is neither; this uses that mark.
+    one that is given is a materialization. with
+    Dagster's mark it is neither. Should Dagster give that up, it is a materialization again.
     """
     said: dict[str, Any] = {"status": "nothing new: no commit"}
     if last is not None and last.batch:
         said |= {"versions": {"batch": last.batch}, "positions": positions_of(last)}
     context.log_event(dg.AssetObservation(key, metadata=said))
-    return dg.MaterializeResult(metadata={SYSTEM_METADATA_KEY_SOURCE_ASSET_OBSERVATION: True})
+    return dg.MaterializeResult(metadata={_NO_EVENT: True})

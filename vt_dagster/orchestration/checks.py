@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import dagster as dg
-from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus as Status
 
 from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
 from vt_dagster.runs.audit import Finding, audit, checks_of
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
 
-_EVALUATED = {Status.SUCCEEDED, Status.FAILED}
+_PLANNED = "PLANNED"
 _NOTHING = "nothing: the tables are what they were when it passed before"
 
 
@@ -67,8 +66,9 @@ def _passed_before(
         return False
     storage = context.instance.event_log_storage
     for chosen in context.selected_asset_check_keys:
-        last = storage.get_asset_check_execution_history(chosen, limit=1, status=_EVALUATED)
-        event = last[0].event.dagster_event if last and last[0].event else None
+        known = storage.get_asset_check_execution_history(chosen, limit=10)
+        last = next((one.event for one in known if one.status.value != _PLANNED), None)
+        event = None if last is None else last.dagster_event
         evaluation = event.asset_check_evaluation_data if event else None
         if evaluation is None or not evaluation.passed:
             return False

@@ -11,9 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pandera.backends.pyspark.builtin_checks  # noqa: F401  # registers them
-from pandera.api.checks import Check
-from pandera.api.pyspark.types import PysparkDataframeColumnObject
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
@@ -118,20 +115,26 @@ def _name(check: Any, column: str, taken: set[str]) -> str:
 
 
 def _on_column(check: Any, column: str) -> Callable[[Any], Any]:
+    # Whoever has no contract does not wait for pandera: importing it takes half a second.
+    from pandera.api.pyspark.types import PysparkDataframeColumnObject
+
     def run(frame: Any) -> Any:
         on = PysparkDataframeColumnObject(frame, column)
-        return _function_of(check)(on, **check._check_kwargs)
+        return _function_of(check, PysparkDataframeColumnObject)(on, **check._check_kwargs)
 
     return run
 
 
-def _function_of(check: Any) -> Callable[..., Any]:
+def _function_of(check: Any, of: type) -> Callable[..., Any]:
     """What a check calls. A schema copies what is known of pandera's own checks when it is made, which
     may have been before anything had imported those for PySpark."""
     function = check._check_fn
     known = getattr(function, "_function_registry", None)
-    if known is None or PysparkDataframeColumnObject in known:
+    if known is None or of in known:
         return function
+    import pandera.backends.pyspark.builtin_checks  # noqa: F401  # registers them
+    from pandera.api.checks import Check
+
     registered: Any = Check.CHECK_FUNCTION_REGISTRY
     return registered[function._name]
 

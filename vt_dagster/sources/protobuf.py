@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pandas as pd
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType
 
@@ -30,7 +29,9 @@ def message_class_of(descriptors: bytes, name: str) -> Any:
 def protobuf_reader(descriptors: bytes, name: str) -> Any:
     """A function of a column of messages: their JSON; null where a message cannot be read."""
 
-    def read(batches: Iterator[pd.Series]) -> Iterator[pd.Series]:
+    import pandas as pd
+
+    def read(batches: Any) -> Any:
         # Self-contained: workers need protobuf, not this package.
         import base64
         import json
@@ -76,4 +77,6 @@ def protobuf_reader(descriptors: bytes, name: str) -> Any:
         for batch in batches:
             yield pd.Series([text(raw) for raw in batch], dtype="object")
 
+    series = Iterator[pd.Series]
+    read.__annotations__ = {"batches": series, "return": series}  # Spark takes its kind from them
     return F.pandas_udf(read, StringType())  # pyright: ignore[reportCallIssue, reportArgumentType]

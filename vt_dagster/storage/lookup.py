@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
+import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from vt_dagster.columns import (
@@ -250,6 +250,8 @@ class _Asset:
         if not places:
             return columns.empty_table()
         condition = self._condition(columns)
+        import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
+
         return ds.dataset(places, columns, format="parquet", filesystem=where).to_table(
             filter=condition
         )
@@ -274,9 +276,9 @@ class _Asset:
                     "Spark, and select the row there"
                 )
             scalar = as_key(column, value, kind)
-            same = ds.field(column) == scalar
+            same = pc.field(column) == scalar
             if pa.types.is_floating(kind) and scalar.as_py() != scalar.as_py():
-                same = ds.field(column).is_nan()
+                same = pc.field(column).is_nan()
             condition = same if condition is None else condition & same
         return condition
 
