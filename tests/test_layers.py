@@ -54,7 +54,7 @@ ORDER = {
         foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors
         """,
-    "spark": "settings small_runs jars launch session",
+    "spark": "settings small_runs jars launch session server",
     "storage": "delta positions values lookup parquet segments offsets progress view store maintenance",
     "sources": """
         base directory values json_text csv_text bad_files files
@@ -67,7 +67,7 @@ ORDER = {
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "lookup tables check app",
+    "cli": "lookup tables check spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 
@@ -100,6 +100,10 @@ LATE_IMPORTS = {
         "jgo": "the same",
     },
     "vt_dagster.spark.launch": {"pyspark": "starts or patches a JVM: not before it is wanted"},
+    "vt_dagster.spark.server": {
+        "filelock": "only where a server is started",
+        "pyspark": "the same",
+    },
     "vt_dagster.spark.session": {
         "pyspark": "the wrong PySpark is to be an error that says so",
         "grpc": "of Spark Connect, an extra of PySpark",

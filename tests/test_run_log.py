@@ -22,9 +22,8 @@ SECONDS = re.compile(r" \(\d+\.\d s\)$")
 def told(market: Market, nodes: Any = None) -> dict[str, list[str]]:
     """Of each step of a run what it told, without times and the start of Spark; a warning says that it
     is one, and an error too."""
-    with dg.DagsterInstance.ephemeral() as instance:
-        result = market.run(nodes, instance=instance)
-        entries = instance.all_logs(result.run_id)
+    result = market.run(nodes)
+    entries = market.instance.all_logs(result.run_id)
     lines: dict[str, list[str]] = {}
     for entry in entries:
         if not entry.is_dagster_event and not entry.user_message.startswith("Spark "):

@@ -95,7 +95,7 @@ def test_right_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: st
     noise = "echo 'Picked up JAVA_TOOL_OPTIONS: -Xmx1g' >&2"
     home = fake_java(tmp_path, f"{noise}; echo 'openjdk version \"{release}\"' >&2")
     monkeypatch.setenv("JAVA_HOME", home)
-    session._check_java()
+    session.check_java()
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_conf_overrides_defaults_and_adds_to_lists():
-    settings = session._settings(
+    settings = session.session_settings(
         "app",
         "local[3]",
         [Path("/j/delta.jar")],

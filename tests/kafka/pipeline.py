@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,15 @@ class Pipeline:
 
     root: Path
     spark: SparkSession
+    instance: dg.DagsterInstance = field(default_factory=dg.DagsterInstance.ephemeral)
 
     def source(self, topics: Topics, topic: str | Sequence[str], **options: Any) -> KafkaSource:
         return KafkaSource(topics.cluster, topic, **options)
 
     def execute(self, node: Stream, **options: Any) -> dg.ExecuteInProcessResult:
         """A run of one asset with its checks."""
-        return run([build_asset(node), build_checks(node)], self.root / "warehouse", **options)
+        made = [build_asset(node), build_checks(node)]
+        return run(made, self.root / "warehouse", **{"instance": self.instance, **options})
 
     def run(self, node: Stream, **config: Any) -> dict[str, Any]:
         """What a run that succeeds, and commits something, says."""

@@ -36,7 +36,9 @@ def publish(pipeline: Pipeline, node: Stream, sink: KafkaSink) -> dict[str, Any]
 
 def run_publication(pipeline: Pipeline, node: Stream, sink: KafkaSink) -> dg.ExecuteInProcessResult:
     made = [build_asset(node), build_publication(node, sink)]
-    result = run(made, pipeline.root / "warehouse", selection=[f"{node.name}_to_kafka"])
+    selection = [f"{node.name}_to_kafka"]
+    where = pipeline.root / "warehouse"
+    result = run(made, where, selection=selection, instance=pipeline.instance)
     assert result.success, messages(result)
     return result
 

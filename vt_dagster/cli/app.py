@@ -19,9 +19,10 @@ COMMANDS = {
     "replay": "vt_dagster.cli.tables",
     "compare": "vt_dagster.cli.tables",
     "swap": "vt_dagster.cli.tables",
+    "spark": "vt_dagster.cli.spark",
 }
-"""Each command's module, which has a function of its name. It is imported when it is asked for: most
-need Spark's or Dagster's code, which takes seconds."""
+"""Each command's module, which has a function, or a group of commands, of its name. It is imported when
+it is asked for: most need Spark's or Dagster's code, which takes seconds."""
 
 
 class _Commands(TyperGroup):
@@ -31,8 +32,11 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
+        found = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        if isinstance(found, typer.Typer):
+            return typer.main.get_command(found)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(getattr(import_module(COMMANDS[cmd_name]), cmd_name))
+        alone.command(cmd_name)(found)
         return typer.main.get_command(alone)
 
 

@@ -35,6 +35,8 @@ TABLES = "vt_dagster_tables"
 """Resource key of the IO manager that gives tables to a user's own assets."""
 
 
+DATA_VERSION = "dagster/data_version"
+"""The tag of a materialization that has its data version."""
 _NO_EVENT = "__source_asset_observation__"
 """Dagster's mark of what its own observations of sources return: their output is no materialization."""
 
@@ -139,8 +141,7 @@ def _run(
     run = Run.pin(node, stores, **asked)
     log_arrival(context.log, run.arrival)
     if run.arrival.empty:
-        at = stores(node).head()
-        return unchanged(context, context.asset_key, None if at is None else at.commit)
+        return materialized(context, stores(node), run.arrival, Receipt(None, None))
     results = run.operate(run.read())
     wrong = misfit(node, "results", RESULTS, results.rows)
     if wrong:
@@ -166,30 +167,55 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
 def materialized(
     context: Any, store: AssetStore, arrival: Arrival, receipt: Receipt
 ) -> dg.MaterializeResult[Any]:
-    """What the op of an asset returns: what its run did."""
+    """What the op of an asset returns: what its run did, or that nothing is new."""
+    node, head = store.node, store.head()
+    key, last = dg.AssetKey(node.name), None if head is None else head.commit
+    if receipt.commit is None and (head is None or not to_be_told(context, key, head.commit)):
+        return unchanged(context, key, last)
+    if receipt.commit is None and head is not None:
+        receipt = Receipt(head.commit, head.version)
     commit = receipt.commit
-    if commit is None:
-        return unchanged(context, dg.AssetKey(store.node.name), arrival.before)
-    metadata = run_metadata(store.node, store, receipt, time.monotonic() - arrival.started)
+    assert commit is not None
+    metadata = run_metadata(node, store, receipt, time.monotonic() - arrival.started)
     if isinstance(arrival.source, PinnedTopics):
         metadata |= lag_metadata(arrival.source)
     bad = commit.counts.get(Fate.QUARANTINED, 0)
     if bad:
         context.log.warning(
-            f"{store.node.name}: {bad:,} bad record(s) went to quarantine; which, and why: "
+            f"{node.name}: {bad:,} bad record(s) went to quarantine; which, and why: "
             f"{store.quarantine_path}, where batch = {commit.batch}"
         )
-    metadata |= pictures(store, arrival, receipt, context.log)
-    version = dg.DataVersion(f"{commit.log[:8]}:{commit.total}")
-    return dg.MaterializeResult(metadata=metadata, data_version=version)
+    if not arrival.empty:
+        metadata |= pictures(store, arrival, receipt, context.log)
+    return dg.MaterializeResult(metadata=metadata, data_version=data_version(commit))
+
+
+def data_version(commit: Commit) -> dg.DataVersion:
+    """Which log it is, and how many records that has: for who is downstream, all that can be news."""
+    return dg.DataVersion(f"{commit.log[:8]}:{commit.total}")
+
+
+def to_be_told(context: Any, key: dg.AssetKey, last: Commit) -> bool:
+    """Whether this instance has not heard of a commit: its run died before it could tell, or was none
+    of this instance."""
+    event = context.instance.get_latest_materialization_event(key)
+    made = None if event is None else event.asset_materialization
+    if made is not None:
+        versions = made.metadata.get("versions")
+        same = (made.tags or {}).get(DATA_VERSION) == data_version(last).value
+        if same and versions is not None and versions.value["batch"] == last.batch:
+            return False
+    name = key.to_user_string()
+    context.log.info(f"{name}: batch {last.batch} was committed, but not told to Dagster: it is now")
+    return True
 
 
 def unchanged(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.MaterializeResult[Any]:
     """What the op of an asset returns where its run found nothing new.
 
     An output that is left out would skip all that is downstream, also what has news of another input;
-    one that is given is a materialization. with
-    Dagster's mark it is neither. Should Dagster give that up, it is a materialization again.
+    one that is given is a materialization. With Dagster's mark it is neither. Should Dagster give that
+    up, it is a materialization again.
     """
     said: dict[str, Any] = {"status": "nothing new: no commit"}
     if last is not None and last.batch:

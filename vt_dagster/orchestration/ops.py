@@ -19,11 +19,14 @@ from vt_dagster.core.processor import Known
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.asset import (
+    DATA_VERSION,
     TABLES,
     FilesConfig,
     TopicsConfig,
+    data_version,
     log_arrival,
     materialized,
+    to_be_told,
     unchanged,
 )
 from vt_dagster.orchestration.metadata import publication_metadata
@@ -233,8 +236,7 @@ def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         stores = _stores(context, spark, warehouse)
         given = Results(results, Known.nothing()) if is_source else results
         receipt = Run(arrival, stores).commit(given, context.run_id)
-        done = materialized(context, stores(node), arrival, receipt)
-        return dg.Output(None, metadata=done.metadata or {})
+        return _output(materialized(context, stores(node), arrival, receipt))
 
     return write
 
@@ -259,15 +261,19 @@ def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefiniti
         way = Publication(warehouse.path, publication, node, sink, lambda: spark.spark_session)
         commit = way.run(context.run_id)
         seconds = time.monotonic() - started
+        last, key = commit or way.head(), dg.AssetKey(publication)
         if commit is None:
             context.log.info(f"{publication}: nothing new in the log of {node.name}")
-            idle = unchanged(context, dg.AssetKey(publication), way.head())
-            return dg.Output(None, metadata=idle.metadata or {})
-        context.log.info(
-            f"{publication}: sent {commit.counts['published']:,} record(s) to {sink.describe()}, "
-            f"committed batch {commit.batch} ({seconds:.1f} s)"
-        )
-        return dg.Output(None, metadata=publication_metadata(commit, seconds))
+            if last is None or not to_be_told(context, key, last):
+                return _output(unchanged(context, key, last))
+        else:
+            context.log.info(
+                f"{publication}: sent {commit.counts['published']:,} record(s) to {sink.describe()}, "
+                f"committed batch {commit.batch} ({seconds:.1f} s)"
+            )
+        assert last is not None
+        metadata = publication_metadata(last, seconds)
+        return _output(dg.MaterializeResult(metadata=metadata, data_version=data_version(last)))
 
     return publish
 
@@ -320,3 +326,10 @@ def _declared_source(node: Stream) -> Any:
 def _verb(node: Stream) -> str:
     """The operator in Kafka's word, for the name of its op."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(operator_of(node)).__name__).lower()
+
+
+def _output(result: dg.MaterializeResult[Any]) -> dg.Output[None]:
+    """The same from an op that is not an asset by itself."""
+    version = result.data_version
+    tags = {} if version is None else {DATA_VERSION: version.value}
+    return dg.Output(None, metadata=result.metadata or {}, tags=tags)

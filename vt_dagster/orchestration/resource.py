@@ -8,6 +8,7 @@ from dagster_pyspark import LazyPySparkResource
 from pydantic import Field
 from pyspark.sql.utils import is_remote
 
+from vt_dagster.spark.server import resolve_remote
 from vt_dagster.spark.session import build_session
 
 
@@ -27,7 +28,9 @@ class SparkResource(LazyPySparkResource):
     )
     master: str = Field(default="local[*]", description="Spark master: local[*], spark://host:port, …")
     remote: str | None = Field(
-        default=None, description="Spark Connect address, sc://host:port; master is then not used."
+        default=None,
+        description="Spark Connect address, sc://host:port, or 'server', which `vt-dagster spark "
+        "start` has started; master is then not used. None = what VT_DAGSTER_SPARK names, if any.",
     )
     app_name: str = Field(default="vt_dagster", description="The name that Spark shows.")
 
@@ -36,10 +39,11 @@ class SparkResource(LazyPySparkResource):
             return
         started = time.monotonic()
         conf = {name: str(value) for name, value in self.spark_config.items()}
-        session = build_session(self.app_name, master=self.master, remote=self.remote, conf=conf)
+        remote = resolve_remote(self.remote)
+        session = build_session(self.app_name, master=self.master, remote=remote, conf=conf)
         self._spark_session = session
         local = None if is_remote() else session.sparkContext
-        where = self.remote if local is None else local.master
+        where = (remote or "").partition("/;")[0] if local is None else local.master
         pages = f", its pages at {local.uiWebUrl}" if local is not None and local.uiWebUrl else ""
         dg.get_dagster_logger().info(
             f"Spark {session.version} on {where}{pages} ({time.monotonic() - started:.1f} s)"

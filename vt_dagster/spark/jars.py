@@ -123,7 +123,7 @@ def _of_cache(
         any_jar: whether jars are taken that have no checksum.
     """
     pins = [":".join(c.split(":")[1:]).replace(":", "-") for c in coordinates]
-    cache = _cache_dir() / "jars" / "_".join([key, *pins])
+    cache = cache_dir() / "jars" / "_".join([key, *pins])
     return _cached(cache, any_jar) or _fill(cache, coordinates, shipped, any_jar)
 
 
@@ -170,7 +170,7 @@ def _jars_in(directory: Path) -> list[Path]:
     return jars
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vt_dagster"
 
 

@@ -75,7 +75,9 @@ def build_session(
     except SparkUnavailableError:
         raise
     except Exception as error:  # whatever PySpark, py4j or gRPC raise while a session starts
-        raise not_started(remote or master, one_line(error)) from None
+        told = getattr(error, "details", None)  # gRPC's errors are pages, but for this
+        where = (remote or master).partition("/;")[0]  # what follows may be a token
+        raise not_started(where, str(told()) if callable(told) else one_line(error)) from None
     if DELTA_EXTENSION not in extensions:
         raise SparkUnavailableError(
             f"Expected a Spark session with spark.sql.extensions={DELTA_EXTENSION}, the session "
@@ -104,7 +106,7 @@ def _connect(app_name: str, remote: str, conf: Mapping[str, str]) -> SparkSessio
             "in this process; stop it (spark.stop()) or use a new process."
         )
     _check_reachable(remote, default_port=15002)
-    _check_connect(remote)
+    check_connect(remote)
     builder = SparkSession.builder.remote(remote).appName(app_name)
     for key, value in {**conf, TIME_ZONE: "UTC"}.items():
         builder = builder.config(key, value)
@@ -135,9 +137,9 @@ def _classic(app_name: str, master: str, conf: Mapping[str, str]) -> SparkSessio
         _check_reachable(master)
     own_jvm = SparkContext._gateway is None
     if own_jvm:
-        _check_spark_home()
-        _check_java()
-    settings = _settings(app_name, master, resolve_jars(), conf)
+        check_spark_home()
+        check_java()
+    settings = session_settings(app_name, master, resolve_jars(), conf)
     if master.startswith("local"):
         python = conf.get("spark.pyspark.python", sys.executable)
         os.environ.setdefault("PYSPARK_PYTHON", python)
@@ -177,7 +179,9 @@ def _running() -> SparkSession | None:
         return None
 
 
-def _settings(app_name: str, master: str, jars: list[Path], conf: Mapping[str, str]) -> dict[str, str]:
+def session_settings(
+    app_name: str, master: str, jars: list[Path], conf: Mapping[str, str]
+) -> dict[str, str]:
     """All settings of a new session. Lists (jars, extensions, JVM options) add up."""
     _check_files(conf.get("spark.jars", ""))
     log4j = Path(__file__).with_name("log4j2.properties").as_uri()
@@ -250,7 +254,7 @@ def _check_files(jars: str) -> None:
         )
 
 
-def _check_spark_home() -> None:
+def check_spark_home() -> None:
     """PySpark would start the Spark of SPARK_HOME, whichever version that is."""
     home = os.environ.get("SPARK_HOME")
     if home and not any(Path(home, "jars").glob(f"spark-core_2.13-{PYSPARK_SERIES}.*.jar")):
@@ -260,7 +264,7 @@ def _check_spark_home() -> None:
         )
 
 
-def _check_java() -> None:
+def check_java() -> None:
     """Find the java that Spark's launcher will take, and see that Spark runs on it."""
     wanted = f"Java {JAVA_VERSIONS[0]} or {JAVA_VERSIONS[-1]}"
     home = os.environ.get("JAVA_HOME")
@@ -304,7 +308,16 @@ def _check_reachable(url: str, default_port: int | None = None) -> None:
     )
 
 
-def _check_connect(url: str) -> None:
+def is_open(host: str, port: int) -> bool:
+    """Whether something listens at a port."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def check_connect(url: str) -> None:
     """The port is open; see that Spark Connect speaks there: its client retries long."""
     import grpc
     from pyspark.sql.connect.client import DefaultChannelBuilder

@@ -1,0 +1,121 @@
+"""A Spark server that stays: runs connect to it, and need no Java of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.market import Market, record
+from vt_dagster.spark.jars import resolve_jars
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+RUN = """
+from pathlib import Path
+import dagster as dg
+from tests.market import Market, messages
+from vt_dagster import SparkResource, build_asset, build_checks, build_resources
+
+market = Market(Path({root!r}), None)
+made = [*map(build_asset, market.nodes), *map(build_checks, market.nodes)]
+resources = build_resources(str(market.warehouse), SparkResource(remote={remote!r}))
+result = dg.materialize(made, resources=resources, raise_on_error=False)
+print(messages(result) or "done")
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A user who has the jars, and whose server is ended in the end."""
+    made = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
+        "PYTHONPATH": str(ROOT),
+    }
+    yield made
+    command(made, "stop")
+
+
+def command(environment: dict[str, str], *words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [str(BIN / "vt-dagster"), "spark", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_on(environment: dict[str, str], root: Path, remote: str | None) -> str:
+    without_java = {"JAVA_HOME": "/there/is/none", "SPARK_CONNECT_AUTHENTICATE_TOKEN": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN.format(root=str(root), remote=remote)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**environment, **without_java},
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_runs_use_it_while_it_is_there(
+    environment: dict[str, str], tmp_path: Path, spark: SparkSession
+) -> None:
+    market = Market(tmp_path, spark)
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"), record("b", "q1", "1 01:00"))
+    market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("b", "s2", "1 06:00"))
+    market.land("rates", "1.jsonl", record("a", "r1", "1 00:00"))
+    assert command(environment, "status") == (1, "there is no Spark server\n")
+    said = run_on(environment, tmp_path, "server")
+    assert "start it: vt-dagster spark start" in said
+    assert not market.warehouse.exists()
+
+    options = "--master", "local[2]", "--conf", "spark.driver.memory=1g"
+    code, started = command(environment, "start", *options)
+    assert code == 0, started
+    assert "the Spark server started" in started
+    assert "was there already" in command(environment, "start")[1]
+    assert command(environment, "status")[0] == 0
+    cache = tmp_path / "cache" / "vt_dagster" / "spark"
+    assert cache.stat().st_mode & 0o777 == 0o700
+    for kind in ("json", "conf"):
+        assert (cache / f"server.{kind}").stat().st_mode & 0o777 == 0o600, "they have the token"
+
+    said = run_on({**environment, "VT_DAGSTER_SPARK": "server"}, tmp_path, None)
+    assert "done" in said, said
+    assert "token" not in said
+    rows = market.store(market.priced).read("log").collect()
+    assert [(row["v"], row["price"]) for row in rows] == [("s1", "p1")]
+    market.land("sales", "2.jsonl", record("b", "s3", "1 08:00"))
+    assert "done" in run_on(environment, tmp_path, "server")
+    assert market.store(market.priced).read("log").count() == 2
+    port = started.partition("localhost:")[2].partition(",")[0]
+    market.land("sales", "3.jsonl", record("b", "s4", "1 09:00"))
+    said = run_on(environment, tmp_path, f"sc://localhost:{port}")
+    assert "Expected a Spark session on sc://localhost" in said, "nobody without the token"
+    assert "done" not in said
+
+    assert "ended the Spark server" in command(environment, "stop")[1]
+    assert command(environment, "stop") == (0, "there was none\n")
+    assert command(environment, "status")[0] == 1
+
+
+def test_one_that_cannot_start_says_why(environment: dict[str, str]) -> None:
+    code, said = command(environment, "start", "--master", "local[0]")
+    assert code == 2
+    assert "Expected a Spark server on local[0] to start, got:" in said
+    assert "server.log" in said
+    assert command(environment, "status")[0] == 1
+    code, said = command(environment, "start", "--conf", "spark.driver.memory")
+    assert (code, said) == (2, "error: Expected --conf name=value, got 'spark.driver.memory'.\n")

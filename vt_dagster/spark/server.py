@@ -1,0 +1,207 @@
+"""A Spark of this machine that stays: runs connect to it instead of starting a JVM each.
+
+Dagster starts a process for each run, and a JVM takes seconds to start and some runs to get warm. The
+server is Spark's own, Spark Connect, with the jars and settings of ``build_session``. It listens on
+this machine alone, to who knows its token; what is known of it is in the user's cache directory.
+
+What a killed run had held in memory stays there until the server ends. Settings of a run's
+``spark_config`` that a JVM takes when it starts are the server's, not the run's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.spark.jars import cache_dir, resolve_jars
+from vt_dagster.spark.session import (
+    check_connect,
+    check_java,
+    check_spark_home,
+    is_open,
+    session_settings,
+)
+
+SERVER = "server"
+"""As ``remote``, or in ``VT_DAGSTER_SPARK``: the server that ``vt-dagster spark start`` has started."""
+NAMED = "VT_DAGSTER_SPARK"
+
+_CLASS = "org.apache.spark.sql.connect.service.SparkConnectServer"
+_START_SECONDS, _STOP_SECONDS = 180, 30
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that has been started.
+
+    Args:
+        pid: its process.
+        port: where it listens, on localhost.
+        token: who has it may connect.
+        master: the Spark master that it has.
+        log: the file that it writes to.
+    """
+
+    pid: int
+    port: int
+    token: str
+    master: str
+    log: str
+
+    @property
+    def address(self) -> str:
+        """Where to connect to, for ``build_session(remote=…)``. Has the token: not for a log."""
+        return f"sc://localhost:{self.port}/;token={self.token}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there, and not another one that has got its number."""
+        told = subprocess.run(
+            ["ps", "-o", "command=", "-p", str(self.pid)], capture_output=True, text=True, check=False
+        )
+        return _CLASS in told.stdout and str(_file("conf")) in told.stdout
+
+
+def running() -> Server | None:
+    """The server of this user and machine; None = there is none."""
+    try:
+        found = Server(**json.loads(_file("json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if found.alive else None
+
+
+def start(master: str = "local[*]", conf: Mapping[str, str] = {}) -> Server:
+    """Starts a server, and waits until it answers; one that is there already is left as it is.
+
+    Args:
+        master: what it computes on.
+        conf: Spark settings; they win over the defaults.
+
+    Raises:
+        SparkUnavailableError: it does not start; says what it wrote.
+    """
+    from filelock import FileLock
+
+    _file("json").parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with FileLock(_file("lock")):
+        found = running()
+        if found is not None:
+            return found
+        made = _launch(master, conf)
+        try:
+            _until_it_answers(made)
+        except BaseException:
+            _end(made)
+            raise
+        _write(_file("json"), json.dumps(asdict(made)))
+        return made
+
+
+def stop() -> Server | None:
+    """Ends the server, with all that is at work on it; None where there was none."""
+    found = running()
+    if found is not None:
+        _end(found)
+    _file("json").unlink(missing_ok=True)
+    return found
+
+
+def resolve_remote(remote: str | None) -> str | None:
+    """A Spark Connect address from what was named: an address, ``server``, or nothing, for which
+    ``VT_DAGSTER_SPARK`` is asked. None = a Spark of the process's own.
+
+    Raises:
+        SparkUnavailableError: the server is named and not there.
+    """
+    named = remote or os.environ.get(NAMED) or None
+    if named != SERVER:
+        return named
+    found = running()
+    if found is None:
+        raise SparkUnavailableError(
+            "Expected the Spark server of this machine, but it is not there; start it: "
+            f"vt-dagster spark start. Or name none: remote=None, and {NAMED} not set."
+        )
+    return found.address
+
+
+def _file(kind: str) -> Path:
+    return cache_dir() / "spark" / f"server.{kind}"
+
+
+def _write(path: Path, text: str) -> None:
+    """A file that only its user can read."""
+    with open(path, "w", encoding="utf-8", opener=lambda p, f: os.open(p, f, 0o600)) as file:
+        file.write(text)
+
+
+def _launch(master: str, conf: Mapping[str, str]) -> Server:
+    import pyspark
+
+    check_spark_home()
+    check_java()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token = secrets.token_urlsafe(24)
+    settings = {
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": str(port),
+        "spark.connect.authenticate.token": token,
+        **session_settings("vt_dagster server", master, resolve_jars(), conf),
+    }
+    # In a file, for a command line can be read by everybody on the machine.
+    _write(_file("conf"), "".join(f"{name} {value}\n" for name, value in settings.items()))
+    home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
+    command = [str(home / "bin" / "spark-submit"), "--properties-file", str(_file("conf"))]
+    environment = {k: v for k, v in os.environ.items() if k != "SPARK_REMOTE"}
+    environment.setdefault("PYSPARK_PYTHON", sys.executable)
+    with _file("log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--class", _CLASS, "spark-internal"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    return Server(process.pid, port, token, master, str(_file("log")))
+
+
+def _until_it_answers(server: Server) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while not is_open("localhost", server.port):
+        if not server.alive or time.monotonic() > end:
+            said = Path(server.log).read_text(encoding="utf-8", errors="replace")
+            wrong = (line for line in said.splitlines() if "rror" in line or "xception" in line)
+            raise SparkUnavailableError(
+                f"Expected a Spark server on {server.master} to start, got: "
+                f"{next(wrong, 'no answer').strip()[:300]}. See {server.log}; check the settings."
+            )
+        time.sleep(0.2)
+    check_connect(server.address)
+
+
+def _end(server: Server) -> None:
+    end = time.monotonic() + _STOP_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server.pid, signal.SIGTERM)
+        while server.alive:
+            if time.monotonic() > end:
+                os.kill(server.pid, signal.SIGKILL)
+                end = float("inf")
+            time.sleep(0.1)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(server.pid, os.WNOHANG)  # where it is a child of this process
