@@ -52,7 +52,9 @@ endurance: $(STAMP)
 ui: export DAGSTER_HOME := $(abspath data/dagster_home)
 ui: $(RUNS)
 	@mkdir -p "$$DAGSTER_HOME"
-	$(BIN)/dagster dev
+	@if ! $(BIN)/vt-dagster spark status >/dev/null; then \
+	  $(BIN)/vt-dagster spark start && trap '$(BIN)/vt-dagster spark stop' EXIT; fi; \
+	  VT_DAGSTER_SPARK=server $(BIN)/dagster dev
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -4,15 +4,14 @@ import time
 from typing import Any
 
 import dagster as dg
-from dagster_pyspark import LazyPySparkResource
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from pyspark.sql.utils import is_remote
 
 from vt_dagster.spark.server import resolve_remote
 from vt_dagster.spark.session import build_session
 
 
-class SparkResource(LazyPySparkResource):
+class SparkResource(dg.ConfigurableResource[None]):
     """A Spark session with Delta Lake and Kafka on board, started when a step first asks for it.
 
     ``spark_config`` takes any Spark setting and wins over the defaults for small runs. With
@@ -34,20 +33,27 @@ class SparkResource(LazyPySparkResource):
     )
     app_name: str = Field(default="vt_dagster", description="The name that Spark shows.")
 
-    def _init_session(self) -> None:
-        if self._spark_session is not None:
-            return
+    _spark_session: Any = PrivateAttr(default=None)
+
+    @property
+    def spark_session(self) -> Any:
+        """The session; the first who asks for it starts it."""
+        if self._spark_session is None:
+            self._spark_session = self._start()
+        return self._spark_session
+
+    def _start(self) -> Any:
         started = time.monotonic()
         conf = {name: str(value) for name, value in self.spark_config.items()}
         remote = resolve_remote(self.remote)
         session = build_session(self.app_name, master=self.master, remote=remote, conf=conf)
-        self._spark_session = session
         local = None if is_remote() else session.sparkContext
         where = (remote or "").partition("/;")[0] if local is None else local.master
         pages = f", its pages at {local.uiWebUrl}" if local is not None and local.uiWebUrl else ""
         dg.get_dagster_logger().info(
             f"Spark {session.version} on {where}{pages} ({time.monotonic() - started:.1f} s)"
         )
+        return session
 
 
 class WarehouseResource(dg.ConfigurableResource[None]):
