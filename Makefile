@@ -53,7 +53,7 @@ ui: export DAGSTER_HOME := $(abspath data/dagster_home)
 ui: $(RUNS)
 	@mkdir -p "$$DAGSTER_HOME"
 	@if ! $(BIN)/vt-dagster spark status >/dev/null; then \
-	  $(BIN)/vt-dagster spark start && trap '$(BIN)/vt-dagster spark stop' EXIT; fi; \
+	  $(BIN)/vt-dagster spark start && trap '$(BIN)/vt-dagster spark stop' EXIT INT TERM; fi; \
 	  VT_DAGSTER_SPARK=server $(BIN)/dagster dev
 
 lint: $(STAMP)

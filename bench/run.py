@@ -18,6 +18,7 @@ import incremental_run
 import kafka_throughput
 import operators
 import plot
+import processes
 import through_dagster
 import upkeep
 import versioned_put
@@ -76,9 +77,13 @@ TINY = Sizes(
 
 
 def benchmarks(
-    sizes: Sizes, repeat: int, kafka: bool = False, runs: int = 0
+    sizes: Sizes, repeat: int, kafka: bool = False, runs: int = 0, ticks: int = 0
 ) -> tuple[list[Result], list[str]]:
-    """Runs all of them in one session; or those that need a Kafka broker, or many runs of one table."""
+    """Runs all of them in one session; or those that need a Kafka broker, many runs of one table, or
+    processes of their own."""
+    if ticks:
+        with tempfile.TemporaryDirectory(prefix="vt_dagster-bench-") as folder:
+            return processes.run(repeat, ticks, Outputs(Path(folder)))
     spark = build_session(
         "vt_dagster bench", master=f"local[{CORES}]", conf={"spark.driver.memory": "4g"}
     )
@@ -163,6 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="so many small runs of one table instead, the last ones beside the tenth (20 or more)",
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        metavar="TICKS",
+        help="runs in processes of their own instead, and so many files that land with a daemon there",
+    )
+    parser.add_argument(
         "--repeat",
         type=int,
         default=3,
@@ -174,7 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--repeat must be 1 or more, got {options.repeat}")
     if options.runs and options.runs < 20:
         parser.error(f"--runs must be 20 or more, got {options.runs}")
-    results, notes = benchmarks(options.sizes, options.repeat, options.kafka, options.runs)
+    results, notes = benchmarks(
+        options.sizes, options.repeat, options.kafka, options.runs, options.processes
+    )
     print(table(results))
     print()
     print("\n".join(notes))

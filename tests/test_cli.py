@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -84,3 +85,26 @@ def test_a_key_that_is_no_date(warehouse: Path, key: str) -> None:
     refused = asked(warehouse, "get", "days", key, FAR)
     assert isinstance(refused.exception, StorageError)
     assert f"as a date for day, got {key!r}" in str(refused.exception)
+
+
+@pytest.mark.parametrize("damage", ["a file is gone", "a file is cut off", "its log is cut off"])
+def test_a_view_is_made_anew(warehouse: Path, tmp_path: Path, damage: str) -> None:
+    copy = tmp_path / "warehouse"
+    shutil.copytree(warehouse, copy)
+    before = asked(copy, "history", "days", "+12345-01-02", FAR)
+    view = copy / "days" / "view"
+    file = next(view.glob("*/**/*.parquet"))
+    if damage == "a file is gone":
+        file.unlink()
+    elif damage == "a file is cut off":
+        file.write_bytes(file.read_bytes()[:50])
+    else:
+        commit = next((view / "_delta_log").glob("*.json"))
+        commit.write_bytes(commit.read_bytes()[:50])
+    failed = asked(copy, "history", "days", "+12345-01-02", FAR)
+    assert isinstance(failed.exception, StorageError)
+    assert damage == "its log is cut off" or "vt-dagster rebuild days" in str(failed.exception)
+    done = asked(copy, "rebuild", "days")
+    assert done.exit_code == 0, done.exception
+    assert "days: view at version" in done.output
+    assert asked(copy, "history", "days", "+12345-01-02", FAR).output == before.output

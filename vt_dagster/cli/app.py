@@ -19,6 +19,7 @@ COMMANDS = {
     "replay": "vt_dagster.cli.tables",
     "compare": "vt_dagster.cli.tables",
     "swap": "vt_dagster.cli.tables",
+    "rebuild": "vt_dagster.cli.tables",
     "spark": "vt_dagster.cli.spark",
 }
 """Each command's module, which has a function, or a group of commands, of its name. It is imported when

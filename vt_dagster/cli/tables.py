@@ -1,4 +1,4 @@
-"""``vt-dagster demo``, ``replay``, ``compare`` and ``swap``."""
+"""``vt-dagster demo``, ``replay``, ``compare``, ``swap`` and ``rebuild``."""
 
 from __future__ import annotations
 
@@ -82,6 +82,11 @@ def swap(live: str, other: str, warehouse: Warehouse = "data/warehouse") -> None
     """Give two assets each other's name, while nothing runs: a replay becomes the live one."""
     replays.swap(warehouse, live, other)
     typer.echo(f"{live} is what {other} was, and {other} is what {live} was")
+
+
+def rebuild(asset: str, warehouse: Warehouse = "data/warehouse") -> None:
+    """Make a table's view anew from its log: where files of it are lost, damaged or somebody's else."""
+    AssetStore.open(warehouse, asset, build_session("vt-dagster"), typer.echo).rebuild_view()
 
 
 def _node(module: str, name: str) -> Stream:

@@ -252,9 +252,15 @@ class _Asset:
         condition = self._condition(columns)
         import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
 
-        return ds.dataset(places, columns, format="parquet", filesystem=where).to_table(
-            filter=condition
-        )
+        try:
+            dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
+            return dataset.to_table(filter=condition)
+        except (OSError, pa.ArrowInvalid) as error:
+            name = posixpath.basename(self.root)
+            raise StorageError(
+                f"{name}: expected to read the files of {path}, got: {str(error)[:200]}. Make the view "
+                f"anew (vt-dagster rebuild {name}); files of a log must come from a backup"
+            ) from error
 
     def _condition(self, columns: pa.Schema) -> Any:
         if self.wanted is None:

@@ -137,7 +137,13 @@ class AssetStore:
         self._view = View(node, self.view_path, self.progress)
 
     @classmethod
-    def open(cls, warehouse: str, name: str, spark: SparkSession) -> AssetStore:
+    def open(
+        cls,
+        warehouse: str,
+        name: str,
+        spark: SparkSession,
+        tell: Callable[[str], None] | None = None,
+    ) -> AssetStore:
         """The tables of an asset by its name alone, as its last commit describes them.
 
         Raises:
@@ -151,9 +157,9 @@ class AssetStore:
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         if shape.kind == "versioned":
             table = VersionedTable(name, history_retention=shape.retention(), **about)
-            return cls(warehouse, table, spark)
+            return cls(warehouse, table, spark, tell)
         kind = Table if shape.kind == "table" else Stream
-        return cls(warehouse, kind(name, **about), spark)
+        return cls(warehouse, kind(name, **about), spark, tell)
 
     @property
     def spark(self) -> SparkSession:
@@ -426,10 +432,23 @@ class AssetStore:
         return self._view.update(head.commit, lambda start: self.log(start, head), rebuild)
 
     def rebuild_view(self) -> None:
-        """Makes the view anew from the whole log."""
+        """Makes the view anew from the whole log, whatever lies there.
+
+        Raises:
+            StorageError: the asset is a stream, or nothing was ever committed.
+        """
         head = self.head()
-        if head is not None and isinstance(self.node, Table):
-            self._update_view(head, rebuild=True)
+        if head is None or not isinstance(self.node, Table):
+            raise StorageError(
+                f"{self.node.name}: expected a table with a log to make its view of, got "
+                f"{'a stream' if head else 'no commit'}; there is nothing to make anew"
+            )
+        try:
+            self._view.base()
+        except StorageError:  # not even its own log can be read
+            fs, local = delta.filesystem(self.view_path)
+            fs.rm(local, recursive=True)
+        self._update_view(head, rebuild=True)
 
     def versions(self) -> dict[str, int]:
         """The Delta versions of the tables that are there, by name. Does not use Spark."""

@@ -1,0 +1,203 @@
+"""Runs as Dagster starts them, a process each: from the shell, and from a landing to its commit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from measure import Outputs, Result, compare, take_turns
+
+from vt_dagster.spark import server
+from vt_dagster.storage.lookup import head_of
+
+BIN = Path(sys.executable).parent
+RECORDS = 1_000
+INTERVAL = 5
+"""Seconds between a sensor's ticks."""
+
+OURS = """
+from datetime import timedelta
+
+import dagster as dg
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
+
+from vt_dagster import FilesSource, SparkResource, VersionedTable
+from vt_dagster import build_asset, build_checks, build_resources, build_sensor
+
+TYPES = {{"k": StringType(), "v": StringType(), "at": TimestampType()}}
+
+prices = VersionedTable(
+    "prices",
+    key="k",
+    schema=StructType([StructField(name, kind) for name, kind in TYPES.items()]),
+    timestamp="at",
+    history_retention=timedelta(days=3650),
+    source=FilesSource({landing!r}),
+)
+defs = dg.Definitions(
+    assets=[build_asset(prices)],
+    asset_checks=[build_checks(prices)],
+    sensors=[build_sensor(prices, minimum_interval_seconds={interval}, running=True)],
+    resources=build_resources({warehouse!r}, SparkResource(master="local[2]")),
+    executor=dg.in_process_executor,
+)
+"""
+
+NOTHING = """
+import dagster as dg
+
+CHECKS = [f"check_{i}" for i in range(8)]
+
+@dg.asset
+def prices() -> None: ...
+
+@dg.multi_asset_check(specs=[dg.AssetCheckSpec(name, asset="prices", blocking=True) for name in CHECKS])
+def check():
+    for name in CHECKS:
+        yield dg.AssetCheckResult(asset_key="prices", check_name=name, passed=True)
+
+defs = dg.Definitions(assets=[prices], asset_checks=[check], executor=dg.in_process_executor)
+"""
+
+
+class Project:
+    """A code location in a folder, an instance, and a directory where files land."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.warehouse, self.landed = root, str(root / "warehouse"), 0
+        self.landing = root / "landing"
+        self.landing.mkdir(parents=True)
+        self.home = root / "home"
+        self.home.mkdir()
+        (self.home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+        places = {"landing": str(self.landing), "warehouse": self.warehouse, "interval": INTERVAL}
+        (root / "ours.py").write_text(OURS.format(**places))
+        (root / "nothing.py").write_text(NOTHING)
+
+    def land(self) -> None:
+        """The next file: records of 100 keys, a minute each."""
+        start, self.landed = self.landed * RECORDS, self.landed + 1
+        lines = (
+            {"k": f"k{i % 100}", "v": str(i), "at": f"2024-01-{1 + i // 1440:02d}T{minute(i)}:00Z"}
+            for i in range(start, start + RECORDS)
+        )
+        path = self.landing / f".{self.landed}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        path.rename(self.landing / f"{self.landed}.jsonl")
+
+    def materialize(self, module: str, warm: bool = False) -> None:
+        words = ["dagster", "asset", "materialize", "--select", "prices", "-f", f"{module}.py"]
+        done = subprocess.run(
+            [str(BIN / words[0]), *words[1:]],
+            cwd=self.root,
+            env=self.environment(warm),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise AssertionError(done.stdout + done.stderr)
+
+    def environment(self, warm: bool) -> dict[str, str]:
+        named = {server.NAMED: server.SERVER} if warm else {}
+        return {**os.environ, "DAGSTER_HOME": str(self.home), **named}
+
+    @property
+    def batch(self) -> int:
+        """What has been committed."""
+        with contextlib.suppress(Exception):  # before the first there is nothing to open
+            return head_of(self.warehouse, "prices")[1].batch
+        return 0
+
+    @contextlib.contextmanager
+    def daemon(self, warm: bool) -> Iterator[None]:
+        log = self.root / "daemon.log"
+        with log.open("wb") as told:
+            running = subprocess.Popen(
+                [str(BIN / "dagster-daemon"), "run", "-f", "ours.py"],
+                cwd=self.root,
+                env=self.environment(warm),
+                stdout=told,
+                stderr=told,
+            )
+        try:
+            yield
+        finally:
+            running.terminate()
+            running.wait(60)
+
+
+def minute(i: int) -> str:
+    return f"{i // 60 % 24:02d}:{i % 60:02d}"
+
+
+def run(repeat: int, ticks: int, outputs: Outputs) -> tuple[list[Result], list[str]]:
+    """Times runs in processes of their own, beside an asset that does nothing; then ``ticks`` files
+    that land, one after the other, with a daemon that looks for them."""
+    found = server.running()
+    if found is not None:
+        raise AssertionError("a Spark server is there already: vt-dagster spark stop")
+    server.start("local[2]")
+    try:
+        results = _from_the_shell(Project(Path(outputs.fresh("shell"))), repeat)
+        notes: list[str] = []
+        for warm in (True, False):
+            seconds = _landed(Project(Path(outputs.fresh(f"daemon {warm}"))), warm, ticks)
+            what = "the server" if warm else "a JVM a run"
+            p50, p95 = statistics.median(seconds), sorted(seconds)[int(0.95 * (len(seconds) - 1))]
+            for name, value in (("p50", p50), ("p95", p95)):
+                line = f"file lands -> committed, sensor and daemon, {what}: {name} of {ticks}"
+                peer = "the sensor's interval"
+                results.append(compare(line, RECORDS, [value], peer, [float(INTERVAL)], None))
+    finally:
+        server.stop()
+    return results, notes
+
+
+def _from_the_shell(project: Project, repeat: int) -> list[Result]:
+    def news(warm: bool) -> None:
+        project.land()
+        project.materialize("ours", warm)
+
+    news(True)
+    times = take_turns(
+        {
+            "warm": lambda: news(True),
+            "idle": lambda: project.materialize("ours", True),
+            "cold": lambda: news(False),
+            "nothing": lambda: project.materialize("nothing"),
+        },
+        repeat,
+    )
+    if project.batch != project.landed:
+        raise AssertionError(f"{project.landed} files landed, batch {project.batch}")
+    peer = "an asset and eight checks that do nothing"
+    lines = (
+        ("warm", f"materialize of {RECORDS:,} records, shell to shell, with the server", 1.5),
+        ("cold", f"materialize of {RECORDS:,} records, shell to shell, a JVM of its own", None),
+        ("idle", "materialize where nothing is new, shell to shell", None),
+    )
+    return [compare(what, RECORDS, times[n], peer, times["nothing"], t) for n, what, t in lines]
+
+
+def _landed(project: Project, warm: bool, ticks: int) -> list[float]:
+    seconds: list[float] = []
+    with project.daemon(warm):
+        for tick in range(-1, ticks):  # the first one waits for the daemon to start, and is not counted
+            project.land()
+            landed = time.monotonic()
+            while project.batch < project.landed:
+                if time.monotonic() > landed + 300:
+                    raise AssertionError((project.root / "daemon.log").read_text()[-3000:])
+                time.sleep(0.05)
+            if tick >= 0:
+                seconds.append(time.monotonic() - landed)
+            time.sleep(INTERVAL * (tick % 7) / 7)  # so that files land at any time between ticks
+    return seconds
