@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame
 
 from tests.market import Market, messages, run
-from vt_dagster import build_asset, ops
+from vt_dagster import SparkResource, build_asset, build_resources, ops
 
 
 def reading(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
@@ -46,6 +50,35 @@ def test_what_an_asset_gets(
     assert result.success, messages(result)
     found = {r["v"] for r in rows}
     assert (found - {None} if upstream == "prices" else found) == values
+
+
+@pytest.mark.parametrize(
+    "kind", [pd.DataFrame, pl.DataFrame, pl.LazyFrame, pa.Table, duckdb.DuckDBPyRelation]
+)
+def test_an_asset_gets_what_its_parameter_is_annotated_with(market: Market, kind: Any) -> None:
+    got: list[Any] = []
+
+    def body(prices: Any) -> None:
+        assert isinstance(prices, kind)
+        made = prices.collect() if isinstance(prices, pl.LazyFrame) else prices
+        if isinstance(made, pa.Table):
+            rows = made.column("v").to_pylist()
+        elif isinstance(made, duckdb.DuckDBPyRelation):
+            rows = [row[0] for row in made.select("v").fetchall()]
+        else:
+            rows = list(made["v"])
+        got.extend(rows)
+
+    body.__annotations__ = {"prices": kind, "return": None}  # as it stands in a user's module
+    of_then = dg.AssetIn(metadata={"vt_dagster/as_of": "2024-01-01T12:00:00"})
+    mine = dg.asset(name="mine", ins={"prices": of_then})(body)
+
+    # No Spark is asked for: there is none at this address.
+    resources = build_resources(str(market.warehouse), SparkResource(remote="sc://localhost:1"))
+    every = [build_asset(node) for node in market.nodes]
+    result = dg.materialize([*every, mine], selection=[mine], resources=resources, raise_on_error=False)
+    assert result.success, messages(result)
+    assert set(got) == {"p3", "q2"}
 
 
 def test_log_of_a_table_has_every_record(market: Market) -> None:

@@ -3,15 +3,23 @@
 from typing import Any
 
 import dagster as dg
-from pyspark.sql import DataFrame
 
 from vt_dagster.errors import ContractError, ExecutorError
+from vt_dagster.storage.lookup import Into, read
 from vt_dagster.storage.store import AssetStore
 
 READ = "vt_dagster/read"
 AS_OF = "vt_dagster/as_of"
 PARTIAL = "vt_dagster/partial"
 _OURS = "vt_dagster/"
+_LIBRARIES: dict[str, Into] = {
+    "pandas": "pandas",
+    "polars": "polars",
+    "pyarrow": "arrow",
+    "duckdb": "duckdb",
+    "_duckdb": "duckdb",
+}
+"""What reads for an annotation, by the package that the annotated type is of."""
 
 
 class OpMemoryIOManager(dg.IOManager):
@@ -38,7 +46,12 @@ class OpMemoryIOManager(dg.IOManager):
 
 
 class TablesIOManager(dg.IOManager):
-    """Gives an asset's table to a user's own asset as a Spark DataFrame.
+    """Gives an asset's table to a user's own asset, as the DataFrame that its parameter is annotated
+    with.
+
+    ``prices: pd.DataFrame``, ``pl.DataFrame``, ``pl.LazyFrame``, ``pa.Table`` or
+    ``duckdb.DuckDBPyRelation`` is read without Spark, into memory; without an annotation, and with a
+    Spark one, it is a lazy Spark DataFrame.
 
     What is read is said on the input, ``dg.AssetIn(metadata={"vt_dagster/read": …})``:
 
@@ -62,7 +75,7 @@ class TablesIOManager(dg.IOManager):
                 "io_manager_key, or return nothing"
             )
 
-    def load_input(self, context: dg.InputContext) -> DataFrame:
+    def load_input(self, context: dg.InputContext) -> Any:
         upstream = context.upstream_output
         assert upstream is not None
         name = upstream.asset_key.path[-1]
@@ -74,9 +87,16 @@ class TablesIOManager(dg.IOManager):
                 f"{sorted(unknown)}; correct the key"
             )
         resources: Any = context.resources
-        spark = resources.spark.spark_session
-        store = AssetStore.open(resources.warehouse.path, name, spark)
-        return store.read(wanted.get(READ), wanted.get(AS_OF), wanted.get(PARTIAL, False))
+        warehouse, partial = resources.warehouse.path, wanted.get(PARTIAL, False)
+        kind = context.dagster_type.typing_type
+        annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
+        library = _LIBRARIES.get(annotated.partition(".")[0])
+        if library is None:
+            store = AssetStore.open(warehouse, name, resources.spark.spark_session)
+            return store.read(wanted.get(READ), wanted.get(AS_OF), partial)
+        what, as_of = wanted.get(READ), wanted.get(AS_OF)
+        rows = read(name, warehouse=warehouse, what=what, as_of=as_of, partial=partial, into=library)
+        return rows.lazy() if annotated.endswith(".LazyFrame") else rows
 
 
 @dg.io_manager(required_resource_keys={"spark", "warehouse"})
