@@ -18,7 +18,7 @@ MODULE = """
 import dagster as dg
 from pathlib import Path
 from tests.market import Market
-from vt_dagster import SparkResource, build_asset, build_checks, build_resources, ops
+from vt_dagster import SparkResource, build_asset, build_resources, ops
 
 market = Market(Path({root!r}), None)
 sales_op = ops.read_op(market.sales), ops.put_op(market.sales), ops.write_op(market.sales)
@@ -39,7 +39,6 @@ def graph_of_priced():
 spread = dg.multiprocess_executor
 defs = dg.Definitions(
     assets=[*map(build_asset, market.nodes), graph_of_sales, graph_of_priced],
-    asset_checks=list(map(build_checks, market.nodes)),
     resources=build_resources(str(market.warehouse), SparkResource(master="local[1]")),
     jobs=[
         dg.define_asset_job("default", selection="graph_of_sales"),

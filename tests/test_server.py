@@ -38,6 +38,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         **os.environ,
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
+        "COLUMNS": "80",
         "PYTHONPATH": str(ROOT),
     }
     yield made

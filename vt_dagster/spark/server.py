@@ -67,9 +67,8 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether its process is there, and not another one that has got its number."""
-        told = subprocess.run(
-            ["ps", "-o", "command=", "-p", str(self.pid)], capture_output=True, text=True, check=False
-        )
+        asked = ["ps", "-ww", "-o", "command=", "-p", str(self.pid)]  # ww: however narrow COLUMNS is
+        told = subprocess.run(asked, capture_output=True, text=True, check=False)
         return _CLASS in told.stdout and str(_file("conf")) in told.stdout
 
 
