@@ -71,8 +71,8 @@ def results_of(node: Stream, logs: Sequence[DataFrame]) -> DataFrame:
     """What an operator makes of one run that takes everything."""
     processor, inputs = processor_of(node), [Input(rows) for rows in logs]
     times: dict[int, int] = {}
-    timed = processor.own_time(inputs, Known.nothing())
-    if timed is not None:
+    if processor.goes_by_time:
+        timed = processor.own_time(inputs, Known.nothing())
         times = {row[PARTITION]: row["time"] for row in timed.collect()}
     return processor.results(inputs, Known.nothing(times))
 

@@ -28,6 +28,10 @@ _REPEATED = "_repeated"
 class FilterProcessor(Processor[Filter]):
     """See :func:`filter`; into a versioned table also :func:`without_repeated_tombstones`."""
 
+    @property
+    def keeps_order(self) -> bool:
+        return True
+
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         operator, node = self.operator, self.node
         source = operator.source

@@ -19,7 +19,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, TIMESTAMP
-from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, has_key, union, with_stream_time
+from vt_dagster.core.arrival import PASSED, Bounds, Fate, has_key, micros, passed, union
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.operators import JoinKind
 
@@ -44,6 +44,11 @@ def waiting(log: DataFrame, *, key: Sequence[str], released: Column) -> DataFram
     return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > released))
 
 
+def late_from(grace: Duration) -> Column:
+    """The stream time, epoch microseconds, from which on a record is late: inclusive."""
+    return F.try_add(F.unix_micros(TIMESTAMP), micros(grace) + 1)
+
+
 def hold(
     arrived: DataFrame,
     waiting: DataFrame | None,
@@ -54,11 +59,12 @@ def hold(
     before: Column,
     released: Column,
     chunk: Column | None = None,
+    bounds: Bounds | None = None,
 ) -> DataFrame:
     """Decides for each record whether it is joined in this run.
 
-    Plan: none without a grace period; else ``with_stream_time`` over what arrived, which tells late
-    records from those that go out.
+    Plan: none without a grace period; else ``passed`` over what arrived, which tells late records from
+    those that go out.
 
     Args:
         arrived: the stream's log rows of this run, with ``_arrival``.
@@ -66,7 +72,7 @@ def hold(
         grace: None = nothing waits any longer.
         before: the buffer's stream time before the run, per partition.
         released: the time up to which records go out at the end of the run, per partition.
-        chunk: see ``with_stream_time``.
+        chunk, bounds: see ``passed``.
 
     Returns:
         all of them with ``_fate``: ``applied`` (timestamp <= released), ``late`` (timestamp < stream
@@ -81,8 +87,8 @@ def hold(
     if grace is None:
         fate = fate.otherwise(Fate.APPLIED)
     else:
-        seen = with_stream_time(arrived, before, moves_stream_time(key), chunk=chunk)
-        late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(grace)
-        fate = fate.when(late, Fate.LATE).when(F.col(TIMESTAMP) <= released, Fate.APPLIED)
+        counts, late = moves_stream_time(key), late_from(grace)
+        seen = passed(arrived, late, before, counts, chunk=chunk, bounds=bounds)
+        fate = fate.when(F.col(PASSED), Fate.LATE).when(F.col(TIMESTAMP) <= released, Fate.APPLIED)
         fate = fate.otherwise(Fate.WAITING)
-    return union(seen, waiting).withColumn(FATE, fate).drop(STREAM_TIME)
+    return union(seen, waiting).withColumn(FATE, fate).drop(PASSED)

@@ -18,6 +18,10 @@ from vt_dagster.topology.operators import MapValues
 class MapValuesProcessor(Processor[MapValues]):
     """See :func:`map_values`."""
 
+    @property
+    def keeps_order(self) -> bool:
+        return True
+
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         source = self.operator.source
         columns = self.operator.selection().columns

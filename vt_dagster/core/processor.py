@@ -27,15 +27,23 @@ from vt_dagster.columns import (
     ORDER,
     PARTITION,
     SEQUENCE,
+    TIMESTAMP,
     TURN,
 )
 from vt_dagster.core import store
 from vt_dagster.core.arrival import (
+    FINE,
     STREAM_TIME,
+    Bounds,
     Fate,
+    Timed,
     arrival_chunk,
     by_partition,
+    in_doubt,
+    lateness,
     number,
+    number_in_place,
+    time_by_chunk,
     with_stream_time,
 )
 from vt_dagster.core.as_of_join import Way
@@ -76,6 +84,7 @@ class Known:
         released: of what is held back, the time up to which it had gone out before the run.
         released_after: at the end of the run.
         hold: holds the run's records; None: the view has not many more keys than these.
+        bounds: of the processor's own stream time, where it was told by them.
     """
 
     state: DataFrame | None
@@ -85,6 +94,7 @@ class Known:
     released: Column
     released_after: Column
     hold: store.Hold | None = None
+    bounds: Bounds | None = None
 
     @classmethod
     def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:
@@ -126,6 +136,8 @@ class Processor(ABC, Generic[O]):
     """Whether a result's partition has records of several logs or partitions."""
     goes_by_time = False
     """Whether it has a stream time of its own, which decides what is closed or goes out."""
+    tells_lateness = False
+    """Whether it says how far its records lie behind that."""
     drops_late = True
     """Whether a late record is of no use; else it is joined at once."""
     goes_forward = False
@@ -196,16 +208,46 @@ class Processor(ABC, Generic[O]):
             return None
         return hour_of_arrival() if self.merges else arrival_chunk()
 
-    # -- what it makes of it ---------------------------------------------------------------------
+    # -- its own stream time ---------------------------------------------------------------------
 
-    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame | None:
-        """How its own stream time moves in a run; None where it has none.
+    def timed(self, inputs: Sequence[Input]) -> Timed:
+        """What its own stream time goes by, in the result's partitions."""
+        raise AssertionError("only what goes by time is asked")
+
+    @property
+    def fine_chunk(self) -> Column:
+        """Ascends with the order of what it takes: chunks that stream time is told of by bounds."""
+        return hour_of_arrival() if self.merges else F.floor(F.col(ARRIVAL) / F.lit(FINE))
+
+    @property
+    def bounded(self) -> bool:
+        """Whether its stream time is told by bounds: see ``arrival.Bounds``."""
+        return not self.few
+
+    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        """How its own stream time moves in a run, where it is not told by bounds.
 
         Returns:
             ``partition`` (of the result), ``time`` (epoch microseconds); and where lateness is told,
             ``records, lateness`` (the sum) and ``most``, microseconds.
         """
-        return None
+        timed = self.timed(inputs)
+        rows = timed.rows.where(timed.moves)
+        if self.tells_lateness:
+            return lateness(rows, known.stream_time, self.chunk)
+        return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
+
+    def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
+        """The same where it is: see ``arrival.time_by_chunk``."""
+        return time_by_chunk(self.timed(inputs), self.fine_chunk)
+
+    def in_doubt(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
+        """The chunks where bounds do not decide: see ``arrival.in_doubt``."""
+        timed = self.timed(inputs)
+        assert timed.deadline is not None
+        return in_doubt(timed.rows, timed.deadline, self.fine_chunk, bounds)
+
+    # -- what it makes of it ---------------------------------------------------------------------
 
     def released(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> dict[int, int]:
         """The time up to which held records go out, after a run that ends at a stream time."""
@@ -288,14 +330,31 @@ class Processor(ABC, Generic[O]):
             return None
         return hour_of_arrival() if self.merges else arrival_chunk()
 
-    def produce(self, rows: DataFrame, first: Column, few: bool) -> DataFrame:
-        """The log rows of a run: results in order, numbered from ``first``.
+    @property
+    def keeps_order(self) -> bool:
+        """Whether its results lie as the records of its only log do, one of a record at most."""
+        return False
+
+    def produce(
+        self,
+        rows: DataFrame,
+        first: Column,
+        few: bool,
+        taken: Mapping[int, tuple[int, int]] | None = None,
+        complete: bool = False,
+    ) -> DataFrame:
+        """The log rows of a run: results numbered from ``first``.
 
         Args:
             few: whether one task can well number a partition's results.
+            taken: of a log whose order is kept, the offsets that the run takes; None = number anew.
+            complete: whether each of these records has a result.
         """
         results = rows.where(F.col(FATE) == Fate.APPLIED)
-        numbered = number(results, first, self.result_order, self.result_chunk(few))
+        if taken is not None and self.keeps_order and (complete or not few):
+            numbered = number_in_place(results, first, taken, complete)
+        else:
+            numbered = number(results, first, self.result_order, self.result_chunk(few))
         return numbered.select(*log_columns(self.node))
 
     # -- what is counted and promised ------------------------------------------------------------

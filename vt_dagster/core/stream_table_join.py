@@ -20,7 +20,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import grace, store
-from vt_dagster.core.arrival import Fate, arrival_chunk, by_partition, stream_time_of
+from vt_dagster.core.arrival import Fate, Timed, arrival_chunk, by_partition
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 from vt_dagster.core.processor import Counts, Input, Known, Lookup, Processor
 from vt_dagster.topology.durations import length_at
@@ -57,11 +57,16 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         held = any(stream_time[partition] > moment for partition, moment in released.items())
         return min(released.values()) if held else None
 
-    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
-        moves = grace.moves_stream_time(self.operator.left.key)
-        return stream_time_of(inputs[0].rows, moves).select(
-            PARTITION, F.unix_micros("stream_time").alias("time")
-        )
+    def timed(self, inputs: Sequence[Input]) -> Timed:
+        operator, deadline = self.operator, None
+        if operator.waits and operator.grace_period is not None:
+            deadline = grace.late_from(operator.grace_period)
+        rows = inputs[0].rows.withColumn(ARRIVAL, F.col(OFFSET))
+        return Timed(rows, grace.moves_stream_time(operator.left.key), deadline)
+
+    @property
+    def bounded(self) -> bool:
+        return not self.few and self.operator.waits
 
     def released(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> dict[int, int]:
         period = self.operator.grace_period or timedelta(0)
@@ -87,7 +92,8 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             grace=operator.grace_period if operator.waits else None,
             before=known.stream_time,
             released=known.released_after,
-            chunk=self.chunk,
+            chunk=self.chunk if known.bounds is None else self.fine_chunk,
+            bounds=known.bounds,
         )
 
     def look_up(self, judged: DataFrame, lookup: Lookup) -> DataFrame:
@@ -108,6 +114,10 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             horizon=horizon,
             way=lookup.way,
         )
+
+    @property
+    def keeps_order(self) -> bool:
+        return not self.operator.waits
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         raise AssertionError("a stream-table join judges its records, then looks them up")

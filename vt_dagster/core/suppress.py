@@ -33,8 +33,8 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival import (
     STREAM_TIME,
     Fate,
+    Timed,
     gathered,
-    lateness,
     micros,
     union,
     with_stream_time,
@@ -67,6 +67,7 @@ class SuppressProcessor(Processor[Suppress]):
     """See :func:`suppress` and :func:`buffer_after`."""
 
     goes_by_time = True
+    tells_lateness = True
 
     @property
     def is_final(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,8 +79,8 @@ class SuppressProcessor(Processor[Suppress]):
         # Results go by their place in the buffer, which is a time.
         return None if few else hour_of_arrival()
 
-    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
-        return lateness(self.in_order(inputs)[0], known.stream_time, self.chunk)
+    def timed(self, inputs: Sequence[Input]) -> Timed:
+        return Timed(self.in_order(inputs)[0], F.lit(True))
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         operator, until = self.operator, self.operator.until

@@ -16,6 +16,10 @@ from vt_dagster.topology.operators import ToStream
 class ToStreamProcessor(Processor[ToStream]):
     """See :func:`to_stream`."""
 
+    @property
+    def keeps_order(self) -> bool:
+        return True
+
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         return to_stream(rows[0].withColumn(TURN, F.lit(0)))
 

@@ -16,6 +16,10 @@ from vt_dagster.topology.operators import ToTable
 class ToTableProcessor(Processor[ToTable]):
     """See :func:`to_table`."""
 
+    @property
+    def keeps_order(self) -> bool:
+        return True
+
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         return to_table(rows[0].withColumn(TURN, F.lit(0)), key=self.operator.source.key)
 

@@ -29,12 +29,16 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import sessions, sliding
 from vt_dagster.core.arrival import (
+    PASSED,
     STREAM_TIME,
+    Bounds,
     Fate,
+    Timed,
     gathered,
     has_key,
-    lateness,
+    in_doubt,
     micros,
+    passed,
     union,
     with_stream_time,
 )
@@ -63,6 +67,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
     """See :func:`aggregate` and :func:`state_after`."""
 
     goes_by_time = True
+    tells_lateness = True
 
     @property
     def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,10 +85,23 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         chosen = {name: F.expr(sql) for name, sql in self.operator.keys().columns}
         return rows.withColumns(chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
 
-    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
-        counts = moves_stream_time(self._key, self.operator.window)
-        rows = self._regrouped(self.in_order(inputs)[0]).where(counts)
-        return lateness(rows, known.stream_time, self.chunk)
+    def timed(self, inputs: Sequence[Input]) -> Timed:
+        window, rows = self.operator.window, self._regrouped(self.in_order(inputs)[0])
+        moves = moves_stream_time(self._key, window)
+        if isinstance(window, (SessionWindow, SlidingWindow)):
+            return Timed(rows, moves)
+        return Timed(rows, moves, F.when(moves, closes_at(window, _starts(window)[0])))
+
+    def in_doubt(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
+        window, timed = self.operator.window, self.timed(inputs)
+        assert isinstance(window, (TumblingWindow, HoppingWindow))
+        placed = _placed(timed.rows, self._key, window)
+        deadline = closes_at(window, F.unix_micros(WINDOW_START))
+        return in_doubt(placed, deadline, self.fine_chunk, bounds)
+
+    @property
+    def keeps_order(self) -> bool:
+        return not self.merges and isinstance(self.operator.window, TumblingWindow)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         accumulators = self.operator.parsed().accumulators
@@ -97,6 +115,8 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
             aggregates=self.operator.parsed(),
             before=known.stream_time,
             chunk=self.chunk,
+            fine_chunk=self.fine_chunk,
+            bounds=known.bounds,
         )
 
     def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
@@ -144,15 +164,18 @@ def aggregate(
     aggregates: Aggregates,
     before: Column,
     chunk: Column | None = None,
+    fine_chunk: Column | None = None,
+    bounds: Bounds | None = None,
 ) -> DataFrame:
     """Aggregates the records of a run by key and window; every update is a result.
 
-    Plan, tumbling and hopping: ``with_stream_time`` (one aggregate, one shuffle and sort by
-    partition and chunk), then one shuffle and sort by key and window of the run's records and the
-    open windows. Sessions: the same, but the last sort is by key alone, and a kernel in Python
-    follows (see ``sessions.merge``). In all 2 shuffles and 2 sorts of rows, and of a row a chunk 2
-    shuffles, a sort and a broadcast. Sliding windows: the same with ``sliding.merge``, and where their
-    retention hides some, all of it once more before, for what they hide.
+    Plan, tumbling and hopping: ``passed`` (with bounds a broadcast, and a shuffle and sort of chunks
+    where they do not decide), then one shuffle and sort by key and window of the run's records and the
+    open windows. Sessions: ``with_stream_time`` (one aggregate, one shuffle and sort by partition and
+    chunk), then a shuffle and sort by key alone, and a kernel in Python (see ``sessions.merge``). In
+    all 2 shuffles and 2 sorts of rows, and of a row a chunk 2 shuffles, a sort and a broadcast. Sliding
+    windows: the same with ``sliding.merge``, and where their retention hides some, all of it once more
+    before, for what they hide.
 
     Args:
         records: the stream's log rows, ``key columns, accumulators, timestamp, partition, ORDER``; an
@@ -162,7 +185,7 @@ def aggregate(
             (kip328-probe-null-values-sliding); a record without a key is dropped.
         state: the windows kept before the run; None = none.
         before: T of the row's partition before the run (TIMESTAMP; null = no record yet).
-        chunk: see ``with_stream_time``.
+        chunk: see ``with_stream_time``; ``fine_chunk`` is that of ``bounds``, see ``passed``.
 
     Returns:
         ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
@@ -179,34 +202,23 @@ def aggregate(
     kip328-session-merge, kip328-sliding.
     """
     counts = moves_stream_time(key, window)
-    seen = with_stream_time(records, before, counts, chunk=chunk)
     kept = _accumulators_type(records, aggregates)
-    fresh = seen.select(
-        *key,
-        PARTITION,
-        *ORDER,
-        TIMESTAMP,
-        STREAM_TIME,
-        F.lit(True).alias(FRESH),
-        counts.alias(KEYED),
-        *[F.col(f.name).cast(f.dataType) for f in kept.fields],
-    )
+    own = [F.col(f.name).cast(f.dataType) for f in kept.fields]
     earlier = None
     if state is not None:
-        earlier = state.select(
-            *key,
-            PARTITION,
-            TIMESTAMP,
-            WINDOW_START,
-            WINDOW_END,
-            F.lit(False).alias(FRESH),
-            *[F.col(f.name).cast(f.dataType) for f in kept.fields],
-        )
+        ends = (WINDOW_START, WINDOW_END)
+        earlier = state.select(*key, PARTITION, TIMESTAMP, *ends, F.lit(False).alias(FRESH), *own)
+    fresh = [*key, PARTITION, *ORDER, TIMESTAMP, F.lit(True).alias(FRESH), counts.alias(KEYED), *own]
+    if isinstance(window, (TumblingWindow, HoppingWindow)):
+        placed = _placed(records.select(*fresh), key, window)
+        deadline = closes_at(window, F.unix_micros(WINDOW_START))
+        chunk = chunk if bounds is None else fine_chunk
+        judged = passed(placed, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
+        return _fixed(judged, earlier, key, aggregates)
+    seen = with_stream_time(records, before, counts, chunk=chunk).select(*fresh, STREAM_TIME)
     if isinstance(window, SessionWindow):
-        return _sessions(fresh, earlier, key, window, aggregates)
-    if isinstance(window, SlidingWindow):
-        return _sliding(fresh, earlier, key, window, aggregates, chunk)
-    return _fixed(fresh, earlier, key, window, aggregates)
+        return _sessions(seen, earlier, key, window, aggregates)
+    return _sliding(seen, earlier, key, window, aggregates, chunk)
 
 
 def state_after(
@@ -243,17 +255,10 @@ def _accumulators_type(records: DataFrame, aggregates: Aggregates) -> StructType
 
 
 def _fixed(
-    fresh: DataFrame,
-    earlier: DataFrame | None,
-    key: Sequence[str],
-    window: TumblingWindow | HoppingWindow,
-    aggregates: Aggregates,
+    judged: DataFrame, earlier: DataFrame | None, key: Sequence[str], aggregates: Aggregates
 ) -> DataFrame:
     """Tumbling and hopping windows: running aggregates, the state's row first."""
-    grace = micros(window.grace)
-    placed = _placed(fresh, key, window)
-    is_open = F.unix_micros(WINDOW_END) > F.unix_micros(STREAM_TIME) - grace
-    judged = placed.withColumn(_OPEN, F.coalesce(is_open, F.lit(False)))
+    judged = judged.withColumn(_OPEN, ~F.col(PASSED) & F.col(WINDOW_END).isNotNull()).drop(PASSED)
     # Closed windows stay among the rows, as they are to be counted, but add nothing.
     added = judged.withColumns(
         {a.name: F.when(F.col(_OPEN), F.col(a.name)) for a in aggregates.accumulators}
@@ -296,17 +301,31 @@ def _placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | Hoppi
     A record without a key, which is dropped, stays one row, without a window. Kafka has no windows
     that start before 1970; here they take records from before 1970 only.
     """
-    size, advance, at = micros(window.size), micros(window.advance), F.unix_micros(TIMESTAMP)
+    first, last = _starts(window)
     if isinstance(window, TumblingWindow):
-        placed = fresh.withColumn(WINDOW_START, at - F.pmod(at, advance))
+        placed = fresh.withColumn(WINDOW_START, first)
     else:
-        least = at - size + advance
-        first, last = least - F.pmod(least, advance), at - F.pmod(at, advance)
-        first = F.when(at >= 0, F.greatest(first, F.lit(0))).otherwise(first)
         first = F.when(has_key(key), first).otherwise(last)
-        placed = fresh.withColumn(WINDOW_START, F.explode(F.sequence(first, last, advance)))
-    ends = placed.withColumn(WINDOW_END, F.col(WINDOW_START) + size)
+        every = F.sequence(first, last, micros(window.advance))
+        placed = fresh.withColumn(WINDOW_START, F.explode(every))
+    ends = placed.withColumn(WINDOW_END, F.col(WINDOW_START) + micros(window.size))
     return ends.withColumns(dict(zip((WINDOW_START, WINDOW_END), _ends(key), strict=True)))
+
+
+def _starts(window: TumblingWindow | HoppingWindow) -> tuple[Column, Column]:
+    """Where the first and the last window of a record start, in epoch microseconds."""
+    size, advance, at = micros(window.size), micros(window.advance), F.unix_micros(TIMESTAMP)
+    last = at - F.pmod(at, advance)
+    if isinstance(window, TumblingWindow):
+        return last, last
+    least = at - size + advance
+    first = least - F.pmod(least, advance)
+    return F.when(at >= 0, F.greatest(first, F.lit(0))).otherwise(first), last
+
+
+def closes_at(window: TumblingWindow | HoppingWindow, start: Column) -> Column:
+    """The stream time, epoch microseconds, from which on a window is closed: inclusive."""
+    return F.try_add(start + micros(window.size), micros(window.grace))
 
 
 def _sessions(

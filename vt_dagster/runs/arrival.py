@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pyspark.sql import DataFrame
 
-from vt_dagster.core.arrival import CHUNK, Fate
+from vt_dagster.core.arrival import CHUNK, Bounds, Fate
 from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned
 from vt_dagster.spark.small_runs import is_small
@@ -34,6 +34,7 @@ class Arrival:
         taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
         stream_time: by partition, at the end of the run, where the operator has one of its own.
         released: what is held back goes out up to this time, likewise.
+        bounds: how that moves, where it was told so; None = every record is looked at.
         gauges: what pinning has told of the records.
         view_rows: how many current rows the asset's own table has.
         rows_read: how many rows of tables the run reads, as far as one knows before it.
@@ -50,6 +51,7 @@ class Arrival:
     taken: Ranges = field(default_factory=Ranges)
     stream_time: dict[int, int] = field(default_factory=dict[int, int])
     released: dict[int, int] = field(default_factory=dict[int, int])
+    bounds: Bounds | None = None
     gauges: dict[str, float] = field(default_factory=dict[str, float])
     view_rows: int = 0
     rows_read: int = 0

@@ -31,7 +31,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate, by_partition
+from vt_dagster.core.arrival import Bounds, Fate, by_partition
 from vt_dagster.core.log import log_schema, view_schema
 from vt_dagster.core.processor import Input, Known, Lookup, Processor
 from vt_dagster.core.processors import processor_of
@@ -145,21 +145,23 @@ class Run:
         processor = self.processor
         if not processor.goes_by_time:
             return arrival
-        inputs = self._inputs(self.read())
-        times, gauges = dict(before.stream_time), dict[str, float]()
-        found: list[Any] = []
+        inputs, times, bounds = self._inputs(self.read()), dict(before.stream_time), None
         with self.store.tuned(arrival.small):
-            timed = processor.own_time(inputs, self._known())
-            if timed is not None:
-                found = timed.collect()
-        for row in found:
-            times[row[PARTITION]] = max(times.get(row[PARTITION], row["time"]), row["time"])
-        if found and "records" in found[0]:
-            count = sum(row["records"] for row in found)
-            gauges["lateness_avg"] = sum(row["lateness"] for row in found) / count / 1e6
-            gauges["lateness_max"] = max(row["most"] for row in found) / 1e6
+            if not processor.bounded:
+                found = processor.own_time(inputs, self._known()).collect()
+                times |= {
+                    r[PARTITION]: max(times.get(r[PARTITION], r["time"]), r["time"]) for r in found
+                }
+                late = _lateness(found) if processor.tells_lateness else None
+            else:
+                bounds = Bounds.of(processor.time_by_chunk(inputs).collect(), before.stream_time)
+                if bounds.near:
+                    bounds = bounds.only(processor.in_doubt(inputs, bounds).collect())
+                times |= bounds.stream_time
+                late = bounds.lateness if processor.tells_lateness else None
+        gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
         released = processor.released(times, before.released)
-        return replace(arrival, stream_time=times, gauges=gauges, released=released)
+        return replace(arrival, stream_time=times, bounds=bounds, gauges=gauges, released=released)
 
     # -- read ------------------------------------------------------------------------------------
 
@@ -251,6 +253,7 @@ class Run:
             stream_time_after=by_partition(arrival.stream_time),
             released=by_partition(before.released),
             released_after=by_partition(arrival.released),
+            bounds=arrival.bounds,
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
@@ -327,7 +330,7 @@ class Run:
             try:
                 passed, commit = self._prepare(rows, results, run_id)
                 first = by_partition(arrival.before.next_offset, "long")
-                new = self.processor.produce(rows, first, passed.few)
+                new = self.processor.produce(rows, first, passed.few, *self._order_kept(passed))
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
             except (PySparkException, Py4JJavaError) as error:
                 gone = None if arrival.source is None else arrival.source.explain(error)
@@ -341,6 +344,18 @@ class Run:
         store.forget(arrival.previous)
         fates = results.judged.by_partition or passed.by_partition
         return Receipt(head.commit, head.version, at.base and at.base.version, fates)
+
+    def _order_kept(self, passed: Passed) -> tuple[Mapping[int, tuple[int, int]] | None, bool]:
+        """Which offsets of its only log the run takes, None where it takes others too; and whether each
+        of these records has a result."""
+        (taken,) = self.arrival.taken.values() if len(self.arrival.taken) == 1 else ({},)
+        if not taken or self.arrival.source is not None:
+            return None, False
+        found = passed.by_partition
+        complete = all(
+            p in found and found[p][Fate.APPLIED] == end - start for p, (start, end) in taken.items()
+        )
+        return taken, complete and set(found) <= set(taken)
 
     def _prepare(self, rows: DataFrame, results: Results, run_id: str | None) -> tuple[Passed, Commit]:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""
@@ -381,6 +396,15 @@ class Run:
             run_id=run_id,
             **position,
         )
+
+
+def _lateness(found: Sequence[Any]) -> tuple[float, float] | None:
+    """On average and at most, in seconds, of what ``Processor.own_time`` gave."""
+    records = sum(row["records"] for row in found)
+    if not records:
+        return None
+    total, most = sum(row["lateness"] for row in found), max(row["most"] for row in found)
+    return total / records / 1e6, most / 1e6
 
 
 def run_once(
