@@ -14,8 +14,12 @@ from typer.testing import CliRunner
 from tests.core.reference_model import complete
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import NOT_BUILT, OPERATORS
+from vt_dagster.core import arrival, processor
+from vt_dagster.core.arrival import Bounds
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.errors import SourceError
+from vt_dagster.runs import arrival as arrivals
+from vt_dagster.runs import gate
 from vt_dagster.runs import run as runs
 from vt_dagster.runs.join_way import tiles_of
 from vt_dagster.topology.model import Table
@@ -95,6 +99,48 @@ def test_the_other_ways_to_join_are_identical_too(
     )
     assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
     assert asked
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_plans_of_large_runs_are_identical_too(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut into chunks of three records, stream time told by bounds of two each, offsets in place."""
+    exact: list[bool] = []
+    only = Bounds.only
+
+    def told(bounds: Bounds, found: Any) -> Bounds:
+        exact.append(only(bounds, found).near)
+        return only(bounds, found)
+
+    monkeypatch.setattr(Bounds, "only", told)
+    for module, name, value in (
+        (arrival, "CHUNK", 3),
+        (arrival, "FINE", 2),
+        (processor, "FINE", 2),
+        (arrivals, "CHUNK", -1),
+        (gate, "CHUNK", -1),
+    ):
+        monkeypatch.setattr(module, name, value)
+    lines: list[str] = []
+    report = run(
+        [SCENARIOS / "worked", SCENARIOS / "streams" / "worked.json"],
+        operators=[
+            "windowed_aggregate",
+            "stream_table_join",
+            "table_suppress",
+            "table_filter",
+            "table_map_values",
+            "stream_select_key",
+        ],
+        granularity="run",
+        spark=spark,
+        echo=lines.append,
+    )
+    assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
+    assert report.identical > 60
+    assert {True, False} == set(exact)  # some bounds decide alone, of others there is doubt
 
 
 def tables(kind: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:

@@ -374,25 +374,34 @@ def number(
     )
 
 
-def number_in_place(
-    rows: DataFrame, first: Column, taken: Mapping[int, tuple[int, int]], complete: bool
-) -> DataFrame:
-    """The same as :func:`number` of what leaves records of one log in their place, one row of a record
-    at most: an offset is the record's own, less what was left out before it.
+@dataclass(frozen=True)
+class InPlace:
+    """Rows that lie as the records of one log do, one of a record at most.
+
+    Args:
+        taken: the offsets that the run takes of each partition: first (inclusive), end (exclusive).
+        complete: whether each of these records has a row.
+    """
+
+    taken: Mapping[int, tuple[int, int]]
+    complete: bool
+
+
+def number_in_place(rows: DataFrame, first: Column, place: InPlace) -> DataFrame:
+    """The same as :func:`number` of what leaves records in their place: an offset is the record's own,
+    less what was left out before it.
 
     Plan: where rows are complete a projection. Else one aggregate (a row a chunk, broadcast), and a
     shuffle and sort of chunks that something was left out of.
 
     Args:
         rows: ``partition, _arrival, …``; ``_arrival`` is the record's offset.
-        taken: the offsets that the run takes of each partition: first (inclusive), end (exclusive).
-        complete: whether nothing was left out.
     """
     free = F.coalesce(first, F.lit(0))
-    start = by_partition({p: s for p, (s, _) in taken.items()}, "long")
-    if complete:
+    start = by_partition({p: s for p, (s, _) in place.taken.items()}, "long")
+    if place.complete:
         return rows.withColumn(OFFSET, (F.col(ARRIVAL) - start + free).cast("long"))
-    end = by_partition({p: e for p, (_, e) in taken.items()}, "long")
+    end = by_partition({p: e for p, (_, e) in place.taken.items()}, "long")
     chunked = rows.withColumn(_CHUNK, F.floor(F.col(ARRIVAL) / F.lit(FINE)))
     begins = F.greatest(F.col(_CHUNK) * FINE, start)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)

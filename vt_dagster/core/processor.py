@@ -36,6 +36,7 @@ from vt_dagster.core.arrival import (
     STREAM_TIME,
     Bounds,
     Fate,
+    InPlace,
     Timed,
     arrival_chunk,
     by_partition,
@@ -340,19 +341,17 @@ class Processor(ABC, Generic[O]):
         rows: DataFrame,
         first: Column,
         few: bool,
-        taken: Mapping[int, tuple[int, int]] | None = None,
-        complete: bool = False,
+        in_place: InPlace | None = None,
     ) -> DataFrame:
         """The log rows of a run: results numbered from ``first``.
 
         Args:
             few: whether one task can well number a partition's results.
-            taken: of a log whose order is kept, the offsets that the run takes; None = number anew.
-            complete: whether each of these records has a result.
+            in_place: where they keep the order of their log.
         """
         results = rows.where(F.col(FATE) == Fate.APPLIED)
-        if taken is not None and self.keeps_order and (complete or not few):
-            numbered = number_in_place(results, first, taken, complete)
+        if in_place is not None and (in_place.complete or not few):
+            numbered = number_in_place(results, first, in_place)
         else:
             numbered = number(results, first, self.result_order, self.result_chunk(few))
         return numbered.select(*log_columns(self.node))

@@ -31,7 +31,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Bounds, Fate, by_partition
+from vt_dagster.core.arrival import Bounds, Fate, InPlace, by_partition
 from vt_dagster.core.log import log_schema, view_schema
 from vt_dagster.core.processor import Input, Known, Lookup, Processor
 from vt_dagster.core.processors import processor_of
@@ -325,37 +325,38 @@ class Run:
         arrival, store = self.arrival, self.store
         if arrival.empty:
             return Receipt(None, None)
-        with store.tuned(self._small(results.judged)):
-            rows = store.hold(results.rows)
-            try:
+        rows = store.hold(results.rows)
+        try:
+            with store.tuned(self._small(results.judged)):
                 passed, commit = self._prepare(rows, results, run_id)
                 first = by_partition(arrival.before.next_offset, "long")
-                new = self.processor.produce(rows, first, passed.few, *self._order_kept(passed))
+                in_place = self._in_place(passed)
+                new = self.processor.produce(rows, first, passed.few, in_place)
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
-            except (PySparkException, Py4JJavaError) as error:
-                gone = None if arrival.source is None else arrival.source.explain(error)
-                if gone is None:
-                    raise
-                raise gone from error
-            finally:
-                for held in (rows, *arrival.held):
-                    store.release(held)
-        at = store.catch_up(head)
+            # What a projection makes of held rows need not be read again.
+            again = in_place is not None and in_place.complete
+            at = store.catch_up(head, written=new if again else None)
+        except (PySparkException, Py4JJavaError) as error:
+            gone = None if arrival.source is None else arrival.source.explain(error)
+            if gone is None:
+                raise
+            raise gone from error
+        finally:
+            for held in (rows, *arrival.held):
+                store.release(held)
         store.forget(arrival.previous)
         fates = results.judged.by_partition or passed.by_partition
         return Receipt(head.commit, head.version, at.base and at.base.version, fates)
 
-    def _order_kept(self, passed: Passed) -> tuple[Mapping[int, tuple[int, int]] | None, bool]:
-        """Which offsets of its only log the run takes, None where it takes others too; and whether each
-        of these records has a result."""
-        (taken,) = self.arrival.taken.values() if len(self.arrival.taken) == 1 else ({},)
-        if not taken or self.arrival.source is not None:
-            return None, False
-        found = passed.by_partition
-        complete = all(
-            p in found and found[p][Fate.APPLIED] == end - start for p, (start, end) in taken.items()
-        )
-        return taken, complete and set(found) <= set(taken)
+    def _in_place(self, passed: Passed) -> InPlace | None:
+        """What numbers results by the offsets of the records that they are of; None = nothing does."""
+        arrival = self.arrival
+        if arrival.source is not None or not self.processor.keeps_order:
+            return None
+        (taken,) = arrival.taken.values()
+        found = {p: some[Fate.APPLIED] for p, some in passed.by_partition.items()}
+        complete = all(found.get(p) == end - start for p, (start, end) in taken.items())
+        return InPlace(taken, complete)
 
     def _prepare(self, rows: DataFrame, results: Results, run_id: str | None) -> tuple[Passed, Commit]:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""

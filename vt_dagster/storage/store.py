@@ -362,13 +362,16 @@ class AssetStore:
         self._check_shape(head.commit.shape)
         return Snapshot(head, self._view.usable(base))
 
-    def catch_up(self, head: Head | None = None, now: bool = False) -> Snapshot:
+    def catch_up(
+        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+    ) -> Snapshot:
         """Brings quarantine and view up to the log, the view where it is to be as fresh as that. Safe
         to call at any time, by anyone.
 
         Args:
             head: the log's last commit, where the caller has just made it.
             now: however fresh the view is to be.
+            written: the log's rows of that commit, where they are held: they are not read again.
         """
         base = self._view.base() if isinstance(self.node, Table) else None
         head = head or self.head()
@@ -378,7 +381,7 @@ class AssetStore:
         self._publish_rejected(head)
         if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):
             return found
-        return Snapshot(head, self._update_view(head))
+        return Snapshot(head, self._update_view(head, written=written))
 
     def _check_shape(self, shape: Shape) -> None:
         declared = shape_of(self.node)
@@ -428,8 +431,14 @@ class AssetStore:
             return None
         return self._read_staged(commit, "rejected").withColumn("batch", F.lit(commit.batch))
 
-    def _update_view(self, head: Head, rebuild: bool = False) -> Base:
-        return self._view.update(head.commit, lambda start: self.log(start, head), rebuild)
+    def _update_view(self, head: Head, rebuild: bool = False, written: DataFrame | None = None) -> Base:
+        def log(start: Offsets) -> DataFrame:
+            count = head.commit.total - sum(start.values())
+            if written is not None and count == head.commit.counts.get("out"):
+                return written
+            return self.log(start, head)
+
+        return self._view.update(head.commit, log, rebuild)
 
     def rebuild_view(self) -> None:
         """Makes the view anew from the whole log, whatever lies there.

@@ -88,7 +88,9 @@ class MemoryStore(Store):
         """The last commit; None before the first."""
         return Head(len(self._commits), self._commits[-1][0]) if self._commits else None
 
-    def catch_up(self, head: Head | None = None, now: bool = False) -> Snapshot:
+    def catch_up(
+        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+    ) -> Snapshot:
         return Snapshot(head or self.head())
 
     def snapshot(self) -> Snapshot:
