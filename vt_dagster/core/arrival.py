@@ -89,6 +89,12 @@ def duration(value: Duration) -> Column:
     return micros(value) * F.expr("INTERVAL '0.000001' SECOND")
 
 
+def late_from(wait: Duration) -> Column:
+    """The stream time, epoch microseconds, from which on a record is late that may lie ``wait`` behind
+    it: inclusive."""
+    return F.try_add(F.unix_micros(TIMESTAMP), micros(wait) + 1)
+
+
 def arrival_chunk() -> Column:
     """The chunk of a record by its order of arrival."""
     return F.floor(F.col(ARRIVAL) / F.lit(CHUNK))

@@ -19,7 +19,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, TIMESTAMP
-from vt_dagster.core.arrival import PASSED, Bounds, Fate, has_key, micros, passed, union
+from vt_dagster.core.arrival import PASSED, Bounds, Fate, has_key, late_from, passed, union
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.operators import JoinKind
 
@@ -42,11 +42,6 @@ def waiting(log: DataFrame, *, key: Sequence[str], released: Column) -> DataFram
     Source: FORMAT 4.5.1, 4.5.6; kip923-probe-left-in-buffer.
     """
     return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > released))
-
-
-def late_from(grace: Duration) -> Column:
-    """The stream time, epoch microseconds, from which on a record is late: inclusive."""
-    return F.try_add(F.unix_micros(TIMESTAMP), micros(grace) + 1)
 
 
 def hold(

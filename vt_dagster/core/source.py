@@ -9,10 +9,10 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, PARTITION
 from vt_dagster.core import store
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import FINE, Fate, Timed, late_from
 from vt_dagster.core.processor import Counts, Input, Known, Processor
 from vt_dagster.core.records import RAW, RAW_KEY
-from vt_dagster.topology.model import Stream, Table
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _FATES = (Fate.APPLIED, Fate.LATE, Fate.QUARANTINED)
 
@@ -35,18 +35,39 @@ class SourceProcessor(Processor[None]):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         node, (records,) = self.node, rows
+        # What a record was read from is of use only where it goes to quarantine.
+        raw = [c for c in (RAW, RAW_KEY) if c in records.columns]
         if not isinstance(node, Table):
-            return _without_raw(records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED))))
-        decided = store.put(
+            rejected = F.col(FATE).isNotNull()
+            kept = records.withColumns({c: F.when(rejected, F.col(c)) for c in raw})
+            return kept.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
+        return store.put(
             node,
             records,
             known.view,
             stream_time=known.stream_time,
             order=[PARTITION, ARRIVAL],
-            chunk=self.chunk,
+            chunk=self.chunk if known.bounds is None else self.fine_chunk,
             hold=known.hold,
+            bounds=known.bounds,
+            of_rejected=raw,
         )
-        return _without_raw(decided)
+
+    @property
+    def bounded(self) -> bool:
+        # Where records name their partitions, there may be as many chunks as records.
+        own = PARTITION in self.node.schema.names
+        return not self.few and isinstance(self.node, VersionedTable) and not own
+
+    @property
+    def fine_chunk(self) -> Column:
+        # Files have one order for the records of all partitions.
+        return F.floor(F.col(ARRIVAL) / F.lit(FINE * self.node.partitions))
+
+    def timed(self, inputs: Sequence[Input]) -> Timed:
+        node, (one,) = self.node, inputs
+        assert isinstance(node, VersionedTable)
+        return Timed(one.rows, F.col(FATE).isNull(), late_from(node.history_retention))
 
     @property
     def result_order(self) -> list[Column]:
@@ -58,10 +79,3 @@ class SourceProcessor(Processor[None]):
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         done = sum(totals.get(fate, 0) for fate in _FATES)
         return [("records in = applied + late + quarantined", totals.get("in", 0), done)]
-
-
-def _without_raw(records: DataFrame) -> DataFrame:
-    """What a record was read from is of use only where it goes to quarantine."""
-    rejected = F.col(FATE).isin(Fate.LATE, Fate.QUARANTINED)
-    raw = {c: F.when(rejected, F.col(c)) for c in (RAW, RAW_KEY) if c in records.columns}
-    return records.withColumns(raw) if raw else records

@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.core import table, versioned
-from vt_dagster.core.arrival import duration
+from vt_dagster.core.arrival import Bounds, duration
 from vt_dagster.core.log import value_columns
 from vt_dagster.topology.model import Table, VersionedTable
 
@@ -28,12 +28,16 @@ def put(
     order: Sequence[str],
     chunk: Column | None,
     hold: Hold | None = None,
+    bounds: Bounds | None = None,
+    of_rejected: Sequence[str] = (),
 ) -> DataFrame:
     """What a table's store makes of records: see ``versioned.put`` and ``table.put``.
 
     Args:
         hold: holds the records, where they meet few keys of many: of the view's rows only theirs are
             then shuffled.
+        bounds: of a versioned table's stream time, see ``passed``.
+        of_rejected: columns that are null in what is applied.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
@@ -52,8 +56,10 @@ def put(
             stream_time=stream_time,
             history_retention=node.history_retention,
             chunk=chunk,
+            bounds=bounds,
+            of_rejected=of_rejected,
         )
-    return table.put(records, view, key=node.key, values=values, order=order)
+    return table.put(records, view, key=node.key, values=values, order=order, of_rejected=of_rejected)
 
 
 def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Column) -> DataFrame:

@@ -20,7 +20,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import grace, store
-from vt_dagster.core.arrival import Fate, Timed, arrival_chunk, by_partition
+from vt_dagster.core.arrival import Fate, Timed, arrival_chunk, by_partition, late_from
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 from vt_dagster.core.processor import Counts, Input, Known, Lookup, Processor
 from vt_dagster.topology.durations import length_at
@@ -60,7 +60,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     def timed(self, inputs: Sequence[Input]) -> Timed:
         operator, deadline = self.operator, None
         if operator.waits and operator.grace_period is not None:
-            deadline = grace.late_from(operator.grace_period)
+            deadline = late_from(operator.grace_period)
         rows = inputs[0].rows.withColumn(ARRIVAL, F.col(OFFSET))
         return Timed(rows, grace.moves_stream_time(operator.left.key), deadline)
 

@@ -22,6 +22,7 @@ def put(
     key: Sequence[str],
     values: Sequence[str],
     order: Sequence[str],
+    of_rejected: Sequence[str] = (),
 ) -> DataFrame:
     """Adds what each record replaces: every record of a plain table is its key's latest.
 
@@ -32,12 +33,15 @@ def put(
             without a fate are applied, those with another one are passed through.
         current: the rows of the table before the run; None = none.
         order: columns in whose order a key's records are taken.
+        of_rejected: columns that are null in what is applied.
 
     Returns:
         the records with ``_fate``, ``is_latest`` (true) and ``old``.
 
     Source: FORMAT 4.2.1; kip889-motivation-unversioned.
     """
+    rejected = F.col(FATE).isNotNull()
+    records = records.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(records, current, key=key, values=values)
     applied = known.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
     counts = F.col(FATE) == Fate.APPLIED

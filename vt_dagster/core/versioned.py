@@ -27,7 +27,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, union, with_stream_time
+from vt_dagster.core.arrival import PASSED, Bounds, Fate, duration, late_from, passed, union
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
@@ -43,6 +43,8 @@ def put(
     stream_time: Column,
     history_retention: Duration,
     chunk: Column | None = None,
+    bounds: Bounds | None = None,
+    of_rejected: Sequence[str] = (),
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -50,8 +52,8 @@ def put(
     accepted; refused records do not move stream time. Tombstones are records like any other. A
     record at its key's newest timestamp replaces that version and is the latest.
 
-    Plan: ``with_stream_time`` (one aggregate, one shuffle and sort), then one shuffle and sort by
-    key together with one row per key of ``versions``.
+    Plan: that of ``passed``, then one shuffle and sort by key together with one row per key of
+    ``versions``.
 
     Args:
         records: ``key columns, value columns, timestamp, partition, is_tombstone, _fate, …`` of one
@@ -60,7 +62,8 @@ def put(
             None = none.
         order: columns in whose order a key's records are taken.
         stream_time: stream time of the record's partition before the run.
-        chunk: see ``with_stream_time``.
+        chunk, bounds: see ``passed``.
+        of_rejected: columns that are null in what is applied.
 
     Returns:
         the records with ``_fate`` (``applied`` or ``late``), ``is_latest``, and ``old``: the key's
@@ -68,10 +71,12 @@ def put(
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
-    seen = with_stream_time(records, stream_time, F.col(FATE).isNull(), chunk=chunk)
-    late = F.col(TIMESTAMP) < F.col(STREAM_TIME) - duration(history_retention)
-    fate = F.when(late, Fate.LATE).otherwise(Fate.APPLIED)
-    judged = seen.withColumn(FATE, F.coalesce(FATE, fate))
+    late, moves = late_from(history_retention), F.col(FATE).isNull()
+    seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
+    fate = F.when(F.col(PASSED), Fate.LATE).otherwise(Fate.APPLIED)
+    judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
+    rejected = F.col(FATE) != Fate.APPLIED
+    judged = judged.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
     newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
     known = with_row_before(judged, newest, key=key, values=values)
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
@@ -80,7 +85,7 @@ def put(
     in_order = F.coalesce(F.col(TIMESTAMP) >= so_far, F.lit(True))
     decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
     replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
-    return replaced.drop(NEWEST, STREAM_TIME)
+    return replaced.drop(NEWEST)
 
 
 def fold(

@@ -10,7 +10,8 @@ quarantine, which follow from it. So a run can be killed anywhere and started ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -154,14 +155,18 @@ class Run:
                 }
                 late = _lateness(found) if processor.tells_lateness else None
             else:
-                bounds = Bounds.of(processor.time_by_chunk(inputs).collect(), before.stream_time)
-                if bounds.near:
-                    bounds = bounds.only(processor.in_doubt(inputs, bounds).collect())
+                bounds = self._bounds(inputs)
                 times |= bounds.stream_time
                 late = bounds.lateness if processor.tells_lateness else None
         gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
         released = processor.released(times, before.released)
         return replace(arrival, stream_time=times, bounds=bounds, gauges=gauges, released=released)
+
+    def _bounds(self, inputs: Sequence[Input]) -> Bounds:
+        """The processor's own stream time, told by bounds."""
+        processor, before = self.processor, self.arrival.before.stream_time
+        bounds = Bounds.of(processor.time_by_chunk(inputs).collect(), before)
+        return bounds.only(processor.in_doubt(inputs, bounds).collect()) if bounds.near else bounds
 
     # -- read ------------------------------------------------------------------------------------
 
@@ -219,8 +224,9 @@ class Run:
 
     def operate(self, read: Sequence[DataFrame]) -> Results:
         """The operator: its results with all that is counted. Lazy, but where a table is looked into
-        as of times: then one job tells which of its versions are needed; and where few records meet a
-        large table: then they are computed first, for their keys.
+        as of times: then one job tells which of its versions are needed; where few records meet a
+        large table: then they are computed first, for their keys; and where a versioned table takes
+        many of a source: then they are held, and one job tells how its stream time moves.
 
         Args:
             read: of :meth:`read`, or what an op in between made of it.
@@ -228,6 +234,12 @@ class Run:
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
             return Results(self._nothing(), known)
+        if self.arrival.source is not None and processor.bounded:
+            # They are looked at twice, and reading them is the most of it.
+            read = [self.store.hold(rows) for rows in read]
+            self.arrival.held.extend(read)
+            with self._explained():
+                known = replace(known, bounds=self._bounds(self._inputs(read)))
         inputs = self._inputs(read)
         judged = processor.judge(inputs, known)
         if judged is None:
@@ -326,7 +338,8 @@ class Run:
         if arrival.empty:
             return Receipt(None, None)
         rows = store.hold(results.rows)
-        try:
+        arrival.held.append(rows)
+        with self._explained():
             with store.tuned(self._small(results.judged)):
                 passed, commit = self._prepare(rows, results, run_id)
                 first = by_partition(arrival.before.next_offset, "long")
@@ -336,17 +349,29 @@ class Run:
             # What a projection makes of held rows need not be read again.
             again = in_place is not None and in_place.complete
             at = store.catch_up(head, written=new if again else None)
-        except (PySparkException, Py4JJavaError) as error:
-            gone = None if arrival.source is None else arrival.source.explain(error)
-            if gone is None:
-                raise
-            raise gone from error
-        finally:
-            for held in (rows, *arrival.held):
-                store.release(held)
+        self._release()
         store.forget(arrival.previous)
         fates = results.judged.by_partition or passed.by_partition
         return Receipt(head.commit, head.version, at.base and at.base.version, fates)
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        """Within it what goes wrong is told as the source's where it is, and nothing stays held."""
+        try:
+            yield
+        except BaseException as error:
+            self._release()
+            source = self.arrival.source
+            if source is None or not isinstance(error, PySparkException | Py4JJavaError):
+                raise
+            gone = source.explain(error)
+            if gone is None:
+                raise
+            raise gone from error
+
+    def _release(self) -> None:
+        while self.arrival.held:
+            self.store.release(self.arrival.held.pop())
 
     def _in_place(self, passed: Passed) -> InPlace | None:
         """What numbers results by the offsets of the records that they are of; None = nothing does."""

@@ -100,8 +100,12 @@ def is_no_text(value: Column, kind: DataType) -> Column:
 
 def repeats_a_field(text: Column) -> Column:
     """Whether a JSON object has a field twice, of which Spark takes the last; not in nested objects."""
-    names = F.json_object_keys(text)
-    return F.coalesce(F.size(names) > F.size(F.array_distinct(names)), F.lit(False))
+
+    def twice(names: Column) -> Column:
+        return F.size(names) > F.size(F.array_distinct(names))
+
+    # Inside of a function the names have one: Spark would read the text for each time they are named.
+    return F.coalesce(F.exists(F.array(F.json_object_keys(text)), twice), F.lit(False))
 
 
 def _nullable(kind: DataType) -> DataType:
