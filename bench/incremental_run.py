@@ -41,10 +41,12 @@ class TimedStore(AssetStore):
         finally:
             self.spent["log commit"] += time.perf_counter() - start
 
-    def catch_up(self, head: Head | None = None, now: bool = False) -> Snapshot:
+    def catch_up(
+        self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
+    ) -> Snapshot:
         start = time.perf_counter()
         try:
-            return super().catch_up(head, now)
+            return super().catch_up(head, now, written)
         finally:
             self.spent["view update"] += time.perf_counter() - start
 

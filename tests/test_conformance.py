@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from tests.core.reference_model import complete
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import NOT_BUILT, OPERATORS
-from vt_dagster.core import arrival, processor
-from vt_dagster.core.arrival import Bounds
+from vt_dagster.core import arrival, processor, source
 from vt_dagster.core.as_of_join import Way
+from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import SourceError
 from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import gate
@@ -119,6 +119,7 @@ def test_the_plans_of_large_runs_are_identical_too(
         (arrival, "CHUNK", 3),
         (arrival, "FINE", 2),
         (processor, "FINE", 2),
+        (source, "FINE", 2),
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
     ):
@@ -127,6 +128,7 @@ def test_the_plans_of_large_runs_are_identical_too(
     report = run(
         [SCENARIOS / "worked", SCENARIOS / "streams" / "worked.json"],
         operators=[
+            "versioned_store",
             "windowed_aggregate",
             "stream_table_join",
             "table_suppress",

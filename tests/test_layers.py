@@ -49,8 +49,9 @@ ORDER = {
         grouping model
         """,
     "core": """
-        arrival log records as_of_join changes grace sessions sliding emit_early periods table versioned
-        store processor source filter map_values stream_table_join suppress table_table_join
+        arrival stream_time log records as_of_join changes grace sessions sliding emit_early periods
+        fixed_windows table versioned store known processor source filter map_values stream_table_join
+        suppress table_table_join
         foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors
         """,
@@ -60,7 +61,7 @@ ORDER = {
         base directory values json_text csv_text bad_files files
         kafka_cluster protobuf formats kafka_messages kafka kafka_sink
     """,
-    "runs": "arrival contracts store audit join_way gate commit pin run replay",
+    "runs": "arrival contracts store audit join_way gate commit pin results run replay",
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
         resource metadata io_manager pictures types checks sensors asset ops factory

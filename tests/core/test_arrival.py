@@ -12,15 +12,14 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, OFFSET, ORDER, PARTITION, TIMESTAMP
 from vt_dagster.core import arrival
-from vt_dagster.core.arrival import (
+from vt_dagster.core.arrival import InPlace, by_partition, number, number_in_place
+from vt_dagster.core.stream_time import (
     PASSED,
     Bounds,
-    InPlace,
     Timed,
-    by_partition,
     in_doubt,
-    number,
-    number_in_place,
+    lateness,
+    mean_and_most,
     passed,
     time_by_chunk,
 )
@@ -57,6 +56,10 @@ def records(spark: SparkSession, seed: int, late: float, waits: tuple[int, int])
     return spark.createDataFrame(rows, schema)
 
 
+def framed(spark: SparkSession, bounds: Bounds) -> Bounds:
+    return replace(bounds, frame=spark.createDataFrame(*bounds.rows))
+
+
 @pytest.mark.parametrize(
     ("seed", "late", "waits", "exact"),
     [
@@ -74,7 +77,8 @@ def test_bounds_decide_as_looking_at_each_record_does(
     before = {0: micros(10), 2: micros(-100)}
     chunk, deadline, moves = F.floor(F.col(ARRIVAL) / FINE), F.col("deadline"), F.col("moves")
     found = Bounds.of(time_by_chunk(Timed(rows, moves, deadline), chunk).collect(), before)
-    told = found.only(in_doubt(rows, deadline, chunk, found).collect())
+    found = framed(spark, found)
+    told = framed(spark, found.only(in_doubt(rows, deadline, chunk, found).collect()))
     assert told.near == exact
     known = by_partition(before)
     by_bounds = passed(rows, deadline, known, moves, chunk=chunk, bounds=told)
@@ -83,7 +87,7 @@ def test_bounds_decide_as_looking_at_each_record_does(
     assert by_bounds.count() == each.count() == rows.count()
     assert each.where(PASSED).isEmpty() != exact
     # Without a look at the chunks in doubt, another answer: they matter.
-    blind = Bounds([replace(c, exact=False) for c in told.chunks])
+    blind = framed(spark, Bounds([replace(c, exact=False) for c in told.chunks]))
     guessed = passed(rows, deadline, known, moves, chunk=chunk, bounds=blind)
     assert guessed.exceptAll(each).isEmpty() != (late > 0.1)
     rows.unpersist()
@@ -95,11 +99,11 @@ def test_lateness_by_chunks_is_that_of_records_more_or_less(spark: SparkSession)
     times = Timed(rows, F.lit(True))
     chunk = F.floor(F.col(ARRIVAL) / FINE)
     told = Bounds.of(time_by_chunk(times, chunk).collect(), {}).lateness
-    exact = arrival.lateness(rows, by_partition({}), None).collect()
-    average = sum(r["lateness"] for r in exact) / sum(r["records"] for r in exact) / 1e6
+    exact = mean_and_most(lateness(rows, by_partition({}), None).collect())
     assert told is not None
-    assert told[0] == pytest.approx(average, abs=FINE / 2)
-    assert told[1] == pytest.approx(max(r["most"] for r in exact) / 1e6, abs=FINE)
+    assert exact is not None
+    assert told[0] == pytest.approx(exact[0], abs=FINE / 2)
+    assert told[1] == pytest.approx(exact[1], abs=FINE)
     assert Bounds([]).lateness is None
 
 

@@ -13,8 +13,8 @@ from pyspark.sql.types import DoubleType, StringType, StructField, StructType, T
 from vt_dagster.core import store, stream_table_join
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.core.as_of_join import Tiles, Way
+from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_schema, view_schema
-from vt_dagster.core.processor import Input, Known
 from vt_dagster.core.processors import processor_of
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable

@@ -21,7 +21,8 @@ from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.errors import ConcurrentRunError, ContractError, StorageError
 from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import join_way
-from vt_dagster.runs.run import Results, Run
+from vt_dagster.runs.results import Results
+from vt_dagster.runs.run import Run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.store import AssetStore, stores_of
 

@@ -9,9 +9,11 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, PARTITION
 from vt_dagster.core import store
-from vt_dagster.core.arrival import FINE, Fate, Timed, late_from
-from vt_dagster.core.processor import Counts, Input, Known, Processor
+from vt_dagster.core.arrival import FINE, Fate
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import RAW, RAW_KEY
+from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _FATES = (Fate.APPLIED, Fate.LATE, Fate.QUARANTINED)

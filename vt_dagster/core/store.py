@@ -11,8 +11,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.core import table, versioned
-from vt_dagster.core.arrival import Bounds, duration
+from vt_dagster.core.arrival import duration
 from vt_dagster.core.log import value_columns
+from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Table, VersionedTable
 
 Hold = Callable[[DataFrame], DataFrame]

@@ -20,9 +20,11 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import grace, store
-from vt_dagster.core.arrival import Fate, Timed, arrival_chunk, by_partition, late_from
+from vt_dagster.core.arrival import Fate, arrival_chunk, by_partition
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
-from vt_dagster.core.processor import Counts, Input, Known, Lookup, Processor
+from vt_dagster.core.known import Input, Known, Lookup
+from vt_dagster.core.processor import Counts, Processor
+from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.durations import length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import JoinKind, StreamTableJoin

@@ -24,11 +24,13 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import STREAM_TIME, Fate, duration, gathered, union, with_stream_time
+from vt_dagster.core.arrival import Fate, duration, gathered, union
 from vt_dagster.core.changes import over_old
+from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
-from vt_dagster.core.processor import Input, Known, Processor, is_last
+from vt_dagster.core.processor import Processor, is_last
 from vt_dagster.core.records import home_of
+from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.topology.accumulators import Accumulator, Aggregates
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable

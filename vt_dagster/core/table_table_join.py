@@ -24,8 +24,9 @@ from vt_dagster.core.changes import (
     state_of,
     timeline,
 )
+from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
-from vt_dagster.core.processor import Input, Known, Processor
+from vt_dagster.core.processor import Processor
 from vt_dagster.topology.model import Table
 from vt_dagster.topology.operators import JoinKind, TableTableJoin
 

@@ -27,8 +27,9 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import PASSED, Bounds, Fate, duration, late_from, passed, union
+from vt_dagster.core.arrival import Fate, duration, union
 from vt_dagster.core.as_of_join import FOUND, as_of_join
+from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
 from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
 

@@ -28,24 +28,22 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core import sessions, sliding
-from vt_dagster.core.arrival import (
-    PASSED,
-    STREAM_TIME,
-    Bounds,
-    Fate,
-    Timed,
-    gathered,
-    has_key,
-    in_doubt,
-    micros,
-    passed,
-    union,
-    with_stream_time,
-)
-from vt_dagster.core.processor import Counts, Input, Known, Processor
+from vt_dagster.core.arrival import Fate, gathered, has_key, micros, union
+from vt_dagster.core.fixed_windows import closes_at, ends, placed, starts
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import home_of
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
 from vt_dagster.core.sliding import HIDDEN, LENGTH, YOUNG
+from vt_dagster.core.stream_time import (
+    PASSED,
+    STREAM_TIME,
+    Bounds,
+    Timed,
+    in_doubt,
+    passed,
+    with_stream_time,
+)
 from vt_dagster.topology.accumulators import Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
 from vt_dagster.topology.windowing import (
@@ -90,14 +88,14 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         moves = moves_stream_time(self._key, window)
         if isinstance(window, (SessionWindow, SlidingWindow)):
             return Timed(rows, moves)
-        return Timed(rows, moves, F.when(moves, closes_at(window, _starts(window)[0])))
+        return Timed(rows, moves, F.when(moves, closes_at(window, starts(window)[0])))
 
     def in_doubt(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
         window, timed = self.operator.window, self.timed(inputs)
         assert isinstance(window, (TumblingWindow, HoppingWindow))
-        placed = _placed(timed.rows, self._key, window)
+        rows = placed(timed.rows, self._key, window)
         deadline = closes_at(window, F.unix_micros(WINDOW_START))
-        return in_doubt(placed, deadline, self.fine_chunk, bounds)
+        return in_doubt(rows, deadline, self.fine_chunk, bounds)
 
     @property
     def keeps_order(self) -> bool:
@@ -210,10 +208,10 @@ def aggregate(
         earlier = state.select(*key, PARTITION, TIMESTAMP, *ends, F.lit(False).alias(FRESH), *own)
     fresh = [*key, PARTITION, *ORDER, TIMESTAMP, F.lit(True).alias(FRESH), counts.alias(KEYED), *own]
     if isinstance(window, (TumblingWindow, HoppingWindow)):
-        placed = _placed(records.select(*fresh), key, window)
+        rows = placed(records.select(*fresh), key, window)
         deadline = closes_at(window, F.unix_micros(WINDOW_START))
         chunk = chunk if bounds is None else fine_chunk
-        judged = passed(placed, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
+        judged = passed(rows, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
         return _fixed(judged, earlier, key, aggregates)
     seen = with_stream_time(records, before, counts, chunk=chunk).select(*fresh, STREAM_TIME)
     if isinstance(window, SessionWindow):
@@ -295,39 +293,6 @@ def _fixed(
     )
 
 
-def _placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | HoppingWindow) -> DataFrame:
-    """Each record once for each window it belongs to, with the window's ends.
-
-    A record without a key, which is dropped, stays one row, without a window. Kafka has no windows
-    that start before 1970; here they take records from before 1970 only.
-    """
-    first, last = _starts(window)
-    if isinstance(window, TumblingWindow):
-        placed = fresh.withColumn(WINDOW_START, first)
-    else:
-        first = F.when(has_key(key), first).otherwise(last)
-        every = F.sequence(first, last, micros(window.advance))
-        placed = fresh.withColumn(WINDOW_START, F.explode(every))
-    ends = placed.withColumn(WINDOW_END, F.col(WINDOW_START) + micros(window.size))
-    return ends.withColumns(dict(zip((WINDOW_START, WINDOW_END), _ends(key), strict=True)))
-
-
-def _starts(window: TumblingWindow | HoppingWindow) -> tuple[Column, Column]:
-    """Where the first and the last window of a record start, in epoch microseconds."""
-    size, advance, at = micros(window.size), micros(window.advance), F.unix_micros(TIMESTAMP)
-    last = at - F.pmod(at, advance)
-    if isinstance(window, TumblingWindow):
-        return last, last
-    least = at - size + advance
-    first = least - F.pmod(least, advance)
-    return F.when(at >= 0, F.greatest(first, F.lit(0))).otherwise(first), last
-
-
-def closes_at(window: TumblingWindow | HoppingWindow, start: Column) -> Column:
-    """The stream time, epoch microseconds, from which on a window is closed: inclusive."""
-    return F.try_add(start + micros(window.size), micros(window.grace))
-
-
 def _sessions(
     fresh: DataFrame,
     earlier: DataFrame | None,
@@ -389,7 +354,7 @@ def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) ->
     fate = F.when(kept, Fate.KEPT).when(F.col(KIND) == sessions.CLOSED, Fate.DROPPED)
     return merged.select(
         *key,
-        *_ends(key),
+        *ends(key),
         *[F.when(updated, F.expr(e)).alias(c) for c, e in aggregates.columns],
         F.timestamp_micros(TIMESTAMP).alias(TIMESTAMP),
         PARTITION,
@@ -400,9 +365,3 @@ def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) ->
         kept.alias(_LAST),
         *[a.name for a in aggregates.accumulators],
     )
-
-
-def _ends(key: Sequence[str]) -> list[Column]:
-    """The ends of a row's window, from epoch microseconds; null where it has no key."""
-    ends = (WINDOW_START, WINDOW_END)
-    return [F.when(has_key(key), F.timestamp_micros(c)).alias(c) for c in ends]

@@ -24,7 +24,8 @@ from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
 from vt_dagster.orchestration.types import RESULTS, misfit
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
-from vt_dagster.runs.run import Receipt, Run
+from vt_dagster.runs.results import Receipt
+from vt_dagster.runs.run import Run
 from vt_dagster.sources.kafka import KafkaSource, PinnedTopics
 from vt_dagster.sources.kafka_messages import as_ranges
 from vt_dagster.storage.positions import Commit

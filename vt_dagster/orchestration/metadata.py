@@ -26,7 +26,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.log import log_columns
 from vt_dagster.core.processors import processor_of
-from vt_dagster.runs.run import Receipt
+from vt_dagster.runs.results import Receipt
 from vt_dagster.sources.kafka import PinnedTopics
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore

@@ -15,7 +15,7 @@ from typing import Any
 import dagster as dg
 from pyspark.sql import DataFrame
 
-from vt_dagster.core.processor import Known
+from vt_dagster.core.known import Known
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.asset import (
@@ -40,7 +40,8 @@ from vt_dagster.orchestration.types import (
 )
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
-from vt_dagster.runs.run import Results, Run
+from vt_dagster.runs.results import Results
+from vt_dagster.runs.run import Run
 from vt_dagster.runs.store import Stores
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication

@@ -31,7 +31,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.processors import processor_of
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.run import Receipt
+from vt_dagster.runs.results import Receipt
 from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream, VersionedTable

@@ -17,7 +17,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.log import log_columns
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.run import Results
+from vt_dagster.runs.results import Results
 from vt_dagster.topology.model import Stream
 
 

@@ -10,9 +10,9 @@ quarantine, which follow from it. So a run can be killed anywhere and started ag
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -29,19 +29,21 @@ from vt_dagster.columns import (
     OFFSET,
     PARTITION,
     SEQUENCE,
-    TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Bounds, Fate, InPlace, by_partition
+from vt_dagster.core.arrival import Fate, InPlace, by_partition
+from vt_dagster.core.known import Input, Known, Lookup
 from vt_dagster.core.log import log_schema, view_schema
-from vt_dagster.core.processor import Input, Known, Lookup, Processor
+from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import prepare
+from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import check_share, document, ends_of, stage_rejected
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.join_way import way_of
 from vt_dagster.runs.pin import from_logs, from_source
+from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.small_runs import is_small
@@ -51,48 +53,6 @@ from vt_dagster.storage.view import MANY_ROWS
 from vt_dagster.topology.model import Stream, Table
 
 _LAST = datetime.max.replace(tzinfo=timezone.utc)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The records of a run that looks into a table as of times.
-
-    Args:
-        counts: by fate.
-        by_partition: the same of each partition.
-        span: the smallest and the largest timestamp of those that it looks up; None = there are none.
-        rows_read: how many rows of the table it reads, more or less.
-        strategy: how it looks, and why so.
-    """
-
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-    by_partition: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
-    span: tuple[int, int] | None = None
-    rows_read: int = 0
-    strategy: str = ""
-
-
-@dataclass(frozen=True)
-class Results:
-    """What an operator made of a run, before the commit: its rows with their fate, lazy."""
-
-    rows: DataFrame
-    known: Known
-    judged: Judged = field(default_factory=Judged)
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """What a run did: its commit, or None where there was nothing new.
-
-    Args:
-        fates: how many records had which fate, by partition.
-    """
-
-    commit: Commit | None
-    log_version: int | None
-    view_version: int | None = None
-    fates: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, dict[str, int]])
 
 
 @dataclass(frozen=True)
@@ -153,7 +113,7 @@ class Run:
                 times |= {
                     r[PARTITION]: max(times.get(r[PARTITION], r["time"]), r["time"]) for r in found
                 }
-                late = _lateness(found) if processor.tells_lateness else None
+                late = mean_and_most(found) if processor.tells_lateness else None
             else:
                 bounds = self._bounds(inputs)
                 times |= bounds.stream_time
@@ -165,8 +125,13 @@ class Run:
     def _bounds(self, inputs: Sequence[Input]) -> Bounds:
         """The processor's own stream time, told by bounds."""
         processor, before = self.processor, self.arrival.before.stream_time
-        bounds = Bounds.of(processor.time_by_chunk(inputs).collect(), before)
-        return bounds.only(processor.in_doubt(inputs, bounds).collect()) if bounds.near else bounds
+        bounds = self._framed(Bounds.of(processor.time_by_chunk(inputs).collect(), before))
+        if not bounds.near:
+            return bounds
+        return self._framed(bounds.only(processor.in_doubt(inputs, bounds).collect()))
+
+    def _framed(self, bounds: Bounds) -> Bounds:
+        return replace(bounds, frame=self.store.spark.createDataFrame(*bounds.rows))
 
     # -- read ------------------------------------------------------------------------------------
 
@@ -245,7 +210,7 @@ class Run:
         if judged is None:
             return Results(processor.results(inputs, known), known)
         with self.store.tuned(self.arrival.small):
-            told = self._judged(judged)
+            told = judge(judged)
         with self.store.tuned(self._small(told)):
             lookup, told = self._look_up(told)
         return Results(processor.look_up(judged, lookup), known, told)
@@ -280,27 +245,6 @@ class Run:
         empty = self.store.spark.createDataFrame([], log_schema(self.node))
         places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
         return empty.withColumns({**places, FATE: F.lit(Fate.APPLIED)})
-
-    def _judged(self, records: DataFrame) -> Judged:
-        """How many records have which fate, and from when to when those are that are looked up."""
-        found = (
-            records.groupBy(PARTITION, FATE)
-            .agg(
-                F.count(F.lit(1)).alias("records"),
-                F.min(F.unix_micros(TIMESTAMP)).alias("oldest"),
-                F.max(F.unix_micros(TIMESTAMP)).alias("newest"),
-            )
-            .collect()
-        )
-        counts, homes = dict[str, int](), dict[int, dict[str, int]]()
-        for row in found:
-            counts[row[FATE]] = counts.get(row[FATE], 0) + row["records"]
-            homes.setdefault(row[PARTITION], {})[row[FATE]] = row["records"]
-        sought = [row for row in found if row[FATE] in (Fate.APPLIED, Fate.LATE)]
-        span = None
-        if sought:
-            span = min(row["oldest"] for row in sought), max(row["newest"] for row in sought)
-        return Judged(counts, homes, span)
 
     def _look_up(self, judged: Judged) -> tuple[Lookup, Judged]:
         """The versions of the table that answer for the records, and the way to find them."""
@@ -337,17 +281,18 @@ class Run:
         arrival, store = self.arrival, self.store
         if arrival.empty:
             return Receipt(None, None)
-        rows = store.hold(results.rows)
-        arrival.held.append(rows)
         with self._explained():
             with store.tuned(self._small(results.judged)):
+                rows = store.hold(results.rows)
+                arrival.held.append(rows)
                 passed, commit = self._prepare(rows, results, run_id)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = self._in_place(passed)
                 new = self.processor.produce(rows, first, passed.few, in_place)
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
-            # What a projection makes of held rows need not be read again.
-            again = in_place is not None and in_place.complete
+            # What a projection makes of many held rows need not be read again. Few are held by other
+            # settings than the view is written by: a plan made by ones does not run by the others.
+            again = in_place is not None and in_place.complete and not arrival.few
             at = store.catch_up(head, written=new if again else None)
         self._release()
         store.forget(arrival.previous)
@@ -422,15 +367,6 @@ class Run:
             run_id=run_id,
             **position,
         )
-
-
-def _lateness(found: Sequence[Any]) -> tuple[float, float] | None:
-    """On average and at most, in seconds, of what ``Processor.own_time`` gave."""
-    records = sum(row["records"] for row in found)
-    if not records:
-        return None
-    total, most = sum(row["lateness"] for row in found), max(row["most"] for row in found)
-    return total / records / 1e6, most / 1e6
 
 
 def run_once(

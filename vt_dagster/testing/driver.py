@@ -19,7 +19,8 @@ from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ContractError
-from vt_dagster.runs.run import Receipt, run_once
+from vt_dagster.runs.results import Receipt
+from vt_dagster.runs.run import run_once
 from vt_dagster.spark.session import FEW_QUERIES, build_session
 from vt_dagster.spark.small_runs import SETTINGS
 from vt_dagster.testing.memory import MemoryStore, Records

@@ -1,0 +1,51 @@
+"""Tumbling and hopping windows: which ones a record belongs to, and when they close."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import TIMESTAMP, WINDOW_END, WINDOW_START
+from vt_dagster.core.arrival import has_key, micros
+from vt_dagster.topology.windowing import HoppingWindow, TumblingWindow
+
+
+def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | HoppingWindow) -> DataFrame:
+    """Each record once for each window it belongs to, with the window's ends.
+
+    A record without a key, which is dropped, stays one row, without a window. Kafka has no windows
+    that start before 1970; here they take records from before 1970 only.
+    """
+    first, last = starts(window)
+    if isinstance(window, TumblingWindow):
+        rows = fresh.withColumn(WINDOW_START, first)
+    else:
+        first = F.when(has_key(key), first).otherwise(last)
+        every = F.sequence(first, last, micros(window.advance))
+        rows = fresh.withColumn(WINDOW_START, F.explode(every))
+    rows = rows.withColumn(WINDOW_END, F.col(WINDOW_START) + micros(window.size))
+    return rows.withColumns(dict(zip((WINDOW_START, WINDOW_END), ends(key), strict=True)))
+
+
+def starts(window: TumblingWindow | HoppingWindow) -> tuple[Column, Column]:
+    """Where the first and the last window of a record start, in epoch microseconds."""
+    size, advance, at = micros(window.size), micros(window.advance), F.unix_micros(TIMESTAMP)
+    last = at - F.pmod(at, advance)
+    if isinstance(window, TumblingWindow):
+        return last, last
+    least = at - size + advance
+    first = least - F.pmod(least, advance)
+    return F.when(at >= 0, F.greatest(first, F.lit(0))).otherwise(first), last
+
+
+def closes_at(window: TumblingWindow | HoppingWindow, start: Column) -> Column:
+    """The stream time, epoch microseconds, from which on a window is closed: inclusive."""
+    return F.try_add(start + micros(window.size), micros(window.grace))
+
+
+def ends(key: Sequence[str]) -> list[Column]:
+    """The ends of a row's window, from epoch microseconds; null where it has no key."""
+    ends = (WINDOW_START, WINDOW_END)
+    return [F.when(has_key(key), F.timestamp_micros(c)).alias(c) for c in ends]

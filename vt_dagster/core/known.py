@@ -1,0 +1,76 @@
+"""What a processor is given in a run: its inputs, and what is known besides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pyspark.sql import Column, DataFrame
+
+from vt_dagster.core import store
+from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.as_of_join import Way
+from vt_dagster.core.stream_time import Bounds
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a run takes from one input.
+
+    Args:
+        rows: the log rows of the run; of a source, its prepared records.
+        table: of a table that is looked into, what it has of each key at the end of ``rows`` (of a
+            versioned one also tombstones); None = every row of it is among ``rows``, or it is not
+            looked into.
+        earlier: log rows of runs before, as far back as ``look_back`` asked for; None = none.
+    """
+
+    rows: DataFrame
+    table: DataFrame | None = None
+    earlier: DataFrame | None = None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known besides the inputs: from the runs before, and of this run's end.
+
+    Args:
+        state: what the processor kept; None = nothing yet.
+        view: the current rows of the result; None = nothing yet.
+        stream_time: before the run, of a row's partition of the result.
+        stream_time_after: at the end of the run, where the processor has a stream time of its own.
+        released: of what is held back, the time up to which it had gone out before the run.
+        released_after: at the end of the run.
+        hold: holds the run's records; None: the view has not many more keys than these.
+        bounds: of the processor's own stream time, where it was told by them.
+    """
+
+    state: DataFrame | None
+    view: DataFrame | None
+    stream_time: Column
+    stream_time_after: Column
+    released: Column
+    released_after: Column
+    hold: store.Hold | None = None
+    bounds: Bounds | None = None
+
+    @classmethod
+    def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:
+        """What the first run knows, but for its end."""
+        none = by_partition({})
+        return cls(None, None, none, by_partition(stream_time_after), none, none)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table that is looked into as of times.
+
+    Args:
+        rows: its versions, of a plain table its current rows.
+        stream_time: of a row's partition.
+        way: see ``as_of_join``.
+    """
+
+    rows: DataFrame
+    stream_time: Column
+    way: Way = "sorted"

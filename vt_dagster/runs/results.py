@@ -1,0 +1,78 @@
+"""What a run says on its way: of the records it judged, of its results, of what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import FATE, PARTITION, TIMESTAMP
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.known import Known
+from vt_dagster.storage.positions import Commit
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The records of a run that looks into a table as of times.
+
+    Args:
+        counts: by fate.
+        by_partition: the same of each partition.
+        span: the smallest and the largest timestamp of those that it looks up; None = there are none.
+        rows_read: how many rows of the table it reads, more or less.
+        strategy: how it looks, and why so.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    by_partition: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])
+    span: tuple[int, int] | None = None
+    rows_read: int = 0
+    strategy: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What an operator made of a run, before the commit: its rows with their fate, lazy."""
+
+    rows: DataFrame
+    known: Known
+    judged: Judged = field(default_factory=Judged)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a run did: its commit, or None where there was nothing new.
+
+    Args:
+        fates: how many records had which fate, by partition.
+    """
+
+    commit: Commit | None
+    log_version: int | None
+    view_version: int | None = None
+    fates: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, dict[str, int]])
+
+
+def judge(records: DataFrame) -> Judged:
+    """How many records have which fate, and from when to when those are that are looked up."""
+    found = (
+        records.groupBy(PARTITION, FATE)
+        .agg(
+            F.count(F.lit(1)).alias("records"),
+            F.min(F.unix_micros(TIMESTAMP)).alias("oldest"),
+            F.max(F.unix_micros(TIMESTAMP)).alias("newest"),
+        )
+        .collect()
+    )
+    counts, homes = dict[str, int](), dict[int, dict[str, int]]()
+    for row in found:
+        counts[row[FATE]] = counts.get(row[FATE], 0) + row["records"]
+        homes.setdefault(row[PARTITION], {})[row[FATE]] = row["records"]
+    sought = [row for row in found if row[FATE] in (Fate.APPLIED, Fate.LATE)]
+    span = None
+    if sought:
+        span = min(row["oldest"] for row in sought), max(row["newest"] for row in sought)
+    return Judged(counts, homes, span)
