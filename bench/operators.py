@@ -277,6 +277,8 @@ def run(
                 given = [write(case.updates(*given), "updates")]
             write(case.final(*given), "theirs")
 
+        made = fresh(case.asset)
+        plan = plan_of(made.operate(made.read()).rows)
         peer = FINAL if case.updates is None else EVERY
         times = take_turns({"ours": ours, peer: theirs}, repeat)
         found = stored(case.asset).read().count()
@@ -286,8 +288,6 @@ def run(
             raise AssertionError(f"{case.name}: ours has {found} rows, the peer {there}")
         name = f"{case.name}, {rows:,} records"
         results.append(compare(name, rows, times["ours"], peer, times[peer], case.target))
-        made = fresh(case.asset)
-        plan = plan_of(made.operate(made.read()).rows)
         notes.append(
             f"{case.name}: ours ends with {found:,} rows, the peer with {there:,}; plan: {plan}"
         )
