@@ -25,7 +25,8 @@ class WindowedAggregate(Aggregate):
     Each materialization has KIP-328's metrics: ``record_lateness_avg_seconds``,
     ``record_lateness_max_seconds``, ``late_records_dropped`` (records that found a window closed) and
     ``expired_window_records_dropped`` (closed windows that records would have updated; from the first
-    of them on).
+    of them on). Where a run takes more than 100,000 records of a partition, the lateness is told as if
+    stream time moved evenly within each thousand of them; what is late is decided exactly.
 
     Late: a record updates those of its windows that are open; each that is closed counts as dropped.
     Null key: dropped and counted; it does not move stream time. Tombstone: a record like any other,
