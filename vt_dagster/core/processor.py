@@ -159,7 +159,7 @@ class Processor(ABC, Generic[O]):
 
     @property
     def bounded(self) -> bool:
-        """Whether its stream time is told by bounds: see ``arrival.Bounds``."""
+        """Whether its stream time is told by bounds: see ``stream_time.Bounds``."""
         return not self.few
 
     def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
@@ -176,11 +176,11 @@ class Processor(ABC, Generic[O]):
         return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
 
     def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
-        """The same where it is: see ``arrival.time_by_chunk``."""
+        """The same where it is: see ``stream_time.time_by_chunk``."""
         return time_by_chunk(self.timed(inputs), self.fine_chunk)
 
     def in_doubt(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
-        """The chunks where bounds do not decide: see ``arrival.in_doubt``."""
+        """The chunks where bounds do not decide: see ``stream_time.in_doubt``."""
         timed = self.timed(inputs)
         assert timed.deadline is not None
         return in_doubt(timed.rows, timed.deadline, self.fine_chunk, bounds)
