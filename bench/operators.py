@@ -214,9 +214,9 @@ CASES = [
     Case("sessions", "sessions", None, met),
     Case("suppress until windows close", "closed", None, closed),
     Case("aggregate, every update", "grades", 1.5, last_total, totals),
-    Case("aggregate, per run", "grades_once", 3, total),
+    Case("aggregate, per run", "grades_once", 3.0, total),
     Case("table-table join, every update", "both", 1.5, last_pair, pairs),
-    Case("table-table join, per run", "both_once", 3, pair),
+    Case("table-table join, per run", "both_once", 3.0, pair),
     Case("foreign-key join, every update", "rated", 1.5, last_rated, rated),
 ]
 
