@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +20,7 @@ from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
 from vt_dagster.core import stream_table_join
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.runs.join_way import tiles_of
+from vt_dagster.spark.session import build_session
 
 WARM = 3
 """Rounds before those that count: until then the JVM compiles, and ours has most to compile."""
@@ -188,6 +192,40 @@ def run(
     return results + more, notes + said
 
 
+def first_turn(
+    rows: int, table_rows: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """The join and the shuffle as the first that a process does, as Dagster's runs are."""
+    keys = min(KEYS, table_rows // 10)
+
+    def told(name: str) -> dict[str, float]:
+        """The seconds from a session that is there to what is written."""
+        call = [sys.executable, __file__, name, str(rows), str(table_rows), str(keys)]
+        ended = subprocess.run(
+            [*call, outputs.fresh(name)], capture_output=True, text=True, check=True, timeout=1800
+        )
+        return {"turn": float(ended.stdout.splitlines()[-1])}
+
+    times = take_turns({n: partial(told, n) for n in ("ours", "shuffle")}, repeat, warm=0)
+    name = f"as-of join, {rows:,} stream rows, first turn of a process"
+    peer = f"{SHUFFLE}, first turn of a process"
+    result = compare(name, rows, times["ours: turn"], peer, times["shuffle: turn"], 2.0)
+    return [result], []
+
+
+def one_turn(name: str, rows: int, table_rows: int, keys: int, target: str) -> None:
+    """What ``first_turn`` asks another process for: prints its seconds."""
+    spark = build_session("vt_dagster bench", master="local[2]", conf={"spark.driver.memory": "4g"})
+    paths = [str(generate.stream(spark, rows, keys)), str(generate.versions(spark, table_rows, keys))]
+    start = time.perf_counter()
+    stream, versions = [spark.read.parquet(path) for path in paths]
+    shuffle = name == "shuffle"
+    made = as_if_joined(shuffled(stream, versions)) if shuffle else operator(stream, versions)
+    made.write.parquet(target)
+    print(time.perf_counter() - start)
+    spark.stop()
+
+
 def shapes(
     spark: SparkSession, rows: int, table_rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
@@ -227,3 +265,8 @@ def shapes(
     small = f"as-of join, {rows:,} stream rows, {few:,} versions of {few // 10:,} keys, broadcast"
     results.append(compare(small, rows, times["broadcast"], "sorted", times["sorted"], 0.7))
     return results, [f"as-of join of {few:,} versions: broadcast and sorted agree on all rows"]
+
+
+if __name__ == "__main__":
+    what, *numbers, folder = sys.argv[1:]
+    one_turn(what, int(numbers[0]), int(numbers[1]), int(numbers[2]), folder)

@@ -35,6 +35,8 @@ from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, Tumbling
 KEYS, GRADES = 10_000, 50
 EVERY = "Spark SQL, every update and the final state, to Delta"
 FINAL = "Spark SQL, the final state, to Delta"
+STREAMED = "Structured Streaming, update mode, one batch, to Delta"
+CENTS = {"n": "count(*)", "total": "sum(cast(price * 100 as bigint))"}
 DAY = timedelta(days=1)
 GRACE = 10 * DAY
 RATE = StructType(
@@ -81,6 +83,8 @@ def topology(home: Path) -> dict[str, Stream]:
         monthly.suppress(UntilWindowCloses(), name="closed"),
         by_grade.aggregate(totals, name="grades"),
         by_grade.aggregate(totals, name="grades_once", emit="per_run"),
+        by_grade.aggregate(CENTS, name="cents_once", emit="per_run"),
+        tumbling.aggregate(count, name="monthly_once", emit="per_run"),
         left.join(right, name="both", select=both),
         left.join(right, name="both_once", select=both, emit="per_run"),
         orders.left_join(left, name="joined", select=["left.*", "right.price as of_table"]),
@@ -95,6 +99,7 @@ class Case:
 
     Args:
         updates: every update; None = the peer writes the final state alone.
+        streamed: the same by Structured Streaming, another peer, and what is aimed at beside it.
         final: the final state, of the updates where there are some, else of the logs.
     """
 
@@ -103,6 +108,7 @@ class Case:
     target: float | None
     final: Callable[..., DataFrame]
     updates: Callable[..., DataFrame] | None = None
+    streamed: tuple[Callable[..., DataFrame], float] | None = None
 
 
 def newest(rows: DataFrame, by: Sequence[str], values: Sequence[str], *order: str) -> DataFrame:
@@ -127,6 +133,15 @@ def counted(orders: DataFrame) -> DataFrame:
 
 def last_count(updates: DataFrame) -> DataFrame:
     return newest(updates, ["key", WINDOW_START, WINDOW_END], ["n", TIMESTAMP], OFFSET)
+
+
+def windows(orders: DataFrame) -> DataFrame:
+    by = orders.groupBy("key", F.window(TIMESTAMP, "30 days").alias("w"))
+    return by.agg(F.count(F.lit(1)).alias("n")).select("key", "w.*", "n")
+
+
+def watched(orders: DataFrame) -> DataFrame:
+    return windows(orders.withWatermark(TIMESTAMP, f"{GRACE.days} days"))
 
 
 def hopped(orders: DataFrame) -> DataFrame:
@@ -169,6 +184,12 @@ def total(prices: DataFrame) -> DataFrame:
     return rows.groupBy("grade").agg(F.count(F.lit(1)).alias("n"), F.sum("price").alias("total"))
 
 
+def whole(prices: DataFrame) -> DataFrame:
+    rows = newest(prices, ["key"], ["price", "grade"], TIMESTAMP, OFFSET)
+    cents = F.sum((F.col("price") * 100).cast("long")).alias("total")
+    return rows.groupBy("grade").agg(F.count(F.lit(1)).alias("n"), cents)
+
+
 def pairs(prices: DataFrame, others: DataFrame) -> DataFrame:
     place = [TIMESTAMP, OFFSET, PARTITION]
     left = prices.select("key", *place, F.struct("price", "grade").alias("l"))
@@ -209,12 +230,14 @@ def last_rated(updates: DataFrame) -> DataFrame:
 
 
 CASES = [
-    Case("windowed count", "monthly", 1.5, last_count, counted),
+    Case("windowed count", "monthly", 1.5, last_count, counted, (watched, 1.5)),
+    Case("windowed count, per run", "monthly_once", 3.0, windows, None, (watched, 1.5)),
     Case("hopping windows, three a record", "hopping", None, hopped),
     Case("sessions", "sessions", None, met),
     Case("suppress until windows close", "closed", None, closed),
     Case("aggregate, every update", "grades", 1.5, last_total, totals),
     Case("aggregate, per run", "grades_once", 3.0, total),
+    Case("aggregate of whole numbers, per run", "cents_once", 3.0, whole),
     Case("table-table join, every update", "both", 1.5, last_pair, pairs),
     Case("table-table join, per run", "both_once", 3.0, pair),
     Case("foreign-key join, every update", "rated", 1.5, last_rated, rated),
@@ -277,17 +300,38 @@ def run(
                 given = [write(case.updates(*given), "updates")]
             write(case.final(*given), "theirs")
 
+        contenders = {"ours": ours, FINAL if case.updates is None else EVERY: theirs}
+        if case.streamed is not None:
+
+            def one_batch(query: Callable[..., DataFrame] = case.streamed[0]) -> None:
+                target, log = outputs.fresh("streamed"), stored("orders").log_path
+                progress = outputs.fresh("progress")
+                rows = query(spark.readStream.format("delta").load(log))
+                told = rows.writeStream.outputMode("update").trigger(availableNow=True)
+                told = told.option("checkpointLocation", progress).foreachBatch(
+                    lambda batch, _: batch.write.format("delta").mode("append").save(target)
+                )
+                told.start().awaitTermination()
+
+            contenders[STREAMED] = one_batch
         made = fresh(case.asset)
         plan = plan_of(made.operate(made.read()).rows)
-        peer = FINAL if case.updates is None else EVERY
-        times = take_turns({"ours": ours, peer: theirs}, repeat)
+        times = take_turns(contenders, repeat)
         found = stored(case.asset).read().count()
         there = spark.read.format("delta").load(outputs.path("theirs")).count()
         # Late records open no window, and Spark's own windows know no grace.
-        if found != there and case.asset not in ("monthly", "hopping", "sessions", "closed"):
+        if found != there and case.asset not in (
+            "monthly",
+            "monthly_once",
+            "hopping",
+            "sessions",
+            "closed",
+        ):
             raise AssertionError(f"{case.name}: ours has {found} rows, the peer {there}")
         name = f"{case.name}, {rows:,} records"
-        results.append(compare(name, rows, times["ours"], peer, times[peer], case.target))
+        targets = [case.target, case.streamed[1] if case.streamed else None]
+        for peer, target in zip([p for p in contenders if p != "ours"], targets, strict=False):
+            results.append(compare(name, rows, times["ours"], peer, times[peer], target))
         notes.append(
             f"{case.name}: ours ends with {found:,} rows, the peer with {there:,}; plan: {plan}"
         )

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import through_dagster
 import upkeep
 import versioned_put
 from measure import Outputs, Result
+from pyspark.sql import SparkSession
 
 from vt_dagster.spark.session import build_session
 
@@ -76,8 +77,26 @@ TINY = Sizes(
 )
 
 
+PARTS: dict[str, Callable[[SparkSession, Sizes, int, Outputs], tuple[list[Result], list[str]]]] = {
+    "first-turn": lambda _, n, repeat, out: as_of_join.first_turn(n.stream, n.versions, repeat, out),
+    "as-of-join": lambda s, n, repeat, out: as_of_join.run(s, n.stream, n.versions, repeat, out),
+    "incremental-run": lambda s, n, repeat, out: incremental_run.run(s, n.tables, n.new, repeat, out),
+    "many-keys": lambda s, n, repeat, out: incremental_run.many_keys(s, n.keys, n.new, repeat, out),
+    "put": lambda s, n, repeat, out: versioned_put.run(s, n.put, repeat, out),
+    "operators": lambda s, n, repeat, out: operators.run(s, n.operators, repeat, out),
+    "dagster": lambda s, n, repeat, out: through_dagster.run(s, n.operators // 4, repeat, out),
+    "gates": lambda s, n, repeat, out: upkeep.gates(s, n.tables[0], n.new, repeat, out),
+    "expiry": lambda s, n, repeat, out: upkeep.expiry(s, n.tables[:2], n.new, repeat, out),
+}
+
+
 def benchmarks(
-    sizes: Sizes, repeat: int, kafka: bool = False, runs: int = 0, ticks: int = 0
+    sizes: Sizes,
+    repeat: int,
+    kafka: bool = False,
+    runs: int = 0,
+    ticks: int = 0,
+    only: Sequence[str] = (),
 ) -> tuple[list[Result], list[str]]:
     """Runs all of them in one session; or those that need a Kafka broker, many runs of one table, or
     processes of their own."""
@@ -96,16 +115,8 @@ def benchmarks(
                 return kafka_throughput.run(spark, sizes.topic, sizes.topic // 5, repeat, outputs)
             if runs:
                 return upkeep.many_runs(spark, runs, 100, outputs)
-            for found, said in (
-                as_of_join.run(spark, sizes.stream, sizes.versions, repeat, outputs),
-                incremental_run.run(spark, sizes.tables, sizes.new, repeat, outputs),
-                incremental_run.many_keys(spark, sizes.keys, sizes.new, repeat, outputs),
-                versioned_put.run(spark, sizes.put, repeat, outputs),
-                operators.run(spark, sizes.operators, repeat, outputs),
-                through_dagster.run(spark, sizes.operators // 4, repeat, outputs),
-                upkeep.gates(spark, sizes.tables[0], sizes.new, repeat, outputs),
-                upkeep.expiry(spark, sizes.tables[:2], sizes.new, repeat, outputs),
-            ):
+            for part in only or PARTS:
+                found, said = PARTS[part](spark, sizes, repeat, outputs)
                 results += found
                 notes += said
     finally:
@@ -174,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="TICKS",
         help="runs in processes of their own instead, and so many files that land with a daemon there",
     )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=(), help="these parts alone")
     parser.add_argument(
         "--repeat",
         type=int,
@@ -187,7 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.runs and options.runs < 20:
         parser.error(f"--runs must be 20 or more, got {options.runs}")
     results, notes = benchmarks(
-        options.sizes, options.repeat, options.kafka, options.runs, options.processes
+        options.sizes,
+        options.repeat,
+        options.kafka,
+        options.runs,
+        options.processes,
+        options.only,
     )
     print(table(results))
     print()

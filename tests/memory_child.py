@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ from vt_dagster.sources.files import FilesSource
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
+from vt_dagster.topology.operators import UntilWindowCloses
+from vt_dagster.topology.windowing import (
+    HoppingWindow,
+    SessionWindow,
+    SlidingWindow,
+    TumblingWindow,
+)
 
 START = 1_600_000_000
 FILES = 4
@@ -62,6 +70,29 @@ class Shop:
             self.prices, name="priced", select=["left.*", "right.price"]
         )
 
+    @property
+    def of_each_operator(self) -> list[Stream]:
+        """A result of each operator that looks at a key's rows together."""
+        counts, day, hour = {"n": "count(*)"}, timedelta(days=1), timedelta(hours=1)
+        grouped, chosen = self.orders.group_by(), ["left.*", "right.price as other"]
+        daily = grouped.windowed_by(TumblingWindow(day, hour)).aggregate(counts, name="daily")
+        by_product = self.prices.group_by("product as same")
+        return [
+            daily,
+            daily.suppress(UntilWindowCloses(), name="closed"),
+            grouped.windowed_by(HoppingWindow(day, day / 2, hour)).aggregate(counts, name="hopping"),
+            grouped.windowed_by(SessionWindow(hour, hour)).aggregate(counts, name="session"),
+            grouped.windowed_by(SlidingWindow(timedelta(seconds=1), hour)).aggregate(
+                counts, name="sliding"
+            ),
+            grouped.aggregate(counts, name="counted"),
+            by_product.aggregate({"n": "sum(price)"}, name="summed"),
+            by_product.aggregate({"n": "sum(price)"}, name="summed_once", emit="per_run"),
+            self.prices.join(self.prices, name="paired", select=chosen),
+            self.prices.join(self.prices, foreign_key="product", name="foreign", select=chosen),
+            self.prices.filter("price % 2 = 0", name="even"),
+        ]
+
     def land(self, spark: SparkSession, prices: int, orders: int, products: int) -> None:
         """Writes the files. Prices come in pairs, the later one first; orders up to 600 s late."""
         seconds = prices // products
@@ -95,9 +126,25 @@ class Shop:
         names = ["joined", "wrong", "joined_sum", "versions", "current", "versions_sum"]
         return dict(zip(names, [*found, *ends], strict=True))
 
+    def run_operators(self, spark: SparkSession) -> dict[str, list[int]]:
+        """One run of each operator: rows of its log, of its table, and what these say."""
+        for node in (self.prices, self.orders):
+            run_once(node, stores_of(self.warehouse, spark))
+        found: dict[str, list[int]] = {}
+        for node in self.of_each_operator:
+            start = time.monotonic()
+            run_once(node, stores_of(self.warehouse, spark))
+            print(f"{node.name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+            store = AssetStore(self.warehouse, node, spark)
+            value = "n" if "n" in node.schema.names else "price"
+            current = store.read().agg(F.count(F.lit(1)), F.sum(value)).collect()[0]
+            found[node.name] = [store.read("log").count(), *current]
+        return found
+
 
 if __name__ == "__main__":
     session = build_session("memory", master=sys.argv[1], conf=SETTINGS)
     jvm: Any = session.sparkContext._jvm
     assert jvm.java.lang.Runtime.getRuntime().maxMemory() <= 2**30, "the driver has more than 1 GB"
-    print(json.dumps(Shop(Path(sys.argv[2])).run(session)))
+    shop = Shop(Path(sys.argv[2]))
+    print(json.dumps(shop.run_operators(session) if "operators" in sys.argv else shop.run(session)))

@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from tests.cluster_child import WORKED
-from tests.memory_child import Shop
+from tests.memory_child import START, Shop
 from tests.storage.chain import Chain
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.spark.jars import resolve_jars
@@ -181,4 +181,46 @@ def test_one_gigabyte_a_process_is_enough(
         "versions": prices,
         "current": products,
         "versions_sum": products * (seconds * (seconds - 1) // 2),
+    }
+
+
+def test_one_gigabyte_is_enough_for_each_operator_with_one_key(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = 5_000_000
+    Shop(tmp_path).land(spark, updates, updates, 1)
+    monkeypatch.delenv("JDK_JAVA_OPTIONS")
+    with standalone(tmp_path) as address:
+        said = json.loads(child("tests.memory_child", address, str(tmp_path), "operators"))
+
+    per_second = spark.read.schema("due long").json(str(tmp_path / "orders"))
+    seconds = per_second.groupBy((F.col("due") + START).alias("t")).agg(F.count("due").alias("n"))
+    days = seconds.groupBy(F.expr("t div 86400").alias("day")).agg(F.sum("n").alias("of_day"))
+    is_closed = F.expr(f"(day + 1) * 86400 + 3600 <= {seconds.agg(F.max('t')).collect()[0][0]}")
+    all_days, closed_days, in_closed = days.agg(
+        F.count("day"), F.count_if(is_closed), F.sum(F.when(is_closed, F.col("of_day")))
+    ).collect()[0]
+    hops = seconds.select(F.explode(F.expr("array(t div 43200, t div 43200 - 1)"))).distinct().count()
+    neighbours = seconds.withColumn("before", F.expr("lag(struct(t, n)) over (order by t)"))
+    is_next = F.expr("before.t = t - 1")
+    # A window that ends with a second, and one that starts after a second if the next has orders.
+    sliding = neighbours.agg(
+        F.count("t") + F.count_if(is_next),
+        F.sum("n") + F.sum(F.when(is_next, F.expr("before.n + n"))),
+    ).collect()[0]
+    session = said.pop("session")
+    assert session[1:] == [1, updates], "one session, for no two orders are an hour apart"
+    assert updates < session[0] < 2 * updates, "a session that grows ends the one before"
+    assert said.pop("sliding")[1:] == [*sliding]
+    # Of each pair of prices the latter is out of order, and dropped by operators on tables.
+    assert said == {
+        "daily": [updates, all_days, updates],
+        "closed": [closed_days, closed_days, in_closed],
+        "hopping": [2 * updates, hops, 2 * updates],
+        "counted": [updates, 1, updates],
+        "summed": [updates // 2, 1, updates - 1],
+        "summed_once": [1, 1, updates - 1],
+        "paired": [updates - 1, 1, updates - 1],
+        "foreign": [updates - 1, 1, updates - 1],
+        "even": [updates, 0, None],
     }

@@ -40,6 +40,7 @@ _NEW, _OLD, _STATE, _RIGHT_STATE = "_new_state", "_old_state", "_state", "_right
 _NEW_KEY, _OLD_KEY, _REFERS = "_new_foreign_key", "_old_foreign_key", "_foreign_key"
 _KEY, _SALT = "_left_key", "_salt"
 _START, _END, _MOMENT, _FIRST = "_start", "_end", "_moment", "_first"
+_PLACE, _CHANGES = "_place", "_changes"
 
 
 class ForeignKeyJoinProcessor(TableTableJoinProcessor):
@@ -75,9 +76,9 @@ def join(
 
     Plan: left changes, one shuffle and sort of both sides together by foreign key, after one
     semi-join of the right's ``current``. Right changes, one shuffle and sort of the left's changes
-    by left key, then an equi-join by foreign key (one shuffle and sort a side, unless Spark
-    broadcasts), after a semi-join and an anti-join of the left's ``current``. In that join each
-    right change meets each interval of its foreign key in the run, before times are compared.
+    by left key, one of these and the right changes by foreign key, sorted twice, and an equi-join by
+    foreign key and place (a shuffle and sort a side, unless Spark broadcasts), after a semi-join and
+    an anti-join of the left's ``current``. It costs what comes out, also for a key with many changes.
 
     Args:
         foreign_key: SQL expressions over the left's key and value columns, one for each key column
@@ -173,11 +174,11 @@ def _after_right(
         F.struct(*named(ORDER)).alias(_MOMENT),
         right.new_state().alias(_RIGHT_STATE),
     )
-    rows = _intervals(left, foreign_key, changes.select(*on)).join(changes, on)
-    referring = rows.where(
-        (F.col(_START).isNull() | (F.col(_START) < F.col(_MOMENT)))
-        & (F.col(_END).isNull() | (F.col(_MOMENT) < F.col(_END)))
-    ).withColumn(_KEY, F.struct(*named(left.key)))
+    intervals = _intervals(left, foreign_key, changes.select(*on))
+    place = F.row_number().over(W.partitionBy(*on).orderBy(_MOMENT)).cast("long")
+    numbered = changes.withColumn(_PLACE, place)
+    rows = _each_within(intervals, changes.select(*on, _MOMENT), on).join(numbered, [*on, _PLACE])
+    referring = rows.withColumn(_KEY, F.struct(*named(left.key)))
     exists = F.col(_RIGHT_STATE).isNotNull()
     return referring.select(
         _left_row(left, _STATE).alias(LEFT),
@@ -189,6 +190,29 @@ def _after_right(
         *ORDER,
         F.col(_KEY).alias(TURN),
     )
+
+
+def _each_within(intervals: DataFrame, changes: DataFrame, on: Sequence[str]) -> DataFrame:
+    """A row for each change of its foreign key that lies within an interval, by the change's place.
+
+    Places are counted at both ends, so that no interval meets a change outside it, however many a key
+    has.
+    """
+    moments = changes.select(*on, F.col(_MOMENT).alias(_START), F.col(_MOMENT).alias(_END))
+    rows = union(intervals.withColumn(_CHANGES, F.lit(0)), moments.withColumn(_CHANGES, F.lit(1)))
+    of_key, until_here = W.partitionBy(*on), (W.unboundedPreceding, W.currentRow)
+    # A change at either end (a record of both sides, where a table refers to itself) is outside.
+    starts = (F.col(_START).asc_nulls_first(), F.col(_CHANGES).desc())
+    ends = (F.col(_END).asc_nulls_last(), F.col(_CHANGES))
+    before = of_key.orderBy(*starts).rowsBetween(*until_here)
+    until = of_key.orderBy(*ends).rowsBetween(*until_here)
+    counted = rows.withColumns(
+        {_START: F.sum(_CHANGES).over(before), _END: F.sum(_CHANGES).over(until)}
+    )
+    within = (F.col(_CHANGES) == 0) & (F.col(_START) < F.col(_END))
+    places = F.explode(F.sequence(F.col(_START) + 1, F.col(_END))).alias(_PLACE)
+    kept = [c for c in intervals.columns if c not in (_START, _END)]
+    return counted.where(within).select(*kept, places)
 
 
 def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -> DataFrame:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
@@ -40,6 +39,7 @@ from vt_dagster.core.arrival import (
 )
 from vt_dagster.core.known import Input, Known, Lookup
 from vt_dagster.core.log import log_columns
+from vt_dagster.core.per_run import last_of_run
 from vt_dagster.core.stream_time import (
     STREAM_TIME,
     Bounds,
@@ -349,28 +349,6 @@ class Processor(ABC, Generic[O]):
             ("records in = positions of the inputs", taken, totals.get("in", 0)),
             ("records out = rows in the log", totals.get("out", 0), rows),
         ]
-
-
-def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
-    """Leaves the last update of each key a result, as Kafka Streams' cache does until it is flushed.
-
-    Plan: one shuffle and sort by key, those that an aggregate has made already.
-
-    Source: Kafka Streams' record cache, here one run long; no scenario: they are recorded without it.
-    """
-    earlier = (F.col(FATE) == Fate.APPLIED) & ~is_last(key)
-    fate = F.when(earlier, Fate.NO_RESULT).otherwise(F.col(FATE))
-    return rows.withColumn(FATE, fate)
-
-
-def is_last(key: Sequence[str]) -> Column:
-    """Whether a row is its group's or key's last update in this run."""
-    in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
-    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
-    whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
-    applied = F.col(FATE) == Fate.APPLIED
-    updates = F.count(F.when(applied, 1))
-    return applied & (updates.over(so_far) == updates.over(whole))
 
 
 def hour_of_arrival() -> Column:

@@ -47,7 +47,8 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
                 chunk=self.chunk,
             )
             added = union(decided, added.where(~taken))
-        return aggregate(added, known.state, key=node.key, aggregates=aggregates)
+        once = operator.emit == "per_run"
+        return aggregate(added, known.state, key=node.key, aggregates=aggregates, once=once)
 
     def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
         return state_after(rows, known.state, key=self.node.key)

@@ -28,7 +28,8 @@ from vt_dagster.core.arrival import Fate, duration, gathered, union
 from vt_dagster.core.changes import over_old
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
-from vt_dagster.core.processor import Processor, is_last
+from vt_dagster.core.per_run import folded, is_exact, is_last
+from vt_dagster.core.processor import Processor
 from vt_dagster.core.records import home_of
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.topology.accumulators import Accumulator, Aggregates
@@ -42,7 +43,17 @@ Aggregate = dict[str, Any]
 _BASE, _BASE_TIME = "_base", "_base_time"
 TAKE, ADD, _CHANGE = "_take", "_add", "_change"
 _FIRST, _LAST = "_first", "_last"
-_MERGED = {"min": (F.min, F.least), "max": (F.max, F.greatest)}
+
+
+def _plus(x: Column, y: Column) -> Column:
+    return F.coalesce(x, F.lit(0)) + F.coalesce(y, F.lit(0))
+
+
+_MERGED = {
+    "sum": (F.sum, _plus),
+    "min": (F.min, F.least),
+    "max": (F.max, F.greatest),
+}
 
 
 class TableAggregateProcessor(Processor[TableAggregate]):
@@ -79,7 +90,10 @@ class TableAggregateProcessor(Processor[TableAggregate]):
         else:
             changes = changes.withColumn(FATE, F.lit(Fate.APPLIED))
         if not isinstance(chosen, Aggregator):
-            return aggregate(changes, known.state, key=node.key, aggregates=operator.parsed())
+            once = operator.emit == "per_run"
+            return aggregate(
+                changes, known.state, key=node.key, aggregates=operator.parsed(), once=once
+            )
         return aggregate_by(
             changes,
             known.state,
@@ -164,15 +178,22 @@ def entries(
 
 
 def aggregate(
-    rows: DataFrame, state: DataFrame | None, *, key: Sequence[str], aggregates: Aggregates
+    rows: DataFrame,
+    state: DataFrame | None,
+    *,
+    key: Sequence[str],
+    aggregates: Aggregates,
+    once: bool,
 ) -> DataFrame:
-    """Every update of every group by count, sum and avg; where nothing is taken out, also min and max.
+    """The updates of every group by count, sum and avg; where nothing is taken out, also min and max.
 
-    Plan: one shuffle and sort by group, together with one row a group of ``state``.
+    Plan: one shuffle and sort by group, together with one row a group of ``state``; ``once``, where
+    that makes no difference to the numbers, a hash aggregate, whose groups meet those of ``state``.
 
     Args:
         rows: of ``entries`` whose ``inputs`` are the accumulators, after ``refuse``.
         state: ``group key columns, accumulators, timestamp``: the groups before the run.
+        once: whether only the last update of each group is wanted; there may be others.
 
     Returns:
         the results, with the accumulators after each: ``state_after`` needs them.
@@ -181,7 +202,6 @@ def aggregate(
     """
     kept = aggregates.accumulators
     names = [a.name for a in kept]
-    so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     applied = F.col(FATE) == Fate.APPLIED
 
     def change(one: Accumulator) -> Column:
@@ -190,26 +210,37 @@ def aggregate(
             return added
         return F.coalesce(added, F.lit(0)) - F.coalesce(taken, F.lit(0))
 
-    def total(one: Accumulator) -> Column:
-        base, changes = F.col(_BASE)[one.name], F.when(applied, F.col(_CHANGE + one.name))
-        if one.merge != "sum":
-            merge, choose = _MERGED[one.merge]
-            return choose(base, merge(changes).over(so_far)).alias(one.name)
-        added = F.coalesce(F.sum(changes).over(so_far), F.lit(0))
-        return (F.coalesce(base, F.lit(0)) + added).alias(one.name)
-
     others = [F.col(f"`{c}`") for c in rows.columns if c not in (TAKE, ADD)]
     changes = rows.select(*others, *[change(a).alias(_CHANGE + a.name) for a in kept])
-    known = _with_base(changes, state, key, names)
-    summed = known.select(
+    merged = {_CHANGE + a.name: _MERGED[a.merge][0](_CHANGE + a.name) for a in kept}
+    # Spark's own, as of a sum of all rows: a decimal would get a digit more in each run.
+    types = rows.agg(*[_MERGED[a.merge][0](F.col(ADD)[a.name]).alias(a.name) for a in kept]).schema
+    if once and is_exact([f.dataType for f in types]):
+        home = {TIMESTAMP: F.max(TIMESTAMP), PARTITION: F.max(PARTITION)}
+        changes = folded(changes, [*key, FATE], applied, merged | home)
+        merged, newest, last = {c: F.col(c) for c in merged}, F.col(TIMESTAMP), applied
+    else:
+        in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
+        so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+        counted = changes.withColumns({c: F.when(applied, F.col(c)) for c in merged})
+        changes, newest = counted, F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far)
+        merged = {c: column.over(so_far) for c, column in merged.items()}
+        last = is_last(key)
+
+    def total(one: Accumulator) -> Column:
+        base = F.col(_BASE)[one.name]
+        both = _MERGED[one.merge][1](base, merged[_CHANGE + one.name])
+        return both.cast(types[one.name].dataType).alias(one.name)
+
+    summed = _with_base(changes, state, key, names).select(
         *key,
         *[total(a) for a in kept],
-        _group_time(so_far, applied).alias(TIMESTAMP),
+        F.greatest(newest, F.col(_BASE_TIME)).alias(TIMESTAMP),
         PARTITION,
         FATE,
         *ORDER,
         TURN,
-        is_last(key).alias(_LAST),
+        last.alias(_LAST),
     )
     finished = {name: F.when(applied, F.expr(sql)) for name, sql in aggregates.columns}
     return summed.withColumns({**finished, IS_TOMBSTONE: F.lit(False)})
@@ -241,7 +272,9 @@ def refuse(
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     timed = with_stream_time(rows, stream_time, chunk=chunk)
     known = _with_base(timed, state, key, ())
-    late = _group_time(so_far, F.lit(True)) < F.col(STREAM_TIME) - duration(history_retention)
+    # Results of a group never go back in time (kip914-aggregate-sum-unversioned).
+    time = F.greatest(F.max(TIMESTAMP).over(so_far), F.col(_BASE_TIME))
+    late = time < F.col(STREAM_TIME) - duration(history_retention)
     fate = F.when(F.coalesce(late, F.lit(False)), Fate.LATE).otherwise(Fate.APPLIED)
     return known.withColumn(FATE, fate).select(*rows.columns, FATE)
 
@@ -255,11 +288,6 @@ def _with_base(
     held = F.struct(*[F.col(n) for n in names]) if names else F.lit(None)
     groups = state.select(*key, held.alias(_BASE), F.col(TIMESTAMP).alias(_BASE_TIME))
     return rows.join(groups, list(key), "left")
-
-
-def _group_time(so_far: Any, counts: Column) -> Column:
-    """Results of a group never go back in time (kip914-aggregate-sum-unversioned)."""
-    return F.greatest(F.max(F.when(counts, F.col(TIMESTAMP))).over(so_far), F.col(_BASE_TIME))
 
 
 def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str]) -> DataFrame:

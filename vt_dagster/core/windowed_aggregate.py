@@ -31,6 +31,7 @@ from vt_dagster.core import sessions, sliding
 from vt_dagster.core.arrival import Fate, gathered, has_key, micros, union
 from vt_dagster.core.fixed_windows import closes_at, ends, placed, starts
 from vt_dagster.core.known import Input, Known
+from vt_dagster.core.per_run import folded, is_exact
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import home_of
 from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
@@ -115,6 +116,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
             chunk=self.chunk,
             fine_chunk=self.fine_chunk,
             bounds=known.bounds,
+            once=self.operator.emit == "per_run",
         )
 
     def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
@@ -164,12 +166,14 @@ def aggregate(
     chunk: Column | None = None,
     fine_chunk: Column | None = None,
     bounds: Bounds | None = None,
+    once: bool = False,
 ) -> DataFrame:
     """Aggregates the records of a run by key and window; every update is a result.
 
     Plan, tumbling and hopping: ``passed`` (with bounds a broadcast, and a shuffle and sort of chunks
     where they do not decide), then one shuffle and sort by key and window of the run's records and the
-    open windows. Sessions: ``with_stream_time`` (one aggregate, one shuffle and sort by partition and
+    open windows; ``once``, where that makes no difference to the numbers, a shuffle and a hash
+    aggregate. Sessions: ``with_stream_time`` (one aggregate, one shuffle and sort by partition and
     chunk), then a shuffle and sort by key alone, and a kernel in Python (see ``sessions.merge``). In
     all 2 shuffles and 2 sorts of rows, and of a row a chunk 2 shuffles, a sort and a broadcast. Sliding
     windows: the same with ``sliding.merge``, and where their retention hides some, all of it once more
@@ -184,6 +188,7 @@ def aggregate(
         state: the windows kept before the run; None = none.
         before: T of the row's partition before the run (TIMESTAMP; null = no record yet).
         chunk: see ``with_stream_time``; ``fine_chunk`` is that of ``bounds``, see ``passed``.
+        once: whether only the last update of each window is wanted; there may be others.
 
     Returns:
         ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
@@ -212,7 +217,7 @@ def aggregate(
         deadline = closes_at(window, F.unix_micros(WINDOW_START))
         chunk = chunk if bounds is None else fine_chunk
         judged = passed(rows, deadline, before, F.col(KEYED), chunk=chunk, bounds=bounds)
-        return _fixed(judged, earlier, key, aggregates)
+        return _fixed(judged, earlier, key, aggregates, once)
     seen = with_stream_time(records, before, counts, chunk=chunk).select(*fresh, STREAM_TIME)
     if isinstance(window, SessionWindow):
         return _sessions(seen, earlier, key, window, aggregates)
@@ -253,28 +258,42 @@ def _accumulators_type(records: DataFrame, aggregates: Aggregates) -> StructType
 
 
 def _fixed(
-    judged: DataFrame, earlier: DataFrame | None, key: Sequence[str], aggregates: Aggregates
+    judged: DataFrame,
+    earlier: DataFrame | None,
+    key: Sequence[str],
+    aggregates: Aggregates,
+    once: bool,
 ) -> DataFrame:
     """Tumbling and hopping windows: running aggregates, the state's row first."""
     judged = judged.withColumn(_OPEN, ~F.col(PASSED) & F.col(WINDOW_END).isNotNull()).drop(PASSED)
+    names = [a.name for a in aggregates.accumulators]
     # Closed windows stay among the rows, as they are to be counted, but add nothing.
     added = judged.withColumns(
-        {a.name: F.when(F.col(_OPEN), F.col(a.name)) for a in aggregates.accumulators}
+        {a: F.when(F.col(_OPEN), F.col(a)) for a in names}
         | {_MARK: F.when(F.col(_OPEN), F.col(TIMESTAMP))}
     )
     if earlier is not None:
         earlier = earlier.withColumn(_MARK, F.col(TIMESTAMP))
-    # By key and window alone, as the result's store wants them next: each partition has its own.
-    rows = gathered(union(added, earlier), [*key, WINDOW_START, WINDOW_END])
-    group = W.partitionBy(*key, WINDOW_START, WINDOW_END, PARTITION).orderBy(FRESH, *ORDER)
-    so_far = group.rowsBetween(W.unboundedPreceding, W.currentRow)
-    # Sums are made in order of arrival: those of doubles do not depend on how runs are cut.
-    running = {
-        a.name: _MERGES[a.merge](a.name).over(so_far).cast(rows.schema[a.name].dataType)
-        for a in aggregates.accumulators
-    }
+    rows = union(added, earlier)
+    group = [*key, WINDOW_START, WINDOW_END, PARTITION]
+    types = {a: rows.schema[a].dataType for a in names}
+    merged = {a.name: _MERGES[a.merge](a.name) for a in aggregates.accumulators}
+    merged[_MARK] = F.max(_MARK)
+    if once and is_exact(list(types.values())):
+        seen = {FRESH: F.max(FRESH), _OPEN: F.max(_OPEN), TIMESTAMP: F.max(TIMESTAMP)}
+        counts = F.coalesce(F.col(_OPEN), F.lit(True))
+        rows = folded(rows.withColumn(TURN, F.lit(0)), group, counts, merged | seen)
+        merged, last = {c: F.col(c) for c in merged}, F.lit(True)
+    else:
+        # By key and window alone, as the result's store wants them: each partition has its own.
+        rows = gathered(rows, [*key, WINDOW_START, WINDOW_END])
+        in_order = W.partitionBy(*group).orderBy(FRESH, *ORDER)
+        so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+        # Sums are made in order of arrival: those of doubles do not depend on how runs are cut.
+        merged = {c: column.over(so_far) for c, column in merged.items()}
+        last = F.lead(F.lit(1)).over(in_order).isNull()
     rows = rows.withColumns(
-        running | {_MARK: F.max(_MARK).over(so_far), _LAST: F.lead(F.lit(1)).over(group).isNull()}
+        {c: column.cast(rows.schema[c].dataType) for c, column in merged.items()} | {_LAST: last}
     )
     fate = F.when(~F.col(FRESH), Fate.KEPT).when(F.col(_OPEN), Fate.APPLIED).otherwise(Fate.DROPPED)
     return rows.where(F.col(FRESH) | F.col(_LAST)).select(
@@ -289,7 +308,7 @@ def _fixed(
         *ORDER,
         F.unix_micros(WINDOW_START).alias(TURN),
         _LAST,
-        *[a.name for a in aggregates.accumulators],
+        *names,
     )
 
 

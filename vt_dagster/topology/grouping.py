@@ -47,6 +47,11 @@ class GroupedTable(Generic[T]):
             aggregates: ``{"aircraft": "count(*)", "seats": "sum(seats)"}``, of count, sum and avg
                 over SQL expressions; or an :class:`Aggregator`.
             select: the columns that an Aggregator sees.
+            emit: every update, in the order of the records, as Kafka Streams without a cache; or of
+                each group the last of a run, as its cache leaves it. Floating-point numbers are
+                summed in the order of the records either way, so that both end with the same bits;
+                that costs a sort by group. Whole numbers and decimals are exact in any order: with
+                ``per_run`` they are a hash aggregate.
         """
         chosen = aggregates if isinstance(aggregates, Aggregator) else tuple(aggregates.items())
         return TableAggregate(

@@ -1,0 +1,108 @@
+"""``emit="per_run"``: the last of every update, however it is found."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import DoubleType, LongType, StringType, StructField, StructType, TimestampType
+
+from vt_dagster import HoppingWindow, Stream, Table, TumblingWindow
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.log import log_schema
+from vt_dagster.core.processors import processor_of
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.testing import TopologyTestDriver
+
+HOUR = timedelta(hours=1)
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("g", StringType()),
+        StructField("n", LongType()),
+        StructField("x", DoubleType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+ABOUT: dict[str, Any] = {
+    "key": "k",
+    "schema": SCHEMA,
+    "partitions": 2,
+    "tombstone": "n is null",
+    "source": FilesSource("nowhere"),
+}
+SUMS = {"n": "count(*)", "some": "count(n)", "total": "sum(n)", "exact": "sum(cast(n as decimal(9,2)))"}
+ENDS = {**SUMS, "least": "min(n)", "most": "max(g)"}
+
+
+def nodes(emit: Any) -> list[Stream]:
+    orders = Stream("orders", **ABOUT)
+    hopping = HoppingWindow(2 * HOUR, HOUR, HOUR)
+    return [
+        Table("prices", **ABOUT).group_by("g").aggregate(SUMS, name=f"table_{emit}", emit=emit),
+        orders.group_by().aggregate(ENDS, name=f"stream_{emit}", emit=emit),
+        orders.group_by("g").aggregate(ENDS, name=f"regrouped_{emit}", emit=emit),
+        orders.group_by()
+        .windowed_by(TumblingWindow(HOUR))
+        .aggregate(ENDS, name=f"tumbling_{emit}", emit=emit),
+        orders.group_by("g").windowed_by(hopping).aggregate(ENDS, name=f"hopping_{emit}", emit=emit),
+    ]
+
+
+def records(seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [
+        {
+            "k": rng.choice(["a", "b", "c", "d", "e", None]),
+            "g": rng.choice(["x", "y", "z", None]),
+            "n": rng.choice([1, 2, -7, 10, None]),
+            "x": rng.random(),
+            "timestamp": (600 * seed + 20 * i + rng.choice([0, 0, 0, -30, -200]) + 300) * 60_000,
+        }
+        for i in range(40)
+    ]
+
+
+def by_key(node: Stream, rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Each key's last row, without its place and what was there before."""
+    told = [{c: v for c, v in row.items() if c not in ("offset", "old")} for row in rows]
+    return {tuple(row[k] for k in node.key): row for row in told}
+
+
+@pytest.mark.slow
+def test_it_is_the_last_of_every_update(spark: SparkSession) -> None:
+    pairs = list(zip(nodes("every_update"), nodes("per_run"), strict=True))
+    driver = TopologyTestDriver(*[node for pair in pairs for node in pair], spark=spark)
+    out: dict[str, int] = {}
+    for seed in range(3):
+        changes = [r for r in records(seed) if r["k"]]
+        driver.run({"prices": changes, "orders": records(seed)})
+        for every, once in pairs:
+            new = {node: driver.read(node.name) for node in (every, once)}
+            out[once.name] = out.get(once.name, 0) + len(new[once])
+            assert by_key(once, new[once]) == by_key(every, new[every])
+            assert len(new[once]) == len(by_key(every, new[every])) < len(new[every])
+            assert by_key(once, driver.table(once.name)) == by_key(every, driver.table(every.name))
+            counts = {**driver.metrics(every.name), "applied": out[once.name]}
+            assert driver.metrics(once.name) == counts
+    assert driver.metrics("hopping_per_run")["dropped"] > 0
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "exact"), [("sum(n)", True), ("max(x)", False), ("sum(x)", False), ("avg(n)", False)]
+)
+@pytest.mark.parametrize("windowed", [False, True])
+def test_floating_point_numbers_are_summed_in_order(
+    spark: SparkSession, aggregate: str, exact: bool, windowed: bool
+) -> None:
+    grouped: Any = Stream("orders", **ABOUT).group_by("g")
+    grouped = grouped.windowed_by(TumblingWindow(HOUR)) if windowed else grouped
+    node = grouped.aggregate({"it": aggregate}, name="it", emit="per_run")
+    orders = Input(spark.createDataFrame([], log_schema(node.operator.inputs[0])))
+    processor = processor_of(node, few=True)
+    rows: Any = processor.process(processor.in_order([orders]), [orders], Known.nothing())
+    plan: str = rows._jdf.queryExecution().executedPlan().toString()
+    assert ("HashAggregate(keys=[g" in plan) is exact, plan

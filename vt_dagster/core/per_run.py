@@ -1,0 +1,110 @@
+"""``emit="per_run"``: of each key the last update of a run, as Kafka Streams' cache leaves it.
+
+No scenario: they are recorded without a cache. What is left is, bit for bit, the last of every update.
+Where a sum does not depend on the order of what is summed, the other updates are not made at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    DataType,
+    DateType,
+    DecimalType,
+    IntegralType,
+    StringType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    HOME,
+    INPUT,
+    ORDER,
+    SEQUENCE,
+    TURN,
+)
+from vt_dagster.core.arrival import Fate
+
+_EXACT = (
+    BinaryType,
+    BooleanType,
+    DateType,
+    DecimalType,
+    IntegralType,
+    TimestampNTZType,
+    TimestampType,
+)
+_ALONE = ("_alone_home", "_alone_sequence")
+_HOMES = 1 << 16
+
+
+def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
+    """Leaves the last update of each key a result.
+
+    Plan: one shuffle and sort by key, those that an aggregate has made already.
+    """
+    earlier = (F.col(FATE) == Fate.APPLIED) & ~is_last(key)
+    fate = F.when(earlier, Fate.NO_RESULT).otherwise(F.col(FATE))
+    return rows.withColumn(FATE, fate)
+
+
+def is_last(key: Sequence[str]) -> Column:
+    """Whether a row is its group's or key's last update in this run."""
+    in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
+    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+    whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
+    applied = F.col(FATE) == Fate.APPLIED
+    updates = F.count(F.when(applied, 1))
+    return applied & (updates.over(so_far) == updates.over(whole))
+
+
+def is_exact(types: Sequence[DataType]) -> bool:
+    """Whether sums, minima and maxima of these types are the same in whatever order they are made.
+
+    Floating-point numbers are not: their sums are made in the order of the records, and of 0.0 and
+    -0.0 the first is the least. What is compared by a collation is not either.
+    """
+    return all(isinstance(t, _EXACT) or t == StringType() for t in types)
+
+
+def folded(
+    rows: DataFrame, by: Sequence[str], counts: Column, merged: Mapping[str, Column]
+) -> DataFrame:
+    """One row for each group of what counts; what does not count stays as it was.
+
+    A group stands where its last update would. Where inputs are merged, that is told by stream time,
+    then by offset.
+
+    Plan: one hash aggregate, before and after one shuffle by group.
+
+    Args:
+        rows: ``by, ORDER, _turn`` (0 or 1)``, …``, of a single input.
+        counts: whether a row counts.
+        merged: the aggregates to be made of a group, by name.
+
+    Returns:
+        ``by, merged, ORDER, _turn``.
+    """
+    alone = [F.when(~counts, F.col(c)).alias(a) for c, a in zip((HOME, SEQUENCE), _ALONE, strict=True)]
+    home, sequence = _ALONE
+    made = rows.groupBy(*by, *alone).agg(
+        *[column.alias(name) for name, column in merged.items()],
+        F.max(ARRIVAL).alias(ARRIVAL),
+        F.max((F.col(SEQUENCE) * 2 + F.col(TURN)) * _HOMES + F.col(HOME)).alias(SEQUENCE),
+    )
+    place = {
+        INPUT: F.lit(0),
+        HOME: F.coalesce(home, F.lit(0)),
+        SEQUENCE: F.coalesce(sequence, SEQUENCE),
+        TURN: F.lit(0),
+    }
+    return made.withColumns(place).drop(*_ALONE)
