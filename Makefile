@@ -51,7 +51,7 @@ endurance: $(STAMP)
 
 ui: export DAGSTER_HOME := $(abspath data/dagster_home)
 ui: $(RUNS)
-	@mkdir -p "$$DAGSTER_HOME"
+	@mkdir -p "$$DAGSTER_HOME" && cp assets/dagster.yaml "$$DAGSTER_HOME"
 	@if ! $(BIN)/vt-dagster spark status >/dev/null; then \
 	  $(BIN)/vt-dagster spark start && trap '$(BIN)/vt-dagster spark stop' EXIT INT TERM; fi; \
 	  VT_DAGSTER_SPARK=server $(BIN)/dagster dev

@@ -16,5 +16,5 @@ hourly = dg.ScheduleDefinition(name="hourly", job=main, cron_schedule="0 * * * *
 defs = dg.Definitions.merge(
     build_definitions(*PUBLISHED, warehouse=warehouse, spark=spark),
     build_maintenance(),
-    dg.Definitions(jobs=[main], schedules=[hourly]),
+    dg.Definitions(jobs=[main], schedules=[hourly], executor=dg.in_process_executor),
 )

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -34,6 +35,7 @@ def run() -> None:
     for old in (LANDING, DATA / "warehouse", home):
         shutil.rmtree(old, ignore_errors=True)
     home.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("dagster.yaml"), home)
     os.environ["DAGSTER_HOME"] = str(home)
     from assets.definitions import defs
 

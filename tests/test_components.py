@@ -175,7 +175,7 @@ from vt_dagster import build_resources
 
 @dg.definitions
 def resources():
-    return dg.Definitions(resources=build_resources("here"), executor=dg.in_process_executor)
+    return dg.Definitions(resources=build_resources("here"))
 """
 
 
@@ -235,6 +235,41 @@ def test_everything_is_there(shop: str) -> None:
         assert sensor.minimum_interval_seconds == 60
         other = defs.resolve_sensor_def("orders_sensor")
         assert other.default_status == dg.DefaultSensorStatus.STOPPED
+
+
+SPECS = """
+type: vt_dagster.components.TopologyComponent
+attributes:
+  warehouse: {warehouse}
+  assets:
+    - name: prices
+      key_prefix: [shop, eu]
+      stream:
+        key: product
+        columns: {{product: string, at: timestamp}}
+        timestamp: at
+        source:
+          files: {{path: landing}}
+post_processing:
+  assets:
+    - target: "key:shop/eu/prices"
+      attributes:
+        tags: {{tier: gold}}
+        kinds: [parquet]
+        automation_condition: "{{{{ dg.AutomationCondition.eager() }}}}"
+"""
+
+
+def test_specs_in_yaml(tmp_path: Path) -> None:
+    """Prefixes are the topology's; the rest is what Dagster lets any component's user say."""
+    with project(SPECS.format(warehouse=tmp_path / "warehouse")) as defs:
+        dg.Definitions.validate_loadable(defs)
+        (spec,) = defs.resolve_all_asset_specs()
+        assert spec.key == dg.AssetKey(["shop", "eu", "prices"])
+        assert spec.tags["tier"] == "gold"
+        assert "parquet" in spec.kinds
+        assert spec.automation_condition == dg.AutomationCondition.eager()
+        assert spec.code_version
 
 
 def errors(text: str) -> str:
@@ -406,7 +441,8 @@ def test_every_parameter_is_there() -> None:
     for name, kind in (("stream", Stream), ("table", Table), ("versioned_table", VersionedTable)):
         fields = set(CONCEPTS[name].yaml.model_fields)
         assert fields - {"columns", "sensor"} == set(kind.__dataclass_fields__) - {
-            *("name", "description", "group", "owners", "freshness", "operator", "contract")
+            *("name", "description", "group", "owners", "key_prefix", "freshness"),
+            *("operator", "contract"),
         }
         assert CONCEPTS[name].yaml.model_fields["key"].description
 

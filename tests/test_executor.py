@@ -1,18 +1,33 @@
 """An asset is one op, so any executor runs it; a graph of ops that is spread over processes is refused
 at once, in words."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import dagster as dg
+import pyarrow as pa
 import pytest
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
 from tests.market import Market, lines, record
+from vt_dagster import (
+    FilesSource,
+    SparkResource,
+    Stream,
+    WarehouseResource,
+    build_definitions,
+    build_maintenance,
+)
 
 ROOT = Path(__file__).parent.parent
+RESOURCES = ("spark", "warehouse", "tables")
+ARCHIVED = {
+    "schema": StructType([StructField("k", StringType()), StructField("at", TimestampType())]),
+    "timestamp": "at",
+    "source": FilesSource("archived"),
+}
 
 MODULE = """
 import dagster as dg
@@ -87,3 +102,66 @@ def test_assets_run_in_a_process_each(spark: object, tmp_path: Path) -> None:
     rows = market.store(market.priced).read("log").collect()
     assert [(row["v"], row["price"]) for row in rows] == [("s1", "p1")]
     assert (done.stdout + done.stderr).count("STEP_WORKER_STARTED") >= 3
+
+
+def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:
+    """A location with an executor and a ``spark`` of its own, and another warehouse of ours."""
+    market, archive = Market(tmp_path, None), Stream("archived", key="k", **ARCHIVED)  # type: ignore[arg-type]
+
+    @dg.asset
+    def theirs(spark: dg.ResourceParam[str], warehouse: dg.ResourceParam[str]) -> str:
+        return spark + warehouse
+
+    merged = dg.Definitions.merge(
+        build_definitions(market.priced, warehouse="a"),
+        build_definitions(market.rates, warehouse="a"),
+        build_maintenance(),
+        build_definitions(archive, warehouse="b", resource_prefix="archive"),
+        dg.Definitions(
+            assets=[theirs],
+            resources={"spark": "their ", "warehouse": "own"},
+            executor=dg.multiprocess_executor,
+        ),
+    )
+    dg.Definitions.validate_loadable(merged)
+    job = merged.resolve_implicit_global_asset_job_def()
+    assert job.executor_def is dg.multiprocess_executor
+    assert set(job.get_required_resource_defs()) == {
+        *(f"{prefix}_{what}" for prefix in ("vt_dagster", "archive") for what in RESOURCES),
+        *("spark", "warehouse", "io_manager"),
+    }
+    result = job.execute_in_process(asset_selection=[dg.AssetKey("theirs")])
+    assert result.asset_value("theirs") == "their own"
+
+
+def test_a_prefix_says_which_warehouse(spark: object, tmp_path: Path) -> None:
+    """The asset, its checks, its sensor and who reads it."""
+    market = Market(tmp_path, spark)  # type: ignore[arg-type]
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    got: list[str] = []
+
+    @dg.asset(ins={"prices": dg.AssetIn(input_manager_key="archive_tables")})
+    def mine(prices: pa.Table) -> None:
+        got.extend(prices.column("v").to_pylist())
+
+    ours = build_definitions(
+        market.prices,
+        warehouse=str(tmp_path / "archive"),
+        spark=SparkResource(master="local[2]"),
+        resource_prefix="archive",
+    )
+    defs = dg.Definitions.merge(
+        ours, dg.Definitions(assets=[mine], resources={"warehouse": "theirs", "spark": "theirs"})
+    )
+    where = {"archive_warehouse": WarehouseResource(path=str(tmp_path / "archive"))}
+    (sensor,) = ours.sensors or []
+    tick = sensor(dg.build_sensor_context(resources=where))  # type: ignore[operator]
+    assert isinstance(tick, dg.SensorResult)
+    (request,) = tick.run_requests or []
+    result = defs.resolve_implicit_global_asset_job_def().execute_in_process(
+        run_config=request.run_config
+    )
+    assert result.success
+    assert all(one.passed for one in result.get_asset_check_evaluations())
+    assert got == ["p1"]
+    assert not (tmp_path / "warehouse").exists()

@@ -1,7 +1,7 @@
 """A user's own assets get tables as DataFrames."""
 
-from __future__ import annotations
-
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
-from tests.market import Market, messages, run
+from tests.market import QUIET, Market, messages, record, run
 from vt_dagster import SparkResource, build_asset, build_resources, ops
 
 
@@ -79,6 +79,69 @@ def test_an_asset_gets_what_its_parameter_is_annotated_with(market: Market, kind
     result = dg.materialize([*every, mine], selection=[mine], resources=resources, raise_on_error=False)
     assert result.success, messages(result)
     assert set(got) == {"p3", "q2"}
+
+
+DAYS = ["2024-01-01", "2024-01-02", "2024-01-03", "2024-01-04"]
+BY_PARTITION = dg.AssetIn("prices", metadata={"vt_dagster/as_of": "partition_end"})
+
+
+def daily(got: dict[str, set[tuple[str, str]]], **about: Any) -> Any:
+    """An asset of a partition a day, which reads prices as of its end."""
+    days = dg.DailyPartitionsDefinition("2024-01-01", **about)
+
+    @dg.asset(partitions_def=days, ins={"prices": BY_PARTITION})
+    def mine(context: dg.AssetExecutionContext, prices: pl.DataFrame) -> None:
+        got[context.partition_key] = {(row["k"], row["v"]) for row in prices.iter_rows(named=True)}
+
+    return mine
+
+
+def of_partition(market: Market, asset: Any, day: str | None) -> Any:
+    resources = build_resources(str(market.warehouse), SparkResource(master="local[2]"))
+    every, quiet = [build_asset(node) for node in market.nodes], {"run_config": QUIET}
+    return dg.materialize(
+        [*every, asset], selection=[asset], partition_key=day, resources=resources, **quiet
+    )
+
+
+def test_a_backfill_reads_what_the_runs_of_those_days_have_read(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """With a record at each midnight, which is the day's that begins."""
+    at_the_time: dict[str, set[tuple[str, str]]] = {}
+    market = Market(tmp_path, spark)
+    market.prices = replace(market.prices, history_retention=timedelta(days=30))
+    for number, day in enumerate(DAYS, 1):
+        midnight, noon = record("a", f"a{number}", f"{number} 00:00"), f"{number} 12:00"
+        market.land("prices", f"{number}.jsonl", midnight, record("b", f"b{number}", noon))
+        market.run([market.prices])
+        assert of_partition(market, daily(at_the_time), day).success
+    assert at_the_time == {day: {("a", f"a{n}"), ("b", f"b{n}")} for n, day in enumerate(DAYS, 1)}
+    afterwards: dict[str, set[tuple[str, str]]] = {}
+    for day in reversed(DAYS):
+        assert of_partition(market, daily(afterwards), day).success
+    assert afterwards == at_the_time
+    in_paris: dict[str, set[tuple[str, str]]] = {}  # where the day ends at 23:00 UTC
+    assert of_partition(market, daily(in_paris, timezone="Europe/Paris"), DAYS[0]).success
+    assert in_paris == {DAYS[0]: {("a", "a1"), ("b", "b1")}}
+    west: dict[str, set[tuple[str, str]]] = {}  # where it ends at 05:00 UTC of the next
+    assert of_partition(market, daily(west, timezone="America/New_York"), DAYS[0]).success
+    assert west == {DAYS[0]: {("a", "a2"), ("b", "b1")}}
+
+
+def test_a_partition_without_an_end(market: Market) -> None:
+    names = dg.StaticPartitionsDefinition(["x"])
+
+    @dg.asset(partitions_def=names, ins={"prices": BY_PARTITION})
+    def mine(prices: pl.DataFrame) -> None: ...
+
+    result = run([*map(build_asset, market.nodes), mine], market.warehouse, selection=[mine])
+    assert (
+        "prices: expected that mine, which reads it as of 'partition_end', is partitioned by time"
+        in (messages(result))
+    )
+    result, _ = reading(market, "prices", {"vt_dagster/as_of": "partition_end"})
+    assert "got: it runs without a partition. Give it a partitions_def" in messages(result)
 
 
 def test_log_of_a_table_has_every_record(market: Market) -> None:

@@ -50,8 +50,8 @@ ORDER = {
         """,
     "core": """
         arrival stream_time log records as_of_join changes grace sessions sliding emit_early periods
-        fixed_windows table versioned store known processor source filter map_values stream_table_join
-        suppress table_table_join
+        fixed_windows table versioned store known per_run processor source filter map_values
+        stream_table_join suppress table_table_join
         foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors
         """,
@@ -64,7 +64,7 @@ ORDER = {
     "runs": "arrival contracts store audit join_way gate commit pin results run replay",
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager pictures types checks sensors asset ops factory
+        resource metadata io_manager pictures types checks sensors translator asset ops factory
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",

@@ -90,8 +90,8 @@ def test_spark_is_told_once_and_where_its_pages_are(
     monkeypatch.setattr(SparkContext, "uiWebUrl", pages)
 
     @dg.asset
-    def mine(spark: SparkResource) -> None:
-        assert spark.spark_session is spark.spark_session
+    def mine(vt_dagster_spark: SparkResource) -> None:
+        assert vt_dagster_spark.spark_session is vt_dagster_spark.spark_session
 
     with dg.DagsterInstance.ephemeral() as instance:
         result = run([mine], tmp_path, instance=instance)

@@ -22,7 +22,7 @@ def evaluate(market: Market, node: Stream | None = None, cursor: str | None = No
     where = WarehouseResource(path=str(market.warehouse))
     # As Dagster's daemon evaluates it: what it does not accept must not pass here.
     said = build_sensor(node or market.prices).evaluate_tick(
-        dg.build_sensor_context(cursor=cursor, resources={"warehouse": where})
+        dg.build_sensor_context(cursor=cursor, resources={"vt_dagster_warehouse": where})
     )
     if not said.run_requests:
         return said.skip_message
@@ -41,7 +41,7 @@ def test_run_request(market: Market, tmp_path: Path) -> None:
     assert said == f"no new jsonl files {copy.root}/landing/prices/*: batch 2, 11 records consumed"
     # a tick without a request remembers how far the table was, so that its removal is noticed
     where = WarehouseResource(path=str(copy.warehouse))
-    tick = dg.build_sensor_context(resources={"warehouse": where})
+    tick = dg.build_sensor_context(resources={"vt_dagster_warehouse": where})
     build_sensor(copy.prices)(tick)
     assert json.loads(tick.cursor or "") == {"epoch": 0, "batch": 2}
     copy.land("prices", "4.jsonl", record("a", "p6", "2 07:00"))

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
         build_maintenance,
         build_resources,
     )
-    from vt_dagster.orchestration.io_manager import TablesIOManager, tables_io_manager
+    from vt_dagster.orchestration.io_manager import tables_io_manager
     from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
     from vt_dagster.orchestration.sensors import build_sensor
+    from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.sources.files import FilesSource
     from vt_dagster.storage.lookup import read
     from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -65,8 +66,8 @@ _HOMES = {
     "Stream": "vt_dagster.topology.model",
     "StreamTableJoin": "vt_dagster.topology.operators",
     "Table": "vt_dagster.topology.model",
-    "TablesIOManager": "vt_dagster.orchestration.io_manager",
     "TopologyError": "vt_dagster.errors",
+    "TopologyTranslator": "vt_dagster.orchestration.translator",
     "TumblingWindow": "vt_dagster.topology.windowing",
     "UntilTimeLimit": "vt_dagster.topology.operators",
     "UntilWindowCloses": "vt_dagster.topology.operators",
@@ -103,8 +104,8 @@ __all__ = [
     "Stream",
     "StreamTableJoin",
     "Table",
-    "TablesIOManager",
     "TopologyError",
+    "TopologyTranslator",
     "TumblingWindow",
     "UntilTimeLimit",
     "UntilWindowCloses",

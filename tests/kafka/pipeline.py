@@ -66,7 +66,9 @@ class Pipeline:
                 dg.build_sensor_context(
                     instance=instance,
                     cursor=cursor,
-                    resources={"warehouse": WarehouseResource(path=str(self.root / "warehouse"))},
+                    resources={
+                        "vt_dagster_warehouse": WarehouseResource(path=str(self.root / "warehouse"))
+                    },
                 )
             )
         if not said.run_requests:

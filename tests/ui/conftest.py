@@ -23,8 +23,6 @@ FLAGS = [
 ]
 """A browser in a container, that asks nobody outside for anything."""
 
-CONFIG = "telemetry:\n  enabled: false\nnux:\n  enabled: false\n"
-
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -32,7 +30,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     data = tmp_path_factory.mktemp("ui")
     home = data / "dagster_home"
     home.mkdir()
-    (home / "dagster.yaml").write_text(CONFIG)
+    shutil.copy(ROOT / "assets" / "dagster.yaml", home)
     about = {
         **os.environ,
         "VT_DAGSTER_DATA": str(data),

@@ -23,7 +23,7 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
-_SHOWN = ("name", "description", "group", "owners", "freshness")
+_SHOWN = ("name", "description", "group", "owners", "key_prefix", "freshness")
 
 
 def _as_freshness(value: Any) -> Any:
@@ -39,7 +39,7 @@ def _part(
     types = dict(types) if types or name == "Materialized" else {Materialized: _materialized}
     leave_out = (*_SHOWN, "table", "others", "operator", "contract")
     if name == "Sensor":
-        leave_out = ("node", "target")
+        leave_out = ("node", "target", "resource_prefix")
     return part(name, targets, leave_out, types, **more)
 
 
@@ -231,6 +231,7 @@ AssetPart: type[Choice] = choice(
     description=(optional(str), None),
     group=(optional(str), None),
     owners=(optional(Texts), None),
+    key_prefix=(optional(Texts), None),
     freshness=(
         optional(_freshness),
         Field(

@@ -53,7 +53,7 @@ class TopologyAttributes(Part):
     warehouse: optional(str) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None,
         description="The directory or URL of the tables. Left out: the project's own definitions give "
-        "the resources, by vt_dagster.build_resources, and an in-process executor.",
+        "the resources, by vt_dagster.build_resources.",
     )
     spark: optional(_SPARK) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None, description="The Spark session, with a warehouse only."
@@ -107,11 +107,10 @@ class TopologyComponent(dg.Component):
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         builder = _Builder(self.attributes.assets, self._position, context.defs_module_name)
         nodes = {name: builder.node(name) for name in builder.entries}
-        resources, executor = None, None
+        resources = None
         if self.attributes.warehouse is not None:
             spark = None if self.attributes.spark is None else self.attributes.spark.values()
             resources = _resources(self.attributes.warehouse, json.dumps(spark, sort_keys=True))
-            executor = dg.in_process_executor
         return dg.Definitions(
             assets=[build_asset(node) for node in nodes.values()],
             asset_checks=[build_checks(node) for node in nodes.values()],
@@ -121,7 +120,6 @@ class TopologyComponent(dg.Component):
                 if node.source is not None
             ],
             resources=resources,
-            executor=executor,
         )
 
 

@@ -9,18 +9,14 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import dagster as dg
+from typing_extensions import Unpack
 
 from vt_dagster.core.arrival import Fate
 from vt_dagster.errors import ContractError, SourceError, TopologyError
-from vt_dagster.orchestration.metadata import (
-    definition_metadata,
-    describe,
-    lag_metadata,
-    positions_of,
-    run_metadata,
-)
+from vt_dagster.orchestration.metadata import lag_metadata, positions_of, run_metadata
 from vt_dagster.orchestration.pictures import pictures
-from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
+from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for, tables_key
+from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
 from vt_dagster.orchestration.types import RESULTS, misfit
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
@@ -29,12 +25,8 @@ from vt_dagster.runs.run import Run
 from vt_dagster.sources.kafka import KafkaSource, PinnedTopics
 from vt_dagster.sources.kafka_messages import as_ranges
 from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import AssetStore, stores_of
-from vt_dagster.topology.model import Stream, Table, VersionedTable
-
-TABLES = "vt_dagster_tables"
-"""Resource key of the IO manager that gives tables to a user's own assets."""
-
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import Stream
 
 DATA_VERSION = "dagster/data_version"
 """The tag of a materialization that has its data version."""
@@ -61,24 +53,43 @@ class TopicsConfig(dg.Config):
         return {"wanted": as_ranges(self.ranges), "accept_gap": self.accept_gap}
 
 
-def build_asset(node: Stream) -> dg.AssetsDefinition:
+def build_asset(
+    node: Stream,
+    *,
+    translator: TopologyTranslator | None = None,
+    pool: str | None = None,
+    retry_policy: dg.RetryPolicy | None = None,
+    resource_prefix: str = PREFIX,
+    **attributes: Unpack[SpecAttributes],
+) -> dg.AssetsDefinition:
     """The asset of a stream or table: one op that ends in one commit.
 
     Its value is nothing: what it stores is the *whole* table, of which a run added what its metadata
     counts. Its data version says which log it is and how many records that has. A run with nothing new
     starts no Spark and leaves no materialization, but an observation that says so.
 
+    Args:
+        translator: gives the asset's spec; None = a :class:`TopologyTranslator`.
+        pool: a concurrency pool of Dagster's that its runs wait for.
+        retry_policy: when a failed step is tried again; what it had committed counts once.
+        resource_prefix: what the keys of its resources begin with: ``<prefix>_spark``, ``_warehouse``
+            and ``_tables``.
+        attributes: of the spec: ``tags``, ``owners``, ``kinds`` and ``metadata`` in addition,
+            ``description``, ``group_name``, ``code_version``, ``automation_condition`` and
+            ``freshness_policy`` instead.
+
     Raises:
-        TopologyError: the node has neither a source nor an operator.
+        TopologyError: the node has neither a source nor an operator, or its spec another key.
     """
-    upstream = [dg.AssetKey(up.name) for up in node.inputs]
+    about = asset_arguments(node, translator, attributes)
+    about |= {"pool": pool, "retry_policy": retry_policy}
+    about |= {"required_resource_keys": keys_of(resource_prefix)}
+    about |= {"io_manager_key": tables_key(resource_prefix)}
     if node.operator is not None:
 
-        @dg.asset(deps=list(dict.fromkeys(upstream)), **_shown(node))
-        def of_operator(
-            context: dg.AssetExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-        ) -> dg.MaterializeResult[Any]:
-            return _run(context, node, spark, warehouse, {})
+        @dg.asset(**about)
+        def of_operator(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+            return _run(context, node, resource_prefix, {})
 
         return cast(dg.AssetsDefinition, of_operator)
     try:
@@ -87,58 +98,25 @@ def build_asset(node: Stream) -> dg.AssetsDefinition:
         raise TopologyError(str(error)) from None
     if isinstance(source, KafkaSource):
 
-        @dg.asset(**_shown(node))
+        @dg.asset(**about)
         def of_topics(
-            context: dg.AssetExecutionContext,
-            config: TopicsConfig,
-            spark: SparkResource,
-            warehouse: WarehouseResource,
+            context: dg.AssetExecutionContext, config: TopicsConfig
         ) -> dg.MaterializeResult[Any]:
-            return _run(context, node, spark, warehouse, config.asked())
+            return _run(context, node, resource_prefix, config.asked())
 
         return cast(dg.AssetsDefinition, of_topics)
 
-    @dg.asset(**_shown(node))
-    def of_files(
-        context: dg.AssetExecutionContext,
-        config: FilesConfig,
-        spark: SparkResource,
-        warehouse: WarehouseResource,
-    ) -> dg.MaterializeResult[Any]:
-        return _run(context, node, spark, warehouse, {"only": config.files})
+    @dg.asset(**about)
+    def of_files(context: dg.AssetExecutionContext, config: FilesConfig) -> dg.MaterializeResult[Any]:
+        return _run(context, node, resource_prefix, {"only": config.files})
 
     return cast(dg.AssetsDefinition, of_files)
 
 
-def _shown(node: Stream) -> dict[str, Any]:
-    kinds = {
-        "spark",
-        "deltalake",
-        "versioned"
-        if isinstance(node, VersionedTable)
-        else "table"
-        if isinstance(node, Table)
-        else "stream",
-    }
-    return {
-        "name": node.name,
-        "description": describe(node),
-        "group_name": node.group,
-        "owners": list(node.owners) or None,
-        "kinds": kinds,
-        "metadata": definition_metadata(node),
-        "io_manager_key": TABLES,
-    }
-
-
 def _run(
-    context: dg.AssetExecutionContext,
-    node: Stream,
-    spark: SparkResource,
-    warehouse: WarehouseResource,
-    asked: Mapping[str, Any],
+    context: dg.AssetExecutionContext, node: Stream, prefix: str, asked: Mapping[str, Any]
 ) -> dg.MaterializeResult[Any]:
-    stores = stores_of(warehouse.path, lambda: spark.spark_session, context.log.info)
+    stores = stores_for(context, prefix)
     run = Run.pin(node, stores, **asked)
     log_arrival(context.log, run.arrival)
     if run.arrival.empty:
@@ -170,7 +148,7 @@ def materialized(
 ) -> dg.MaterializeResult[Any]:
     """What the op of an asset returns: what its run did, or that nothing is new."""
     node, head = store.node, store.head()
-    key, last = dg.AssetKey(node.name), None if head is None else head.commit
+    key, last = dg.AssetKey(node.path), None if head is None else head.commit
     if receipt.commit is None and (head is None or not to_be_told(context, key, head.commit)):
         return unchanged(context, key, last)
     if receipt.commit is None and head is not None:

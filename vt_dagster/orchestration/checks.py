@@ -6,36 +6,41 @@ from typing import Any
 
 import dagster as dg
 
-from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
+from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for
 from vt_dagster.runs.audit import Finding, audit, checks_of
-from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
 
 _PLANNED = "PLANNED"
 _NOTHING = "nothing: the tables are what they were when it passed before"
 
 
-def build_checks(node: Stream) -> dg.AssetChecksDefinition:
+def build_checks(
+    node: Stream, *, pool: str | None = None, resource_prefix: str = PREFIX
+) -> dg.AssetChecksDefinition:
     """The checks of an asset's committed tables.
 
     They are blocking: where one fails, what is downstream in the same run is held. A failing check
     does not undo the commit; the contract before it prevents one. In a run that has made nothing new,
     checks that have passed on these versions of the tables do not look again.
     """
-    key = dg.AssetKey(node.name)
+    key = dg.AssetKey(node.path)
     promises = {check.name: check.promise for check in checks_of(node)}
     specs = [
         dg.AssetCheckSpec(name, asset=key, blocking=True, description=promise)
         for name, promise in promises.items()
     ]
 
-    @dg.multi_asset_check(specs=specs, name=f"check_{node.name}", can_subset=True)
-    def check(
-        context: dg.AssetCheckExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-    ) -> Iterator[dg.AssetCheckResult]:
+    @dg.multi_asset_check(
+        specs=specs,
+        name=f"check_{key.to_python_identifier()}",
+        can_subset=True,
+        pool=pool,
+        required_resource_keys=keys_of(resource_prefix),
+    )
+    def check(context: dg.AssetCheckExecutionContext) -> Iterator[dg.AssetCheckResult]:
         started = time.monotonic()
         chosen = {check.name for check in context.selected_asset_check_keys}
-        store = AssetStore(warehouse.path, node, lambda: spark.spark_session)
+        store = stores_for(context, resource_prefix)(node)
         versions = store.versions()
         if _passed_before(context, key, versions):
             context.log.info(f"{node.name}: nothing new since its checks have passed")

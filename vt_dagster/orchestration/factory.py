@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 from typing import Any, cast
 
 import dagster as dg
+from typing_extensions import Unpack
 
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration import ops
 from vt_dagster.orchestration.asset import build_asset
 from vt_dagster.orchestration.checks import build_checks
-from vt_dagster.orchestration.io_manager import OpMemoryIOManager, tables_io_manager
-from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
+from vt_dagster.orchestration.io_manager import OP_MEMORY_IO_MANAGER, tables_io_manager
+from vt_dagster.orchestration.resource import (
+    PREFIX,
+    SparkResource,
+    WarehouseResource,
+    spark_key,
+    tables_key,
+    warehouse_key,
+)
 from vt_dagster.orchestration.sensors import build_sensor
+from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator
 from vt_dagster.sources.kafka_sink import KafkaSink
 from vt_dagster.storage.maintenance import KEEP
 from vt_dagster.topology.model import Stream, topological
 
 
 def build_publication(
-    node: Stream, sink: KafkaSink, *, name: str | None = None, group: str | None = None
+    node: Stream,
+    sink: KafkaSink,
+    *,
+    name: str | None = None,
+    group: str | None = None,
+    resource_prefix: str = PREFIX,
 ) -> dg.AssetsDefinition:
     """An asset that publishes the log of a stream or table to a Kafka topic; see :class:`KafkaSink`.
 
@@ -29,11 +44,11 @@ def build_publication(
     """
     named = name or f"{node.name}_to_kafka"
 
-    publish = ops.publish_op(node, sink, named)
+    publish = ops.publish_op(node, sink, named, resource_prefix=resource_prefix)
 
     @dg.graph_asset(
         name=named,
-        ins={node.name: dg.AssetIn(dg.AssetKey(node.name), dagster_type=dg.Nothing)},
+        ins={node.name: dg.AssetIn(dg.AssetKey(node.path), dagster_type=dg.Nothing)},
         description=f"Publishes the log of `{node.name}` to {sink.describe()}.",
         group_name=group,
         kinds={"kafka", "spark"},
@@ -46,7 +61,11 @@ def build_publication(
 
 
 def build_maintenance(
-    *, cron_schedule: str = "0 3 * * *", keep: timedelta = KEEP, running: bool = False
+    *,
+    cron_schedule: str = "0 3 * * *",
+    keep: timedelta = KEEP,
+    running: bool = False,
+    resource_prefix: str = PREFIX,
 ) -> dg.Definitions:
     """A job, and its schedule, that keeps the tables of a whole warehouse in shape.
 
@@ -57,7 +76,7 @@ def build_maintenance(
         keep: how long files that are in no current table version stay: longer than any run takes.
         running: whether the schedule is on from the start.
     """
-    upkeep = ops.maintenance_op(keep)
+    upkeep = ops.maintenance_op(keep, resource_prefix=resource_prefix)
 
     @dg.job(
         name="maintenance",
@@ -75,27 +94,55 @@ def build_maintenance(
 
 
 def build_resources(
-    warehouse: WarehouseResource | str = "data/warehouse", spark: SparkResource | None = None
+    warehouse: WarehouseResource | str = "data/warehouse",
+    spark: SparkResource | None = None,
+    *,
+    resource_prefix: str = PREFIX,
 ) -> dict[str, Any]:
-    """The resources that the ops, checks and sensors need, under the keys that they need them."""
-    where = WarehouseResource(path=warehouse) if isinstance(warehouse, str) else warehouse
+    """The resources that the ops, checks and sensors need, under the keys that they need them.
+
+    The same arguments give the same objects, for Dagster merges no others under one key.
+    """
     return {
-        "warehouse": where,
-        "spark": spark or SparkResource(),
-        ops.OP_MEMORY: OpMemoryIOManager(),
-        ops.TABLES: tables_io_manager,
+        warehouse_key(resource_prefix): _named(warehouse) if isinstance(warehouse, str) else warehouse,
+        spark_key(resource_prefix): spark or _default_spark(),
+        tables_key(resource_prefix): tables_io_manager(resource_prefix),
+        ops.OP_MEMORY: OP_MEMORY_IO_MANAGER,
     }
+
+
+@cache
+def _named(warehouse: str) -> WarehouseResource:
+    return WarehouseResource(path=warehouse)
+
+
+@cache
+def _default_spark() -> SparkResource:
+    return SparkResource()
 
 
 def build_definitions(
     *nodes: Stream,
     warehouse: WarehouseResource | str = "data/warehouse",
     spark: SparkResource | None = None,
+    translator: TopologyTranslator | None = None,
+    pool: str | None = None,
+    retry_policy: dg.RetryPolicy | None = None,
+    resource_prefix: str = PREFIX,
+    **attributes: Unpack[SpecAttributes],
 ) -> dg.Definitions:
     """Everything that Dagster needs for some streams and tables, and all that they are made of.
 
-    Assets, blocking checks, a sensor (off) for each source, resources, and the in-process executor.
-    Merge it with definitions of your own by ``dg.Definitions.merge``.
+    Assets, blocking checks, a sensor (off) for each source, and resources. Merge it with definitions of
+    your own by ``dg.Definitions.merge``: they say which executor runs all of them.
+
+    Args:
+        translator: gives the specs of all assets; None = a :class:`TopologyTranslator`.
+        pool: a concurrency pool of Dagster's for all assets and checks.
+        retry_policy: of all assets.
+        resource_prefix: what the keys of the resources begin with; give another one for tables of a
+            second warehouse in the same code location.
+        attributes: of all specs, see :func:`build_asset`.
 
     Raises:
         TopologyError: the topology has no meaning; nothing has been started.
@@ -103,10 +150,11 @@ def build_definitions(
     if not nodes:
         raise TopologyError("build_definitions needs at least one stream or table, got none")
     every = topological(nodes)
+    where: Any = {"resource_prefix": resource_prefix}
+    how: Any = {"translator": translator, "retry_policy": retry_policy, **attributes}
     return dg.Definitions(
-        assets=[build_asset(node) for node in every],
-        asset_checks=[build_checks(node) for node in every],
-        sensors=[build_sensor(node) for node in every if node.source is not None],
-        resources=build_resources(warehouse, spark),
-        executor=dg.in_process_executor,
+        assets=[build_asset(node, pool=pool, **how, **where) for node in every],
+        asset_checks=[build_checks(node, pool=pool, **where) for node in every],
+        sensors=[build_sensor(node, **where) for node in every if node.source is not None],
+        resources=build_resources(warehouse, spark, **where),
     )

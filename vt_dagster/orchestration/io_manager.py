@@ -1,16 +1,22 @@
 """How DataFrames come to ops and to a user's own assets."""
 
+from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import dagster as dg
 
 from vt_dagster.errors import ContractError, ExecutorError
+from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, warehouse_of
 from vt_dagster.storage.lookup import Into, read
 from vt_dagster.storage.store import AssetStore
 
 READ = "vt_dagster/read"
 AS_OF = "vt_dagster/as_of"
 PARTIAL = "vt_dagster/partial"
+PARTITION_END = "partition_end"
+_TICK = timedelta(microseconds=1)
+"""The finest that timestamps are: the last moment before an end is the end without it."""
 _OURS = "vt_dagster/"
 _LIBRARIES: dict[str, Into] = {
     "pandas": "pandas",
@@ -45,6 +51,10 @@ class OpMemoryIOManager(dg.IOManager):
             ) from None
 
 
+OP_MEMORY_IO_MANAGER = OpMemoryIOManager()
+"""One for all, since Dagster merges no two under one key."""
+
+
 class TablesIOManager(dg.IOManager):
     """Gives an asset's table to a user's own asset, as the DataFrame that its parameter is annotated
     with.
@@ -60,11 +70,21 @@ class TablesIOManager(dg.IOManager):
     - ``log`` (default of streams): the append-only records;
     - with ``"vt_dagster/as_of": "2013-07-01T00:00:00Z"``: a versioned table as of that time
       (inclusive; without an offset it is UTC); a time that its history does not reach back to is an
-      error, but with ``"vt_dagster/partial": True`` gives the rows that are left.
+      error, but with ``"vt_dagster/partial": True`` gives the rows that are left;
+    - with ``"vt_dagster/as_of": "partition_end"``: as of the end of the time that the run's partition
+      is of (exclusive: what begins to be true at that midnight is the next day's); of a range of
+      partitions in one run its end. A backfill reads what runs at those times would have read, but
+      for what has come late since.
 
     What is read is as of the log's last commit. Nothing is written by this manager: the tables are
-    written by their own assets. It uses the resources ``spark`` and ``warehouse``.
+    written by their own assets.
+
+    Args:
+        prefix: of the keys of the resources that it uses, ``<prefix>_spark`` and ``_warehouse``.
     """
+
+    def __init__(self, prefix: str = PREFIX) -> None:
+        self._prefix = prefix
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
         """The write op has committed already; anything else cannot be stored here."""
@@ -78,7 +98,7 @@ class TablesIOManager(dg.IOManager):
     def load_input(self, context: dg.InputContext) -> Any:
         upstream = context.upstream_output
         assert upstream is not None
-        name = upstream.asset_key.path[-1]
+        name = "/".join(upstream.asset_key.path)
         wanted = context.definition_metadata or {}
         unknown = {k for k in wanted if k.startswith(_OURS)} - {READ, AS_OF, PARTIAL}
         if unknown:
@@ -86,20 +106,37 @@ class TablesIOManager(dg.IOManager):
                 f"{name}: expected {READ!r}, {AS_OF!r} or {PARTIAL!r} in an input's metadata, got "
                 f"{sorted(unknown)}; correct the key"
             )
-        resources: Any = context.resources
-        warehouse, partial = resources.warehouse.path, wanted.get(PARTIAL, False)
+        warehouse, partial = warehouse_of(context, self._prefix), wanted.get(PARTIAL, False)
+        what, as_of = wanted.get(READ), wanted.get(AS_OF)
+        if as_of == PARTITION_END:
+            as_of = _before_the_end(context, name)
         kind = context.dagster_type.typing_type
         annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
         library = _LIBRARIES.get(annotated.partition(".")[0])
         if library is None:
-            store = AssetStore.open(warehouse, name, resources.spark.spark_session)
-            return store.read(wanted.get(READ), wanted.get(AS_OF), partial)
-        what, as_of = wanted.get(READ), wanted.get(AS_OF)
+            spark = spark_of(context, self._prefix).spark_session
+            return AssetStore.open(warehouse, name, spark).read(what, as_of, partial)
         rows = read(name, warehouse=warehouse, what=what, as_of=as_of, partial=partial, into=library)
         return rows.lazy() if annotated.endswith(".LazyFrame") else rows
 
 
-@dg.io_manager(required_resource_keys={"spark", "warehouse"})
-def tables_io_manager() -> TablesIOManager:
+def _before_the_end(context: dg.InputContext, name: str) -> str:
+    """The last moment of the run's partition."""
+    step, why = context.step_context, "it runs without a partition"
+    if step.has_partition_key or step.has_partition_key_range:
+        try:
+            return (step.partition_time_window.end - _TICK).isoformat()
+        except dg.DagsterError as error:
+            why = str(error)
+    raise ContractError(
+        f"{name}: expected that {step.step.key}, which reads it as of {PARTITION_END!r}, is "
+        f"partitioned by time and runs for a partition, got: {why}. Give it a partitions_def such as "
+        "dagster.DailyPartitionsDefinition, or a time to read as of"
+    )
+
+
+@cache
+def tables_io_manager(prefix: str = PREFIX) -> dg.IOManagerDefinition:
     """The resource that gives tables to assets; see :class:`TablesIOManager`."""
-    return TablesIOManager()
+    needed = keys_of(prefix)
+    return dg.IOManagerDefinition(lambda _: TablesIOManager(prefix), required_resource_keys=needed)

@@ -104,8 +104,9 @@ def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
     """What each column is made of; Dagster+ draws it, from a materialization."""
     if node.operator is None:
         return {}
+    keys = {up.name: dg.AssetKey(up.path) for up in node.inputs}
     made_of = {
-        name: [dg.TableColumnDep(dg.AssetKey(asset), column) for asset, column in deps]
+        name: [dg.TableColumnDep(keys[asset], column) for asset, column in deps]
         for name, deps in node.operator.lineage().items()
     }
     return {"dagster/column_lineage": dg.TableColumnLineage(made_of)}

@@ -2,13 +2,12 @@
 
 Build a ``@dg.graph_asset`` from them, with ops of yours in between; the asset of ``build_asset`` is one
 op and needs none. DataFrames pass between these ops in one process, so the job needs
-``in_process_executor``. Every op needs the resources ``spark`` (:class:`SparkResource`) and
-``warehouse`` (:class:`WarehouseResource`).
+``in_process_executor``. Every op needs the resources ``vt_dagster_spark`` (:class:`SparkResource`) and
+``vt_dagster_warehouse`` (:class:`WarehouseResource`); ``resource_prefix`` says another beginning.
 """
 
 import re
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +19,6 @@ from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.asset import (
     DATA_VERSION,
-    TABLES,
     FilesConfig,
     TopicsConfig,
     data_version,
@@ -30,7 +28,14 @@ from vt_dagster.orchestration.asset import (
     unchanged,
 )
 from vt_dagster.orchestration.metadata import publication_metadata
-from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
+from vt_dagster.orchestration.resource import (
+    PREFIX,
+    keys_of,
+    spark_of,
+    stores_for,
+    tables_key,
+    warehouse_of,
+)
 from vt_dagster.orchestration.types import (
     ArrivalType,
     considered_type,
@@ -46,12 +51,13 @@ from vt_dagster.runs.store import Stores
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
-from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import Operator
 
 OP_MEMORY = "vt_dagster_op_memory"
 """Resource key of the IO manager between ops."""
+TABLES = tables_key(PREFIX)
+"""Resource key of the IO manager that gives tables to a user's own assets."""
 
 
 def _require_one_process(context: dg.OpExecutionContext) -> None:
@@ -74,14 +80,7 @@ def _require_one_process(context: dg.OpExecutionContext) -> None:
         )
 
 
-def _stores(
-    context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-) -> Callable[[Stream], AssetStore]:
-    """The tables of an op's asset and its inputs; what is written there is told in the run's log."""
-    return stores_of(warehouse.path, lambda: spark.spark_session, context.log.info)
-
-
-def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX) -> dg.OpDefinition:
     """Op ``() -> (records, arrival)``: what is new in a source, as prepared records.
 
     ``records`` is lazy and empty where there is nothing new. Rows that are no records (unreadable,
@@ -95,6 +94,7 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
             "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
         },
         description=f"Reads new {source.describe()}.",
+        required_resource_keys=keys_of(resource_prefix),
     )
 
     def read(context: dg.OpExecutionContext, stores: Stores, **asked: Any) -> Any:
@@ -107,28 +107,20 @@ def read_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
 
         @op
         def read_topics(
-            context: dg.OpExecutionContext,
-            config: TopicsConfig,
-            spark: SparkResource,
-            warehouse: WarehouseResource,
+            context: dg.OpExecutionContext, config: TopicsConfig
         ) -> tuple[DataFrame, Arrival]:
-            return read(context, _stores(context, spark, warehouse), **config.asked())
+            return read(context, stores_for(context, resource_prefix), **config.asked())
 
         return read_topics
 
     @op
-    def read_files(
-        context: dg.OpExecutionContext,
-        config: FilesConfig,
-        spark: SparkResource,
-        warehouse: WarehouseResource,
-    ) -> tuple[DataFrame, Arrival]:
-        return read(context, _stores(context, spark, warehouse), only=config.files)
+    def read_files(context: dg.OpExecutionContext, config: FilesConfig) -> tuple[DataFrame, Arrival]:
+        return read(context, stores_for(context, resource_prefix), only=config.files)
 
     return read_files
 
 
-def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+def put_op(node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX) -> dg.OpDefinition:
     """Op ``(records, arrival) -> considered``: which records are applied, which are late.
 
     A versioned table refuses a record with ``timestamp < stream time - history retention``; streams
@@ -140,20 +132,17 @@ def put_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         ins={"records": dg.In(records_type(node)), "arrival": dg.In(ArrivalType)},
         out=dg.Out(considered_type(node), io_manager_key=OP_MEMORY),
         description="Decides which records are applied and which come too late.",
+        required_resource_keys=keys_of(resource_prefix),
     )
-    def put(
-        context: dg.OpExecutionContext,
-        records: Any,
-        arrival: Any,
-        spark: SparkResource,
-        warehouse: WarehouseResource,
-    ) -> DataFrame:
-        return Run(arrival, _stores(context, spark, warehouse)).operate([records]).rows
+    def put(context: dg.OpExecutionContext, records: Any, arrival: Any) -> DataFrame:
+        return Run(arrival, stores_for(context, resource_prefix)).operate([records]).rows
 
     return put
 
 
-def read_logs_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+def read_logs_op(
+    node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX
+) -> dg.OpDefinition:
     """Op ``(after upstream) -> (one DataFrame for each log, arrival)``: what is new in an operator's
     inputs.
 
@@ -170,12 +159,12 @@ def read_logs_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
             "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
         },
         description=f"Takes what is new in the log of {' and of '.join(up.name for up in logs)}.",
+        required_resource_keys=keys_of(resource_prefix),
     )
-    def read_logs(  # Dagster would count the parts of a tuple's annotation
-        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-    ):
+    # Dagster would count the parts of a tuple's annotation.
+    def read_logs(context: dg.OpExecutionContext):
         _require_one_process(context)
-        run = Run.pin(node, _stores(context, spark, warehouse))
+        run = Run.pin(node, stores_for(context, resource_prefix))
         log_arrival(context.log, run.arrival)
         by_name = dict(zip((up.name for up in run.processor.consumed), run.read(), strict=True))
         return (*by_name.values(), run.arrival)
@@ -183,7 +172,9 @@ def read_logs_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     return read_logs
 
 
-def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+def operate_op(
+    node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX
+) -> dg.OpDefinition:
     """Op ``(one DataFrame for each log, arrival) -> results``: the operator itself.
 
     ``results`` are :class:`Results`: rows with what becomes of them, lazy, and what the operator knew
@@ -200,17 +191,18 @@ def operate_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         },
         out=dg.Out(results_type(node), io_manager_key=OP_MEMORY),
         description=operator_of(node).describe(),
+        required_resource_keys=keys_of(resource_prefix),
     )
-    def operate(
-        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource, **given: Any
-    ) -> Results:
-        run = Run(given["arrival"], _stores(context, spark, warehouse))
+    def operate(context: dg.OpExecutionContext, **given: Any) -> Results:
+        run = Run(given["arrival"], stores_for(context, resource_prefix))
         return run.operate([given[up.name] for up in consumed])
 
     return operate
 
 
-def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
+def write_op(
+    node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX
+) -> dg.OpDefinition:
     """Op ``(results, arrival) -> asset``: gate, state, commit to the log, then view and quarantine.
 
     Of a source ``results`` are what ``put_op`` gives. Where nothing is new, it leaves an observation
@@ -226,15 +218,10 @@ def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
         },
         out=dg.Out(dg.Nothing, io_manager_key=TABLES),
         description="Checks the results against their contract and commits them to the log.",
+        required_resource_keys=keys_of(resource_prefix),
     )
-    def write(
-        context: dg.OpExecutionContext,
-        results: Any,
-        arrival: Any,
-        spark: SparkResource,
-        warehouse: WarehouseResource,
-    ) -> dg.Output[None]:
-        stores = _stores(context, spark, warehouse)
+    def write(context: dg.OpExecutionContext, results: Any, arrival: Any) -> dg.Output[None]:
+        stores = stores_for(context, resource_prefix)
         given = Results(results, Known.nothing()) if is_source else results
         receipt = Run(arrival, stores).commit(given, context.run_id)
         return _output(materialized(context, stores(node), arrival, receipt))
@@ -242,7 +229,9 @@ def write_op(node: Stream, name: str | None = None) -> dg.OpDefinition:
     return write
 
 
-def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefinition:
+def publish_op(
+    node: Stream, sink: KafkaSink, publication: str, *, resource_prefix: str = PREFIX
+) -> dg.OpDefinition:
     """Op ``(after the node) -> asset``: sends what is new in a log to a topic, and commits how far.
 
     Args:
@@ -254,12 +243,13 @@ def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefiniti
         ins={node.name: dg.In(dg.Nothing)},
         out=dg.Out(dg.Nothing, io_manager_key=TABLES),
         description=f"Sends the log of {node.name} to {sink.describe()}.",
+        required_resource_keys=keys_of(resource_prefix),
     )
-    def publish(
-        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-    ) -> dg.Output[None]:
-        started = time.monotonic()
-        way = Publication(warehouse.path, publication, node, sink, lambda: spark.spark_session)
+    def publish(context: dg.OpExecutionContext) -> dg.Output[None]:
+        started, spark = time.monotonic(), spark_of(context, resource_prefix)
+        way = Publication(
+            warehouse_of(context, resource_prefix), publication, node, sink, lambda: spark.spark_session
+        )
         commit = way.run(context.run_id)
         seconds = time.monotonic() - started
         last, key = commit or way.head(), dg.AssetKey(publication)
@@ -279,14 +269,17 @@ def publish_op(node: Stream, sink: KafkaSink, publication: str) -> dg.OpDefiniti
     return publish
 
 
-def maintenance_op(keep: timedelta) -> dg.OpDefinition:
+def maintenance_op(keep: timedelta, *, resource_prefix: str = PREFIX) -> dg.OpDefinition:
     """Op ``() -> numbers``: compacts and cleans every asset of the warehouse; see ``maintain``."""
 
-    @dg.op(name="maintain", description="Compacts logs and removes files that nobody needs any more.")
-    def maintain(
-        context: dg.OpExecutionContext, spark: SparkResource, warehouse: WarehouseResource
-    ) -> dict[str, dict[str, int]]:
-        done = maintain_all(warehouse.path, spark.spark_session, keep)
+    @dg.op(
+        name="maintain",
+        description="Compacts logs and removes files that nobody needs any more.",
+        required_resource_keys=keys_of(resource_prefix),
+    )
+    def maintain(context: dg.OpExecutionContext) -> dict[str, dict[str, int]]:
+        spark = spark_of(context, resource_prefix)
+        done = maintain_all(warehouse_of(context, resource_prefix), spark.spark_session, keep)
         for name, numbers in done.items():
             context.log.info(f"{name}: {', '.join(f'{n} {what}' for what, n in numbers.items())}")
         return done

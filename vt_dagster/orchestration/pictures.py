@@ -93,7 +93,7 @@ def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, str]:
     if joined or isinstance(node, VersionedTable):
         lanes = _lanes(node, rows, joined)
         if isinstance(versions, VersionedTable):
-            _add_bars(lanes, AssetStore(posixpath.dirname(store.root), versions), versions)
+            _add_bars(lanes, AssetStore(store.warehouse, versions), versions)
         lanes = {key: lane for key, lane in lanes.items() if lane.marks}
         if lanes:
             odd = "late" if joined else "out of order"
@@ -114,7 +114,7 @@ def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, str]:
     grace = getattr(store.node.operator, "grace_period", None)
     if not isinstance(grace, timedelta) or stream.operator is not None:
         return {}
-    log = AssetStore(posixpath.dirname(store.root), stream).log_path
+    log = AssetStore(store.warehouse, stream).log_path
     arrived = _sample(log, arrival.inputs[stream.name].commit.batch)
     if arrived is None:
         return {}

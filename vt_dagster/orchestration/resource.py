@@ -1,6 +1,11 @@
-"""Dagster resources: the Spark session, and the warehouse that the tables are in."""
+"""Dagster resources: the Spark session, and the warehouse that the tables are in.
+
+Their keys begin with a prefix, so that a code location may have a ``spark`` of its own, and tables of a
+second warehouse under another prefix.
+"""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import dagster as dg
@@ -9,6 +14,11 @@ from pyspark.sql.utils import is_remote
 
 from vt_dagster.spark.server import resolve_remote
 from vt_dagster.spark.session import build_session
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.model import Stream
+
+PREFIX = "vt_dagster"
+"""What the keys of resources begin with, if nothing else is said."""
 
 
 class SparkResource(dg.ConfigurableResource[None]):
@@ -63,3 +73,39 @@ class WarehouseResource(dg.ConfigurableResource[None]):
         default="data/warehouse",
         description="A directory, or a URL that both Spark and fsspec can read and write.",
     )
+
+
+def keys_of(prefix: str) -> set[str]:
+    """The keys of what a step needs."""
+    return {spark_key(prefix), warehouse_key(prefix)}
+
+
+def spark_key(prefix: str) -> str:
+    """The key of the :class:`SparkResource`."""
+    return f"{prefix}_spark"
+
+
+def warehouse_key(prefix: str) -> str:
+    """The key of the :class:`WarehouseResource`."""
+    return f"{prefix}_warehouse"
+
+
+def tables_key(prefix: str) -> str:
+    """The key of the IO manager that gives tables to a user's own assets."""
+    return f"{prefix}_tables"
+
+
+def spark_of(context: Any, prefix: str) -> SparkResource:
+    """The resource of a step or its IO manager that has the Spark session."""
+    return getattr(context.resources, spark_key(prefix))
+
+
+def warehouse_of(context: Any, prefix: str) -> str:
+    """The directory of the tables."""
+    return getattr(context.resources, warehouse_key(prefix)).path
+
+
+def stores_for(context: Any, prefix: str) -> Callable[[Stream], AssetStore]:
+    """The tables of a step's asset and its inputs; what is written there is told in the run's log."""
+    spark = spark_of(context, prefix)
+    return stores_of(warehouse_of(context, prefix), lambda: spark.spark_session, context.log.info)

@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
-from vt_dagster.orchestration.resource import WarehouseResource
+from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore, Head
@@ -51,6 +51,7 @@ def build_sensor(
     minimum_records: int = 1,
     maximum_wait: timedelta = timedelta(minutes=5),
     running: bool = False,
+    resource_prefix: str = PREFIX,
 ) -> dg.SensorDefinition:
     """A sensor that asks for a run when a source has what was not consumed: files, or offsets.
 
@@ -69,9 +70,10 @@ def build_sensor(
         minimum_records: of topics, wait until so many records are there,
         maximum_wait: but not longer than this since a tick first saw some.
         running: whether the sensor is on from the start.
+        resource_prefix: as of :func:`build_asset`; of the resources it needs the warehouse.
     """
     source: Any = source_of(node)
-    selection = target or dg.AssetSelection.assets(dg.AssetKey(node.name)).downstream()
+    selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
 
     @dg.sensor(
         name=name or f"{node.name}_sensor",
@@ -79,11 +81,12 @@ def build_sensor(
         minimum_interval_seconds=minimum_interval_seconds,
         default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
         description=f"Runs when there are new {source.describe()}.",
+        required_resource_keys={warehouse_key(resource_prefix)},
     )
-    def sense(
-        context: dg.SensorEvaluationContext, warehouse: WarehouseResource
+    def sense(  # where a test calls it, Dagster gives the resources as arguments too
+        context: dg.SensorEvaluationContext, **_: Any
     ) -> dg.SensorResult | dg.SkipReason:
-        store = AssetStore(warehouse.path, node)
+        store = AssetStore(warehouse_of(context, resource_prefix), node)
         try:
             head = store.head()
             news = _news(source, store, head)
@@ -120,7 +123,7 @@ def _request(node: Stream, place: str, config: Any, tags: Mapping[str, str]) -> 
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
     return dg.RunRequest(
         run_key=f"{node.name}:{place}:{digest}",
-        run_config={"ops": {node.name: {"config": config}}},
+        run_config={"ops": {dg.AssetKey(node.path).to_python_identifier(): {"config": config}}},
         tags=tags,
     )
 

@@ -18,7 +18,7 @@ from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.node import require_name
+from vt_dagster.topology.node import require_name, require_path
 
 Start = datetime | Mapping[str, Mapping[int, int]] | None
 
@@ -142,10 +142,10 @@ def swap(warehouse: str, live: str, other: str) -> None:
     if live == other:
         raise StorageError(f"expected two assets to swap, got {live!r} twice")
     for name in (live, other):
-        require_name(name, "asset")
+        require_path(name, "asset")
     fs, root = delta.filesystem(str(warehouse))
     paths = {name: posixpath.join(root, name) for name in (live, other)}
-    aside = posixpath.join(root, f"_{live}.swap.{other}")
+    aside = posixpath.join(root, f"_{live}.swap.{other}".replace("/", "."))
     if not fs.exists(aside):
         missing = [name for name, path in paths.items() if not fs.exists(posixpath.join(path, "log"))]
         if missing:

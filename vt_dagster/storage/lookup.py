@@ -7,7 +7,7 @@ those of ``core.versioned`` and ``core.table``; a test compares both on random t
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
@@ -44,6 +44,8 @@ from vt_dagster.storage.positions import (
 from vt_dagster.storage.values import as_key, type_name
 from vt_dagster.topology.durations import parse_time
 
+_DEEPEST = 3
+"""How many folders of a warehouse an asset may be within."""
 Into = Literal["arrow", "polars", "pandas", "duckdb", "spark"]
 
 
@@ -60,7 +62,7 @@ def read(
     """What an asset has, as of its last commit; without Spark and Dagster, unless Spark is asked for.
 
     Args:
-        table: an asset's name, or the stream or table itself.
+        table: an asset's name (with a key prefix: ``shop/prices``), or the stream or table itself.
         warehouse: the directory or URL of the tables.
         key: the value of the key, of a composite key a tuple or list, also as texts; None = all.
         as_of: an ISO 8601 time or a datetime (without an offset: UTC); the row of each key as of it
@@ -75,7 +77,7 @@ def read(
     Raises:
         StorageError: there is no such asset, or it has no such thing, or remembers it no more.
     """
-    name = table if isinstance(table, str) else table.name
+    name = table if isinstance(table, str) else "/".join(table.path)
     if into not in get_args(Into):
         raise StorageError(f"expected into to be one of {list(get_args(Into))}, got {into!r}")
     values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]
@@ -159,14 +161,25 @@ def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
 
 
 def asset_names(warehouse: str) -> list[str]:
-    """The names of the assets that have a log in a warehouse. Does not use Spark."""
+    """The assets that have a log in a warehouse, in folders of it too (``shop/prices``). Does not use
+    Spark."""
     delta.require_place(str(warehouse))
     fs, root = delta.filesystem(str(warehouse))
-    try:
-        names = [posixpath.basename(p.rstrip("/")) for p in fs.ls(root, detail=False)]
-    except FileNotFoundError:
-        return []
-    return sorted(n for n in names if fs.exists(posixpath.join(root, n, "log", "_delta_log")))
+
+    def within(folder: str, deep: int = 0) -> Iterator[str]:
+        try:
+            found = fs.ls(posixpath.join(root, folder), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        folders = [f["name"] for f in found if f["type"] == "directory"]
+        for name in (posixpath.basename(path.rstrip("/")) for path in folders):
+            path = posixpath.join(folder, name)
+            if fs.exists(posixpath.join(root, path, "log", "_delta_log")):
+                yield path
+            elif name.isidentifier() and deep < _DEEPEST:
+                yield from within(path, deep + 1)
+
+    return sorted(within(""))
 
 
 @dataclass(frozen=True)

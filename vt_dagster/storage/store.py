@@ -51,7 +51,7 @@ from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.node import require_name
+from vt_dagster.topology.node import require_path
 
 _ROWS_OF_A_FILE = 250_000
 
@@ -129,7 +129,8 @@ class AssetStore:
         self.node = node
         self.progress = Progress(node.name, tell)
         delta.require_place(str(warehouse))
-        self.root = posixpath.join(str(warehouse), node.name)
+        self.warehouse = str(warehouse)
+        self.root = posixpath.join(self.warehouse, *node.path)
         self.log_path = posixpath.join(self.root, "log")
         self.view_path = posixpath.join(self.root, "view")
         self.quarantine_path = posixpath.join(self.root, "quarantine")
@@ -149,17 +150,18 @@ class AssetStore:
         Raises:
             StorageError: there is no such asset in the warehouse.
         """
-        require_name(name, "asset")
+        *prefix, last = require_path(name, "asset")
         shape = head_of(warehouse, name)[1].shape
         fields = parquet.schema(posixpath.join(str(warehouse), name, "log")).fields
         added = {*LOG_COLUMNS, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
         own = [f for f in fields if f.name not in added]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
+        about["key_prefix"] = prefix
         if shape.kind == "versioned":
-            table = VersionedTable(name, history_retention=shape.retention(), **about)
+            table = VersionedTable(last, history_retention=shape.retention(), **about)
             return cls(warehouse, table, spark, tell)
         kind = Table if shape.kind == "table" else Stream
-        return cls(warehouse, kind(name, **about), spark, tell)
+        return cls(warehouse, kind(last, **about), spark, tell)
 
     @property
     def spark(self) -> SparkSession:
@@ -225,12 +227,18 @@ class AssetStore:
         return Head(written.version, commit)
 
     def _check_name(self) -> None:
-        warehouse, name = posixpath.split(self.root)
-        alike = [n for n in asset_names(warehouse) if n != name and n.lower() == name.lower()]
+        name, others = "/".join(self.node.path), asset_names(self.warehouse)
+        alike = [n for n in others if n != name and n.lower() == name.lower()]
         if alike:
             raise StorageError(
                 f"{name}: the warehouse has an asset {alike[0]!r}, which differs in capitals alone: "
                 "file systems and catalogs take the two for one; give the new one another name"
+            )
+        nested = [n for n in others if n.startswith(f"{name}/") or name.startswith(f"{n}/")]
+        if nested:
+            raise StorageError(
+                f"{name}: the warehouse has an asset {nested[0]!r}, and one cannot be in the folder of "
+                "the other: give the new one another key prefix or name"
             )
 
     def _check_nobody_else(self) -> None:

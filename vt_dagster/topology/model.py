@@ -60,6 +60,8 @@ class Stream(Node, kind="stream"):
         null_key: what becomes of a source record without a key: ``quarantine`` (default), or
             ``keep`` so that a left join can emit it with nothing on the right.
         description, group, owners: shown in Dagster.
+        key_prefix: what stands before the name in its key in Dagster, and the folders in which its
+            tables are: ``"shop/eu"`` or ``["shop", "eu"]``. Names are unique whatever their prefix.
     """
 
     def __hash__(self) -> int:
@@ -77,7 +79,7 @@ class Stream(Node, kind="stream"):
     ) -> Stream:
         """Inner join with a table: each record as of its own time; see ``StreamTableJoin``.
 
-        ``shown``: description, group and owners of the result.
+        ``shown``: description, group, owners and key_prefix of the result.
         """
         return StreamTableJoin(self, table, "inner", name, tuple(select), grace_period).result(**shown)
 
@@ -92,7 +94,7 @@ class Stream(Node, kind="stream"):
     ) -> Stream:
         """Left join with a table: each record as of its own time; see ``StreamTableJoin``.
 
-        ``shown``: description, group and owners of the result.
+        ``shown``: description, group, owners and key_prefix of the result.
         """
         return StreamTableJoin(self, table, "left", name, tuple(select), grace_period).result(**shown)
 

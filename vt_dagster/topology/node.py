@@ -41,6 +41,10 @@ _NO_MEANING = frozenset(
     }
 )
 """Fields that may change from run to run: what is said from then on is as true as what was before."""
+_DEEPEST = 3
+"""A warehouse is looked through for assets so deep and no further: it may be anybody's directory."""
+_OF_AN_ASSET = frozenset({"attempts", "log", "quarantine", "view"})
+"""The folders of an asset's own tables: none of them can be on the way to another asset."""
 _LONGEST = 100
 """A name is part of names of directories, files, ops and checks, which may have some 200 characters."""
 
@@ -61,6 +65,23 @@ def require_name(name: str, kind: str) -> None:
             f"{name[:20]!r}… is not a name for a {kind}: it has {len(name)} characters, use at most "
             f"{_LONGEST}"
         )
+
+
+def require_path(path: str, kind: str) -> list[str]:
+    """The parts of an asset's path in a warehouse, ``shop/eu/prices``: its key in Dagster.
+
+    Raises:
+        TopologyError: it is none, for example since it leads into the folder of another asset.
+    """
+    parts = path.split("/")
+    for part in parts:
+        require_name(part, kind)
+        if len(parts) > 1 and part in _OF_AN_ASSET:
+            raise TopologyError(
+                f"{path!r} is not a name for a {kind}: {part!r} is a folder of an asset's own tables; "
+                "give it another key prefix or name"
+            )
+    return parts
 
 
 _KINDS: dict[Kind, type[Node]] = {}
@@ -99,7 +120,8 @@ class Operator(ABC):
 
     @abstractmethod
     def result(self, **shown: Any) -> Any:
-        """The stream or table that it makes; ``shown``: description, group, owners, freshness."""
+        """The stream or table that it makes; ``shown``: description, group, owners, key_prefix,
+        freshness."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -182,6 +204,7 @@ class Node:
     description: str | None = field(default=None, kw_only=True)
     group: str | None = field(default=None, kw_only=True)
     owners: tuple[str, ...] = field(default=(), kw_only=True)
+    key_prefix: Sequence[str] = field(default=(), kw_only=True)
     freshness: Freshness = field(default="on_growth", kw_only=True)
     operator: Operator | None = field(default=None, kw_only=True, repr=False)
     contract: Any = field(default=None, kw_only=True, repr=False)
@@ -200,6 +223,16 @@ class Node:
         key = (self.key,) if isinstance(self.key, str) else tuple(self.key)
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "owners", tuple(self.owners))
+        prefix = self.key_prefix.split("/") if isinstance(self.key_prefix, str) else self.key_prefix
+        object.__setattr__(self, "key_prefix", tuple(prefix))
+        for part in self.key_prefix:
+            require_name(part, "key prefix")
+        require_path("/".join(self.path), self._kind())
+        if len(self.key_prefix) > _DEEPEST:
+            raise TopologyError(
+                f"{self.name}: expected a key_prefix of at most {_DEEPEST} parts, got "
+                f"{'/'.join(self.key_prefix)!r}; join some by underscores"
+            )
         check_columns(self.name, self._kind(), key, self.schema, self.timestamp)
         if self.operator is None and not (self._timed_by_source and self.timestamp == TIMESTAMP):
             check_timestamp(self.name, self.schema, self.timestamp)
@@ -233,6 +266,11 @@ class Node:
 
     def _kind(self) -> str:
         return type(self).__name__
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Its key in Dagster, and the folders of its tables in a warehouse."""
+        return (*self.key_prefix, self.name)
 
     @property
     def inputs(self) -> tuple[Node, ...]:

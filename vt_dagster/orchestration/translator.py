@@ -1,0 +1,115 @@
+"""What Dagster is told of a stream or table: the spec of its asset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dagster as dg
+from typing_extensions import TypedDict
+
+from vt_dagster.errors import TopologyError
+from vt_dagster.orchestration.metadata import definition_metadata, describe
+from vt_dagster.storage.store import shape_of
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+_KIND = "dagster/kind/"
+_ADDED = ("tags", "owners", "kinds", "metadata")
+
+
+class SpecAttributes(TypedDict, total=False):
+    """Attributes of a spec, as arguments: the first four are added to the translator's, the others take
+    the place of its own."""
+
+    tags: Mapping[str, str]
+    owners: Sequence[str]
+    kinds: set[str]
+    metadata: Mapping[str, Any]
+    description: str
+    group_name: str
+    code_version: str
+    automation_condition: dg.AutomationCondition[Any]
+    freshness_policy: dg.FreshnessPolicy
+
+
+class TopologyTranslator:
+    """From a stream or table to the spec of its asset; a subclass says what a catalog wants otherwise.
+
+    .. code-block:: python
+
+        class ByRetention(TopologyTranslator):
+            def get_asset_spec(self, node):
+                spec = super().get_asset_spec(node)
+                return spec.merge_attributes(tags={"history": "yes" if node.versioned else "no"})
+
+        defs = build_definitions(priced, translator=ByRetention())
+    """
+
+    def get_asset_spec(self, node: Stream) -> dg.AssetSpec:
+        """The spec of one asset. Its key is the node's ``key_prefix`` and name, for these are the
+        folders of its tables too; its code version changes with what it computes."""
+        kind = (
+            "versioned"
+            if isinstance(node, VersionedTable)
+            else "table"
+            if isinstance(node, Table)
+            else "stream"
+        )
+        return dg.AssetSpec(
+            dg.AssetKey(node.path),
+            deps=list(dict.fromkeys(dg.AssetKey(up.path) for up in node.inputs)),
+            description=describe(node),
+            group_name=node.group,
+            owners=list(node.owners) or None,
+            kinds={"spark", "deltalake", kind},
+            metadata=definition_metadata(node),
+            code_version=code_version(node),
+        )
+
+
+def code_version(node: Stream) -> str:
+    """A digest of what a node's records mean: another one, and they are those of something else."""
+    shape = shape_of(node).model_dump_json()
+    declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
+    said = json.dumps([shape, *declared])
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+
+def asset_arguments(
+    node: Stream, translator: TopologyTranslator | None, attributes: SpecAttributes
+) -> dict[str, Any]:
+    """The arguments of ``dagster.asset``.
+
+    Raises:
+        TopologyError: the spec has another key than the node, or partitions.
+    """
+    spec = (translator or TopologyTranslator()).get_asset_spec(node)
+    if spec.key != dg.AssetKey(node.path):
+        raise TopologyError(
+            f"{node.name}: expected the translator's spec to have the key {'/'.join(node.path)}, got "
+            f"{spec.key.to_user_string()}: the key says where the tables are too. Give the stream or "
+            "table another key_prefix or name"
+        )
+    if spec.partitions_def is not None:
+        raise TopologyError(
+            f"{node.name}: expected a spec without partitions, got {spec.partitions_def}: one table "
+            "has the history of all times. Partition the assets that read it"
+        )
+    added = {name: value for name, value in attributes.items() if name in _ADDED}
+    others: dict[str, Any] = {n: v for n, v in attributes.items() if n not in _ADDED}
+    spec = spec.merge_attributes(**added).replace_attributes(**others)  # pyright: ignore[reportArgumentType]
+    return {
+        "key": spec.key,
+        "deps": spec.deps,
+        "description": spec.description,
+        "group_name": spec.group_name,
+        "owners": spec.owners,
+        "kinds": spec.kinds,
+        "tags": {name: value for name, value in spec.tags.items() if not name.startswith(_KIND)},
+        "metadata": spec.metadata,
+        "code_version": spec.code_version,
+        "automation_condition": spec.automation_condition,
+        "freshness_policy": spec.freshness_policy,
+    }
