@@ -2,9 +2,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 RUNS := .venv/.runs
+# The older of the two series of Dagster that are supported, in an environment over the other one.
+OLDER := 1.12
+OF_DAGSTER := definitions specs components nothing_new executor sensors io_manager
 STAMP := .venv/.installed
 
-.PHONY: install demo demo-kafka kafka test test-kafka browser endurance ui lint bench bench-quick clean
+.PHONY: install demo demo-kafka kafka test test-kafka test-older-dagster browser endurance ui lint bench bench-quick clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -39,6 +42,17 @@ test-kafka: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SHARED)
 
+.venv/.dagster-$(OLDER): $(STAMP)
+	@$(PYTHON) -m venv .venv/older
+	@.venv/older/bin/python -m pip install --quiet --disable-pip-version-check "dagster==$(OLDER).*"
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$(.venv/older/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newer.pth"
+	@touch $@
+
+test-older-dagster: .venv/.dagster-$(OLDER)
+	.venv/older/bin/python -m pytest -p no:cacheprovider -m "not kafka and not slow and not endurance" \
+	  -W "ignore::DeprecationWarning" $(OF_DAGSTER:%=tests/test_%.py)
+
 # Chromium, where there is none, for the tests that look at Dagster's pages.
 browser:
 	@command -v chromium chromium-browser google-chrome >/dev/null || { \
@@ -54,7 +68,7 @@ ui: $(RUNS)
 	@mkdir -p "$$DAGSTER_HOME" && cp assets/dagster.yaml "$$DAGSTER_HOME"
 	@if ! $(BIN)/vt-dagster spark status >/dev/null; then \
 	  $(BIN)/vt-dagster spark start && trap '$(BIN)/vt-dagster spark stop' EXIT INT TERM; fi; \
-	  VT_DAGSTER_SPARK=server $(BIN)/dagster dev
+	  VT_DAGSTER_SPARK=server $(BIN)/dg dev -w workspace.yaml
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -99,7 +99,7 @@ def test_in_python(newcomer: Newcomer) -> None:
     module = newcomer.home / "prices.py"
     module.write_text(code.group(1))
     newcomer.lands("1.csv", PRICES)
-    newcomer.types("dagster asset materialize -f prices.py --select prices")
+    newcomer.types("dg launch -f prices.py --assets prices")
     get = "vt-dagster get prices --key apple --as-of 2026-01-31T12:00:00Z --warehouse warehouse"
     assert re.search(r"price +1\.0\n", newcomer.types(get))
 
@@ -109,11 +109,11 @@ def test_in_python(newcomer: Newcomer) -> None:
 
     # break it, read the message, mend it
     broken = newcomer.lands("2.csv", "product,price,at\napple,-3,2026-02-01T10:00:00Z\n")
-    said = newcomer.types("dagster asset materialize -f prices.py --select prices", fails=True)
+    said = newcomer.types("dg launch -f prices.py --assets prices", fails=True)
     assert "nothing was committed" in said
     assert "price greater_than_or_equal_to(0): 1 record(s), for example" in said
     broken.write_text("product,price,at\napple,1.3,2026-02-01T10:00:00Z\n")
-    newcomer.types("dagster asset materialize -f prices.py --select prices")
+    newcomer.types("dg launch -f prices.py --assets prices")
 
     # the sensor: what has not been consumed is asked for
     assert "no new csv files" in newcomer.types("dagster sensor preview prices_sensor -f prices.py")
@@ -123,7 +123,7 @@ def test_in_python(newcomer: Newcomer) -> None:
     assert "2.csv" not in said
     newcomer.types("dagster sensor start prices_sensor -f prices.py")
     assert "[RUNNING]" in newcomer.types("dagster sensor list -f prices.py")
-    newcomer.types("dagster asset materialize -f prices.py --select prices")
+    newcomer.types("dg launch -f prices.py --assets prices")
 
     # a check in CI: red, and green again
     module.write_text(code.group(1) + CHECK)
@@ -134,7 +134,7 @@ def test_in_python(newcomer: Newcomer) -> None:
     suites = ElementTree.parse(newcomer.home / "red.xml").getroot()
     assert suites.attrib["failures"] == "1"
     newcomer.lands("4.csv", "product,price,at\napple,3,2026-02-03T10:00:00Z\n")
-    newcomer.types("dagster asset materialize -f prices.py --select prices")
+    newcomer.types("dg launch -f prices.py --assets prices")
     said = newcomer.types("vt-dagster check prices -f prices.py --junit green.xml")
     assert "failed" not in said
     suites = ElementTree.parse(newcomer.home / "green.xml").getroot()
@@ -166,7 +166,7 @@ def test_in_yaml(newcomer: Newcomer) -> None:
     newcomer.types("dg check defs", where=project)
 
     newcomer.lands("1.csv", PRICES, "shop/data/landing/prices")
-    newcomer.types("dagster asset materialize -m shop.definitions --select prices", where=project)
+    newcomer.types("dg launch -m shop.definitions --assets prices", where=project)
     get = "vt-dagster get prices --key apple --as-of 2026-01-31T12:00:00Z"
     assert re.search(r"price +1\.0\n", newcomer.types(get, where=project))
     assert "failed" not in newcomer.types("vt-dagster check -m shop.definitions", where=project)

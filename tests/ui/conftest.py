@@ -51,12 +51,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def server(environment: dict[str, str]) -> Iterator[str]:
-    """The address of a ``dagster dev`` on the instance, webserver and daemon."""
+    """The address of a ``dg dev`` on the instance, webserver and daemon."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = Path(environment["DAGSTER_HOME"]) / "dev.log"
-    command = [str(Path(sys.executable).parent / "dagster"), "dev", "-p", str(port), "-h", "127.0.0.1"]
+    dev = [str(Path(sys.executable).parent / "dg"), "dev", "-w", "workspace.yaml"]
+    command = [*dev, "-p", str(port), "-h", "127.0.0.1"]
     with log.open("w") as out:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
