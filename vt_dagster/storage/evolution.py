@@ -36,10 +36,11 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import OLD
 from vt_dagster.errors import StorageError
+from vt_dagster.topology.model import Stream
 
 _WHOLE: tuple[type[DataType], ...] = (ByteType, ShortType, IntegerType, LongType)
 _FOLLOWED = (
-    "What a log follows in place: a new nullable column, a whole number of more bytes, float to double, "
+    "What a log follows: a new nullable column, a whole number of more bytes, float to double, "
     "a decimal with more digits before the point, another order, a column that is left out"
 )
 
@@ -152,6 +153,15 @@ def widens(then: DataType, now: DataType) -> bool:
     if isinstance(then, DecimalType) and isinstance(now, DecimalType):
         return then.scale == now.scale and then.precision < now.precision
     return isinstance(then, FloatType) and isinstance(now, DoubleType)
+
+
+def never_null(node: Stream) -> set[str]:
+    """The columns that a schema says are never null; of a pandera model, as long as it does not say
+    that they may be."""
+    if hasattr(node.contract, "to_schema"):
+        columns = node.contract.to_schema().columns
+        return {name for name, column in columns.items() if not column.nullable}
+    return {f.name for f in node.schema.fields if not f.nullable}
 
 
 def mentions(expression: str, column: str) -> bool:

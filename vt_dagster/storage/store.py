@@ -37,7 +37,7 @@ from vt_dagster.core.log import log_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.evolution import Evolution, evolved, mentions
+from vt_dagster.storage.evolution import Evolution, evolved, mentions, never_null
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.offsets import at_or_after
 from vt_dagster.storage.positions import (
@@ -274,7 +274,7 @@ class AssetStore:
             parquet.schema(self.log_path, None if head is None else head.version),
             now,
             fixed={*node.key, *placed},
-            required={f.name for f in node.schema.fields if not f.nullable},
+            required=never_null(node),
             declared=None if head is None else head.commit.shape.columns,
         )
 

@@ -71,33 +71,31 @@ def commit_with_columns(
             }
         },
     ]
-    for one in removes:
-        actions.append(
-            {
-                "remove": {
-                    "path": quote(one.path, safe=_SAFE),
-                    "deletionTimestamp": one.deletion_timestamp,
-                    "dataChange": True,
-                    "extendedFileMetadata": True,
-                    "partitionValues": one.partition_values,
-                    "size": one.size,
-                }
-            }
-        )
-    for one in adds:
-        actions.append(
-            {
-                "add": {
-                    "path": quote(one.path, safe=_SAFE),
-                    "partitionValues": one.partition_values,
-                    "size": one.size,
-                    "modificationTime": one.modification_time,
-                    "dataChange": True,
-                    "stats": one.stats,
-                }
-            }
-        )
+    actions += [{"remove": _removed(one)} for one in removes]
+    actions += [{"add": _added(one)} for one in adds]
     _put(path, table.version() + 1, "\n".join(map(json.dumps, actions)) + "\n")
+
+
+def _removed(one: RemoveAction) -> dict[str, Any]:
+    return {
+        "path": quote(one.path, safe=_SAFE),
+        "deletionTimestamp": one.deletion_timestamp,
+        "dataChange": True,
+        "extendedFileMetadata": True,
+        "partitionValues": one.partition_values,
+        "size": one.size,
+    }
+
+
+def _added(one: AddAction) -> dict[str, Any]:
+    return {
+        "path": quote(one.path, safe=_SAFE),
+        "partitionValues": one.partition_values,
+        "size": one.size,
+        "modificationTime": one.modification_time,
+        "dataChange": True,
+        "stats": one.stats,
+    }
 
 
 def _put(path: str, version: int, text: str) -> None:
