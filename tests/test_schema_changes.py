@@ -36,6 +36,7 @@ from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError, Top
 from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.sources.files import FilesSource
+from vt_dagster.spark.settings import settings
 from vt_dagster.storage import transaction, view
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
@@ -210,7 +211,7 @@ def test_all_that_follows_equals_what_is_made_anew(
         assert rows(live.read(what).toArrow(), but) == rows(expected, but)
         looked_up = vt_dagster.read(name, warehouse=changed.live.warehouse, what=what)
         assert rows(looked_up, but) == rows(expected, but)
-    if live.node.is_table:
+    if live.node.is_table and name != "held":  # of which the first run made nothing
         base = live.snapshot().base
         assert base is not None
         assert base.checkpoint.batch == 1
@@ -249,14 +250,23 @@ def test_other_readers(changed: Changed, spark: SparkSession, what: str) -> None
     wanted = rows(expected.to_table())
 
     def seen() -> list[list[str]]:
-        by_polars = pl.read_delta(table).to_arrow().cast(DeltaTable(table).schema().to_arrow())
-        return [rows(DeltaTable(table).to_pyarrow_dataset().to_table()), rows(by_polars)]
+        by_arrow = DeltaTable(table).to_pyarrow_dataset().to_table()
+        by_polars = pl.read_delta(table).to_arrow().select(by_arrow.column_names)
+        return [rows(by_arrow), rows(by_polars.cast(by_arrow.schema))]
 
     assert seen() == [wanted, wanted]
     by_name = pl.read_delta(table).filter(pl.col("note").is_null())
     assert by_name.get_column("gone").null_count() == 0
     spark.sql(f"OPTIMIZE delta.`{table}`")
     assert seen() == [wanted, wanted]
+
+
+def test_a_wide_table_is_read_row_by_row(changed: Changed, spark: SparkSession) -> None:
+    """Spark's other reader of Parquet makes the same of older files."""
+    (live, anew) = (t.store(spark, "prices") for t in (changed.live, changed.anew))
+    with settings(spark, {"spark.sql.parquet.enableVectorizedReader": "false"}):
+        found = live.read("log").toArrow()
+    assert rows(found) == rows(anew.read("log").toArrow())
 
 
 def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
@@ -369,11 +379,12 @@ def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> Non
         folder = tmp_path / format_
         folder.mkdir()
         file = folder / f"old.{format_}"
-        table = pa.table({"k": ["a"], "n": pa.array([1], pa.int32()), "extra": ["e"], "at": [at]})
+        moments = pa.array([at], pa.timestamp("us", "UTC"))
+        columns = {"k": ["a"], "n": pa.array([1], pa.int32()), "extra": ["e"], "at": moments}
         if format_ == "csv":
             file.write_text("k,n,extra,at\na,1,e,2020-01-01T00:00:00Z\n")
         else:
-            pq.write_table(table, file, coerce_timestamps="us")
+            pq.write_table(pa.table(columns), file)
         source = FilesSource(str(folder), format=format_, optional=["note"])
         orders = Stream(format_, key="k", schema=schema(kinds), timestamp="at", source=source)
         files = source.pin(None)
