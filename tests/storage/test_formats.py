@@ -213,9 +213,8 @@ def test_avro_fills_in_what_is_newer(
     spark: SparkSession, orders: tuple[bytes, bytes], registry: str
 ) -> None:
     """A field that a message's schema lacks has the default of the newest one; without it, null."""
-    wanted = (
-        StructType().add("id", "int").add("size", "int").add("shape", "string").add("colour", "string")
-    )
+    wanted = StructType().add("id", "integer").add("size", "long").add("shape", "string")
+    wanted = wanted.add("height", "integer").add("colour", "string")
     messages = [framed(11, orders[0]), framed(12, orders[1])]
     found = decoded(spark, Avro(registry=SchemaRegistry(registry)), messages, wanted)
     filled = {"size": 40, "shape": "round", "height": None}
