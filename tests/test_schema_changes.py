@@ -280,13 +280,13 @@ def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
 
 def test_an_input_that_has_not_run_since(changed: Changed, spark: SparkSession) -> None:
     """What is declared is there for whoever reads it, null or longer, before a run has written it."""
-    kinds = {**AFTER, "must": LongType(), "later": StringType()}
+    kinds = {**AFTER, "must": LongType(), "later": StringType(), "flag": BooleanType()}
     table = replace(changed.live.prices, schema=schema(kinds))
     store = AssetStore(changed.live.warehouse, table, spark)
     for what in ("log", "current", "versions"):
         read = store.read(what)
         assert dict(read.dtypes)["must"] == "bigint"
-        assert read.where("later is not null").isEmpty()
+        assert read.where("later is not null or flag is not null").isEmpty()
 
 
 class Priced(pa_model.DataFrameModel):

@@ -138,6 +138,13 @@ def test_old_is_refused_once() -> None:
     assert evolve(then, now).refused == ("n: bigint -> int",)
 
 
+def test_what_inputs_give_is_no_rename() -> None:
+    """Two changes of an input may come to its consumer at once."""
+    then, now = columns(k=StringType(), a=DateType()), columns(k=StringType(), b=DateType())
+    assert evolve(then, now).refused
+    assert not evolve(then, now, derived=True).refused
+
+
 def test_two_things_are_not_a_rename() -> None:
     """Of different types: one column left out, and another one added."""
     found = evolve(columns(k=StringType(), n=IntegerType()), columns(k=StringType(), s=BooleanType()))

@@ -79,6 +79,7 @@ def evolve(
     fixed: Collection[str] = (),
     required: Collection[str] = (),
     declared: Sequence[str] | None = None,
+    derived: bool = False,
 ) -> Evolution:
     """What becomes of a table's columns.
 
@@ -88,6 +89,8 @@ def evolve(
         fixed: columns that keep their type: of the key, and what else says where a record belongs.
         required: columns that may not be null, so that rows before cannot lack them.
         declared: the user's columns before; None = not known, all of ``then``.
+        derived: whether they follow from the columns of inputs, of which each was asked itself whether
+            one was renamed.
     """
     there = {f.name.lower(): f for f in then.fields}
     names = {f.name.lower() for f in now.fields}
@@ -120,7 +123,7 @@ def evolve(
             else:
                 kept[field.name] = StructField(field.name, field.dataType)
                 widened.append(change)
-    refused += _renamed(dropped, added)
+    refused += [] if derived else _renamed(dropped, added)
     return Evolution(
         StructType([*kept.values(), *added]),
         tuple(f.name for f in added),

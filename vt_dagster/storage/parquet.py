@@ -105,7 +105,7 @@ def read(
     table = require_table(path, version)
     columns = _schema_of(table)
     if like is not None:
-        columns = evolved(path, columns, like).columns
+        columns = evolved(path, columns, like, declared=()).columns
     places = [literal(posixpath.join(path, file.place)) for file in files_of(table, wanted)]
     if not places:
         none = spark.createDataFrame([], columns)

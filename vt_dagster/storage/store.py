@@ -276,6 +276,7 @@ class AssetStore:
             fixed={*node.key, *placed},
             required=never_null(node),
             declared=None if head is None else head.commit.shape.columns,
+            derived=node.operator is not None,
         )
 
     # -- what a run prepares beside its rows -----------------------------------------------------
