@@ -336,7 +336,7 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
         "good": good,
         "more": good.withColumn("more", F.lit(1)).withColumn("k", F.lit("b")),
         "less": good.drop("v"),
-        "other": good.withColumn("n", F.col("n").cast("int")),
+        "other": good.withColumn("n", F.col("n").cast("double")),
     }.items():
         rows.coalesce(1).write.parquet(str(tmp_path / name))
         next((tmp_path / name).glob("*.parquet")).rename(where / name)
@@ -356,7 +356,7 @@ def test_parquet_files_of_other_kinds(tmp_path: Path, spark: SparkSession) -> No
     assert "TIME(MICROS" in said["clock"]
     assert said["twice"].startswith("expected columns that Spark can read, got: ")
     assert said["less"].startswith("expected columns ['v']")
-    assert said["other"].startswith("n is int, expected bigint")
+    assert said["other"].startswith("n is double, expected bigint")
 
 
 def test_parquet_texts_that_are_not_utf_8(tmp_path: Path, spark: SparkSession) -> None:

@@ -56,10 +56,13 @@ ORDER = {
         to_stream to_table windowed_aggregate processors
         """,
     "spark": "settings small_runs jars launch session server",
-    "storage": "delta positions values lookup parquet segments offsets progress view store maintenance",
+    "storage": """
+        delta positions values lookup evolution transaction parquet segments offsets progress
+        view store maintenance
+        """,
     "sources": """
         base directory values json_text csv_text bad_files files
-        kafka_cluster protobuf formats kafka_messages kafka kafka_sink
+        kafka_cluster protobuf avro formats kafka_messages kafka kafka_sink
     """,
     "runs": "arrival contracts store audit join_way gate commit pin results run replay",
     "testing": "memory kafka versioned_store driver",
@@ -81,8 +84,8 @@ LATE_IMPORTS = {
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
     "vt_dagster.sources.formats": {
         "confluent_kafka": "an extra",
-        "pyspark": "needs the JVM's Avro package, of an extra",
     },
+    "vt_dagster.sources.avro": {"pyspark": "needs the JVM's Avro package, of an extra"},
     "vt_dagster.sources.protobuf": {
         "google": "an extra",
         "base64": "a function that Spark's workers run by itself",

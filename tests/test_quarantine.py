@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import (
     IntegerType,
-    LongType,
+    ShortType,
     StringType,
     StructField,
     StructType,
@@ -210,9 +210,9 @@ def test_parquet(spark: SparkSession, tmp_path: Path) -> None:
         ("1 [a].parquet", 2, None, 2),
         ("2.parquet", 1, "c", 3),
     ]
-    wide = StructType([StructField("k", StringType()), StructField("n", LongType())])
-    with pytest.raises(SourceError, match=r"1 \[a\]\.parquet: n is int, expected bigint"):
-        read(spark, FilesSource(str(tmp_path), format="parquet"), wide)
+    short = StructType([StructField("k", StringType()), StructField("n", ShortType())])
+    with pytest.raises(SourceError, match=r"1 \[a\]\.parquet: n is int, expected smallint"):
+        read(spark, FilesSource(str(tmp_path), format="parquet"), short)
     more = StructType([*ROW.fields, StructField("y", StringType())])
     with pytest.raises(SourceError, match=r"expected columns \['y'\]"):
         read(spark, FilesSource(str(tmp_path), format="parquet"), more)

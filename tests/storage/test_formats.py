@@ -47,6 +47,12 @@ V1 = {
     ],
 }
 V2 = {**V1, "fields": [{"name": "colour", "type": "string"}, *V1["fields"]]}
+_NEWER: list[dict[str, Any]] = [
+    {"name": "size", "type": "int", "default": 40},
+    {"name": "shape", "type": ["string", "null"], "default": "round"},
+    {"name": "height", "type": ["null", "int"], "default": None},
+]
+V3 = {**V2, "fields": [*V2["fields"], *_NEWER]}
 AT = datetime(2024, 5, 1, 12, 0, 0, 250_000)
 
 
@@ -97,9 +103,9 @@ ORDER = {"id": 7, "name": "x", "at": AT}
 
 @pytest.fixture
 def registry() -> Iterator[str]:
-    """``/subjects/orders-value``: version 1 is schema 11, version 2 is schema 12."""
+    """``/subjects/orders-value``: version 1 is schema 11, and so on."""
     answers = {
-        "/subjects/orders-value/versions": [1, 2],
+        "/subjects/orders-value/versions": [1, 2, 3],
         **{
             f"/subjects/orders-value/versions/{v}": {
                 "subject": "orders-value",
@@ -107,7 +113,7 @@ def registry() -> Iterator[str]:
                 "id": 10 + v,
                 "schema": json.dumps(schema),
             }
-            for v, schema in ((1, V1), (2, V2))
+            for v, schema in ((1, V1), (2, V2), (3, V3))
         },
     }
 
@@ -201,6 +207,18 @@ def test_avro_with_a_registry(spark: SparkSession, orders: tuple[bytes, bytes], 
     ]
     with pytest.raises(SourceError, match=r"'nothing-value' in the schema registry .* \(404\)"):
         SchemaRegistry(registry).schemas("nothing-value")
+
+
+def test_avro_fills_in_what_is_newer(
+    spark: SparkSession, orders: tuple[bytes, bytes], registry: str
+) -> None:
+    """A field that a message's schema lacks has the default of the newest one; without it, null."""
+    wanted = StructType().add("id", "integer").add("size", "long").add("shape", "string")
+    wanted = wanted.add("height", "integer").add("colour", "string")
+    messages = [framed(11, orders[0]), framed(12, orders[1])]
+    found = decoded(spark, Avro(registry=SchemaRegistry(registry)), messages, wanted)
+    filled = {"size": 40, "shape": "round", "height": None}
+    assert found == [{"id": 7, **filled, "colour": None}, {"id": 7, **filled, "colour": "red"}]
 
 
 def test_unreachable_registry() -> None:

@@ -302,7 +302,8 @@ def _together(
     )
     if buffer is None:
         return fresh
-    waiting = buffer.select(*kept, F.unix_micros(PLACE).alias(_AT), F.lit(False).alias(_FRESH))
+    there = [c for c in kept if c in buffer.columns]  # not a column that is new since
+    waiting = buffer.select(*there, F.unix_micros(PLACE).alias(_AT), F.lit(False).alias(_FRESH))
     return union(fresh, waiting)
 
 

@@ -138,7 +138,7 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
         records = ", ".join(f"{number:,} of {log}" for log, number in taken.items())
         log.info(f"{name}: takes records: {records}")
     else:
-        for line in arrival.source.describe():
+        for line in arrival.source.describe(arrival.node.schema):
             tell = log.warning if line.startswith("!") else log.info
             tell(f"{name}: {line.removeprefix('!')}")
 

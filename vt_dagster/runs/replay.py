@@ -11,7 +11,17 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import IS_LATE, IS_LATEST, OFFSET, OLD, PARTITION
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    PARTITION,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka import KafkaSource
@@ -96,7 +106,8 @@ class Differences:
 
 def compare(one: AssetStore, other: AssetStore) -> Differences:
     """What two assets hold that is not the same, whatever the offsets: versions of versioned tables,
-    current rows of tables, records of streams.
+    current rows of tables, records of streams. Columns that were declared once and are not now are left
+    out.
 
     Plan: one shuffle of both.
 
@@ -104,7 +115,7 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
         StorageError: they have different columns.
     """
     what = "versions" if one.node.versioned else None
-    ours, theirs = (_comparable(store.read(what)) for store in (one, other))
+    ours, theirs = (_comparable(store, what) for store in (one, other))
     if sorted(ours.columns) != sorted(theirs.columns):
         raise StorageError(
             f"expected the same columns in {one.node.name} and {other.node.name}, got "
@@ -126,8 +137,14 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
     return Differences(sums[0], sums[1], differing)
 
 
-def _comparable(rows: DataFrame) -> DataFrame:
-    return rows.drop(*[c for c in (PARTITION, OFFSET, IS_LATEST, IS_LATE, OLD) if c in rows.columns])
+def _comparable(store: AssetStore, what: str | None) -> DataFrame:
+    rows, head = store.read(what), store.head()
+    declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
+    own = [
+        c for c in rows.columns if c in declared or c in (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)
+    ]
+    left_out = (PARTITION, OFFSET, IS_LATEST, IS_LATE, OLD)
+    return rows.select(*[f"`{c}`" for c in own if c not in left_out])
 
 
 def swap(warehouse: str, live: str, other: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +18,17 @@ from vt_dagster.sources.csv_text import header_of
 from vt_dagster.sources.directory import FileInfo
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
+from vt_dagster.storage.evolution import widens
 
 _COMPRESSED = (".gz", ".bz2")
 _CHUNK = 1 << 20
 
 
 def faults_of_text(
-    files: Sequence[FileInfo], schema: StructType, headers: Mapping[str, str] | None
+    files: Sequence[FileInfo],
+    schema: StructType,
+    headers: Mapping[str, str] | None,
+    optional: Sequence[str] = (),
 ) -> dict[str, str]:
     """What is wrong with files of lines, by name. Does not use Spark.
 
@@ -31,11 +36,14 @@ def faults_of_text(
 
     Args:
         headers: the CSV options by which their first line names the columns; None = it names none.
+        optional: columns that a file may lack.
     """
 
     def fault(file: FileInfo) -> str | None:
         broken = _fault_of_name(file) or _fault_of_archive(file)
-        return broken or (None if headers is None else _fault_of_header(file, schema, headers))
+        return broken or (
+            None if headers is None else _fault_of_header(file, schema, headers, optional)
+        )
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         found = zip(files, pool.map(fault, files), strict=True)
@@ -43,9 +51,10 @@ def faults_of_text(
 
 
 def faults_of_parquet(
-    spark: SparkSession, files: Sequence[FileInfo], schema: StructType
+    spark: SparkSession, files: Sequence[FileInfo], schema: StructType, optional: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The same of Parquet files, by what each says of its columns."""
+    """The same of Parquet files, by what each says of its columns; a type may be a shorter one, as of
+    files that are older than the schema."""
     found: dict[str, str] = {}
     for file in files:
         broken = _fault_of_name(file) or _fault_of_footer(file)
@@ -58,11 +67,11 @@ def faults_of_parquet(
             found[file.name] = f"expected columns that Spark can read, got: {one_line(error)}"
             continue
         types = {c.name: c.dataType for c in there}
-        missing = _missing(list(types), schema)
+        missing = _missing(list(types), schema, optional)
         wrong = [
             f"{c.name} is {types[c.name].simpleString()}, expected {c.dataType.simpleString()}"
             for c in schema.fields
-            if c.name in types and types[c.name] != c.dataType
+            if c.name in types and types[c.name] != c.dataType and not widens(types[c.name], c.dataType)
         ]
         if missing:
             found[file.name] = missing
@@ -71,11 +80,30 @@ def faults_of_parquet(
     return found
 
 
+def columns_of(file: FileInfo, format: str, options: Mapping[str, str]) -> list[str]:
+    """The columns that a file names, of JSON lines in the first; none where it cannot be read. Does not
+    use Spark."""
+    try:
+        if format == "csv":
+            return list(header_of(file, options))
+        fs, local = delta.filesystem(file.path)
+        if format == "parquet":
+            with fs.open(local, "rb") as content:
+                return ParquetFile(content).schema_arrow.names
+        with fs.open(local, "rb", compression="infer") as content:
+            first = json.loads(content.readline(_CHUNK))
+    except (ArrowException, OSError, EOFError, ValueError, csv.Error, zlib.error):
+        return []
+    return list(first) if isinstance(first, dict) else []
+
+
 def _fault_of_name(file: FileInfo) -> str | None:
     return "expected a name without ':', which Hadoop cannot read" if ":" in file.name else None
 
 
-def _fault_of_header(file: FileInfo, schema: StructType, options: Mapping[str, str]) -> str | None:
+def _fault_of_header(
+    file: FileInfo, schema: StructType, options: Mapping[str, str], optional: Sequence[str]
+) -> str | None:
     try:
         header = header_of(file, options)
     except UnicodeDecodeError as error:
@@ -89,16 +117,16 @@ def _fault_of_header(file: FileInfo, schema: StructType, options: Mapping[str, s
     twice = sorted({c for c in header if c in schema.names and header.count(c) > 1})
     if twice:
         return f"expected each column once in the header, found {twice} more than once"
-    return _missing(header, schema)
+    return _missing(header, schema, optional)
 
 
-def _missing(there: Sequence[str], schema: StructType) -> str | None:
-    missing = [c for c in schema.names if c not in there]
+def _missing(there: Sequence[str], schema: StructType, optional: Sequence[str]) -> str | None:
+    missing = [c for c in schema.names if c not in there and c not in optional]
     if not missing:
         return None
     return (
-        f"expected columns {missing}, but the file has only {list(there)}; add them to the file, or "
-        "take them out of the schema"
+        f"expected columns {missing}, but the file has only {list(there)}; add them to the file, "
+        "take them out of the schema, or name them in the source's optional, if they may be null"
     )
 
 

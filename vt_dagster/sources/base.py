@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType
 
 from vt_dagster.errors import SourceError
 from vt_dagster.storage.positions import Commit, Ranges
@@ -67,8 +68,12 @@ class Pinned(Protocol):
         """
         ...
 
-    def describe(self) -> list[str]:
-        """What is taken, in lines for the run's log; warnings begin with ``!``."""
+    def describe(self, schema: StructType) -> list[str]:
+        """What is taken, in lines for the run's log; warnings begin with ``!``.
+
+        Args:
+            schema: the asset's, of which the source may have more columns.
+        """
         ...
 
     def explain(self, error: Exception) -> SourceError | None:

@@ -75,7 +75,13 @@ def one_record(
         )
         kinds = ", ".join(f"`{f.name}` {f.dataType.simpleString()}" for f in lenient.fields)
         row = F.from_csv(F.col(line), kinds, options)
-        chosen = F.struct(*[row[c].alias(c) for c in [*schema.names, _CORRUPT]])
+        there = {*header, _CORRUPT}
+        chosen = F.struct(
+            *[
+                (row[c] if c in there else F.lit(None).cast(types[c])).alias(c)
+                for c in [*schema.names, _CORRUPT]
+            ]
+        )
         parsed = F.when(F.col(file).isin(list(names)), chosen).otherwise(parsed)
     return parsed
 

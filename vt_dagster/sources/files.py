@@ -21,8 +21,8 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
-from vt_dagster.errors import SourceError
-from vt_dagster.sources.bad_files import faults_of_parquet, faults_of_text
+from vt_dagster.errors import SourceError, TopologyError
+from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text
 from vt_dagster.sources.base import require_limits
 from vt_dagster.sources.csv_text import header_of, nullable, one_record, read_record
 from vt_dagster.sources.directory import (
@@ -46,6 +46,8 @@ _FILE, _BLOCK, _ID, _START, _LINE = "_file", "_block", "_id", "_start", "_line"
 
 FILES = "files"
 """The name of a files source among a commit's inputs; its offsets count lines."""
+_LOOKED_AT = 20
+"""Of so many files a run says which columns they have besides the schema's."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,16 @@ class PinnedFiles:
         end = first + counts["in"]
         return {"taken": {FILES: {0: (first, end)}}, "inputs": {FILES: {0: end}}, "files": True}
 
-    def describe(self) -> list[str]:
+    def describe(self, schema: StructType) -> list[str]:
         names = ", ".join(f.name for f in self.files[:5])
         more = f" and {len(self.files) - 5:,} more" if len(self.files) > 5 else ""
         size = self.bytes / 1000
-        return [f"takes {len(self.files):,} file(s), {size:,.1f} kB: {names}{more}"]
+        takes = f"takes {len(self.files):,} file(s), {size:,.1f} kB: {names}{more}"
+        extra = self.source.more_columns(self.files[:_LOOKED_AT], schema)
+        if not extra:
+            return [takes]
+        found = "; ".join(f"{column} (in {file})" for column, file in extra.items())
+        return [takes, f"!columns that the schema has not are left out: {found}"]
 
     def explain(self, error: Exception) -> SourceError | None:
         there = {f.path for f in self.source.files()}
@@ -149,6 +156,9 @@ class FilesSource:
             off. ``fail``: the run fails before its commit, and names it. ``quarantine``: it is one row
             of the quarantine, ``unreadable_file`` with what is wrong as its content, and the run goes
             on; once it is mended, deliver it under another name.
+        optional: columns that a file may lack, as those do that are older than the column: null there.
+            A JSON object may lack any. Others that files have besides the schema's are left out; a run
+            warns of them once.
         max_clock_skew: how far in the future a timestamp may lie, by this machine's clock; one
             further off is quarantined, since it would make everything after it late.
     """
@@ -161,11 +171,22 @@ class FilesSource:
     max_bad_share: float = 0.1
     max_clock_skew: timedelta = timedelta(days=1)
     on_bad_file: Literal["fail", "quarantine"] = "fail"
+    optional: Sequence[str] = ()
 
     gives_timestamp = False
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """Files can give any column; what a file lacks shows when it is read."""
+        """Files can give any column; what a file lacks shows when it is read.
+
+        Raises:
+            TopologyError: what is optional is no column, or of the key.
+        """
+        odd = [c for c in self.optional if c not in schema.names or c in key]
+        if odd:
+            raise TopologyError(
+                f"{name}: expected optional columns of the source among "
+                f"{[c for c in schema.names if c not in key]}, got {odd}; correct or leave them out"
+            )
 
     def __post_init__(self) -> None:
         if self.format not in ("jsonl", "csv", "parquet"):
@@ -177,6 +198,7 @@ class FilesSource:
                 f"on_bad_file of {self.path!r} must be 'fail' or 'quarantine', got {self.on_bad_file!r}"
             )
         require_limits(self.max_bad_share, self.max_clock_skew)
+        object.__setattr__(self, "optional", tuple(self.optional))
         if self.max_files_per_run is not None and self.max_files_per_run < 1:
             raise SourceError(f"max_files_per_run must be 1 or more, got {self.max_files_per_run}")
 
@@ -267,12 +289,23 @@ class FilesSource:
         rows = read(spark, good, schema)
         return rows.unionByName(self._set_aside(spark, bad, schema)) if bad else rows
 
+    def more_columns(self, files: Sequence[FileInfo], schema: StructType) -> dict[str, str]:
+        """Columns that files have besides a schema's, each with the first file that has it; of JSON by
+        its first line. What cannot be read is told when it is. Does not use Spark."""
+        found: dict[str, str] = {}
+        for file in files:
+            for column in columns_of(file, self.format, self.options):
+                if column not in schema.names:
+                    found.setdefault(column, file.name)
+        return found
+
     def _faults(
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
     ) -> dict[str, str]:
         if self.format == "parquet":
-            return faults_of_parquet(spark, files, schema)
-        return faults_of_text(files, schema, self.options if self.format == "csv" else None)
+            return faults_of_parquet(spark, files, schema, self.optional)
+        headers = self.options if self.format == "csv" else None
+        return faults_of_text(files, schema, headers, self.optional)
 
     def _set_aside(self, spark: SparkSession, bad: Mapping[str, str], schema: StructType) -> DataFrame:
         more = [(ARRIVAL, LongType()), (SOURCE, StringType()), (POSITION, LongType())]

@@ -6,7 +6,6 @@ read give ``broken``, never an error: the record goes to quarantine.
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,12 +19,12 @@ from pyspark.sql.types import BinaryType, LongType, StringType, StructField, Str
 
 from vt_dagster.core.records import Reason
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.avro import READ, read_avro, row_of
 from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.kafka_cluster import setting
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
 from vt_dagster.sources.values import exactly
 
-_READ = "_vt_read"
 _FRAME = 5
 """Bytes before a message in Confluent's framing: a zero and the schema's number (big endian)."""
 
@@ -171,7 +170,8 @@ class Avro(Format):
     Args:
         schema: the schema (JSON) that messages are written with, without framing; or
         registry: where the schemas of messages in Confluent's framing are. A message whose schema is
-            not the subject's goes to quarantine.
+            not the subject's goes to quarantine. A column that a message's schema lacks has the default
+            of the subject's newest schema, if that is a text, a number or a boolean; else it is null.
         subject: the registry's name for them; None = ``<topic>-value`` or ``<topic>-key``.
     """
 
@@ -185,21 +185,23 @@ class Avro(Format):
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         if self.schema is not None:
-            parsed = {into: _from_avro(message, self.schema, wanted)}
-            row = _row_of(F.col(into), self.schema, wanted)
-            return Decoded(parsed, row, _unreadable_if(row[_READ].isNull()))
+            parsed = {into: read_avro(message, self.schema, wanted)}
+            row = row_of(F.col(into), self.schema, wanted)
+            return Decoded(parsed, row, _unreadable_if(row[READ].isNull()))
         assert self.registry is not None
         number = F.conv(F.hex(F.substring(message, 2, 4)), 16, 10).cast("long")
         row: Any = F.lit(None)
         parsed = dict[str, Column]()
         known = self.registry.schemas(self.subject or subject)
+        newest = next(reversed(known.values()), "null")
         for id_, schema in known.items():
             name = f"{into}_{id_}"
-            parsed[name] = F.when(number == id_, _from_avro(_unframed(message), schema, wanted))
-            row = F.when(number == id_, _row_of(F.col(name), schema, wanted)).otherwise(row)
+            parsed[name] = F.when(number == id_, read_avro(_unframed(message), schema, wanted))
+            found = row_of(F.col(name), schema, wanted, newest)
+            row = F.when(number == id_, found).otherwise(row)
         reason = F.when(~_is_framed(message), Reason.UNREADABLE)
         reason = reason.when(~number.isin(list(known)), Reason.UNKNOWN_SCHEMA)
-        return Decoded(parsed, row, reason.when(row[_READ].isNull(), Reason.UNREADABLE))
+        return Decoded(parsed, row, reason.when(row[READ].isNull(), Reason.UNREADABLE))
 
 
 @dataclass(frozen=True)
@@ -304,70 +306,6 @@ def _without_indexes(message: Column) -> Column:
     """What stands behind Protobuf's message indexes: their number, doubled, and a byte for each."""
     number = F.conv(F.hex(F.substring(message, 1, 1)), 16, 10).cast("int") / 2
     return F.substring(message, (number + 2).cast("int"), F.length(message))
-
-
-def _from_avro(message: Column, schema: str, wanted: StructType) -> Column:
-    """An Avro message with all its fields, and one more that says whether it could be read.
-
-    Spark gives an unreadable message as a row of nulls, which a readable one may be too: a field that
-    only the reader has, with a default, tells them apart.
-    """
-    from pyspark.sql.avro.functions import from_avro
-
-    declared = json.loads(schema)
-    if not _is_record(declared):
-        if len(wanted.fields) != 1:
-            raise SourceError(
-                f"Avro: the schema is {schema}, expected a record with the fields {wanted.names}; "
-                "give another schema, or a single column for such a value"
-            )
-        return from_avro(message, schema, {"mode": "PERMISSIVE"})
-    marked = {"name": _READ, "type": ["boolean", "null"], "default": True}
-    reader = {**declared, "fields": [*declared["fields"], marked]}
-    return from_avro(message, schema, {"mode": "PERMISSIVE", "avroSchema": json.dumps(reader)})
-
-
-def _row_of(value: Column, schema: str, wanted: StructType) -> Column:
-    """The wanted fields of what ``_from_avro`` made, and whether it could be read."""
-    declared = json.loads(schema)
-    if not _is_record(declared):
-        only = value.cast(wanted.fields[0].dataType)
-        return F.struct(only.alias(wanted.names[0]), value.isNotNull().alias(_READ))
-    return F.struct(*_projected(value, declared, wanted, {}), value[_READ].alias(_READ))
-
-
-def _is_record(kind: Any) -> bool:
-    return isinstance(kind, dict) and kind.get("type") == "record"
-
-
-def _projected(
-    row: Column, record: Mapping[str, Any], wanted: StructType, known: dict[str, Any]
-) -> list[Column]:
-    """The wanted fields of an Avro record by name, whatever their order and further fields."""
-    kinds: dict[str, Any] = {}
-    known[record["name"]] = record
-    known[f"{record.get('namespace', '')}.{record['name']}"] = record
-    for one in record["fields"]:
-        parts = one["type"] if isinstance(one["type"], list) else [one["type"]]
-        for part in parts:
-            kind = known.get(part) if isinstance(part, str) else part
-            if isinstance(kind, dict) and _is_record(kind):
-                known[kind["name"]] = kinds[one["name"]] = kind
-                known[f"{record.get('namespace', '')}.{kind['name']}"] = kind
-    names = {one["name"] for one in record["fields"]}
-    return [_cast(row, f, names, kinds, known).alias(f.name) for f in wanted.fields]
-
-
-def _cast(
-    row: Column, wanted: StructField, names: set[str], records: Mapping[str, Any], known: dict[str, Any]
-) -> Column:
-    if wanted.name not in names:
-        return F.lit(None).cast(wanted.dataType)
-    value = row[wanted.name]
-    if wanted.name in records and isinstance(wanted.dataType, StructType):
-        inner = _projected(value, records[wanted.name], wanted.dataType, known)
-        return F.when(value.isNotNull(), F.struct(*inner))
-    return value.cast(wanted.dataType)
 
 
 __all__ = ["Avro", "Debezium", "Decoded", "Format", "Json", "Protobuf", "Raw", "SchemaRegistry"]

@@ -97,7 +97,7 @@ class PinnedTopics:
         """``lost``: offsets that are gone, and accepted to be."""
         return {"lost": sum(e - s for some in self.gaps.values() for s, e in some.values())}
 
-    def describe(self) -> list[str]:
+    def describe(self, schema: StructType) -> list[str]:
         taken = {topic: sum(e - s for s, e in some.values()) for topic, some in self.taken.items()}
         lines = ["takes records: " + ", ".join(f"{n:,} of {topic}" for topic, n in taken.items())]
         if self.gaps:

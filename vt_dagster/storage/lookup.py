@@ -250,12 +250,21 @@ class _Asset:
             earliest = self.commit.earliest_since(then.batch)
             since = moment if earliest is None or moment is None else min(moment, earliest)
             wanted = delta.current if since is None else then.segments.ending_after(since)
-        return self._rows(self.view_path, found.version, wanted), then.next_offset
+        log = _columns_of(delta.require_table(self.log_path, self.version))
+        return self._rows(self.view_path, found.version, wanted, log), then.next_offset
 
-    def _rows(self, path: str, version: int, wanted: delta.Wanted = delta.everything) -> pa.Table:
+    def _rows(
+        self,
+        path: str,
+        version: int,
+        wanted: delta.Wanted = delta.everything,
+        like: pa.Schema | None = None,
+    ) -> pa.Table:
+        """The rows of a table; of its columns those of ``like`` have the types that they have there."""
         table = delta.require_table(path, version)
-        told = pa.schema(table.schema().to_arrow())
-        columns = pa.schema([f for f in told if f.name != SEGMENT])
+        columns = _columns_of(table)
+        if like is not None:
+            columns = pa.schema([like.field(f.name) if f.name in like.names else f for f in columns])
         fs, root = delta.filesystem(path)
         local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
         where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
@@ -300,6 +309,11 @@ class _Asset:
                 same = pc.field(column).is_nan()
             condition = same if condition is None else condition & same
         return condition
+
+
+def _columns_of(table: Any) -> pa.Schema:
+    told = pa.schema(table.schema().to_arrow())
+    return pa.schema([f for f in told if f.name != SEGMENT])
 
 
 # ------------------------------------------------------------------------------------------- folding

@@ -41,6 +41,8 @@ from vt_dagster.storage.delta import (
     open_table,
     require_table,
 )
+from vt_dagster.storage.evolution import evolved, nullable
+from vt_dagster.storage.transaction import commit_with_columns
 
 _REFUSALS = (
     "Permission denied",
@@ -88,14 +90,22 @@ def read(
     version: int | None = None,
     wanted: Wanted = everything,
     parted: bool = False,
+    like: StructType | None = None,
 ) -> DataFrame:
     """A table, as of one of its versions where given, as far as its files are wanted.
 
     Args:
         parted: whether ``history_segment``, which parts the files of a view, is among the columns.
+        like: columns as they are declared now: those that the table has not got yet are null, and
+            others are of the type that they will have; see ``evolution``.
+
+    Raises:
+        StorageError: what is stored cannot be read by those.
     """
     table = require_table(path, version)
     columns = _schema_of(table)
+    if like is not None:
+        columns = evolved(path, columns, like, declared=()).columns
     places = [literal(posixpath.join(path, file.place)) for file in files_of(table, wanted)]
     if not places:
         none = spark.createDataFrame([], columns)
@@ -133,6 +143,7 @@ def write(
 
     Raises:
         ConcurrentRunError: another run committed this batch, or wrote at the same time.
+        StorageError: the table's columns cannot follow those of the rows, see ``evolution``.
     """
     app = f"{MARK}:{asset}"
     if _version_of(open_table(path), app) >= batch:
@@ -147,7 +158,7 @@ def write(
                 app_transactions=[Transaction(app, batch)],
                 max_commit_retries=0,
             )
-            columns = Schema.from_json(json.dumps(_nullable(rows.schema.jsonValue())))
+            columns = StructType.fromJson(nullable(rows.schema.jsonValue()))
             for _ in range(_TRIES):
                 table = open_table(path)
                 if _version_of(table, app) >= batch:
@@ -188,21 +199,21 @@ def _commit(
     path: str,
     table: DeltaTable | None,
     adds: list[AddAction],
-    columns: Schema,
+    columns: StructType,
     mode: Literal["append", "overwrite"],
     parted: bool,
     replaced: Wanted,
     about: CommitProperties,
 ) -> None:
     parts = [SEGMENT] if parted else None
+    schema = Schema.from_json(json.dumps(columns.jsonValue()))
     if table is None:
-        names = {field.name for field in columns.fields}
         # Of wide tables Spark's compaction would count the first columns only.
-        counted = ",".join(_COUNTED) if names.issuperset(_COUNTED) else None
+        counted = ",".join(_COUNTED) if {*_COUNTED} <= {*columns.names} else None
         more = {"delta.dataSkippingStatsColumns": counted} if counted else {}
         create_table_with_add_actions(
             location(path),
-            columns,
+            schema,
             adds,
             partition_by=parts,
             configuration={**_PROPERTIES, **more},
@@ -210,19 +221,20 @@ def _commit(
         )
         return
     if mode == "overwrite" and replaced is everything:
-        table.create_write_transaction([*adds], mode, columns, parts, commit_properties=about)
+        table.create_write_transaction([*adds], mode, schema, parts, commit_properties=about)
         return
-    known = {field.name for field in table.schema().fields}
-    new = [field for field in columns.fields if field.name not in known]
-    if new:
-        table.alter.add_columns(new)
-    removes: list[Any] = []
+    removes: list[RemoveAction] = []
     if mode == "overwrite":
         now = int(time.time() * 1000)
         removes = [
             RemoveAction(file.place, True, now, file.size, _parts(file.place))
             for file in files_of(table, replaced)
         ]
+    then = StructType.fromJson(json.loads(table.schema().to_json()))
+    found = evolved(path, then, columns, declared=())
+    if found.told:
+        commit_with_columns(path, table, found.columns, adds, removes, about)
+        return
     table.create_write_transaction(
         [*adds, *removes], "append", table.schema(), parts, commit_properties=about
     )
@@ -287,16 +299,6 @@ def _milliseconds(since_epoch: int) -> str | None:
     except OverflowError:
         return None
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _nullable(kind: Any) -> Any:
-    """A Spark type's JSON with all fields nullable and without notes, as Delta tables are."""
-    if isinstance(kind, dict):
-        named = {k: _nullable(v) for k, v in kind.items()}
-        flags = {"nullable", "containsNull", "valueContainsNull"}
-        named.update({flag: True for flag in flags if flag in kind})
-        return {**named, "metadata": {}} if "metadata" in kind else named
-    return [_nullable(one) for one in kind] if isinstance(kind, list) else kind
 
 
 def _remove(folder: str) -> None:

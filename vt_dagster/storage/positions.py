@@ -32,6 +32,9 @@ class Shape(BaseModel):
     key: list[str]
     history_retention: int | dict[int, int] | None = None
     """Microseconds; of a versioned table. Of each partition, where they differ."""
+    columns: list[str] | None = None
+    """The user's columns as they were declared; the log may have more, of earlier declarations. None =
+    not known, of logs whose last commit is older than this note."""
     meaning: dict[str, str] = Field(default_factory=dict)
     """What the operator computes, see ``Operator.meaning``; of a source, or where only the tables are
     known, empty."""

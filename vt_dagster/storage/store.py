@@ -33,9 +33,11 @@ from vt_dagster.columns import (
 from vt_dagster.core import store as of_table
 from vt_dagster.core import versioned
 from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.log import log_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.evolution import Evolution, evolved, mentions, never_null
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.offsets import at_or_after
 from vt_dagster.storage.positions import (
@@ -102,12 +104,12 @@ class Snapshot:
 def shape_of(node: Stream) -> Shape:
     """How a commit describes a node."""
     meaning = {} if node.operator is None else node.operator.meaning
+    about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names, "meaning": meaning}
     if not isinstance(node, Table):
-        return Shape(kind="stream", key=list(node.key), meaning=meaning)
+        return Shape(kind="stream", **about)
     if not isinstance(node, VersionedTable):
-        return Shape(kind="table", key=list(node.key), meaning=meaning)
-    length = in_micros(node.history_retention)
-    return Shape(kind="versioned", key=list(node.key), history_retention=length, meaning=meaning)
+        return Shape(kind="table", **about)
+    return Shape(kind="versioned", history_retention=in_micros(node.history_retention), **about)
 
 
 class AssetStore:
@@ -154,7 +156,8 @@ class AssetStore:
         shape = head_of(warehouse, name)[1].shape
         fields = parquet.schema(posixpath.join(str(warehouse), name, "log")).fields
         added = {*LOG_COLUMNS, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
-        own = [f for f in fields if f.name not in added]
+        declared = shape.columns or [f.name for f in fields if f.name not in added]
+        own = [f for f in fields if f.name in (*declared, TIMESTAMP)]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         about["key_prefix"] = prefix
         if shape.kind == "versioned":
@@ -188,17 +191,20 @@ class AssetStore:
                 microseconds): what a grace buffer may still hold.
         """
         if not start:
-            return parquet.read(self.spark, self.log_path, head.version)
+            return self._read_log(head)
         ends = head.commit.next_offset
         recent, wanted = file_at_or_after(start, ends), at_or_after(start, ends)
         if after is None:
-            return parquet.read(self.spark, self.log_path, head.version, recent).where(wanted)
+            return self._read_log(head, recent).where(wanted)
 
         def needed(file: delta.File) -> bool:
             return recent(file) or file.newest is None or file.newest > after
 
-        rows = parquet.read(self.spark, self.log_path, head.version, needed)
+        rows = self._read_log(head, needed)
         return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
+
+    def _read_log(self, head: Head, wanted: delta.Wanted = delta.everything) -> DataFrame:
+        return parquet.read(self.spark, self.log_path, head.version, wanted, like=log_schema(self.node))
 
     def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
         """Appends a run's rows: the one atomic step that makes the run count.
@@ -212,7 +218,9 @@ class AssetStore:
         """
         if commit.batch > 1:
             self._check_nobody_else()
-            self._check_columns(rows)
+            told = self._columns(rows.schema, self.head()).told
+            if told:
+                self.progress.done(f"! {told}")
         else:
             self._check_name()
         # Small runs must not leave many small files, and large ones must not wait for one task.
@@ -253,18 +261,23 @@ class AssetStore:
             f"{self.log_path} to version {head.version}, which is that batch, or replay and swap"
         )
 
-    def _check_columns(self, rows: DataFrame) -> None:
-        old = {f.name.lower(): f for f in parquet.schema(self.log_path).fields}
-        changed = [
-            f"{f.name}: {old[f.name.lower()].dataType.simpleString()} -> {f.dataType.simpleString()}"
-            for f in rows.schema.fields
-            if f.name.lower() in old and old[f.name.lower()].dataType != f.dataType
-        ]
-        if changed:
-            raise StorageError(
-                f"{self.node.name}: the log has columns of other types than the records now have "
-                f"({'; '.join(changed)}); keep the old types, or give the changed column a new name"
-            )
+    def _columns(self, now: StructType, head: Head | None) -> Evolution:
+        """What becomes of the log's columns by rows of others.
+
+        Raises:
+            StorageError: it cannot be.
+        """
+        node = self.node
+        placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
+        return evolved(
+            node.name,
+            parquet.schema(self.log_path, None if head is None else head.version),
+            now,
+            fixed={*node.key, *placed},
+            required=never_null(node),
+            declared=None if head is None else head.commit.shape.columns,
+            derived=node.operator is not None,
+        )
 
     # -- what a run prepares beside its rows -----------------------------------------------------
 
@@ -368,6 +381,7 @@ class AssetStore:
         if head is None:
             return Snapshot()
         self._check_shape(head.commit.shape)
+        self._columns(log_schema(self.node), head)
         return Snapshot(head, self._view.usable(base))
 
     def catch_up(

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from vt_dagster.columns import SEGMENT
 from vt_dagster.core import store, versioned
 from vt_dagster.core.arrival import CHUNK, by_partition
+from vt_dagster.core.log import view_schema
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
@@ -87,8 +88,9 @@ class View:
     def stored(
         self, spark: SparkSession, base: Base, wanted: delta.Wanted = delta.everything
     ) -> DataFrame:
-        """The rows as they lie there, of the files that are wanted."""
-        return parquet.read(spark, self.path, base.version, wanted)
+        """The rows as they lie there, of the files that are wanted, with the columns as declared."""
+        assert isinstance(self.node, Table)
+        return parquet.read(spark, self.path, base.version, wanted, like=view_schema(self.node))
 
     def remembered(self, rows: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
         """Rows without versions that have expired."""

@@ -227,7 +227,7 @@ class Records:
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         return {"inputs": {}}
 
-    def describe(self) -> list[str]:
+    def describe(self, schema: StructType) -> list[str]:
         return [f"takes {len(self.records)} record(s)"]
 
     def explain(self, error: Exception) -> None:

@@ -1,0 +1,152 @@
+"""Which columns a live table may have next: what is followed, and each refusal in words. No Spark."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    MapType,
+    NullType,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster.errors import StorageError
+from vt_dagster.storage.evolution import evolve, evolved, widens
+
+
+def columns(**kinds: DataType) -> StructType:
+    return StructType([StructField(name, kind) for name, kind in kinds.items()])
+
+
+KINDS: list[DataType] = [
+    *(ByteType(), ShortType(), IntegerType(), LongType(), FloatType(), DoubleType()),
+    *(DecimalType(5, 2), DecimalType(12, 2), DecimalType(12, 4), DecimalType(12, 0)),
+    *(StringType(), BinaryType(), BooleanType(), DateType(), TimestampType()),
+    *(ArrayType(IntegerType()), ArrayType(LongType()), columns(a=IntegerType())),
+    *(columns(a=LongType()), columns(a=IntegerType(), b=IntegerType())),
+    *(MapType(StringType(), IntegerType()), MapType(StringType(), LongType())),
+]
+LONGER = {
+    *(("tinyint", "smallint"), ("tinyint", "int"), ("tinyint", "bigint")),
+    *(("smallint", "int"), ("smallint", "bigint"), ("int", "bigint")),
+    *(("float", "double"), ("decimal(5,2)", "decimal(12,2)")),
+}
+
+
+def test_which_types_are_longer_ones() -> None:
+    """Of all pairs these and no others."""
+    found = {(a.simpleString(), b.simpleString()) for a in KINDS for b in KINDS if widens(a, b)}
+    assert found == LONGER
+
+
+def test_what_is_followed() -> None:
+    old = columns(n=IntegerType(), gone=StringType(), timestamp=TimestampType())
+    then = columns(k=StringType(), n=IntegerType(), gone=StringType(), odd=IntegerType(), old=old)
+    old = columns(note=DateType(), n=LongType(), timestamp=TimestampType())
+    now = columns(note=DateType(), n=LongType(), k=StringType(), odd=NullType(), old=old)
+    found = evolve(then, now, fixed={"k"}, required={"k"}, declared=["k", "n", "gone", "odd"])
+    assert not found.refused
+    assert found.columns.simpleString() == (
+        "struct<k:string,n:bigint,gone:string,odd:int,"
+        "old:struct<n:bigint,gone:string,timestamp:timestamp,note:date>,note:date>"
+    )
+    assert found.told == (
+        "columns change: new and null in rows before: note; now longer: n: int -> bigint; "
+        "null from now on: gone"
+    )
+
+
+def test_nothing_changes() -> None:
+    """Neither by another order nor by what may be null, within a type either."""
+    then = columns(a=ArrayType(StringType()), n=IntegerType())
+    now = StructType([StructField("n", IntegerType(), False)])
+    now = now.add("a", ArrayType(StringType(), containsNull=False), False)
+    found = evolve(then, now, required={"a", "n"})
+    assert found.columns == then
+    assert not found.told
+    assert not found.refused
+
+
+def test_a_column_comes_back() -> None:
+    """What was left out before is no news; declared again it is what it was."""
+    then = columns(k=StringType(), gone=IntegerType())
+    assert not evolve(then, columns(k=StringType()), declared=["k"]).told
+    assert not evolve(then, then, declared=["k"]).told
+    wrong = columns(k=StringType(), gone=StringType())
+    assert evolve(then, wrong, declared=["k"]).refused == ("gone: int -> string",)
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (columns(k=LongType(), n=LongType()), "k: int -> bigint, by which records find their key"),
+        (columns(k=IntegerType(), n=IntegerType()), "n: bigint -> int"),
+        (columns(k=IntegerType(), n=DoubleType()), "n: bigint -> double"),
+        (columns(k=IntegerType(), n=StringType()), "n: bigint -> string"),
+        (columns(k=IntegerType(), N=LongType()), "n is N now"),
+        (columns(k=IntegerType(), n=LongType(), must=DateType()), "must is new and may not be null"),
+        (columns(k=IntegerType(), m=LongType()), "n is gone and m is new: a column cannot be renamed"),
+    ],
+)
+def test_what_is_refused(now: StructType, said: str) -> None:
+    then = columns(k=IntegerType(), n=LongType())
+    with pytest.raises(StorageError) as raised:
+        evolved("prices", then, now, fixed={"k"}, required={"k", "must"})
+    text = str(raised.value)
+    assert text.startswith(
+        "prices: expected columns that what is stored can be read by, got other ones"
+    )
+    assert said in text
+    assert "vt-dagster replay" in text
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (DecimalType(10, 2), DecimalType(8, 2)),
+        (DecimalType(10, 2), DecimalType(20, 4)),
+        (ArrayType(IntegerType()), ArrayType(LongType())),
+        (columns(a=IntegerType()), columns(a=IntegerType(), b=IntegerType())),
+        (DateType(), TimestampType()),
+        (IntegerType(), DecimalType(20, 0)),
+    ],
+    ids=lambda kind: kind.simpleString(),
+)
+def test_other_types_are_refused(then: DataType, now: DataType) -> None:
+    found = evolve(columns(x=then), columns(x=now))
+    assert found.refused == (f"x: {then.simpleString()} -> {now.simpleString()}",)
+
+
+def test_old_is_refused_once() -> None:
+    """The row before has the same columns: what is wrong with one is said once."""
+    then = columns(n=LongType(), old=columns(n=LongType()))
+    now = columns(n=IntegerType(), old=columns(n=IntegerType()))
+    assert evolve(then, now).refused == ("n: bigint -> int",)
+
+
+def test_what_inputs_give_is_no_rename() -> None:
+    """Two changes of an input may come to its consumer at once."""
+    then, now = columns(k=StringType(), a=DateType()), columns(k=StringType(), b=DateType())
+    assert evolve(then, now).refused
+    assert not evolve(then, now, derived=True).refused
+
+
+def test_two_things_are_not_a_rename() -> None:
+    """Of different types: one column left out, and another one added."""
+    found = evolve(columns(k=StringType(), n=IntegerType()), columns(k=StringType(), s=BooleanType()))
+    assert not found.refused
+    assert (found.dropped, found.added) == (("n",), ("s",))

@@ -1,0 +1,399 @@
+"""A live table's schema changes: what is downstream goes on, and equals what is made anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pandera.pyspark as pa_model
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import CommitProperties, DeltaTable, Transaction
+from pyspark.sql import SparkSession
+from pyspark.sql.types import (
+    BooleanType,
+    DataType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+import vt_dagster
+from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError, TopologyError
+from vt_dagster.runs.replay import compare, replay
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.spark.settings import settings
+from vt_dagster.storage import transaction, view
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.model import Stream, VersionedTable
+from vt_dagster.topology.operators import UntilTimeLimit
+from vt_dagster.topology.windowing import TumblingWindow
+
+EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
+BEFORE: dict[str, DataType] = {
+    "k": StringType(),
+    "cat": StringType(),
+    "short": ShortType(),
+    "n": IntegerType(),
+    "share": FloatType(),
+    "price": DecimalType(5, 2),
+    "gone": BooleanType(),
+    "must": IntegerType(),
+    "at": TimestampType(),
+}
+AFTER: dict[str, DataType] = {
+    "at": TimestampType(),
+    "note": StringType(),
+    "price": DecimalType(12, 2),
+    "share": DoubleType(),
+    "n": LongType(),
+    "short": IntegerType(),
+    "must": IntegerType(),
+    "cat": StringType(),
+    "k": StringType(),
+}
+"""Another order, ``note`` is new, numbers are longer, ``gone`` is left out, ``must`` may be null."""
+BIG = 2**40
+
+
+def schema(kinds: Mapping[str, DataType], never_null: Sequence[str] = ()) -> StructType:
+    return StructType([StructField(n, kind, n not in never_null) for n, kind in kinds.items()])
+
+
+class Live:
+    """Versioned ``prices`` and a stream of ``orders``, and what is made of them."""
+
+    def __init__(self, root: Path, columns: StructType, warehouse: str = "warehouse") -> None:
+        self.root, self.warehouse = root, str(root / warehouse)
+        about: dict[str, Any] = {"key": "k", "schema": columns, "timestamp": "at"}
+        self.prices = VersionedTable(
+            "prices",
+            history_retention=timedelta(hours=1),
+            tombstone="cat is null",
+            source=FilesSource(str(root / "prices")),
+            **about,
+        )
+        self.orders = Stream("orders", source=FilesSource(str(root / "orders")), **about)
+        limit = UntilTimeLimit(timedelta(minutes=10))
+        positive = self.prices.filter("n > 0", name="positive")
+        groups = self.prices.group_by("cat").aggregate(
+            {"rows": "count(*)", "n": "sum(n)", "price": "sum(price)", "share": "avg(share)"},
+            name="groups",
+        )
+        windows = self.orders.group_by("k").windowed_by(
+            TumblingWindow(timedelta(hours=1), grace=timedelta(hours=1))
+        )
+        self.nodes: list[Stream] = [
+            self.prices,
+            self.orders,
+            self.orders.left_join(
+                self.prices,
+                name="priced",
+                select=["left.*", "right.n as table_n", "right.price as table_price"],
+                grace_period=timedelta(minutes=5),
+            ),
+            positive,
+            self.prices.map_values("*", "n * 2 as twice", name="doubled"),
+            self.prices.left_join(positive, name="both", select=["left.*", "right.n as right_n"]),
+            groups,
+            groups.suppress(limit, name="held"),
+            windows.aggregate({"most": "max(n)", "price": "sum(price)"}, name="hourly"),
+        ]
+
+    def land(self, name: str, file: str, *records: Mapping[str, Any]) -> None:
+        (self.root / name).mkdir(parents=True, exist_ok=True)
+        lines = [
+            json.dumps({**r, "at": (EPOCH + timedelta(minutes=r["at"])).isoformat()}) for r in records
+        ]
+        (self.root / name / file).write_text("\n".join(lines) + "\n")
+
+    def run(self, spark: SparkSession, *names: str) -> None:
+        for node in self.nodes:
+            if not names or node.name in names:
+                run_once(node, stores_of(self.warehouse, spark))
+
+    def store(self, spark: SparkSession, name: str) -> AssetStore:
+        return AssetStore(self.warehouse, next(n for n in self.nodes if n.name == name), spark)
+
+
+def price(k: str, at: float, n: int, **more: Any) -> dict[str, Any]:
+    values = {"k": k, "cat": "xy"[n % 2], "short": 1, "n": n, "share": 0.5, "price": 1.25, "must": 1}
+    return {**values, "at": at, **more}
+
+
+def land_first(live: Live) -> None:
+    for name in ("prices", "orders"):
+        live.land(
+            name,
+            "1.jsonl",
+            *(price(k, at, n, gone=True) for k, at, n in [("a", 0, 1), ("b", 1, 2), ("c", 2, -3)]),
+            price("a", 4, 4, gone=True),
+        )
+
+
+def land_second(live: Live) -> None:
+    """Longer values and the new column: of a known key, out of order, of a new key, and deleted."""
+    more = {"note": "new", "must": None, "share": 0.1, "short": 70_000}
+    for name in ("prices", "orders"):
+        live.land(
+            name,
+            "2.jsonl",
+            price("a", 30, BIG, price=12345678.25, **more),
+            price("a", 3, 7, **more),
+            price("d", 31, BIG + 1, **more),
+            price("b", 40, 8, **more) | ({"cat": None} if name == "prices" else {}),
+        )
+
+
+@dataclass(frozen=True)
+class Changed:
+    live: Live
+    anew: Live
+    told: list[str]
+
+
+@pytest.fixture(scope="module")
+def changed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changed]:
+    """Tables after a run with one schema and one with the next, their views still of the first; and
+    the same records by tables that had the next schema from the start."""
+    root = tmp_path_factory.mktemp("changed")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(view, "EACH_RUN", 0)
+    patch.setattr(view, "SHARE", 100)
+    first = Live(root, schema(BEFORE, never_null=["must"]))
+    land_first(first)
+    first.run(spark)
+    live, anew = Live(root, schema(AFTER)), Live(root, schema(AFTER), "anew")
+    land_second(live)
+    told: list[str] = []
+    for node in live.nodes:
+        run_once(node, stores_of(live.warehouse, spark, told.append))
+    anew.run(spark)
+    yield Changed(live, anew, told)
+    patch.undo()
+
+
+NAMES = ["prices", "priced", "positive", "doubled", "both", "groups", "held", "hourly"]
+
+
+def rows(table: pa.Table, but: Sequence[str] = ()) -> list[str]:
+    """Rows whatever their order, and that of columns, within ``old`` too."""
+    flat = table.flatten() if "old" in table.column_names else table
+    names = sorted(n for n in flat.column_names if n.removeprefix("old.") not in ("gone", *but))
+    return sorted(map(repr, flat.select(names).to_pylist()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_that_follows_equals_what_is_made_anew(
+    changed: Changed, spark: SparkSession, name: str
+) -> None:
+    """Log and current rows, read by Spark and without; the view lies there with the first schema."""
+    live, anew = changed.live.store(spark, name), changed.anew.store(spark, name)
+    # Of what is held back a run releases a set, whose order is by what waited.
+    but = ("offset",) if name in ("priced", "held") else ()
+    kinds = ["log", *(["current"] if live.node.is_table else []), *(["versions"] * live.node.versioned)]
+    for what in kinds:
+        expected = anew.read(what).toArrow()
+        assert rows(live.read(what).toArrow(), but) == rows(expected, but)
+        looked_up = vt_dagster.read(name, warehouse=changed.live.warehouse, what=what)
+        assert rows(looked_up, but) == rows(expected, but)
+    if live.node.is_table and name != "held":  # of which the first run made nothing
+        base = live.snapshot().base
+        assert base is not None
+        assert base.checkpoint.batch == 1
+    opened = AssetStore.open(changed.live.warehouse, name, spark)
+    assert rows(opened.read("log").toArrow(), but) == rows(anew.read("log").toArrow(), but)
+
+
+def test_columns_change_in_the_commit_that_uses_them(changed: Changed) -> None:
+    """So a run that dies leaves no columns of which there is no row."""
+    log = Path(changed.live.warehouse, "prices", "log")
+    text = (log / "_delta_log" / f"{1:020}.json").read_text()
+    assert [next(iter(json.loads(line))) for line in text.splitlines()] == [
+        *("commitInfo", "txn", "metaData", "add")
+    ]
+    assert len(list((log / "_delta_log").iterdir())) == 2
+    kinds = {f.name: str(f.type.type) for f in DeltaTable(str(log)).schema().fields if f.name in AFTER}
+    assert kinds == {
+        **{"k": "string", "cat": "string", "note": "string", "must": "integer", "at": "timestamp"},
+        **{"short": "integer", "n": "long", "share": "double", "price": "decimal(12,2)"},
+    }
+    (said,) = [line for line in changed.told if line.startswith("prices: ! columns change: ")]
+    assert "new and null in rows before: note; " in said
+    assert "price: decimal(5,2) -> decimal(12,2), " in said
+    assert "null from now on: gone" in said
+
+
+@pytest.mark.parametrize("what", ["log", "view"])
+def test_other_readers(changed: Changed, spark: SparkSession, what: str) -> None:
+    """Of files with the first columns and the next: Polars, and ``deltalake`` by Arrow; then of the
+    view that was written again in part, and of both compacted by Delta's own writer."""
+    table = str(Path(changed.live.warehouse, "prices", what))
+    if what == "view":
+        changed.live.store(spark, "prices").catch_up(now=True)
+        changed.anew.store(spark, "prices").catch_up(now=True)
+    expected = DeltaTable(str(Path(changed.anew.warehouse, "prices", what))).to_pyarrow_dataset()
+    wanted = rows(expected.to_table())
+
+    def seen() -> list[list[str]]:
+        by_arrow = DeltaTable(table).to_pyarrow_dataset().to_table()
+        by_polars = pl.read_delta(table).to_arrow().select(by_arrow.column_names)
+        return [rows(by_arrow), rows(by_polars.cast(by_arrow.schema))]
+
+    assert seen() == [wanted, wanted]
+    by_name = pl.read_delta(table).filter(pl.col("note").is_null())
+    assert by_name.get_column("gone").null_count() == 0
+    spark.sql(f"OPTIMIZE delta.`{table}`")
+    assert seen() == [wanted, wanted]
+
+
+def test_a_wide_table_is_read_row_by_row(changed: Changed, spark: SparkSession) -> None:
+    """Spark's other reader of Parquet makes the same of older files."""
+    (live, anew) = (t.store(spark, "prices") for t in (changed.live, changed.anew))
+    with settings(spark, {"spark.sql.parquet.enableVectorizedReader": "false"}):
+        found = live.read("log").toArrow()
+    assert rows(found) == rows(anew.read("log").toArrow())
+
+
+def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
+    """Of what is declared: a column that was left out is not compared."""
+    live = changed.live.store(spark, "prices")
+    copy = replay(changed.live.warehouse, live.node, "prices_anew", spark)
+    assert "gone" not in copy.read().columns
+    found = compare(live, copy)
+    assert (found.missing, found.extra) == (0, 0)
+
+
+def test_an_input_that_has_not_run_since(changed: Changed, spark: SparkSession) -> None:
+    """What is declared is there for whoever reads it, null or longer, before a run has written it."""
+    kinds = {**AFTER, "must": LongType(), "later": StringType(), "flag": BooleanType()}
+    table = replace(changed.live.prices, schema=schema(kinds))
+    store = AssetStore(changed.live.warehouse, table, spark)
+    for what in ("log", "current", "versions"):
+        read = store.read(what)
+        assert dict(read.dtypes)["must"] == "bigint"
+        assert read.where("later is not null or flag is not null").isEmpty()
+
+
+class Priced(pa_model.DataFrameModel):
+    """The columns after the change, and one that pandera takes to be never null."""
+
+    k: StringType
+    n: LongType = pa_model.Field(nullable=True)
+    must_have: StringType
+    at: TimestampType
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n": IntegerType()}, "n: bigint -> int"),
+        ({"n": StringType()}, "n: bigint -> string"),
+        ({"price": DecimalType(14, 4)}, "price: decimal(12,2) -> decimal(14,4)"),
+        ({"share": DecimalType(12, 2)}, "share: double -> decimal(12,2)"),
+        ({"k": LongType()}, "k: string -> bigint"),
+        ({"cat": None, "category": StringType()}, "cat is gone and category is new: a column cannot"),
+        ({"note": None, "Note": StringType()}, "note is Note now"),
+        ({"gone": StringType()}, "gone: boolean -> string"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused_when_a_run_starts(
+    changed: Changed, change: Mapping[str, DataType | None], said: str
+) -> None:
+    """Without Spark, before anything is read."""
+    kinds = {name: kind for name, kind in {**AFTER, **change}.items() if kind is not None}
+    table = replace(changed.live.prices, schema=schema(kinds), tombstone=None)
+    refused(changed.live, table, said)
+
+
+def refused(live: Live, table: Stream, said: str) -> None:
+    def no_spark() -> SparkSession:
+        raise AssertionError("Spark is asked for")
+
+    with pytest.raises(StorageError) as raised:
+        Run.pin(table, stores_of(live.warehouse, no_spark))
+    assert said in str(raised.value)
+    assert "vt-dagster replay" in str(raised.value)
+
+
+def test_a_new_column_that_is_never_null(changed: Changed) -> None:
+    """A pandera model's columns are never null, as long as it does not say so."""
+    table = replace(changed.live.prices, schema=Priced, contract=None, tombstone=None)
+    refused(changed.live, table, "must_have is new and may not be null")
+
+
+def test_what_says_the_partition_keeps_its_type(changed: Changed) -> None:
+    """Else records of a key would go to another partition."""
+    kinds = {**AFTER, "must": LongType()}
+    table = replace(changed.live.prices, schema=schema(kinds), partition_by="pmod(hash(must), 4)")
+    refused(changed.live, table, "must: int -> bigint, by which records find their key or partition")
+
+
+def test_two_runs_at_once(tmp_path: Path, spark: SparkSession) -> None:
+    """Both bring the new columns: one wins, and they are there once."""
+    first = Live(tmp_path, schema(BEFORE))
+    land_first(first)
+    first.run(spark, "orders")
+    live = Live(tmp_path, schema(AFTER))
+    land_second(live)
+    stores = stores_of(live.warehouse, spark)
+    one, other = (Run.pin(live.orders, stores) for _ in range(2))
+    results = other.operate(other.read())
+    one.commit(one.operate(one.read()))
+    with pytest.raises(ConcurrentRunError):
+        other.commit(results)
+    log = DeltaTable(str(Path(live.warehouse, "orders", "log")))
+    assert log.version() == 1
+    assert log.to_pyarrow_dataset().count_rows() == 8
+    with pytest.raises(FileExistsError):
+        transaction.commit_with_columns(
+            str(Path(live.warehouse, "orders", "log")),
+            DeltaTable(log.table_uri, version=0),
+            schema(BEFORE),
+            [],
+            [],
+            CommitProperties(app_transactions=[Transaction("late", 1)]),
+        )
+
+
+def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> None:
+    """They may lack what is optional, and have shorter numbers; what the schema lacks is told."""
+    kinds = {"k": StringType(), "n": LongType(), "note": StringType(), "at": TimestampType()}
+    at = datetime(2020, 1, 1)
+    for format_ in ("csv", "parquet"):
+        folder = tmp_path / format_
+        folder.mkdir()
+        file = folder / f"old.{format_}"
+        moments = pa.array([at], pa.timestamp("us", "UTC"))
+        columns = {"k": ["a"], "n": pa.array([1], pa.int32()), "extra": ["e"], "at": moments}
+        if format_ == "csv":
+            file.write_text("k,n,extra,at\na,1,e,2020-01-01T00:00:00Z\n")
+        else:
+            pq.write_table(pa.table(columns), file)
+        source = FilesSource(str(folder), format=format_, optional=["note"])
+        orders = Stream(format_, key="k", schema=schema(kinds), timestamp="at", source=source)
+        files = source.pin(None)
+        (told,) = [line for line in files.describe(orders.schema) if line.startswith("!")]
+        assert told == f"!columns that the schema has not are left out: extra (in old.{format_})"
+        (row,) = files.read(spark, orders).select("k", "n", "note").collect()
+        assert tuple(row) == ("a", 1, None)
+        strict = replace(source, optional=()).pin(None)
+        with pytest.raises(SourceError, match=r"expected columns \['note'\]"):
+            strict.read(spark, orders)
+    with pytest.raises(TopologyError, match=r"expected optional columns of the source among"):
+        replace(orders, source=replace(source, optional=("k",)))

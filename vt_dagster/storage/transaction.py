@@ -1,0 +1,115 @@
+"""A commit that changes a table's columns together with its files, in one step.
+
+``deltalake`` changes columns in a commit of their own, and makes no type longer. A run that died in
+between would leave columns of which no row was ever written. So this one commit is written here: the
+next version's file, which must not be there yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
+
+from deltalake import CommitProperties, DeltaTable
+from deltalake.transaction import AddAction, RemoveAction
+from pyspark.sql.types import StructType
+
+from vt_dagster.storage.delta import filesystem
+
+_SAFE = "/=-_.~"
+
+
+def commit_with_columns(
+    path: str,
+    table: DeltaTable,
+    columns: StructType,
+    adds: Sequence[AddAction],
+    removes: Sequence[RemoveAction],
+    about: CommitProperties,
+) -> None:
+    """Commits files and columns as the version after that of ``table``.
+
+    Args:
+        columns: all that the table has from then on.
+        about: what the commit says besides, as of any other commit of ours.
+
+    Raises:
+        FileExistsError: somebody else has written that version.
+    """
+    now = int(time.time() * 1000)
+    its = table.metadata()
+    (transaction,) = about.app_transactions or []
+    mode = "Overwrite" if removes else "Append"
+    actions: list[dict[str, Any]] = [
+        {
+            "commitInfo": {
+                "timestamp": now,
+                "operation": "WRITE",
+                "operationParameters": {"mode": mode, "partitionBy": json.dumps(its.partition_columns)},
+                "engineInfo": "vt_dagster",
+                **(about.custom_metadata or {}),
+            }
+        },
+        {"txn": {"appId": transaction.app_id, "version": transaction.version, "lastUpdated": now}},
+        {
+            "metaData": {
+                "id": str(its.id),
+                "name": its.name,
+                "description": its.description,
+                "format": {"provider": "parquet", "options": {}},
+                "schemaString": json.dumps(columns.jsonValue()),
+                "partitionColumns": its.partition_columns,
+                "configuration": its.configuration,
+                "createdTime": its.created_time,
+            }
+        },
+    ]
+    actions += [{"remove": _removed(one)} for one in removes]
+    actions += [{"add": _added(one)} for one in adds]
+    _put(path, table.version() + 1, "\n".join(map(json.dumps, actions)) + "\n")
+
+
+def _removed(one: RemoveAction) -> dict[str, Any]:
+    return {
+        "path": quote(one.path, safe=_SAFE),
+        "deletionTimestamp": one.deletion_timestamp,
+        "dataChange": True,
+        "extendedFileMetadata": True,
+        "partitionValues": one.partition_values,
+        "size": one.size,
+    }
+
+
+def _added(one: AddAction) -> dict[str, Any]:
+    return {
+        "path": quote(one.path, safe=_SAFE),
+        "partitionValues": one.partition_values,
+        "size": one.size,
+        "modificationTime": one.modification_time,
+        "dataChange": True,
+        "stats": one.stats,
+    }
+
+
+def _put(path: str, version: int, text: str) -> None:
+    """Writes a version's file as a whole, where there is none."""
+    fs, root = filesystem(path)
+    file = posixpath.join(root, "_delta_log", f"{version:020}.json")
+    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+    if "file" not in protocols:
+        fs.pipe_file(file, text.encode(), mode="create")
+        return
+    prepared = Path(root, "_delta_log", f".{uuid4().hex}.tmp")
+    prepared.write_text(text, encoding="utf-8")
+    try:
+        # As ``deltalake`` does: it is there as a whole, or another one is.
+        os.link(prepared, file)
+    finally:
+        prepared.unlink(missing_ok=True)
