@@ -56,7 +56,10 @@ ORDER = {
         to_stream to_table windowed_aggregate processors
         """,
     "spark": "settings small_runs jars launch session server",
-    "storage": "delta positions values lookup parquet segments offsets progress view store maintenance",
+    "storage": """
+        delta positions commits values lookup parquet segments offsets progress view snapshot store
+        maintenance
+        """,
     "sources": """
         base directory values json_text csv_text bad_files files
         kafka_cluster protobuf formats kafka_messages kafka kafka_sink

@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.core import table, versioned
-from vt_dagster.core.arrival import duration
+from vt_dagster.core.arrival import duration, union
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Table, VersionedTable
@@ -86,7 +86,8 @@ def fold_few(node: Table, view: DataFrame, log: DataFrame, stream_time: Column) 
     met, others = (view.join(keys, list(node.key), how) for how in ("left_semi", "left_anti"))
     if isinstance(node, VersionedTable):
         others = versioned.remembered(others, horizon_of(node, stream_time))
-    return others.unionByName(fold(node, met, log, stream_time))
+    # A view from before a column was added to the log has not got it.
+    return union(fold(node, met, log, stream_time), others)
 
 
 def current(node: Table, view: DataFrame) -> DataFrame:

@@ -11,7 +11,7 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import IS_LATE, IS_LATEST, OFFSET, OLD, PARTITION
+from vt_dagster.columns import IS_LATE, IS_LATEST, OFFSET, OLD, PARTITION, RECORDED_AT
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka import KafkaSource
@@ -127,7 +127,7 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
 
 
 def _comparable(rows: DataFrame) -> DataFrame:
-    return rows.drop(*[c for c in (PARTITION, OFFSET, IS_LATEST, IS_LATE, OLD) if c in rows.columns])
+    return rows.drop(PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, OLD)
 
 
 def swap(warehouse: str, live: str, other: str) -> None:

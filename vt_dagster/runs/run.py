@@ -10,6 +10,7 @@ quarantine, which follow from it. So a run can be killed anywhere and started ag
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from vt_dagster.columns import (
     INPUT,
     OFFSET,
     PARTITION,
+    RECORDED_AT,
     SEQUENCE,
     TURN,
 )
@@ -160,8 +162,9 @@ class Run:
         if head is None:
             return store.spark.createDataFrame([], log_schema(node))
         if node.name not in arrival.taken:
-            return store.log({}, head).limit(0)
-        return store.log(arrival.before.inputs.get(node.name, {}), head, self._look_back())
+            return store.log({}, head).limit(0).drop(RECORDED_AT)
+        rows = store.log(arrival.before.inputs.get(node.name, {}), head, self._look_back())
+        return rows.drop(RECORDED_AT)
 
     def _look_back(self) -> int | None:
         before = self.arrival.before
@@ -179,6 +182,7 @@ class Run:
             # Where nothing was consumed before, every row of the table is among the changes.
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 table = self.stores(node).current_at(self.arrival.tables[node.name])
+                table = table.drop(RECORDED_AT)
             if start and self._look_back() is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
@@ -221,6 +225,7 @@ class Run:
         if with_tables and arrival.previous is not None:
             state = store.state(arrival.previous)
             view = store.current() if isinstance(self.node, Table) else None
+            view = None if view is None else view.drop(RECORDED_AT)
         many = arrival.few and arrival.view_rows > MANY_ROWS
         return Known(
             hold=self._hold if with_tables and many else None,
@@ -255,7 +260,7 @@ class Run:
             empty = store.spark.createDataFrame([], view_schema(table))
             return Lookup(empty, by_partition({})), judged
         since = judged.span[0]
-        rows = store.view_at(at, since)
+        rows = store.view_at(at, since).drop(RECORDED_AT)
         judged = replace(judged, rows_read=at.reach(since))
         few, versions = self.arrival.few, at.total
         way, strategy = way_of(table, rows, few, versions, judged.span)
@@ -288,7 +293,8 @@ class Run:
                 passed, commit = self._prepare(rows, results, run_id)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = self._in_place(passed)
-                new = self.processor.produce(rows, first, passed.few, in_place)
+                recorded = F.timestamp_micros(F.lit(commit.recorded_at)).alias(RECORDED_AT)
+                new = self.processor.produce(rows, first, passed.few, in_place).select("*", recorded)
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.
@@ -365,6 +371,7 @@ class Run:
             state=state is not None,
             rejected=rejected,
             run_id=run_id,
+            now=time.time_ns() // 1000,
             **position,
         )
 
