@@ -231,7 +231,7 @@ class _Asset:
         """Versions, or current rows; as of a time where given."""
         versioned = self.shape.kind == "versioned"
         base, start = self._base(what, moment)
-        tail = self.log(start) if start != self.commit.next_offset else None
+        tail = self.log(start) if base is None or start != self.commit.next_offset else None
         limits = dict(zip(self.commit.stream_time, self._horizons(), strict=True))
         rows = fold(base, tail, self.key, limits if versioned else None)
         if not versioned or what == "versions":
