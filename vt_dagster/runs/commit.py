@@ -79,7 +79,6 @@ def document(
     *,
     inputs: dict[str, dict[int, int]],
     stream_time: Mapping[int, int],
-    now: int,
     **more: Any,
 ) -> Commit:
     """The document of a run's commit.
@@ -89,7 +88,6 @@ def document(
         fates: how many records had which fate, by partition.
         inputs: how far the run comes in each input.
         stream_time: at the end of the run.
-        now: the clock, epoch microseconds.
         more: other fields of ``Commit``.
     """
     before = arrival.before
@@ -108,7 +106,6 @@ def document(
     return Commit(
         asset=arrival.node.name,
         batch=before.batch + 1,
-        recorded_at=max(now, before.recorded_at + 1),
         attempt=arrival.attempt,
         shape=shape_of(arrival.node),
         log=before.log or arrival.attempt,

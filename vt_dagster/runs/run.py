@@ -272,8 +272,15 @@ class Run:
 
     # -- commit ----------------------------------------------------------------------------------
 
-    def commit(self, results: Results, run_id: str | None = None) -> Receipt:
+    def commit(
+        self, results: Results, run_id: str | None = None, recorded_at: int | None = None
+    ) -> Receipt:
         """Gate, state, commit; then view and quarantine.
+
+        Args:
+            run_id: what the commit says of whose run it is.
+            recorded_at: and when it was recorded, epoch microseconds, but not before the last one; None =
+                by this machine's clock, but after it.
 
         Raises:
             ContractError: results break the schema's checks, or too large a share of a source's
@@ -290,7 +297,7 @@ class Run:
             with store.tuned(self._small(results.judged)):
                 rows = store.hold(results.rows)
                 arrival.held.append(rows)
-                passed, commit = self._prepare(rows, results, run_id)
+                passed, commit = self._prepare(rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = self._in_place(passed)
                 recorded = F.timestamp_micros(F.lit(commit.recorded_at)).alias(RECORDED_AT)
@@ -334,7 +341,13 @@ class Run:
         complete = all(found.get(p) == end - start for p, (start, end) in taken.items())
         return InPlace(taken, complete)
 
-    def _prepare(self, rows: DataFrame, results: Results, run_id: str | None) -> tuple[Passed, Commit]:
+    def _recorded(self, told: int | None) -> int:
+        last = self.arrival.before.recorded_at
+        return max(last + 1, time.time_ns() // 1000) if told is None else max(last, told)
+
+    def _prepare(
+        self, rows: DataFrame, results: Results, run_id: str | None, recorded_at: int | None
+    ) -> tuple[Passed, Commit]:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""
         arrival, store, processor = self.arrival, self.store, self.processor
         before, judged = arrival.before, results.judged
@@ -371,7 +384,7 @@ class Run:
             state=state is not None,
             rejected=rejected,
             run_id=run_id,
-            now=time.time_ns() // 1000,
+            recorded_at=self._recorded(recorded_at),
             **position,
         )
 
@@ -381,13 +394,14 @@ def run_once(
     stores: Stores,
     source: Source | None = None,
     run_id: str | None = None,
+    recorded_at: int | None = None,
     **asked: Any,
 ) -> Receipt:
     """A whole run: what the ops of an asset do, one after another.
 
     Args:
         source, asked: see :meth:`Run.pin`.
-        run_id: what the commit says of whose run it is.
+        run_id, recorded_at: see :meth:`Run.commit`.
     """
     run = Run.pin(node, stores, source, **asked)
-    return run.commit(run.operate(run.read()), run_id)
+    return run.commit(run.operate(run.read()), run_id, recorded_at)
