@@ -25,6 +25,7 @@ import vt_dagster
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.columns import RECORDED_AT
 from vt_dagster.errors import StorageError
+from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage import commits, delta, lookup, segments, view
@@ -164,7 +165,7 @@ def a_log(kind: str, noted: bool = True) -> Iterator[Log]:
 
 
 @pytest.mark.parametrize("kind", ["versioned", "table", "stream"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(runs, st.integers(0, 6))
 def test_as_known_at_is_what_a_copy_of_then_gives(
     kind: str, drawn: list[tuple[list[Record], bool]], cleaned: int
@@ -263,9 +264,10 @@ def told(
         patched.setattr(segments, "SEGMENT_ROWS", 2)
         patched.setattr(view, "EACH_RUN", 0)
         patched.setattr(view, "SHARE", 0.5)
-        for _ in land_all(topology):
+        for number, _ in enumerate(land_all(topology)):
             topology.run("rates", spark)
-            run_once(plain, stores_of(topology.warehouse, spark))
+            if number in (0, 3):
+                run_once(plain, stores_of(topology.warehouse, spark))
             head = topology.store("rates", spark).head()
             assert head is not None
             then.append((head.commit.recorded_at, answers_of(topology)))
@@ -319,6 +321,24 @@ def test_each_row_says_when_it_was_recorded(
         assert row[RECORDED_AT] == of_log[row["partition"], row["offset"]]
 
 
+def test_a_replay_keeps_the_times(
+    told: tuple[Topology, list[tuple[int, list[Any]]]], spark: SparkSession, tmp_path: Path
+) -> None:
+    """Of records; unless it is told otherwise. The original's commits have been removed in part."""
+    topology, then = told
+    warehouse = shutil.copytree(topology.warehouse, tmp_path / "copy")
+    DeltaTable(warehouse / "rates" / "log").create_checkpoint()
+    forget_commits(str(warehouse / "rates" / "log"), timedelta(0))
+    again = replay(str(warehouse), topology.rates, "again", spark)
+    assert [one.recorded_at for one in commits.commits(again.root)] == [t for t, _ in then]
+    for recorded, answers in then:
+        found = [answer(str(warehouse), "again", moment(recorded), **q) for q in questions("versioned")]
+        assert [str(one).replace("again", "rates") for one in found] == [str(one) for one in answers]
+    now = replay(str(warehouse), topology.rates, "now", spark, keep_recorded=False)
+    (commit,) = commits.commits(now.root)
+    assert commit.recorded_at > then[-1][0]
+
+
 @pytest.mark.parametrize("maintained", [False, True])
 def test_spark_gives_the_same(
     told: tuple[Topology, list[tuple[int, list[Any]]]],
@@ -330,9 +350,8 @@ def test_spark_gives_the_same(
     topology, then = told
     if maintained:
         topology = Topology(Path(shutil.copytree(topology.root, tmp_path / "copy")))
-        for name in ("rates", "plain"):
-            DeltaTable(f"{topology.warehouse}/{name}/log").create_checkpoint()
-            maintain(topology.warehouse, name, spark, keep=timedelta(0))
+        DeltaTable(f"{topology.warehouse}/rates/log").create_checkpoint()
+        maintain(topology.warehouse, "rates", spark, keep=timedelta(0))
         assert len(list(commits.commits(f"{topology.warehouse}/rates"))) == 5
         assert len(delta.versions(f"{topology.warehouse}/rates/log")) < 5
     store = topology.store("rates", spark)
@@ -379,7 +398,7 @@ def test_a_clock_that_is_behind(tmp_path: Path, spark: SparkSession) -> None:
     topology.land("rates", "1.jsonl", [("a", 1, 1)])
     ahead = 4_102_444_800 * 10**9  # 2100
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("vt_dagster.runs.run.time.time_ns", lambda: ahead)
+        patched.setattr("vt_dagster.runs.commit.time.time_ns", lambda: ahead)
         topology.run("rates", spark)
     topology.land("rates", "2.jsonl", [("a", 2, 2)])
     topology.run("rates", spark)

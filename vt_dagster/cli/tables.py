@@ -54,11 +54,7 @@ def replay(
         str | None, typer.Option("--from-offsets", help='Of topics: {"topic": {"0": 100}}.')
     ] = None,
     recorded_now: Annotated[
-        bool,
-        typer.Option(
-            "--recorded-now",
-            help="In as few runs as it takes: records are recorded as they are replayed.",
-        ),
+        bool, typer.Option("--recorded-now", help="In few runs, and what they take is recorded now.")
     ] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:

@@ -44,10 +44,10 @@ def replay(
         start: of a Kafka source, where to begin: a time (inclusive) or offsets ``{topic: {partition:
             offset}}``; None = as the source says.
         tell: is told what each run has written, in a line each.
-        keep_recorded: whether records of topics and files are recorded as they were in the original, for
-            which they are taken in runs as its own were. Of an operator, and where the original does not
-            say which run took a file, they are recorded now: what is made of other tables as they are
-            now was not known then.
+        keep_recorded: whether records of topics and files are recorded as they were in the original,
+            for which they are taken in runs as its own were. Of an operator, and where the original
+            does not say which run took a file, they are recorded now: what is made of other tables as
+            they are now was not known then.
 
     Returns:
         the new tables.

@@ -10,7 +10,6 @@ quarantine, which follow from it. So a run can be killed anywhere and started ag
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import prepare
 from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.commit import check_share, document, ends_of, stage_rejected
+from vt_dagster.runs.commit import check_share, document, ends_of, recorded, stage_rejected
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.join_way import way_of
 from vt_dagster.runs.pin import from_logs, from_source
@@ -278,9 +277,7 @@ class Run:
         """Gate, state, commit; then view and quarantine.
 
         Args:
-            run_id: what the commit says of whose run it is.
-            recorded_at: and when it was recorded, epoch microseconds, but not before the last one; None =
-                by this machine's clock, but after it.
+            run_id: what the commit says of whose run it is; ``recorded_at`` likewise, see ``recorded``.
 
         Raises:
             ContractError: results break the schema's checks, or too large a share of a source's
@@ -341,10 +338,6 @@ class Run:
         complete = all(found.get(p) == end - start for p, (start, end) in taken.items())
         return InPlace(taken, complete)
 
-    def _recorded(self, told: int | None) -> int:
-        last = self.arrival.before.recorded_at
-        return max(last + 1, time.time_ns() // 1000) if told is None else max(last, told)
-
     def _prepare(
         self, rows: DataFrame, results: Results, run_id: str | None, recorded_at: int | None
     ) -> tuple[Passed, Commit]:
@@ -384,7 +377,7 @@ class Run:
             state=state is not None,
             rejected=rejected,
             run_id=run_id,
-            recorded_at=self._recorded(recorded_at),
+            recorded_at=recorded(before, recorded_at),
             **position,
         )
 

@@ -212,7 +212,7 @@ class FilesSource:
         return PinnedFiles(self, self.pending(consumed, only), consumed, batch)
 
     def taken_by(self, consumed: Mapping[str, Any]) -> dict[str, int | None]:
-        """The run that consumed each file that is there, by its name; see ``directory.Memory.batch_of``."""
+        """The run that consumed each file that is there, by name: see ``directory.Memory.batch_of``."""
         memory = Memory(consumed)
         return {f.name: memory.batch_of(f) for f in self.files()}
 
