@@ -297,8 +297,8 @@ class Run:
                 passed, commit = self._prepare(rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = self._in_place(passed)
-                recorded = F.timestamp_micros(F.lit(commit.recorded_at)).alias(RECORDED_AT)
-                new = self.processor.produce(rows, first, passed.few, in_place).select("*", recorded)
+                when = F.timestamp_micros(F.lit(commit.recorded_at)).alias(RECORDED_AT)
+                new = self.processor.produce(rows, first, passed.few, in_place).select("*", when)
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.
