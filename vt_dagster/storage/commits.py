@@ -43,18 +43,14 @@ def known_at(root: str, name: str, moment: int) -> Commit:
         return known_at(root, name, moment)
     if found is not None:
         return Commit.model_validate(found)
-    first = next(commits(root), None)
-    if first is None or first.batch == 1:
-        at = "nowhere" if first is None else in_utc(first.recorded_at)
-        why = f"its first run was recorded at {at}, and nothing was known before"
-    else:
-        why = (
-            f"of what was known before {in_utc(first.recorded_at)} an earlier maintenance has removed "
-            "the commits"
-        )
+    first = next(commits(root))
+    since, why = in_utc(first.recorded_at), "an earlier maintenance has removed the commits before that"
+    if first.batch == 1:
+        why = "nothing was known before"
     raise StorageError(
         f"{name}: expected a time at which something was known of it, got {in_utc(moment)} as "
-        f"as_known_at, but {why}; ask for a later one"
+        f"as_known_at, but the first run that is known of was recorded at {since}: {why}; ask for a "
+        "later one"
     )
 
 
