@@ -17,7 +17,8 @@ from pyspark.sql import DataFrame, SparkSession
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import AssetStore, Head, Snapshot
+from vt_dagster.storage.snapshot import Head, Snapshot
+from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import VersionedTable
 
 KEYS = 10_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from datetime import timedelta
@@ -14,10 +15,12 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 from typer.testing import CliRunner, Result
 
-from tests.market import messages, run
+from tests.market import Market, messages, run
 from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.cli import app
 from vt_dagster.errors import StorageError
+from vt_dagster.storage import commits
+from vt_dagster.topology.durations import in_utc
 
 FAR, PAST = "+20000-01-01T00:00:00Z", "-0005-01-01T00:00:00Z"
 COLUMNS = (
@@ -108,3 +111,25 @@ def test_a_view_is_made_anew(warehouse: Path, tmp_path: Path, damage: str) -> No
     assert done.exit_code == 0, done.exception
     assert "days: view at version" in done.output
     assert asked(copy, "history", "days", "+12345-01-02", FAR).output == before.output
+
+
+def test_what_was_known_then(market: Market) -> None:
+    """``q2`` came with the second run, and splits what was known of ``b``."""
+    first, second = commits.commits(str(market.warehouse / "prices"))
+    about = {"VT_DAGSTER_WAREHOUSE": str(market.warehouse), "COLUMNS": "300"}
+
+    def told(command: str, *more: str) -> Result:
+        return CliRunner().invoke(app, [command, "prices", "--key", "b", *more], env=about)
+
+    before, after = (in_utc(one.recorded_at) for one in (first, second))
+    at = ("--as-of", "2024-01-01T13:00:00Z")
+    for known, value in ((before, "q1"), (after, "q2")):
+        for asked in ((), at):
+            found = told("get", *asked, "--as-known-at", known).output
+            assert re.search(rf"^v +{value}$", found, re.MULTILINE)
+    when = re.escape(after.replace("T", " ").removesuffix("Z"))
+    assert re.search(rf"v=q2 .*│ {when}", told("history").output)
+    then = told("history", "--as-known-at", before).output
+    assert ("v=q1" in then, "v=q2" in then) == (True, False)
+    nothing = told("get", "--as-known-at", "2020-01-01")
+    assert "nothing was known before" in str(nothing.exception)

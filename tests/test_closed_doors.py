@@ -579,7 +579,10 @@ def reading(market: Market, metadata: dict[str, Any]) -> dg.ExecuteInProcessResu
 def test_a_mistyped_request_is_no_request(market: Market, key: str) -> None:
     result = reading(market, {key: "2024-01-01T00:00:00Z"})
     assert not result.success
-    assert "prices: expected 'vt_dagster/read', 'vt_dagster/as_of'" in messages(result)
+    assert (
+        "prices: expected 'vt_dagster/read', 'vt_dagster/as_of', 'vt_dagster/as_known_at'"
+        in messages(result)
+    )
     assert f"[{key!r}]" in messages(result)
 
 

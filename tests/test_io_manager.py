@@ -15,6 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.market import QUIET, Market, messages, record, run
 from vt_dagster import SparkResource, build_asset, build_resources, ops
+from vt_dagster.storage import commits
+from vt_dagster.topology.durations import in_utc
 
 
 def reading(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
@@ -96,9 +98,9 @@ def daily(got: dict[str, set[tuple[str, str]]], **about: Any) -> Any:
     return mine
 
 
-def of_partition(market: Market, asset: Any, day: str | None) -> Any:
+def of_partition(market: Market, asset: Any, day: str | None, **more: Any) -> Any:
     resources = build_resources(str(market.warehouse), SparkResource(master="local[2]"))
-    every, quiet = [build_asset(node) for node in market.nodes], {"run_config": QUIET}
+    every, quiet = [build_asset(node) for node in market.nodes], {"run_config": QUIET, **more}
     return dg.materialize(
         [*every, asset], selection=[asset], partition_key=day, resources=resources, **quiet
     )
@@ -142,6 +144,38 @@ def test_a_partition_without_an_end(market: Market) -> None:
     )
     result, _ = reading(market, "prices", {"vt_dagster/as_of": "partition_end"})
     assert "got: it runs without a partition. Give it a partitions_def" in messages(result)
+
+
+def test_what_was_known_then(market: Market) -> None:
+    """With Spark and without; and at the end of a day on which nothing was known yet."""
+    first, second = commits.commits(str(market.warehouse / "prices"))
+    got = dict[str, set[Any]]()
+
+    def asking(name: str, kind: Any, known: int) -> Any:
+        about = {"vt_dagster/as_of": "2024-01-01T13:00:00Z", "vt_dagster/as_known_at": in_utc(known)}
+
+        def body(prices: Any) -> None:
+            got[name] = {r["v"] for r in prices.collect()} if kind is DataFrame else {*prices["v"]}
+
+        body.__annotations__ = {"prices": kind, "return": None}
+        return dg.asset(name=name, ins={"prices": dg.AssetIn(metadata=about)})(body)
+
+    mine = [
+        asking("spark_then", DataFrame, first.recorded_at),
+        asking("then", pl.DataFrame, second.recorded_at - 1),
+        asking("now", pl.DataFrame, second.recorded_at),
+    ]
+    every = [build_asset(node) for node in market.nodes]
+    result = run([*every, *mine], market.warehouse, selection=mine)
+    assert result.success, messages(result)
+    assert got == {"spark_then": {"p3", "q1"}, "then": {"p3", "q1"}, "now": {"p3", "q2"}}
+    known = dg.AssetIn(metadata={"vt_dagster/as_known_at": "partition_end"})
+
+    @dg.asset(partitions_def=dg.DailyPartitionsDefinition("2024-01-01"), ins={"prices": known})
+    def of_a_day(prices: pl.DataFrame) -> None: ...
+
+    refused = of_partition(market, of_a_day, "2024-01-02", raise_on_error=False)
+    assert "got 2024-01-02T23:59:59.999999Z as as_known_at" in messages(refused)
 
 
 def test_log_of_a_table_has_every_record(market: Market) -> None:

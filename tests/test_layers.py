@@ -57,8 +57,8 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions values lookup evolution transaction parquet segments offsets progress
-        view store maintenance
+        delta positions commits values lookup evolution transaction parquet segments offsets progress
+        view snapshot store maintenance
         """,
     "sources": """
         base directory values json_text csv_text bad_files files

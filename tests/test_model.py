@@ -61,6 +61,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: stream(schema=schema(offset=LongType())),
         ["sales", "['offset']", "vt_dagster needs itself", "rename"],
     ),
+    "reserved for the time of record": (
+        lambda: table(schema=schema(Recorded_At=TimestampType())),
+        ["rates", "['Recorded_At']", "vt_dagster needs itself", "rename"],
+    ),
     "column with an underscore": (
         lambda: stream(schema=schema(_x=LongType())),
         ["sales", "['_x']", "begin with an underscore"],

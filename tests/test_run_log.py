@@ -104,7 +104,8 @@ def test_spark_is_told_once_and_where_its_pages_are(
 
 def test_a_replay_tells_each_of_its_runs(copy: Market) -> None:
     lines: list[str] = []
-    replay(str(copy.warehouse), copy.prices, "anew", copy.spark, tell=lines.append)
+    about: dict[str, Any] = {"tell": lines.append, "keep_recorded": False}
+    replay(str(copy.warehouse), copy.prices, "anew", copy.spark, **about)
     assert [SECONDS.sub("", line) for line in lines] == [
         "anew: decided: 11 in, 8 applied, 1 late, 2 quarantined",
         "anew: committed batch 1 (log version 0)",

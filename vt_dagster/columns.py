@@ -1,6 +1,6 @@
 """The names of the columns that vt_dagster adds to a user's own, in one place.
 
-Every log row carries ``timestamp, partition, offset, is_tombstone``, a table's log also
+Every log row carries ``timestamp, partition, offset, is_tombstone, recorded_at``, a table's log also
 ``is_latest`` and ``old``; a versioned table's view adds ``valid_from`` and ``valid_to``.
 """
 
@@ -14,6 +14,10 @@ OFFSET = "offset"
 """Gap-free position within the partition of a log: BIGINT, from 0."""
 IS_TOMBSTONE = "is_tombstone"
 """True where the record's value is null: a deletion in a table. BOOLEAN."""
+RECORDED_AT = "recorded_at"
+"""When the record came into the log: TIMESTAMP, UTC, microseconds; one value a commit, ascending from
+commit to commit. Null where it is from before that was noted. A run adds it as it commits: operators do
+not see it."""
 IS_LATEST = "is_latest"
 """False where a table's record was out of order for its key on arrival. BOOLEAN."""
 IS_LATE = "is_late"
@@ -53,5 +57,8 @@ FATE = "_fate"
 
 LOG_COLUMNS = (TIMESTAMP, PARTITION, OFFSET, IS_TOMBSTONE)
 RESERVED = frozenset(
-    {PARTITION, OFFSET, IS_TOMBSTONE, IS_LATEST, IS_LATE, VALID_FROM, VALID_TO, OLD, SEGMENT}
+    {
+        *(PARTITION, OFFSET, IS_TOMBSTONE, RECORDED_AT, IS_LATEST, IS_LATE, VALID_FROM, VALID_TO),
+        *(OLD, SEGMENT),
+    }
 )

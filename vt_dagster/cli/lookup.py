@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import (
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
 from vt_dagster.errors import StorageError
 from vt_dagster.storage.lookup import asset_names, look_up
 from vt_dagster.storage.values import texts
@@ -24,6 +32,10 @@ Warehouse = Annotated[
 Key = Annotated[
     list[str], typer.Option("--key", help="Value of the key; repeat it for a composite key.")
 ]
+Known = Annotated[
+    str | None,
+    typer.Option("--as-known-at", help="A time likewise: by what was recorded up to it (inclusive)."),
+]
 
 
 def get(
@@ -35,12 +47,14 @@ def get(
     partial: Annotated[
         bool, typer.Option(help="Of a time before the history: the row, where it is still there.")
     ] = False,
+    as_known_at: Known = None,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Print the row of a key: the current one, or the one as of a time."""
-    rows = texts(_of_key(warehouse, table, key, None, as_of, partial).slice(0, 1))
+    """Print the row of a key: the current one, or the one as of a time; by what was known then."""
+    rows = texts(_of_key(warehouse, table, key, None, as_of, partial, as_known_at).slice(0, 1))
     if not rows:
         when = f" as of {as_of}" if as_of else ""
+        when += f" as known at {as_known_at}" if as_known_at else ""
         typer.echo(f"{table} has no value for {'/'.join(key)}{when}", err=True)
         raise typer.Exit(1)
     width = max(len(c) for c in rows[0])
@@ -52,18 +66,19 @@ def history(
     table: str,
     key: Key,
     limit: Annotated[int, typer.Option(help="The newest so many versions.")] = 50,
+    as_known_at: Known = None,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Print the timeline of a key: its versions, oldest first."""
-    rows = _of_key(warehouse, table, key, "versions")
+    rows = _of_key(warehouse, table, key, "versions", as_known_at=as_known_at)
     newest = texts(rows.sort_by([(VALID_FROM, "ascending")]))[-limit:]
     if not newest:
         typer.echo(f"{table} has no version of {'/'.join(key)}", err=True)
         raise typer.Exit(1)
-    ours = {IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO}
+    ours = {IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM, VALID_TO}
     # What is in a table is text, not markup, whatever brackets it has.
     text = TextTable(title=Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC"))
-    for column in ("valid from", "valid to", "value"):
+    for column in ("valid from", "valid to", "value", "recorded at"):
         text.add_column(column)
     for row in newest:
         values = [f"{c}={_text(v)}" for c, v in row.items() if c not in ours]
@@ -71,6 +86,7 @@ def history(
             _text(row[VALID_FROM]),
             "now" if row[VALID_TO] is None else _text(row[VALID_TO]),
             "(deleted)" if row[IS_TOMBSTONE] else "  ".join(values),
+            _text(row.get(RECORDED_AT) or "before that was noted"),
         )
         text.add_row(*map(Text, cells))
     Console().print(text)
@@ -83,11 +99,12 @@ def _of_key(
     what: str | None,
     as_of: str | None = None,
     partial: bool = False,
+    as_known_at: str | None = None,
 ) -> pa.Table:
     names = asset_names(warehouse)
     if table not in names:
         raise StorageError(f"expected one of {names} in {warehouse}, got {table!r}")
-    return look_up(warehouse, table, what, key, as_of, partial)
+    return look_up(warehouse, table, what, key, as_of, partial, as_known_at)
 
 
 def _text(value: Any) -> str:

@@ -53,6 +53,9 @@ def replay(
     start_offsets: Annotated[
         str | None, typer.Option("--from-offsets", help='Of topics: {"topic": {"0": 100}}.')
     ] = None,
+    recorded_now: Annotated[
+        bool, typer.Option("--recorded-now", help="In few runs, and what they take is recorded now.")
+    ] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Make an asset anew beside the live one, as far as that has come; then compare and swap."""
@@ -61,7 +64,8 @@ def replay(
     if start_time is not None:
         start = datetime.fromtimestamp(parse_time(start_time) / 1e6, tz=timezone.utc)
     spark = build_session("vt-dagster")
-    done = replays.replay(warehouse, node, into, spark, start, tell=typer.echo).head()
+    tell, keep = typer.echo, not recorded_now
+    done = replays.replay(warehouse, node, into, spark, start, tell, keep).head()
     assert done is not None
     typer.echo(f"{into}: {done.commit.totals.get('in', 0)} records in {done.commit.batch} runs")
 

@@ -86,6 +86,7 @@ def fold_few(node: Table, view: DataFrame, log: DataFrame, stream_time: Column) 
     met, others = (view.join(keys, list(node.key), how) for how in ("left_semi", "left_anti"))
     if isinstance(node, VersionedTable):
         others = versioned.remembered(others, horizon_of(node, stream_time))
+    # A view from before a column was added to the log has not got it.
     return union(others, fold(node, met, log, stream_time))
 
 

@@ -13,8 +13,10 @@ from vt_dagster.storage.store import AssetStore
 
 READ = "vt_dagster/read"
 AS_OF = "vt_dagster/as_of"
+AS_KNOWN_AT = "vt_dagster/as_known_at"
 PARTIAL = "vt_dagster/partial"
 PARTITION_END = "partition_end"
+_WORDS = {AS_OF: "as of", AS_KNOWN_AT: "as known at"}
 _TICK = timedelta(microseconds=1)
 """The finest that timestamps are: the last moment before an end is the end without it."""
 _OURS = "vt_dagster/"
@@ -76,8 +78,9 @@ class TablesIOManager(dg.IOManager):
       partitions in one run its end. A backfill reads what runs at those times would have read, but
       for what has come late since.
 
-    What is read is as of the log's last commit. Nothing is written by this manager: the tables are
-    written by their own assets.
+    What is read is as of the log's last commit; with ``"vt_dagster/as_known_at"``, a time or
+    ``partition_end``, by what was recorded up to then. Nothing is written by this manager: the tables
+    are written by their own assets.
 
     Args:
         prefix: of the keys of the resources that it uses, ``<prefix>_spark`` and ``_warehouse``.
@@ -100,28 +103,31 @@ class TablesIOManager(dg.IOManager):
         assert upstream is not None
         name = "/".join(upstream.asset_key.path)
         wanted = context.definition_metadata or {}
-        unknown = {k for k in wanted if k.startswith(_OURS)} - {READ, AS_OF, PARTIAL}
+        unknown = {k for k in wanted if k.startswith(_OURS)} - {READ, AS_OF, AS_KNOWN_AT, PARTIAL}
         if unknown:
             raise ContractError(
-                f"{name}: expected {READ!r}, {AS_OF!r} or {PARTIAL!r} in an input's metadata, got "
-                f"{sorted(unknown)}; correct the key"
+                f"{name}: expected {READ!r}, {AS_OF!r}, {AS_KNOWN_AT!r} or {PARTIAL!r} in an input's "
+                f"metadata, got {sorted(unknown)}; correct the key"
             )
         warehouse, partial = warehouse_of(context, self._prefix), wanted.get(PARTIAL, False)
-        what, as_of = wanted.get(READ), wanted.get(AS_OF)
-        if as_of == PARTITION_END:
-            as_of = _before_the_end(context, name)
+        what = wanted.get(READ)
+        as_of, known = (_time(context, name, said, wanted.get(said)) for said in (AS_OF, AS_KNOWN_AT))
         kind = context.dagster_type.typing_type
         annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
         library = _LIBRARIES.get(annotated.partition(".")[0])
         if library is None:
             spark = spark_of(context, self._prefix).spark_session
-            return AssetStore.open(warehouse, name, spark).read(what, as_of, partial)
-        rows = read(name, warehouse=warehouse, what=what, as_of=as_of, partial=partial, into=library)
+            return AssetStore.open(warehouse, name, spark).read(what, as_of, partial, known)
+        about = {"what": what, "as_of": as_of, "partial": partial, "as_known_at": known}
+        rows = read(name, warehouse=warehouse, into=library, **about)
         return rows.lazy() if annotated.endswith(".LazyFrame") else rows
 
 
-def _before_the_end(context: dg.InputContext, name: str) -> str:
-    """The last moment of the run's partition."""
+def _time(context: dg.InputContext, name: str, said: str, wanted: str | None) -> str | None:
+    """The time that an input's metadata asks for: of ``partition_end`` the last moment of the run's
+    partition."""
+    if wanted != PARTITION_END:
+        return wanted
     step, why = context.step_context, "it runs without a partition"
     if step.has_partition_key or step.has_partition_key_range:
         try:
@@ -129,7 +135,7 @@ def _before_the_end(context: dg.InputContext, name: str) -> str:
         except dg.DagsterError as error:
             why = str(error)
     raise ContractError(
-        f"{name}: expected that {step.step.key}, which reads it as of {PARTITION_END!r}, is "
+        f"{name}: expected that {step.step.key}, which reads it {_WORDS[said]} {PARTITION_END!r}, is "
         f"partitioned by time and runs for a partition, got: {why}. Give it a partitions_def such as "
         "dagster.DailyPartitionsDefinition, or a time to read as of"
     )

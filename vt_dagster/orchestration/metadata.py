@@ -19,6 +19,7 @@ from vt_dagster.columns import (
     IS_TOMBSTONE,
     OFFSET,
     PARTITION,
+    RECORDED_AT,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
@@ -38,6 +39,7 @@ _ADDED_COLUMNS = {
     PARTITION: ("int", "partition that the record came in"),
     OFFSET: ("bigint", "gap-free position in the partition of the log"),
     IS_TOMBSTONE: ("boolean", "the record's value is null: a deletion"),
+    RECORDED_AT: ("timestamp", "when the record came into the log, UTC"),
     IS_LATEST: ("boolean", "false: out of order for its key on arrival"),
     IS_LATE: ("boolean", "joined at once, since it came after its grace period"),
     VALID_FROM: ("timestamp", "start of the version, inclusive, UTC"),
@@ -57,6 +59,7 @@ def column_schema(node: Stream) -> dg.TableSchema:
         if f.name != TIMESTAMP
     ]
     added = [c for c in log_columns(node) if c in _ADDED_COLUMNS and c != IS_LATEST]
+    added.append(RECORDED_AT)
     if isinstance(node, VersionedTable):
         added += [VALID_FROM, VALID_TO]
     return dg.TableSchema(

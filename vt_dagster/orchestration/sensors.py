@@ -14,7 +14,8 @@ from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
 from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of
 from vt_dagster.sources.files import FilesSource
-from vt_dagster.storage.store import AssetStore, Head
+from vt_dagster.storage.snapshot import Head
+from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
 
 _UNFINISHED = [

@@ -14,7 +14,8 @@ from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit, Ranges
-from vt_dagster.storage.store import Head, Snapshot, shape_of
+from vt_dagster.storage.snapshot import Head, Snapshot
+from vt_dagster.storage.store import shape_of
 from vt_dagster.topology.model import Stream
 
 _FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000

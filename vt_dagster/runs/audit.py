@@ -27,7 +27,8 @@ from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Segments
 from vt_dagster.storage.segments import segment_of
-from vt_dagster.storage.store import AssetStore, Head
+from vt_dagster.storage.snapshot import Head
+from vt_dagster.storage.store import AssetStore
 from vt_dagster.storage.view import Base
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,18 @@ def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str,
 def ends_of(arrival: Arrival) -> dict[str, dict[int, int]]:
     """How far the run comes in each log."""
     return {n: {p: end for p, (_, end) in ranges.items()} for n, ranges in arrival.taken.items()}
+
+
+def recorded(before: Commit, told: int | None) -> int:
+    """When a commit is recorded, epoch microseconds: by this machine's clock, which may be behind, but
+    after the one before it.
+
+    Args:
+        told: when else, but not before that one.
+    """
+    if told is not None:
+        return max(before.recorded_at, told)
+    return max(before.recorded_at + 1, time.time_ns() // 1000)
 
 
 def document(

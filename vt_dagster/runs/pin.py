@@ -11,7 +11,7 @@ from vt_dagster.errors import SourceError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Source
-from vt_dagster.storage.store import Snapshot
+from vt_dagster.storage.snapshot import Snapshot
 from vt_dagster.topology.model import Stream, Table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -18,14 +18,17 @@ from vt_dagster.columns import (
     OFFSET,
     OLD,
     PARTITION,
+    RECORDED_AT,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.run import run_once
+from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.kafka import KafkaSource
-from vt_dagster.storage import delta
+from vt_dagster.storage import commits, delta
+from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.node import require_name, require_path
@@ -40,6 +43,7 @@ def replay(
     spark: SparkSession,
     start: Start = None,
     tell: Callable[[str], None] | None = None,
+    keep_recorded: bool = True,
 ) -> AssetStore:
     """Makes an asset anew under another name, as far as the live one has come.
 
@@ -51,6 +55,10 @@ def replay(
         start: of a Kafka source, where to begin: a time (inclusive) or offsets ``{topic: {partition:
             offset}}``; None = as the source says.
         tell: is told what each run has written, in a line each.
+        keep_recorded: whether records of topics and files are recorded as they were in the original,
+            for which they are taken in runs as its own were. Of an operator, and where the original
+            does not say which run took a file, they are recorded now: what is made of other tables as
+            they are now was not known then.
 
     Returns:
         the new tables.
@@ -80,13 +88,31 @@ def replay(
     copy = replace(node, name=into, source=source)
     if copy.operator is not None:
         copy = replace(copy, operator=replace(copy.operator, name=into))  # pyright: ignore
-    asked: dict[str, Any] = {}
-    if isinstance(source, KafkaSource):
-        ends = head.commit.inputs
-        asked["wanted"] = {t: {p: (0, e) for p, e in some.items()} for t, some in ends.items()}
-    while run_once(copy, stores_of(warehouse, spark, tell), run_id=whose, **asked).commit is not None:
-        pass
+    live = AssetStore(warehouse, replace(node, source=source), spark)
+    for asked, recorded_at in _runs_of(live, head, keep_recorded):
+        about: dict[str, Any] = {"run_id": whose, "recorded_at": recorded_at, **asked}
+        while run_once(copy, stores_of(warehouse, spark, tell), **about).commit is not None:
+            pass
     return AssetStore(warehouse, copy, spark)
+
+
+def _runs_of(
+    live: AssetStore, head: Head, keep_recorded: bool
+) -> Iterator[tuple[dict[str, Any], int | None]]:
+    """What is asked of a source so that runs take what those of an asset took, oldest first, and when
+    that was recorded; and then all that is left."""
+    source: Any = live.node.source
+    then = commits.commits(live.root) if keep_recorded else iter(())
+    if isinstance(source, KafkaSource):
+        for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
+            ends = {t: {p: (0, e) for p, e in some.items()} for t, some in commit.inputs.items()}
+            yield {"wanted": ends}, commit.recorded_at if keep_recorded else None
+        return
+    taken = source.taken_by(live.consumed_files(head)) if isinstance(source, FilesSource) else {}
+    if taken and 0 not in taken.values():
+        for commit in then:
+            yield {"only": [f for f, n in taken.items() if n and n <= commit.batch]}, commit.recorded_at
+    yield {}, None
 
 
 @dataclass(frozen=True)
@@ -143,7 +169,7 @@ def _comparable(store: AssetStore, what: str | None) -> DataFrame:
     own = [
         c for c in rows.columns if c in declared or c in (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)
     ]
-    left_out = (PARTITION, OFFSET, IS_LATEST, IS_LATE, OLD)
+    left_out = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, OLD)
     return rows.select(*[f"`{c}`" for c in own if c not in left_out])
 
 

@@ -28,6 +28,7 @@ from vt_dagster.columns import (
     INPUT,
     OFFSET,
     PARTITION,
+    RECORDED_AT,
     SEQUENCE,
     TURN,
 )
@@ -39,7 +40,7 @@ from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import prepare
 from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.commit import check_share, document, ends_of, stage_rejected
+from vt_dagster.runs.commit import check_share, document, ends_of, recorded, stage_rejected
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.join_way import way_of
 from vt_dagster.runs.pin import from_logs, from_source
@@ -160,8 +161,9 @@ class Run:
         if head is None:
             return store.spark.createDataFrame([], log_schema(node))
         if node.name not in arrival.taken:
-            return store.log({}, head).limit(0)
-        return store.log(arrival.before.inputs.get(node.name, {}), head, self._look_back())
+            return store.log({}, head).limit(0).drop(RECORDED_AT)
+        rows = store.log(arrival.before.inputs.get(node.name, {}), head, self._look_back())
+        return rows.drop(RECORDED_AT)
 
     def _look_back(self) -> int | None:
         before = self.arrival.before
@@ -179,6 +181,7 @@ class Run:
             # Where nothing was consumed before, every row of the table is among the changes.
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 table = self.stores(node).current_at(self.arrival.tables[node.name])
+                table = table.drop(RECORDED_AT)
             if start and self._look_back() is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
@@ -221,6 +224,7 @@ class Run:
         if with_tables and arrival.previous is not None:
             state = store.state(arrival.previous)
             view = store.current() if isinstance(self.node, Table) else None
+            view = None if view is None else view.drop(RECORDED_AT)
         many = arrival.few and arrival.view_rows > MANY_ROWS
         return Known(
             hold=self._hold if with_tables and many else None,
@@ -255,7 +259,7 @@ class Run:
             empty = store.spark.createDataFrame([], view_schema(table))
             return Lookup(empty, by_partition({})), judged
         since = judged.span[0]
-        rows = store.view_at(at, since)
+        rows = store.view_at(at, since).drop(RECORDED_AT)
         judged = replace(judged, rows_read=at.reach(since))
         few, versions = self.arrival.few, at.total
         way, strategy = way_of(table, rows, few, versions, judged.span)
@@ -267,8 +271,13 @@ class Run:
 
     # -- commit ----------------------------------------------------------------------------------
 
-    def commit(self, results: Results, run_id: str | None = None) -> Receipt:
+    def commit(
+        self, results: Results, run_id: str | None = None, recorded_at: int | None = None
+    ) -> Receipt:
         """Gate, state, commit; then view and quarantine.
+
+        Args:
+            run_id: what the commit says of whose run it is; ``recorded_at`` likewise, see ``recorded``.
 
         Raises:
             ContractError: results break the schema's checks, or too large a share of a source's
@@ -285,10 +294,11 @@ class Run:
             with store.tuned(self._small(results.judged)):
                 rows = store.hold(results.rows)
                 arrival.held.append(rows)
-                passed, commit = self._prepare(rows, results, run_id)
+                passed, commit = self._prepare(rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = self._in_place(passed)
-                new = self.processor.produce(rows, first, passed.few, in_place)
+                when = F.timestamp_micros(F.lit(commit.recorded_at)).alias(RECORDED_AT)
+                new = self.processor.produce(rows, first, passed.few, in_place).select("*", when)
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.
@@ -328,7 +338,9 @@ class Run:
         complete = all(found.get(p) == end - start for p, (start, end) in taken.items())
         return InPlace(taken, complete)
 
-    def _prepare(self, rows: DataFrame, results: Results, run_id: str | None) -> tuple[Passed, Commit]:
+    def _prepare(
+        self, rows: DataFrame, results: Results, run_id: str | None, recorded_at: int | None
+    ) -> tuple[Passed, Commit]:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""
         arrival, store, processor = self.arrival, self.store, self.processor
         before, judged = arrival.before, results.judged
@@ -365,6 +377,7 @@ class Run:
             state=state is not None,
             rejected=rejected,
             run_id=run_id,
+            recorded_at=recorded(before, recorded_at),
             **position,
         )
 
@@ -374,13 +387,14 @@ def run_once(
     stores: Stores,
     source: Source | None = None,
     run_id: str | None = None,
+    recorded_at: int | None = None,
     **asked: Any,
 ) -> Receipt:
     """A whole run: what the ops of an asset do, one after another.
 
     Args:
         source, asked: see :meth:`Run.pin`.
-        run_id: what the commit says of whose run it is.
+        run_id, recorded_at: see :meth:`Run.commit`.
     """
     run = Run.pin(node, stores, source, **asked)
-    return run.commit(run.operate(run.read()), run_id)
+    return run.commit(run.operate(run.read()), run_id, recorded_at)

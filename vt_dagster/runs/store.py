@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.store import Head, Snapshot
+from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream
 
 

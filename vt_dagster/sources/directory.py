@@ -38,11 +38,16 @@ class FileInfo(NamedTuple):
 
 
 class Consumed(NamedTuple):
-    """What is remembered of a consumed file: see :class:`FileInfo`, and a digest of what is in it."""
+    """What is remembered of a consumed file: see :class:`FileInfo`, and a digest of what is in it.
+
+    Args:
+        batch: the run that consumed it; 0 = earlier versions of the library did not say.
+    """
 
     size: int
     stamp: str
     digest: str
+    batch: int = 0
 
 
 def files_in(directory: str, pattern: str) -> list[FileInfo]:
@@ -118,18 +123,31 @@ class Memory:
         before = self._by_path.get(file.path)
         return (before is None or before.stamp != file.stamp) and self._knows_content(file)
 
+    def batch_of(self, file: FileInfo) -> int | None:
+        """The run that consumed what is in a file; 0 = not known; None where none did."""
+        if file.path in self._by_path:
+            return self._by_path[file.path].batch
+        if file.name in self._sizes:
+            return 0
+        return next((one.batch for one in self._by_name.get(file.name, ()) if _same(file, one)), None)
+
     def _knows_content(self, file: FileInfo) -> bool:
         return any(_same(file, before) for before in self._by_name.get(file.name, ()))
 
 
 def remembered(
-    before: Mapping[str, Any], taken: Sequence[FileInfo], there: Sequence[FileInfo]
+    before: Mapping[str, Any], taken: Sequence[FileInfo], there: Sequence[FileInfo], batch: int
 ) -> dict[str, Any]:
     """What is remembered after a run that took some files. Reads them once, and those others that are
-    there and were moved or touched since they were consumed."""
+    there and were moved or touched since they were consumed.
+
+    Args:
+        batch: of the run.
+    """
     memory = Memory(before)
-    moved = [f for f in there if memory.knows_elsewhere(f)]
-    return {**before, **{f.path: Consumed(f.size, f.stamp, _digest(f)) for f in (*moved, *taken)}}
+    batches = {f: memory.batch_of(f) or 0 for f in there if memory.knows_elsewhere(f)}
+    batches |= dict.fromkeys(taken, batch)
+    return {**before, **{f.path: Consumed(f.size, f.stamp, _digest(f), n) for f, n in batches.items()}}
 
 
 def require_untouched(directory: str, taken: Sequence[FileInfo], there: Sequence[FileInfo]) -> None:

@@ -63,6 +63,7 @@ class PinnedFiles:
     source: FilesSource
     files: Sequence[FileInfo]
     before: Mapping[str, Any]
+    batch: int
 
     @property
     def max_bad_share(self) -> float:
@@ -100,7 +101,7 @@ class PinnedFiles:
     def consumed(self) -> dict[str, Any]:
         there = self.source.files()
         require_untouched(self.source.path, self.files, there)
-        return remembered(self.before, self.files, there)
+        return remembered(self.before, self.files, there, self.batch)
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         first = before.inputs.get(FILES, {}).get(0, 0)
@@ -229,7 +230,13 @@ class FilesSource:
         consumed: Mapping[str, Any] = {},
     ) -> PinnedFiles:
         """The files that a run takes; see :meth:`pending`. Does not use Spark."""
-        return PinnedFiles(self, self.pending(consumed, only), consumed)
+        batch = 1 if before is None else before.batch + 1
+        return PinnedFiles(self, self.pending(consumed, only), consumed, batch)
+
+    def taken_by(self, consumed: Mapping[str, Any]) -> dict[str, int | None]:
+        """The run that consumed each file that is there, by name: see ``directory.Memory.batch_of``."""
+        memory = Memory(consumed)
+        return {f.name: memory.batch_of(f) for f in self.files()}
 
     def pending(self, consumed: Mapping[str, Any], only: Sequence[str] | None = None) -> list[FileInfo]:
         """The files that have not been consumed yet, by name, as many as a run may take.

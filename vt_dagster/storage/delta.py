@@ -149,22 +149,40 @@ def history(path: str) -> Iterator[dict[str, Any]]:
     Raises:
         StorageError: a commit is cut off.
     """
+    for version in reversed(versions(path)):
+        yield _info(path, version)
+
+
+def versions(path: str) -> list[int]:
+    """The versions of a table whose commits are still there, ascending."""
+    return sorted(int(name[:20]) for name in log_files(path) if COMMIT_FILE.fullmatch(name))
+
+
+def _info(path: str, version: int) -> dict[str, Any]:
     fs, root = filesystem(path)
-    names = [name for name in log_files(path) if COMMIT_FILE.fullmatch(name)]
-    for name in sorted(names, reverse=True):
-        text = fs.cat_file(posixpath.join(root, "_delta_log", name)).decode("utf-8", "replace")
-        try:
-            if not text.rstrip().endswith("}"):
-                raise ValueError(name)
-            told = [json.loads(line) for line in text.splitlines() if '"commitInfo"' in line]
-        except ValueError:
-            raise StorageError(
-                f"{path}/_delta_log/{name} is cut off: whoever wrote it did not come to its end, or "
-                "the disk was full. If it is the newest of its directory, that commit never was: move "
-                "the file away and run again; if it is not, restore it from a backup"
-            ) from None
-        info = next((one["commitInfo"] for one in told if "commitInfo" in one), {})
-        yield {**info, "version": int(name[:20])}
+    name = f"{version:020d}.json"
+    text = fs.cat_file(posixpath.join(root, "_delta_log", name)).decode("utf-8", "replace")
+    try:
+        if not text.rstrip().endswith("}"):
+            raise ValueError(name)
+        told = [json.loads(line) for line in text.splitlines() if '"commitInfo"' in line]
+    except ValueError:
+        raise StorageError(
+            f"{path}/_delta_log/{name} is cut off: whoever wrote it did not come to its end, or "
+            "the disk was full. If it is the newest of its directory, that commit never was: move "
+            "the file away and run again; if it is not, restore it from a backup"
+        ) from None
+    info = next((one["commitInfo"] for one in told if "commitInfo" in one), {})
+    return {**info, "version": version}
+
+
+def our_commit(path: str, version: int) -> Committed | None:
+    """The commit of a version; None where it is none of ours.
+
+    Raises:
+        FileNotFoundError: it is not there any more.
+    """
+    return _own(_info(path, version))
 
 
 def _own(info: dict[str, Any]) -> Committed | None:
@@ -172,7 +190,12 @@ def _own(info: dict[str, Any]) -> Committed | None:
         document = json.loads(info.get("userMetadata") or "{}").get(MARK)
     except (ValueError, AttributeError):
         return None
-    return Committed(info["version"], document) if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        return None
+    # Of commits from before it was noted, Delta's own time: milliseconds.
+    return Committed(
+        info["version"], {"recorded_at": int(info.get("timestamp") or 0) * 1000, **document}
+    )
 
 
 def _ours(path: str) -> Iterator[Committed]:

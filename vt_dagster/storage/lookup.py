@@ -32,12 +32,14 @@ from vt_dagster.columns import (
 )
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
+from vt_dagster.storage.commits import known_at
 from vt_dagster.storage.positions import (
     Checkpoint,
     Commit,
     Shape,
     choose,
     file_at_or_after,
+    file_before,
     horizons,
     require_remembered,
 )
@@ -58,8 +60,9 @@ def read(
     what: str | None = None,
     partial: bool = False,
     into: Into = "arrow",
+    as_known_at: str | datetime | None = None,
 ) -> Any:
-    """What an asset has, as of its last commit; without Spark and Dagster, unless Spark is asked for.
+    """What an asset has, as of its last commit or an earlier one; without Spark, but where asked for.
 
     Args:
         table: an asset's name (with a key prefix: ``shop/prices``), or the stream or table itself.
@@ -73,18 +76,21 @@ def read(
             are left.
         into: ``arrow``: a ``pyarrow.Table``; ``pandas``, ``polars``: a DataFrame; ``duckdb``: a
             relation; ``spark``: a lazy DataFrame of the active session. All but Spark's are in memory.
+        as_known_at: a time likewise: by what was recorded up to it (inclusive), with the stream time of
+            then, and the history retention that is declared now. One that is still to come is now.
 
     Raises:
-        StorageError: there is no such asset, or it has no such thing, or remembers it no more.
+        StorageError: there is no such asset, or it has no such thing, remembers it no more, or knew
+            nothing by then.
     """
     name = table if isinstance(table, str) else "/".join(table.path)
     if into not in get_args(Into):
         raise StorageError(f"expected into to be one of {list(get_args(Into))}, got {into!r}")
     values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]
-    moment = as_of.isoformat() if isinstance(as_of, datetime) else as_of
+    moment, known = (t.isoformat() if isinstance(t, datetime) else t for t in (as_of, as_known_at))
     if into == "spark":
-        return _by_spark(warehouse, name, what, values, moment, partial)
-    rows = look_up(warehouse, name, what, values, moment, partial)
+        return _by_spark(warehouse, name, what, values, moment, partial, known)
+    rows = look_up(warehouse, name, what, values, moment, partial, known)
     if into == "arrow":
         return rows
     if into == "pandas":
@@ -100,6 +106,7 @@ def _by_spark(
     key: Sequence[Any] | None,
     as_of: str | None,
     partial: bool,
+    as_known_at: str | None,
 ) -> Any:
     session = import_module("pyspark.sql").SparkSession.getActiveSession()
     if session is None:
@@ -109,7 +116,7 @@ def _by_spark(
         )
     # Not with the others: it takes seconds to import, and nobody else needs it.
     store = import_module("vt_dagster.storage.store").AssetStore.open(warehouse, name, session)
-    rows = store.read(what, as_of, partial)
+    rows = store.read(what, as_of, partial, as_known_at)
     if key is None:
         return rows
     among = import_module("vt_dagster.core.versioned").key_range
@@ -123,19 +130,24 @@ def look_up(
     key: Sequence[Any] | None = None,
     as_of: str | None = None,
     partial: bool = False,
+    as_known_at: str | None = None,
 ) -> pa.Table:
-    """The rows of an asset as of its last commit, as ``AssetStore.read`` gives them.
+    """The rows of an asset as of its last commit, or an earlier one, as ``AssetStore.read`` gives them.
 
     Args:
         key: the values of the key columns, also as texts; None = all keys.
 
     Raises:
-        StorageError: there is no such asset, it has no such thing, or a value cannot be its key.
+        StorageError: there is no such asset, it has no such thing, knew nothing by then, or a value
+            cannot be its key.
     """
     head, commit = head_of(warehouse, name)
-    shape = commit.shape
+    shape, root, last = commit.shape, posixpath.join(str(warehouse), name), commit.recorded_at
     what = choose(name, shape.kind, what, as_of)
-    asset = _Asset(posixpath.join(str(warehouse), name), commit, head, shape, key)
+    known = None if as_known_at is None else parse_time(as_known_at)
+    if known is not None and known < last:
+        commit = known_at(root, name, known)
+    asset = _Asset(root, commit, head, shape, key, commit.recorded_at < last)
     moment = parse_time(as_of) if as_of is not None and what == "current" else None
     if what == "log":
         return asset.log(None)
@@ -189,6 +201,8 @@ class _Asset:
     version: int
     shape: Shape
     wanted: Sequence[Any] | None
+    later: bool
+    """Whether the log has rows of later commits as well."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -204,19 +218,20 @@ class _Asset:
 
     def log(self, start: Mapping[int, int] | None) -> pa.Table:
         """The log from some offsets on (inclusive); None = all of it."""
-        if start is None:
+        if start is None and not self.later:
             return self._rows(self.log_path, self.version)
-        ends = self.commit.next_offset
-        rows = self._rows(self.log_path, self.version, file_at_or_after(dict(start), ends))
-        first = {p: start.get(p, 0) for p in ends}
-        keep = rows.column(OFFSET).to_numpy() >= _by_partition(rows, first, 0)
+        ends, start = self.commit.next_offset, start or {}
+        late, early = file_at_or_after(dict(start), ends), file_before(ends)
+        rows = self._rows(self.log_path, self.version, lambda file: late(file) and early(file))
+        offsets, first = rows.column(OFFSET).to_numpy(), {p: start.get(p, 0) for p in ends}
+        keep = (offsets >= _by_partition(rows, first, 0)) & (offsets < _by_partition(rows, ends, 0))
         return rows.filter(pa.array(keep))
 
     def table(self, what: str, moment: int | None) -> pa.Table:
         """Versions, or current rows; as of a time where given."""
         versioned = self.shape.kind == "versioned"
         base, start = self._base(what, moment)
-        tail = self.log(start) if start != self.commit.next_offset else None
+        tail = self.log(start) if base is None or start != self.commit.next_offset else None
         limits = dict(zip(self.commit.stream_time, self._horizons(), strict=True))
         rows = fold(base, tail, self.key, limits if versioned else None)
         if not versioned or what == "versions":

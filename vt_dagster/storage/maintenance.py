@@ -18,7 +18,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from vt_dagster.spark.settings import settings
-from vt_dagster.storage import delta
+from vt_dagster.storage import commits, delta
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore, asset_names
 
@@ -100,6 +100,10 @@ def forget_commits(path: str, keep: timedelta) -> int:
     ]
     # The oldest first: whoever is killed here leaves commits without a gap.
     gone = sorted((version, name) for version, name in files if old and version < max(old))
+    if gone and posixpath.basename(path) == "log":
+        # What was known when is told by them.
+        there = [int(version) for version, _ in gone]
+        commits.keep(posixpath.dirname(path), [v for v in delta.versions(path) if v in there])
     for _, name in gone:
         with contextlib.suppress(FileNotFoundError):  # by another maintenance
             fs.rm_file(posixpath.join(folder, name))

@@ -35,3 +35,14 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
     for first, partitions in begin.items():
         wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) >= first))
     return wanted
+
+
+def before(ends: Offsets) -> Column:
+    """Whether a log row is before an offset; of partitions without one no row is."""
+    if len(set(ends.values())) > MANY:
+        return F.col(OFFSET) < F.coalesce(by_partition(ends, "long"), F.lit(0))
+    wanted = F.lit(False)
+    for end in sorted(set(ends.values())):
+        partitions = [p for p, one in sorted(ends.items()) if one == end]
+        wanted = wanted | (F.col(PARTITION).isin(partitions) & (F.col(OFFSET) < end))
+    return wanted

@@ -66,6 +66,9 @@ class Commit(BaseModel):
     logs: dict[str, str] = Field(default_factory=dict)
     """The same of each log that was consumed."""
     run_id: str | None = None
+    recorded_at: int = 0
+    """When it was made: by the writer's clock, as it began to write its rows, but always after the
+    commit before it. Of commits from before this was noted, what Delta says."""
     taken: Ranges = Field(default_factory=dict)
     """What this run took from each input: ``{input: {partition: [start, end)}}``."""
     inputs: dict[str, Offsets] = Field(default_factory=dict)
@@ -221,6 +224,22 @@ def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
             return False
         some = first if len(first) < high - low else range(low, high + 1)
         return any(low <= p <= high and first.get(p, last + 1) <= last for p in some)
+
+    return wanted
+
+
+def file_before(ends: Offsets) -> Wanted:
+    """Whether a file of a log may have rows before some offsets, as far as that is known.
+
+    Args:
+        ends: the first offset that is not asked for, of each partition; of others nothing is.
+    """
+
+    def wanted(file: File) -> bool:
+        if file.offsets is None or file.partitions is None:
+            return True
+        (low, high), first = file.partitions, file.offsets[0]
+        return any(low <= p <= high and first < end for p, end in ends.items())
 
     return wanted
 

@@ -15,7 +15,6 @@ import math
 import posixpath
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -28,6 +27,7 @@ from vt_dagster.columns import (
     IS_LATEST,
     LOG_COLUMNS,
     OLD,
+    RECORDED_AT,
     TIMESTAMP,
 )
 from vt_dagster.core import store as of_table
@@ -36,10 +36,10 @@ from vt_dagster.core.arrival import by_partition
 from vt_dagster.core.log import log_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
-from vt_dagster.storage import delta, parquet
+from vt_dagster.storage import commits, delta, parquet
 from vt_dagster.storage.evolution import Evolution, evolved, mentions, never_null
 from vt_dagster.storage.lookup import asset_names, head_of
-from vt_dagster.storage.offsets import at_or_after
+from vt_dagster.storage.offsets import at_or_after, before
 from vt_dagster.storage.positions import (
     Checkpoint,
     Commit,
@@ -47,58 +47,17 @@ from vt_dagster.storage.positions import (
     Shape,
     choose,
     file_at_or_after,
+    file_before,
     require_remembered,
 )
 from vt_dagster.storage.progress import Progress
+from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_path
 
 _ROWS_OF_A_FILE = 250_000
-
-
-@dataclass(frozen=True)
-class Head:
-    """A log's last commit and the Delta version that it made."""
-
-    version: int
-    commit: Commit
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A stream or table as of one commit, as one reads it: a table's view, and the tail of the log that
-    is not in it yet.
-
-    Args:
-        head: the log's last commit; None before the first.
-        base: the view that the tail is folded onto; None = there is none, or a stream has none: all is
-            in the log.
-    """
-
-    head: Head | None = None
-    base: Base | None = None
-
-    @property
-    def stream_time(self) -> dict[int, int]:
-        """Of each partition, epoch microseconds."""
-        return {} if self.head is None else self.head.commit.stream_time
-
-    @property
-    def total(self) -> int:
-        """Records of the log."""
-        return 0 if self.head is None else self.head.commit.total
-
-    @property
-    def tail(self) -> int:
-        """How many of them are not in the view."""
-        return self.total - (0 if self.base is None else self.base.checkpoint.total)
-
-    def reach(self, moment: int | None = None) -> int:
-        """How many rows are current, or may end after a time, with those of the tail; None = are
-        current. More or less, and not less."""
-        return self.tail + (0 if self.base is None else self.base.reach(moment))
 
 
 def shape_of(node: Stream) -> Shape:
@@ -155,7 +114,7 @@ class AssetStore:
         *prefix, last = require_path(name, "asset")
         shape = head_of(warehouse, name)[1].shape
         fields = parquet.schema(posixpath.join(str(warehouse), name, "log")).fields
-        added = {*LOG_COLUMNS, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
+        added = {*LOG_COLUMNS, RECORDED_AT, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
         declared = shape.columns or [f.name for f in fields if f.name not in added]
         own = [f for f in fields if f.name in (*declared, TIMESTAMP)]
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
@@ -190,9 +149,13 @@ class AssetStore:
             after: also those before ``start`` whose timestamp is larger than this (epoch
                 microseconds): what a grace buffer may still hold.
         """
+        ends = head.commit.next_offset
+        if head.later:
+            early, late = file_before(ends), file_at_or_after(start, ends)
+            rows = self._read_log(head, lambda file: early(file) and late(file))
+            return rows.where(at_or_after(start, ends) & before(ends))
         if not start:
             return self._read_log(head)
-        ends = head.commit.next_offset
         recent, wanted = file_at_or_after(start, ends), at_or_after(start, ends)
         if after is None:
             return self._read_log(head, recent).where(wanted)
@@ -377,6 +340,23 @@ class AssetStore:
         base = self._view.base() if isinstance(self.node, Table) else None
         return self._snapshot(self.head(), base)
 
+    def known_at(self, moment: int) -> Snapshot:
+        """The asset as of the last commit that was recorded up to a time (inclusive). Without Spark.
+
+        Args:
+            moment: epoch microseconds.
+
+        Raises:
+            StorageError: nothing was recorded by then.
+        """
+        at = self.snapshot()
+        if at.head is None or at.head.commit.recorded_at <= moment:
+            return at
+        then = commits.known_at(self.root, self.node.name, moment)
+        head = Head(at.head.version, then, later=True)
+        ahead = at.base is not None and at.base.checkpoint.batch > then.batch
+        return Snapshot(head, None if ahead else at.base)
+
     def _snapshot(self, head: Head | None, base: Base | None) -> Snapshot:
         if head is None:
             return Snapshot()
@@ -533,32 +513,39 @@ class AssetStore:
     # -- reading ---------------------------------------------------------------------------------
 
     def read(
-        self, what: str | None = None, as_of: str | None = None, partial: bool = False
+        self,
+        what: str | None = None,
+        as_of: str | None = None,
+        partial: bool = False,
+        as_known_at: str | None = None,
     ) -> DataFrame:
-        """The asset as of its last commit.
+        """The asset as of its last commit, or of an earlier one.
 
         Args:
             what: ``current``, ``versions`` or ``log``; None = current of a table, log of a stream.
             as_of: an ISO 8601 time; the row of every key as of it (inclusive).
             partial: whether a time from which on the history has been forgotten already gives the rows
                 that are left, those whose version of then is remembered; otherwise it is an error.
+            as_known_at: an ISO 8601 time; by what was recorded up to it (inclusive), with the stream
+                time of then, and the history retention that is declared now.
 
         Raises:
-            StorageError: the asset has no such thing, or remembers it no more.
+            StorageError: the asset has no such thing, remembers it no more, or knew nothing by then.
         """
         node = self.node
         what = choose(node.name, shape_of(node).kind, what, as_of)
-        head = self.head()
-        if head is None:
+        if what == "log" and as_known_at is None:
+            at = Snapshot(self.head())
+        else:
+            at = self.snapshot() if as_known_at is None else self.known_at(parse_time(as_known_at))
+        if at.head is None:
             raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")
         if what == "log":
-            return self.log({}, head)
+            return self.log({}, at.head)
         if what == "current" and as_of is None:
-            rows = self.current()
-            assert rows is not None
+            rows = self.current_at(at)
             return of_table.rows_of(node, rows) if isinstance(node, Table) else rows
         moment = parse_time(as_of) if as_of is not None and what == "current" else None
-        at = self.snapshot()
         view = self.view_at(at, since=moment)
         if moment is None or not isinstance(node, VersionedTable):
             return view

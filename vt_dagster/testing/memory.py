@@ -32,7 +32,7 @@ from vt_dagster.errors import ConcurrentRunError, ContractError
 from vt_dagster.runs.store import Store
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.store import Head, Snapshot
+from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream, Table
 
 _SAID = "_said_partition"

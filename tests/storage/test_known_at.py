@@ -1,0 +1,418 @@
+"""Two times: what is read as known at a time is what a copy of the tables taken then would give."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import CommitProperties, DeltaTable, write_deltalake
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+
+import vt_dagster
+from tests.storage.topology import EPOCH, Topology
+from vt_dagster.columns import RECORDED_AT
+from vt_dagster.errors import StorageError
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.run import run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage import commits, delta, lookup, segments, view
+from vt_dagster.storage.maintenance import forget_commits, maintain
+from vt_dagster.storage.positions import Checkpoint, Commit, Shape
+from vt_dagster.storage.store import stores_of
+from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.model import Table
+
+MINUTE = 60_000_000
+START = int(EPOCH.timestamp()) * 1_000_000
+FIRST = START + 1_000 * MINUTE
+"""When the first run of a log below was recorded."""
+RETENTION = 10 * MINUTE
+
+Record = tuple[str, int | None, int]
+"""A key, a value (null: a deletion), and minutes."""
+record = st.tuples(st.sampled_from("abc"), st.sampled_from([None, 1, 2]), st.integers(0, 40))
+runs = st.lists(st.tuples(st.lists(record, max_size=5), st.booleans()), min_size=2, max_size=7)
+"""Runs, and whether the view is written at the end of each."""
+
+
+def moment(micros: int) -> str:
+    return in_utc(micros)
+
+
+def in_order(rows: pa.Table) -> list[tuple[Any, ...]]:
+    columns = sorted(rows.column_names)
+    values = [rows.column(c).to_pylist() for c in columns]
+    return sorted(zip(*values, strict=True), key=repr)
+
+
+def answer(warehouse: str, name: str, known: str | None, **asked: Any) -> Any:
+    """The rows; or what the error says, without the name of the asset."""
+    try:
+        rows = vt_dagster.read(name, warehouse=warehouse, as_known_at=known, **asked)
+    except StorageError as error:
+        return str(error)
+    return in_order(rows)
+
+
+def questions(kind: str) -> list[dict[str, Any]]:
+    asked: list[dict[str, Any]] = [{"what": "log"}, {"what": "log", "key": "a"}]
+    if kind != "stream":
+        asked += [{}, {"key": "b"}]
+    if kind == "versioned":
+        times = [moment(START + minutes * MINUTE) for minutes in (0, 7, 15, 22, 31, 40)]
+        asked += [{"what": "versions"}]
+        asked += [{"as_of": t, "partial": partial} for t in times for partial in (True, False)]
+        asked += [{"as_of": times[2], "key": "a", "partial": True}]
+    return asked
+
+
+@dataclass
+class Log:
+    """A log as runs write it, without Spark: the rules of ``put``, a record at a time."""
+
+    root: Path
+    kind: Any
+    noted: bool = True
+    stream_time: dict[int, int] = field(default_factory=dict[int, int])
+    offsets: dict[int, int] = field(default_factory=dict[int, int])
+    newest: dict[str, int] = field(default_factory=dict[str, int])
+    disorder: dict[int, int] = field(default_factory=dict[int, int])
+    batch: int = 0
+
+    @property
+    def recorded(self) -> int:
+        """Of the last run."""
+        return FIRST + self.batch * MINUTE
+
+    def run(self, records: Sequence[Record]) -> Commit:
+        self.batch += 1
+        rows = [row for r in records if (row := self._put(*r)) is not None]
+        length = RETENTION if self.kind == "versioned" else None
+        commit = Commit(
+            asset="t",
+            batch=self.batch,
+            attempt=f"attempt-{self.batch}",
+            shape=Shape(kind=self.kind, key=["k"], history_retention=length),
+            log="attempt-1",
+            recorded_at=self.recorded,
+            next_offset=self.offsets,
+            stream_time=self.stream_time,
+            disorder=self.disorder,
+        )
+        time = pa.timestamp("us", "UTC")
+        kinds = [("k", pa.string()), ("n", pa.int32()), ("timestamp", time), ("partition", pa.int32())]
+        kinds += [("offset", pa.int64()), ("is_tombstone", pa.bool_()), ("is_latest", pa.bool_())]
+        kinds += [("recorded_at", time)] if self.noted else []
+        told = commit.model_dump(exclude=set() if self.noted else {"recorded_at"})
+        self._write("log", pa.Table.from_pylist(rows, schema=pa.schema(kinds)), told, "append")
+        return commit
+
+    def _put(self, k: str, n: int | None, minutes: int) -> dict[str, Any] | None:
+        home, at = ord(k) % 2, START + minutes * MINUTE
+        now = self.stream_time.get(home, at)
+        if self.kind == "versioned" and at < now - RETENTION:
+            return None
+        self.stream_time[home] = max(now, at)
+        offset = self.offsets.get(home, 0)
+        self.offsets[home] = offset + 1
+        latest = self.newest.setdefault(k, at) <= at
+        self.newest[k] = max(self.newest[k], at)
+        if not latest:
+            self.disorder[self.batch] = min(self.disorder.get(self.batch, at), at)
+        row = {"k": k, "n": n, "timestamp": at, "partition": home, "offset": offset}
+        return {**row, "is_tombstone": n is None, "is_latest": latest, "recorded_at": self.recorded}
+
+    def write_view(self, commit: Commit) -> None:
+        what = "versions" if self.kind == "versioned" else "current"
+        rows = lookup.look_up(str(self.root), "t", what)
+        then = Checkpoint(
+            asset="t",
+            batch=commit.batch,
+            attempt=f"view-{commit.batch}",
+            next_offset=commit.next_offset,
+            stream_time=commit.stream_time,
+            history_retention=commit.shape.history_retention,
+        )
+        self._write("view", rows, then.model_dump(), "overwrite")
+
+    def _write(self, table: str, rows: pa.Table, document: dict[str, Any], mode: Any) -> None:
+        told = {"userMetadata": json.dumps({delta.MARK: document})}
+        about = CommitProperties(custom_metadata=told)
+        path = self.root / "t" / table
+        write_deltalake(path, rows, mode=mode, commit_properties=about, configuration=QUIET)
+
+
+QUIET = {"delta.enableExpiredLogCleanup": "false"}
+
+
+@contextmanager
+def a_log(kind: str, noted: bool = True) -> Iterator[Log]:
+    with TemporaryDirectory() as root:
+        yield Log(Path(root), kind, noted)
+
+
+@pytest.mark.parametrize("kind", ["versioned", "table", "stream"])
+@settings(max_examples=8, deadline=None)
+@given(runs, st.integers(0, 6))
+def test_as_known_at_is_what_a_copy_of_then_gives(
+    kind: str, drawn: list[tuple[list[Record], bool]], cleaned: int
+) -> None:
+    """Late, refused, deleted, replaced and expired; at the time of each run, and shortly before the
+    next; with a view of any batch, and after maintenance has removed the first commits."""
+    with a_log(kind) as log:
+        root, then = str(log.root), list[tuple[int, list[Any]]]()
+        for number, (records, with_view) in enumerate(drawn):
+            commit = log.run(records)
+            if with_view and kind != "stream":
+                log.write_view(commit)
+            if number == cleaned:
+                DeltaTable(log.root / "t" / "log").create_checkpoint()
+            then.append((log.recorded, [answer(root, "t", None, **q) for q in questions(kind)]))
+        forget_commits(str(log.root / "t" / "log"), timedelta(0))
+        left = delta.versions(str(log.root / "t" / "log"))
+        assert left[0] == min(cleaned, len(drawn)) if cleaned < len(drawn) else not left[0]
+        for recorded, answers in then:
+            for known in (recorded, recorded + MINUTE - 1):
+                found = [answer(root, "t", moment(known), **q) for q in questions(kind)]
+                assert found == answers, moment(known)
+        assert "nothing was known before" in answer(root, "t", moment(then[0][0] - 1))
+
+
+def test_nothing_was_known_yet(tmp_path: Path) -> None:
+    log = Log(tmp_path, "table")
+    log.run([("a", 1, 1)])
+    asked: dict[str, Any] = {"warehouse": str(tmp_path), "as_known_at": "2020-01-01T00:00:00"}
+    with pytest.raises(StorageError) as refused:
+        vt_dagster.read("t", **asked)
+    assert str(refused.value) == (
+        "t: expected a time at which something was known of it, got 2020-01-01T00:00:00Z as "
+        "as_known_at, but the first run that is known of was recorded at 2020-01-01T16:41:00Z: nothing "
+        "was known before; ask for a later one"
+    )
+    # One that is still to come is now.
+    assert vt_dagster.read("t", **{**asked, "as_known_at": "2300-01-01"}).num_rows == 1
+    # An earlier release has removed the commits that said what was known: not kept, they are gone.
+    log.run([("a", 2, 2)])
+    log.run([("a", 3, 3)])
+    (tmp_path / "t" / "log" / "_delta_log" / f"{0:020}.json").unlink()
+    with pytest.raises(StorageError, match="16:42:00Z: an earlier maintenance has"):
+        vt_dagster.read("t", **asked)
+
+
+def test_it_costs_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits are found by bisection, and no file of a later time is opened."""
+    log = Log(tmp_path, "table")
+    for minute in range(40):
+        log.run([("a", minute, minute)])
+    read, opened = list[int](), list[str]()
+    ours, files = delta.our_commit, delta.files_of
+
+    def told(path: str, version: int) -> Any:
+        read.append(version)
+        return ours(path, version)
+
+    def listed(*asked: Any) -> Any:
+        found = files(*asked)
+        opened.extend(file.place for file in found)
+        return found
+
+    monkeypatch.setattr(delta, "our_commit", told)
+    monkeypatch.setattr(delta, "files_of", listed)
+    rows = vt_dagster.read("t", warehouse=str(tmp_path), as_known_at=moment(FIRST + 7 * MINUTE))
+    assert rows.column("n").to_pylist() == [6]
+    assert (len(read), len(opened)) == (len(set(read)), 7)
+    assert len(read) <= 7
+
+
+def land_all(topology: Topology) -> Iterator[None]:
+    """A record of 8 minutes comes late, which splits 5 to 10; then a deletion; one that is refused; one
+    that makes all before 20 minutes forgotten."""
+    files = [
+        [("a", 1, 0), ("a", 2, 5), ("b", 1, 1)],
+        [("a", 3, 10), ("b", 2, 9)],
+        [("a", 9, 8)],
+        [("b", None, 12), ("a", 4, 1)],
+        [("a", 5, 30)],
+    ]
+    for number, records in enumerate(files):
+        topology.land("rates", f"{number}.jsonl", records)
+        yield
+
+
+@pytest.fixture(scope="module")
+def told(
+    spark: SparkSession, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Topology, list[tuple[int, list[Any]]]]:
+    """``rates`` and a plain table of the same, with what was answered after each run."""
+    topology = Topology(tmp_path_factory.mktemp("known"))
+    plain = plain_of(topology)
+    then = list[tuple[int, list[Any]]]()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(segments, "SEGMENT_ROWS", 2)
+        patched.setattr(view, "EACH_RUN", 0)
+        patched.setattr(view, "SHARE", 0.5)
+        for number, _ in enumerate(land_all(topology)):
+            topology.run("rates", spark)
+            if number in (0, 3):
+                run_once(plain, stores_of(topology.warehouse, spark))
+            head = topology.store("rates", spark).head()
+            assert head is not None
+            then.append((head.commit.recorded_at, answers_of(topology)))
+    return topology, then
+
+
+def plain_of(topology: Topology) -> Table:
+    source = FilesSource(str(topology.root / "rates"), max_bad_share=1.0)
+    about: dict[str, Any] = {"tombstone": "n is null", "source": source}
+    return Table("plain", key="k", schema=topology.rates.schema, **about)
+
+
+def answers_of(topology: Topology, known: str | None = None) -> list[Any]:
+    return [answer(topology.warehouse, "rates", known, **q) for q in questions("versioned")]
+
+
+def as_of_8(topology: Topology, known: int) -> list[int]:
+    about = {"as_of": moment(START + 8 * MINUTE), "as_known_at": moment(known), "partial": True}
+    rows = vt_dagster.read("rates", warehouse=topology.warehouse, key="a", into="arrow", **about)
+    return rows.column("n").to_pylist()
+
+
+def test_what_a_late_record_changes(told: tuple[Topology, list[tuple[int, list[Any]]]]) -> None:
+    topology, then = told
+    before, after = then[1][0], then[2][0]
+    assert (as_of_8(topology, before), as_of_8(topology, after)) == ([2], [9])
+    assert as_of_8(topology, after - 1) == [2]
+    assert as_of_8(topology, then[4][0]) == []  # its history has been forgotten by then
+    current = [
+        sorted(
+            vt_dagster.read("rates", warehouse=topology.warehouse, as_known_at=moment(t))[
+                "n"
+            ].to_pylist()
+        )
+        for t, _ in then
+    ]
+    assert current == [[1, 2], [2, 3], [2, 3], [3], [5]]
+
+
+def test_each_row_says_when_it_was_recorded(
+    told: tuple[Topology, list[tuple[int, list[Any]]]],
+) -> None:
+    topology, then = told
+    rows = vt_dagster.read("rates", warehouse=topology.warehouse, what="log")
+    times = {int(t.timestamp() * 1e6 + 0.5) for t in rows.column(RECORDED_AT).to_pylist()}
+    assert times == {t for t, _ in then}
+    assert [t for t, _ in then] == sorted(times)
+    versions = vt_dagster.read("rates", warehouse=topology.warehouse, what="versions")
+    of_log = {(r["partition"], r["offset"]): r[RECORDED_AT] for r in rows.to_pylist()}
+    for row in versions.to_pylist():
+        assert row[RECORDED_AT] == of_log[row["partition"], row["offset"]]
+
+
+def test_a_replay_keeps_the_times(
+    told: tuple[Topology, list[tuple[int, list[Any]]]], spark: SparkSession, tmp_path: Path
+) -> None:
+    """Of records; unless it is told otherwise. The original's commits have been removed in part."""
+    topology, then = told
+    warehouse = shutil.copytree(topology.warehouse, tmp_path / "copy")
+    DeltaTable(warehouse / "rates" / "log").create_checkpoint()
+    forget_commits(str(warehouse / "rates" / "log"), timedelta(0))
+    again = replay(str(warehouse), topology.rates, "again", spark)
+    assert [one.recorded_at for one in commits.commits(again.root)] == [t for t, _ in then]
+    for recorded, answers in then:
+        found = [answer(str(warehouse), "again", moment(recorded), **q) for q in questions("versioned")]
+        assert [str(one).replace("again", "rates") for one in found] == [str(one) for one in answers]
+    now = replay(str(warehouse), topology.rates, "now", spark, keep_recorded=False)
+    (commit,) = commits.commits(now.root)
+    assert commit.recorded_at > then[-1][0]
+
+
+@pytest.mark.parametrize("maintained", [False, True])
+def test_spark_gives_the_same(
+    told: tuple[Topology, list[tuple[int, list[Any]]]],
+    spark: SparkSession,
+    tmp_path: Path,
+    maintained: bool,
+) -> None:
+    """And both what was answered then, also when files are compacted and commits are gone."""
+    topology, then = told
+    if maintained:
+        topology = Topology(Path(shutil.copytree(topology.root, tmp_path / "copy")))
+        DeltaTable(f"{topology.warehouse}/rates/log").create_checkpoint()
+        maintain(topology.warehouse, "rates", spark, keep=timedelta(0))
+        assert len(list(commits.commits(f"{topology.warehouse}/rates"))) == 5
+        assert len(delta.versions(f"{topology.warehouse}/rates/log")) < 5
+    store = topology.store("rates", spark)
+    for recorded, answers in then:
+        assert answers_of(topology, moment(recorded)) == answers
+    for recorded, answers in then[1::2] if maintained else then[::2]:
+        for asked, expected in list(zip(questions("versioned"), answers, strict=True))[::3]:
+            if isinstance(expected, str) or "key" in asked:
+                continue
+            asked = {"what": None, "as_of": None, "partial": False, **asked}
+            assert in_order(store.read(**asked, as_known_at=moment(recorded)).toArrow()) == expected
+    known = {"warehouse": topology.warehouse, "as_known_at": moment(then[2][0])}
+    by_spark = vt_dagster.read("plain", into="spark", **known)
+    assert in_order(by_spark.toArrow()) == in_order(vt_dagster.read("plain", **known))
+
+
+def test_a_log_from_before_it_was_noted(tmp_path: Path, spark: SparkSession) -> None:
+    """Its rows say nothing; its commits have Delta's time; and the next run adds the column."""
+    topology = Topology(tmp_path)
+    log = Log(tmp_path / "made", "versioned", noted=False)
+    for records in ([("a", 1, 1)], [("a", 2, 3), ("b", 1, 3)]):
+        log.write_view(log.run(records))
+    shutil.copytree(tmp_path / "made" / "t", tmp_path / "warehouse" / "rates")
+    first, second = commits.commits(f"{topology.warehouse}/rates")
+    assert first.recorded_at <= second.recorded_at
+    then = answers_of(topology)
+    topology.land("rates", "1.jsonl", [("a", 9, 2), ("c", 1, 4)])
+    receipt = topology.run("rates", spark)
+    assert receipt.commit is not None
+    assert receipt.commit.recorded_at > second.recorded_at
+    rows = vt_dagster.read("rates", warehouse=topology.warehouse, what="versions")
+    noted = {(r["k"], r["n"]): r[RECORDED_AT] is not None for r in rows.to_pylist()}
+    assert noted == {("a", 1): False, ("a", 9): True, ("a", 2): False, ("b", 1): False, ("c", 1): True}
+    now = answers_of(topology, moment(receipt.commit.recorded_at - 1))
+    # The column is there since, and null.
+    assert [len(one) for one in now] == [len(one) for one in then]
+    in_stream = topology.store("rates", spark).read("versions", as_known_at=moment(second.recorded_at))
+    assert in_stream.count() == len(then[4])
+
+
+def test_a_clock_that_is_behind(tmp_path: Path, spark: SparkSession) -> None:
+    """Of another machine: a commit is recorded after the one before it all the same."""
+    topology = Topology(tmp_path)
+    topology.land("rates", "1.jsonl", [("a", 1, 1)])
+    ahead = 4_102_444_800 * 10**9  # 2100
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("vt_dagster.runs.commit.time.time_ns", lambda: ahead)
+        topology.run("rates", spark)
+    topology.land("rates", "2.jsonl", [("a", 2, 2)])
+    topology.run("rates", spark)
+    first, second = commits.commits(f"{topology.warehouse}/rates")
+    assert (first.recorded_at, second.recorded_at) == (ahead // 1000, ahead // 1000 + 1)
+
+
+def test_keys_need_no_jvm(told: tuple[Topology, list[tuple[int, list[Any]]]]) -> None:
+    topology, then = told
+    code = (
+        "import sys, vt_dagster\n"
+        f"rows = vt_dagster.read('rates', warehouse={topology.warehouse!r}, key='a', "
+        f"as_known_at={moment(then[1][0])!r})\n"
+        "assert rows.column('n').to_pylist() == [3]\n"
+        "assert 'pyspark' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

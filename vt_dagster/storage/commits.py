@@ -1,0 +1,137 @@
+"""The commits of a log by the time they were recorded at: what was known when. No Spark.
+
+A log is only appended to, so what was known at a time is its rows before the offsets that the commit of
+then says, with the stream time of then. Commits are found by bisection of Delta's own log. What
+maintenance removes of that it has put, as it stood, into ``commits/`` beside the log before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import posixpath
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+from uuid import uuid4
+
+from vt_dagster.errors import StorageError
+from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Commit
+from vt_dagster.topology.durations import in_utc
+
+_KEPT = re.compile(r"(\d{20})-(\d{10})\.json\.gz")
+"""A file of kept commits: when the first of them was recorded, and the batch of the last."""
+
+
+def known_at(root: str, name: str, moment: int) -> Commit:
+    """The last commit of an asset's log that was recorded up to a time.
+
+    Args:
+        root: the directory of the asset's tables.
+        name: of the asset, for messages.
+        moment: epoch microseconds, inclusive.
+
+    Raises:
+        StorageError: nothing was recorded by then, or who knows what.
+    """
+    path = posixpath.join(root, "log")
+    try:
+        found = _bisected(path, delta.versions(path), moment) or _kept_at(root, moment)
+    except FileNotFoundError:  # a maintenance has removed it, and has it kept by now
+        return known_at(root, name, moment)
+    if found is not None:
+        return Commit.model_validate(found)
+    first = next(commits(root))
+    since, why = in_utc(first.recorded_at), "an earlier maintenance has removed the commits before that"
+    if first.batch == 1:
+        why = "nothing was known before"
+    raise StorageError(
+        f"{name}: expected a time at which something was known of it, got {in_utc(moment)} as "
+        f"as_known_at, but the first run that is known of was recorded at {since}: {why}; ask for a "
+        "later one"
+    )
+
+
+def _bisected(path: str, versions: Sequence[int], moment: int) -> dict[str, Any] | None:
+    """The document of our newest commit among some versions that was recorded up to a time."""
+
+    @cache
+    def ours(place: int) -> dict[str, Any] | None:
+        """Of our newest commit up to a place: compactions are among them."""
+        while place >= 0:
+            found = delta.our_commit(path, versions[place])
+            if found is not None:
+                return found.document
+            place -= 1
+        return None
+
+    low, high = 0, len(versions)  # those before low are early enough, those from high on too late
+    while low < high:
+        middle = (low + high) // 2
+        found = ours(middle)
+        if found is None or found["recorded_at"] <= moment:
+            low = middle + 1
+        else:
+            high = middle
+    return ours(low - 1)
+
+
+# ------------------------------------------------------------------------- what maintenance has removed
+
+
+def keep(root: str, versions: Sequence[int]) -> None:
+    """Puts the documents of commits aside that are to be removed from the log.
+
+    Args:
+        root: the directory of the asset's tables.
+        versions: of the log, ascending.
+    """
+    path = posixpath.join(root, "log")
+    found = [one.document for v in versions if (one := delta.our_commit(path, v)) is not None]
+    if not found:
+        return
+    fs, folder = delta.filesystem(posixpath.join(root, "commits"))
+    name = f"{found[0]['recorded_at']:020d}-{found[-1]['batch']:010d}.json.gz"
+    fs.makedirs(folder, exist_ok=True)
+    # Under its name once it is whole.
+    aside = posixpath.join(folder, f".{uuid4().hex}")
+    fs.pipe_file(aside, gzip.compress(json.dumps(found).encode("utf-8")))
+    fs.mv(aside, posixpath.join(folder, name))
+
+
+def _kept_at(root: str, moment: int) -> dict[str, Any] | None:
+    for name in reversed(_kept(root)):
+        if int(name[:20]) <= moment:
+            return [d for d in _documents(root, name) if d["recorded_at"] <= moment][-1]
+    return None
+
+
+def _kept(root: str) -> list[str]:
+    """The files of kept commits, by the time of their first one."""
+    fs, folder = delta.filesystem(posixpath.join(root, "commits"))
+    try:
+        found = fs.ls(folder, detail=False, refresh=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(name for one in found if _KEPT.fullmatch(name := posixpath.basename(one)))
+
+
+def _documents(root: str, name: str) -> list[dict[str, Any]]:
+    fs, folder = delta.filesystem(posixpath.join(root, "commits"))
+    return json.loads(gzip.decompress(fs.cat_file(posixpath.join(folder, name))))
+
+
+def commits(root: str) -> Iterator[Commit]:
+    """The commits of an asset's log, oldest first, as far as they are known."""
+    path, last = posixpath.join(root, "log"), 0
+    kept = (document for name in _kept(root) for document in _documents(root, name))
+    there = (
+        one.document for v in delta.versions(path) if (one := delta.our_commit(path, v)) is not None
+    )
+    for documents in (kept, there):
+        for document in documents:
+            if document["batch"] > last:  # one may be in several files
+                last = document["batch"]
+                yield Commit.model_validate(document)
