@@ -23,7 +23,7 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.bad_files import faults_of_parquet, faults_of_text
-from vt_dagster.sources.base import require_limits
+from vt_dagster.sources.base import News, require_limits
 from vt_dagster.sources.csv_text import header_of, nullable, one_record, read_record
 from vt_dagster.sources.directory import (
     FileInfo,
@@ -208,6 +208,11 @@ class FilesSource:
     ) -> PinnedFiles:
         """The files that a run takes; see :meth:`pending`. Does not use Spark."""
         return PinnedFiles(self, self.pending(consumed, only), consumed)
+
+    def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
+        """The names of the new files. Does not use Spark."""
+        names = [f.name for f in self.pending(consumed)]
+        return News({"files": names}, f"{len(names)} new file(s)") if names else News()
 
     def pending(self, consumed: Mapping[str, Any], only: Sequence[str] | None = None) -> list[FileInfo]:
         """The files that have not been consumed yet, by name, as many as a run may take.
