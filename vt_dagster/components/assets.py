@@ -62,13 +62,14 @@ _format = choice(
     },
 )
 _kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
+_start = Field(default=None, description="current, earliest, or a version to begin with.")
 _source = choice(
     "Source",
     "Where records come from.",
     {
         "files": _part("Files", FilesSource),
         "kafka": _part("Kafka", KafkaSource, types=_kafka_types),
-        "delta": _part("Delta", DeltaSource),
+        "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
         "snapshots": _part("Snapshots", SnapshotSource),
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -166,10 +166,6 @@ class ForeignTable:
     def time(self, version: int) -> int | None:
         """When a version was committed, epoch microseconds; None where its commit is not there."""
         return self.change(version).time if version in self._commits else None
-
-    def changes(self, versions: Iterable[int]) -> list[Change]:
-        """What some commits did that are there."""
-        return [self.change(version) for version in versions]
 
     def change(self, version: int) -> Change:
         """What one commit did.

@@ -61,7 +61,7 @@ class DeltaSource:
         start: where the first run begins. ``current``: with all rows of the newest version; then come
             the commits after it. ``earliest``: with the oldest version that is still there. A number:
             with what that version's commit did (``snapshots``: with its state).
-        max_versions_per_run: bounds a run; None = all that are there.
+        max_versions_per_run: so many that change rows at most; None = all that are there.
         ignore, max_shrink, on_duplicate: where a whole state is compared, as of
             :class:`SnapshotSource`.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
@@ -151,13 +151,15 @@ class DeltaSource:
         place = self._place(table, before, accept_gap)
         newest = table.version if version is None else min(version, table.version)
         if place.whole:
-            newest = place.first
-        elif self.max_versions_per_run is not None:
-            newest = min(newest, place.first + self.max_versions_per_run - 1)
-        if self.mode == "snapshots" or place.whole:
-            return self._state(table, place, newest, before, accept_shrink)
-        changes = table.changes(range(place.first, newest + 1))
-        gap = place.gap
+            return self._state(table, place, place.first, accept_shrink)
+        if self.mode == "snapshots" and table.first_commit(newest) > place.first:
+            return self._state(table, place, newest, accept_shrink)
+        changes, gap = self._bounded(table, place.first, newest), place.gap
+        if self.mode == "snapshots":
+            newest = max((c.version for c in changes if c.changes_rows), default=-1)
+            if newest < 0:
+                return self._pinned(PinnedVersions, table, place, gap, changes)
+            return self._state(table, place, newest, accept_shrink)
         if self.mode == "append":
             table.require_plain_files(max(newest, 0))
             changes, gap = self._appended(changes, gap, accept_gap)
@@ -172,6 +174,18 @@ class DeltaSource:
             return News()
         number = pinned.end - pinned.first
         return News({"version": pinned.end - 1}, f"{number:,} new version(s)")
+
+    def _bounded(self, table: ForeignTable, first: int, newest: int) -> list[Change]:
+        """What the commits up to a version did, with as many that change rows as a run may take."""
+        found: list[Change] = []
+        taken = 0
+        for version in range(first, newest + 1):
+            change = table.change(version)
+            taken += change.changes_rows
+            if self.max_versions_per_run is not None and taken > self.max_versions_per_run:
+                break
+            found.append(change)
+        return found
 
     def _place(self, table: ForeignTable, before: Commit | None, accept_gap: bool) -> _Place:
         known = None if before is None else before.topics.get(DELTA)
@@ -270,25 +284,11 @@ class DeltaSource:
                 )
 
     def _state(
-        self,
-        table: ForeignTable,
-        place: _Place,
-        newest: int,
-        before: Commit | None,
-        accept_shrink: bool,
+        self, table: ForeignTable, place: _Place, version: int, accept_shrink: bool
     ) -> PinnedVersions:
-        if newest < place.first:
-            return self._pinned(PinnedVersions, table, place, None, [])
-        begins = before is None or DELTA not in before.topics
-        there = table.first_commit(newest)
-        if not (begins or place.whole) and there <= place.first:
-            changes = table.changes(range(place.first, newest + 1))
-            if not any(c.changes_rows for c in changes):
-                return self._pinned(PinnedVersions, table, place, None, changes)
         kind = PinnedVersions if self.mode == "append" else PinnedState
-        return self._pinned(
-            kind, table, place, place.gap, [], state=newest, limits=self.limits(accept_shrink)
-        )
+        limits = self.limits(accept_shrink)
+        return self._pinned(kind, table, place, place.gap, [], state=version, limits=limits)
 
     def _pinned(
         self,
