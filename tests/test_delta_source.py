@@ -67,7 +67,7 @@ class Theirs:
 
 def ours(name: str, theirs: Theirs, mode: Any, kind: Any = Table, **about: Any) -> Any:
     more = {"history_retention": timedelta(days=30)} if kind is VersionedTable else {}
-    source = DeltaSource(theirs.path, mode, **about)
+    source = DeltaSource(theirs.path, mode, max_bad_share=0.5, **about)
     return kind(name, key="id", schema=ROW, source=source, **more)
 
 
@@ -197,10 +197,15 @@ def test_without_a_feed(take: Any, tmp_path: Path) -> None:
     theirs.append(("b", 1, "x"))
     with pytest.raises(SourceError, match=r"version 1 \(WRITE\) has no change data feed"):
         take(node)
+    # over that version by the difference, then by the feed
+    assert take(ours("t", theirs, "snapshots"))["in"] == 1
+    theirs.table.alter.set_table_properties(FEED)
+    theirs.append(("c", 1, "x"))
+    assert take(node)["in"] == 1
     with pytest.raises(TopologyError, match="expected a Table or VersionedTable, got a Stream"):
         ours("s", theirs, "changes", Stream)
     schema = StructType([*ROW.fields, StructField("nope", StringType())])
-    with pytest.raises(SourceError, match=r"expected columns \['nope'\], but version 1 has only"):
+    with pytest.raises(SourceError, match=r"expected columns \['nope'\], but version 3 has only"):
         take(Table("u", key="id", schema=schema, source=DeltaSource(theirs.path)))
 
 
@@ -275,6 +280,11 @@ def test_versions_that_are_gone(take: Any, store: Any, tmp_path: Path) -> None:
         take(table, accept_gap=True)
     assert take(table, accept_gap=True, accept_shrink=True)["in"] == 5
     assert take(stream, accept_gap=True)["in"] == 1
+    # a file that VACUUM took
+    theirs.append(("y", 1, "z"))
+    shutil.rmtree(Path(theirs.path) / "day=z")
+    with pytest.raises(RecordsGoneError, match=r"files of versions 1 to 1 of .* are gone"):
+        take(stream)
 
 
 def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:

@@ -153,11 +153,12 @@ class Run:
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
             latest = now + source.max_clock_skew
             limit = F.timestamp_micros(F.lit(int(latest.timestamp()) * 1_000_000))
-        if isinstance(source, Comparing):
-            with self._explained():
+        with self._explained():
+            if isinstance(source, Comparing):
                 rows = difference(source, self.node, self.store, self.arrival.held)
-            return prepare(rows, self.node, limit)
-        return prepare(source.read(spark, self.node), self.node, limit)
+            else:
+                rows = source.read(spark, self.node)
+        return prepare(rows, self.node, limit)
 
     def _log_of(self, node: Stream) -> DataFrame:
         arrival, store = self.arrival, self.stores(node)

@@ -27,7 +27,13 @@ from vt_dagster.topology.model import Stream
 DELTA = "delta"
 """The name of such a source among a commit's inputs; its offsets are versions."""
 _PLACE, _ROW, _TIME, _RANK, _PART = "_place", "_row", "_time", "_rank", "_part_"
-_GONE = ("FILE_NOT_EXIST", "FileNotFoundException", "FILE_NOT_FOUND", "VERSION_NOT_FOUND")
+_GONE = (
+    "FILE_NOT_EXIST",
+    "PATH_NOT_FOUND",
+    "FileNotFoundException",
+    "FILE_NOT_FOUND",
+    "VERSION_NOT_FOUND",
+)
 """How Spark says that a file of a version is not there."""
 
 
