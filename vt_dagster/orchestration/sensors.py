@@ -6,13 +6,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
 from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of
+from vt_dagster.sources.base import Watched
 from vt_dagster.storage.store import AssetStore, Head
 from vt_dagster.topology.model import Stream
 
@@ -56,7 +57,7 @@ def build_sensor(
         running: whether the sensor is on from the start.
         resource_prefix: as of :func:`build_asset`; of the resources it needs the warehouse.
     """
-    source: Any = source_of(node)
+    source = cast(Watched, source_of(node))
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
 
     @dg.sensor(

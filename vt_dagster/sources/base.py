@@ -129,6 +129,14 @@ class Source(Protocol):
         """
         ...
 
+
+class Watched(Source, Protocol):
+    """A source that a sensor looks at."""
+
+    def describe(self) -> str:
+        """What is read, in words."""
+        ...
+
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """What a sensor asks a run for. Does not use Spark.
 

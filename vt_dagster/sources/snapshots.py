@@ -46,19 +46,27 @@ class Dump(NamedTuple):
 
     Args:
         name: in the source's directory.
-        modified: when its newest file was written: epoch microseconds.
         nested: whether it is a directory.
     """
 
     name: str
     files: tuple[FileInfo, ...]
-    modified: int
     nested: bool
 
     @property
     def size(self) -> int:
         """Bytes."""
         return sum(f.size for f in self.files)
+
+    @property
+    def modified(self) -> int:
+        """When its newest file was written: epoch microseconds."""
+        found: list[datetime] = []
+        for file in self.files:
+            fs, place = delta.filesystem(file.path)
+            moment: datetime = fs.modified(place)
+            found.append(moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc))
+        return (max(found) - _EPOCH) // timedelta(microseconds=1)
 
 
 @dataclass(frozen=True)
@@ -272,7 +280,7 @@ class SnapshotSource:
         path = str(self.path)
         try:
             fs, root = delta.filesystem(path)
-            alone = [Dump(f.name, (f,), 0, False) for f in files_in(path, self.pattern)]
+            alone = [Dump(f.name, (f,), False) for f in files_in(path, self.pattern)]
             folders = [
                 posixpath.basename(entry["name"].rstrip("/"))
                 for entry in fs.ls(root, detail=True, refresh=True)
@@ -289,8 +297,8 @@ class SnapshotSource:
             if self.marker and not fs.exists(posixpath.join(root, name, self.marker)):
                 continue
             files = [f for f in files_in(posixpath.join(path, name), "*") if f.name != self.marker]
-            alone += [Dump(name, tuple(files), 0, True)] if files else []
-        return sorted(d._replace(modified=_modified(fs, d)) for d in alone)
+            alone += [Dump(name, tuple(files), True)] if files else []
+        return sorted(alone)
 
     def pin(
         self,
@@ -376,10 +384,3 @@ class SnapshotSource:
                 f"consumed, {last} of {in_utc(newest)}: it says what was true before; nothing was "
                 "committed. Move it away, or make the table anew from all dumps (vt-dagster replay)"
             )
-
-
-def _modified(fs: Any, dump: Dump) -> int:
-    """When its newest file was written."""
-    times = [fs.modified(delta.filesystem(f.path)[1]) for f in dump.files]
-    moments = [t if t.tzinfo else t.replace(tzinfo=timezone.utc) for t in times]
-    return max((t - _EPOCH) // timedelta(microseconds=1) for t in moments)

@@ -30,7 +30,6 @@ from vt_dagster.core.log import log_columns, log_schema, view_schema
 from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, home_of
 from vt_dagster.errors import ConcurrentRunError, ContractError
 from vt_dagster.runs.store import Store
-from vt_dagster.sources.base import News
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.store import Head, Snapshot
@@ -197,9 +196,6 @@ class Records:
 
     def pin(self, before: Commit | None, *, consumed: Mapping[str, Any] = {}, **asked: Any) -> Records:
         return self
-
-    def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
-        return News()
 
     @property
     def max_bad_share(self) -> float:
