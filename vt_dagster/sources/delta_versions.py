@@ -35,6 +35,7 @@ _GONE = (
     "VERSION_NOT_FOUND",
 )
 """How Spark says that a file of a version is not there."""
+_BY_STATE = "Set mode='snapshots' of the source for a run, which takes the table as it is now. "
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ class PinnedVersions:
         else:
             lines = [f"takes versions {self.first} to {self.end - 1} of {self.table.path}"]
         if self.gap is not None:
-            lines.append(f"!goes on without versions {self.gap[0]} to {self.gap[1]}, as it was told")
+            first, end = self.gap
+            gone = f"without versions {first} to {end - 1}" if end > first else "with another table"
+            lines.append(f"!goes on {gone}, as it was told")
         return lines
 
     def explain(self, error: Exception) -> SourceError | None:
@@ -107,8 +110,8 @@ class PinnedVersions:
         return RecordsGoneError(
             f"files of versions {self.first} to {self.end - 1} of {self.table.path} are gone "
             f"({one_line(error)[:200]}): VACUUM removed them before they were consumed; nothing was "
-            "committed. Set mode='snapshots' of the source for a run, which takes the table as it is "
-            "now; or reprocess into a new asset with start='current'"
+            f"committed. {'' if self.mode == 'append' else _BY_STATE}Reprocess into a new asset with "
+            "start='current', or have their files restored and run again"
         )
 
     # -- records ---------------------------------------------------------------------------------
