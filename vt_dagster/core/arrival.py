@@ -156,7 +156,7 @@ def in_order_of_keys(
         the rows with ``_arrival``, ascending and unique, with gaps.
     """
     bucket = F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), buckets)
-    placed = rows.withColumns({_PLACE: place, _BUCKET: bucket}).repartition(_PLACE, _BUCKET)
+    placed = rows.withColumns({_PLACE: place, _BUCKET: bucket})
     order = W.partitionBy(_PLACE, _BUCKET).orderBy(*[F.col(f"`{k}`") for k in key], *then)
     first = (F.col(_PLACE) * MOST_BUCKETS + F.col(_BUCKET)) * STRIDE
     return placed.withColumn(ARRIVAL, first + F.row_number().over(order)).drop(_PLACE, _BUCKET)
