@@ -19,6 +19,7 @@ import kafka_throughput
 import operators
 import plot
 import processes
+import snapshot_diff
 import through_dagster
 import upkeep
 import versioned_put
@@ -83,6 +84,7 @@ PARTS: dict[str, Callable[[SparkSession, Sizes, int, Outputs], tuple[list[Result
     "incremental-run": lambda s, n, repeat, out: incremental_run.run(s, n.tables, n.new, repeat, out),
     "many-keys": lambda s, n, repeat, out: incremental_run.many_keys(s, n.keys, n.new, repeat, out),
     "put": lambda s, n, repeat, out: versioned_put.run(s, n.put, repeat, out),
+    "snapshot": lambda s, n, repeat, out: snapshot_diff.run(s, n.put, repeat, out),
     "operators": lambda s, n, repeat, out: operators.run(s, n.operators, repeat, out),
     "dagster": lambda s, n, repeat, out: through_dagster.run(s, n.operators // 4, repeat, out),
     "gates": lambda s, n, repeat, out: upkeep.gates(s, n.tables[0], n.new, repeat, out),

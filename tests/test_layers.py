@@ -49,9 +49,9 @@ ORDER = {
         grouping model
         """,
     "core": """
-        arrival stream_time log records as_of_join changes grace sessions sliding emit_early periods
-        fixed_windows table versioned store known per_run processor source filter map_values
-        stream_table_join suppress table_table_join
+        arrival stream_time log records snapshot change_feed as_of_join changes grace sessions sliding
+        emit_early periods fixed_windows table versioned store known per_run processor source filter
+        map_values stream_table_join suppress table_table_join
         foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors
         """,
@@ -62,12 +62,14 @@ ORDER = {
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
+        dumps snapshots delta_log delta_versions delta_table
         kafka_cluster protobuf avro formats kafka_messages kafka kafka_sink
     """,
-    "runs": "arrival contracts store audit join_way gate commit pin results run replay",
+    "runs": "arrival contracts store audit join_way gate commit pin results difference run replay",
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager pictures types checks sensors translator asset ops factory
+        resource metadata io_manager pictures types checks sensors translator run_config asset ops
+        factory
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
     from vt_dagster.orchestration.sensors import build_sensor
     from vt_dagster.orchestration.translator import TopologyTranslator
+    from vt_dagster.sources.delta_table import DeltaSource
     from vt_dagster.sources.files import FilesSource
+    from vt_dagster.sources.snapshots import SnapshotSource
     from vt_dagster.storage.lookup import read
     from vt_dagster.topology.model import Stream, Table, VersionedTable
     from vt_dagster.topology.operators import (
@@ -57,11 +59,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Aggregator": "vt_dagster.topology.operators",
+    "DeltaSource": "vt_dagster.sources.delta_table",
     "FilesSource": "vt_dagster.sources.files",
     "HoppingWindow": "vt_dagster.topology.windowing",
     "Materialized": "vt_dagster.topology.operators",
     "SessionWindow": "vt_dagster.topology.windowing",
     "SlidingWindow": "vt_dagster.topology.windowing",
+    "SnapshotSource": "vt_dagster.sources.snapshots",
     "SparkResource": "vt_dagster.orchestration.resource",
     "Stream": "vt_dagster.topology.model",
     "StreamTableJoin": "vt_dagster.topology.operators",
@@ -95,11 +99,13 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Aggregator",
+    "DeltaSource",
     "FilesSource",
     "HoppingWindow",
     "Materialized",
     "SessionWindow",
     "SlidingWindow",
+    "SnapshotSource",
     "SparkResource",
     "Stream",
     "StreamTableJoin",

@@ -3,9 +3,7 @@
 from vt_dagster.orchestration.ops import (
     OP_MEMORY,
     TABLES,
-    FilesConfig,
     Results,
-    TopicsConfig,
     maintenance_op,
     operate_op,
     publish_op,
@@ -14,6 +12,7 @@ from vt_dagster.orchestration.ops import (
     read_op,
     write_op,
 )
+from vt_dagster.orchestration.run_config import FilesConfig, TopicsConfig
 
 __all__ = [
     "OP_MEMORY",

@@ -16,6 +16,7 @@ from vt_dagster.core.as_of_join import Tiles, Way
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_schema, view_schema
 from vt_dagster.core.processors import processor_of
+from vt_dagster.core.snapshot import difference
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
@@ -51,6 +52,17 @@ def results_of(spark: SparkSession, node: Stream) -> DataFrame:
     assert node.operator is not None
     inputs = [Input(spark.createDataFrame([], log_schema(one))) for one in node.operator.inputs]
     return processor_of(node, few=True).results(inputs, Known.nothing())
+
+
+def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
+    """For the look at keys that are there twice and the join; what is different once more, for its
+    order."""
+    held = spark.createDataFrame([], "k string, price double")
+    dump = spark.createDataFrame(
+        [], "k string, price double, _source string, _position bigint, _reason string"
+    )
+    rows = difference(dump, held, key=["k"], compared=["price"], buckets=4)
+    assert count(plan(rows)) == {"shuffles": 3, "sorts": 3, "windows": 3}
 
 
 @pytest.mark.parametrize("way", ["broadcast", Tiles(40, 0, 10**15, 2)], ids=["broadcast", "tiled"])

@@ -14,10 +14,12 @@ from vt_dagster.components.columns import Column, contract
 from vt_dagster.components.parts import Choice, Part, Texts, as_duration, choice, optional, part
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.sensors import build_sensor
+from vt_dagster.sources.delta_table import DeltaSource
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_cluster import KafkaCluster
+from vt_dagster.sources.snapshots import SnapshotSource
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
@@ -60,12 +62,15 @@ _format = choice(
     },
 )
 _kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
+_start = Field(default=None, description="current, earliest, or a version to begin with.")
 _source = choice(
     "Source",
     "Where records come from.",
     {
         "files": _part("Files", FilesSource),
         "kafka": _part("Kafka", KafkaSource, types=_kafka_types),
+        "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
+        "snapshots": _part("Snapshots", SnapshotSource),
     },
 )
 _sensor = _part("Sensor", build_sensor)

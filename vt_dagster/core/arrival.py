@@ -23,9 +23,14 @@ CHUNK = 100_000
 FINE = 1_000
 """Arrivals of which something is told together, as long as that is enough."""
 
+STRIDE = 1 << 30
+"""More rows than a file has, or a bucket of :func:`in_order_of_keys`."""
+MOST_BUCKETS = 64
+
 _CHUNK = "_chunk"
 _BEFORE = "_before"
 _EXACT = "_exact"
+_PLACE, _BUCKET = "_place", "_bucket"
 
 
 class Fate:
@@ -132,6 +137,29 @@ def number(
         .withColumn(OFFSET, position.cast("long"))
         .drop(_CHUNK, _BEFORE)
     )
+
+
+def in_order_of_keys(
+    rows: DataFrame, *, key: Sequence[str], then: Sequence[Column], place: Column, buckets: Column
+) -> DataFrame:
+    """Gives rows that come without an order of their own one that depends on what is in them alone.
+
+    Plan: one shuffle and sort by place and hash of the key.
+
+    Args:
+        rows: without ``_arrival``.
+        then: the order among rows of one key and place.
+        place: ascends with the order of arrival: BIGINT, from 0.
+        buckets: into how many parts a place is cut, a task each.
+
+    Returns:
+        the rows with ``_arrival``, ascending and unique, with gaps.
+    """
+    bucket = F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), buckets)
+    placed = rows.withColumns({_PLACE: place, _BUCKET: bucket})
+    order = W.partitionBy(_PLACE, _BUCKET).orderBy(*[F.col(f"`{k}`") for k in key], *then)
+    first = (F.col(_PLACE) * MOST_BUCKETS + F.col(_BUCKET)) * STRIDE
+    return placed.withColumn(ARRIVAL, first + F.row_number().over(order)).drop(_PLACE, _BUCKET)
 
 
 @dataclass(frozen=True)

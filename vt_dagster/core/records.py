@@ -41,6 +41,7 @@ class Reason:
     IMPOSSIBLE_TIMESTAMP = "impossible_timestamp"
     NULL_PARTITION = "null_partition"
     NULL_TOMBSTONE = "null_tombstone"
+    DUPLICATE_KEY = "duplicate_key"
     LATE = "late"
 
 

@@ -16,14 +16,14 @@ from vt_dagster.errors import ContractError, SourceError, TopologyError
 from vt_dagster.orchestration.metadata import lag_metadata, positions_of, run_metadata
 from vt_dagster.orchestration.pictures import pictures
 from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for, tables_key
+from vt_dagster.orchestration.run_config import config_of
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
 from vt_dagster.orchestration.types import RESULTS, misfit
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import Run
-from vt_dagster.sources.kafka import KafkaSource, PinnedTopics
-from vt_dagster.sources.kafka_messages import as_ranges
+from vt_dagster.sources.kafka import PinnedTopics
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
@@ -32,25 +32,6 @@ DATA_VERSION = "dagster/data_version"
 """The tag of a materialization that has its data version."""
 _NO_EVENT = "__source_asset_observation__"
 """Dagster's mark of what its own observations of sources return: their output is no materialization."""
-
-
-class FilesConfig(dg.Config):
-    """Which files a run takes."""
-
-    files: list[str] | None = None
-    """Names in the source's directory; those consumed already are left out. None = all new ones."""
-
-
-class TopicsConfig(dg.Config):
-    """Which records a run takes from its topics."""
-
-    ranges: dict[str, Any] | None = None
-    """``{topic: {"partition": [start, end]}}``; what was consumed already is left out. None = all."""
-    accept_gap: bool = False
-    """Go on where records are gone that were not consumed; the commit records which."""
-
-    def asked(self) -> dict[str, Any]:
-        return {"wanted": as_ranges(self.ranges), "accept_gap": self.accept_gap}
 
 
 def build_asset(
@@ -96,21 +77,16 @@ def build_asset(
         source: Any = source_of(node)
     except SourceError as error:
         raise TopologyError(str(error)) from None
-    if isinstance(source, KafkaSource):
-
-        @dg.asset(**about)
-        def of_topics(
-            context: dg.AssetExecutionContext, config: TopicsConfig
-        ) -> dg.MaterializeResult[Any]:
-            return _run(context, node, resource_prefix, config.asked())
-
-        return cast(dg.AssetsDefinition, of_topics)
+    config_type = config_of(source)
 
     @dg.asset(**about)
-    def of_files(context: dg.AssetExecutionContext, config: FilesConfig) -> dg.MaterializeResult[Any]:
-        return _run(context, node, resource_prefix, {"only": config.files})
+    def of_source(
+        context: dg.AssetExecutionContext,
+        config: config_type,  # pyright: ignore[reportInvalidTypeForm]
+    ) -> dg.MaterializeResult[Any]:
+        return _run(context, node, resource_prefix, config.asked())
 
-    return cast(dg.AssetsDefinition, of_files)
+    return cast(dg.AssetsDefinition, of_source)
 
 
 def _run(

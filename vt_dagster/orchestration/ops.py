@@ -19,8 +19,6 @@ from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.asset import (
     DATA_VERSION,
-    FilesConfig,
-    TopicsConfig,
     data_version,
     log_arrival,
     materialized,
@@ -36,6 +34,7 @@ from vt_dagster.orchestration.resource import (
     tables_key,
     warehouse_of,
 )
+from vt_dagster.orchestration.run_config import config_of
 from vt_dagster.orchestration.types import (
     ArrivalType,
     considered_type,
@@ -47,8 +46,6 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Results
 from vt_dagster.runs.run import Run
-from vt_dagster.runs.store import Stores
-from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.topology.model import Stream
@@ -97,27 +94,19 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
         required_resource_keys=keys_of(resource_prefix),
     )
 
-    def read(context: dg.OpExecutionContext, stores: Stores, **asked: Any) -> Any:
+    config_type = config_of(source)
+
+    @op
+    def read(
+        context: dg.OpExecutionContext,
+        config: config_type,  # pyright: ignore[reportInvalidTypeForm]
+    ) -> tuple[DataFrame, Arrival]:
         _require_one_process(context)
-        run = Run.pin(node, stores, **asked)
+        run = Run.pin(node, stores_for(context, resource_prefix), **config.asked())
         log_arrival(context.log, run.arrival)
         return run.read()[0], run.arrival
 
-    if isinstance(source, KafkaSource):
-
-        @op
-        def read_topics(
-            context: dg.OpExecutionContext, config: TopicsConfig
-        ) -> tuple[DataFrame, Arrival]:
-            return read(context, stores_for(context, resource_prefix), **config.asked())
-
-        return read_topics
-
-    @op
-    def read_files(context: dg.OpExecutionContext, config: FilesConfig) -> tuple[DataFrame, Arrival]:
-        return read(context, stores_for(context, resource_prefix), only=config.files)
-
-    return read_files
+    return read
 
 
 def put_op(node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX) -> dg.OpDefinition:

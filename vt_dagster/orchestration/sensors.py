@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
 from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.base import Watched
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
@@ -28,21 +28,6 @@ _UNFINISHED = [
 _ASSET = "vt_dagster/asset"
 
 
-@dataclass(frozen=True)
-class _News:
-    """What a source has for a run.
-
-    Args:
-        config: of the op that reads; None = nothing to run for.
-        says: the state in words.
-        records: how many wait; None = unknown.
-    """
-
-    config: Mapping[str, Any] | None
-    says: str
-    records: int | None = None
-
-
 def build_sensor(
     node: Stream,
     *,
@@ -54,7 +39,7 @@ def build_sensor(
     running: bool = False,
     resource_prefix: str = PREFIX,
 ) -> dg.SensorDefinition:
-    """A sensor that asks for a run when a source has what was not consumed: files, or offsets.
+    """A sensor that asks for a run when a source has what was not consumed: files, offsets, versions.
 
     The truth is the position in the asset's last commit; the cursor only says what was asked for
     last. The run's config names the files, or the range of offsets of each partition, and the run key
@@ -73,7 +58,7 @@ def build_sensor(
         running: whether the sensor is on from the start.
         resource_prefix: as of :func:`build_asset`; of the resources it needs the warehouse.
     """
-    source: Any = source_of(node)
+    source = cast(Watched, source_of(node))
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
 
     @dg.sensor(
@@ -90,7 +75,8 @@ def build_sensor(
         store = AssetStore(warehouse_of(context, resource_prefix), node)
         try:
             head = store.head()
-            news = _news(source, store, head)
+            commit = None if head is None else head.commit
+            news = source.news(commit, store.consumed_files(head))
         except RecordsGoneError:
             raise
         except (SourceError, OSError) as error:
@@ -127,21 +113,6 @@ def _request(node: Stream, place: str, config: Any, tags: Mapping[str, str]) -> 
         run_config={"ops": {dg.AssetKey(node.path).to_python_identifier(): {"config": config}}},
         tags=tags,
     )
-
-
-def _news(source: Any, store: AssetStore, head: Head | None) -> _News:
-    if isinstance(source, FilesSource):
-        names = [f.name for f in source.pending(store.consumed_files(head))]
-        return _News({"files": names}, f"{len(names)} new file(s)") if names else _News(None, "")
-    pinned = source.pin(None if head is None else head.commit)
-    ranges = pinned.records
-    records = sum(e - s for some in ranges.values() for s, e in some.values())
-    if head is None and not records and source.start != "earliest":
-        ranges = pinned.ranges  # the position to begin at has to be committed
-    config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
-    if not config:
-        return _News(None, "")
-    return _News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
 
 
 def _unfinished(context: dg.SensorEvaluationContext, tags: Mapping[str, str]) -> str | None:

@@ -59,7 +59,9 @@ class TopologyTranslator:
         )
         return dg.AssetSpec(
             dg.AssetKey(node.path),
-            deps=list(dict.fromkeys(dg.AssetKey(up.path) for up in node.inputs)),
+            deps=list(
+                dict.fromkeys([*(dg.AssetKey(up.path) for up in node.inputs), *_delivering(node)])
+            ),
             description=describe(node),
             group_name=node.group,
             owners=list(node.owners) or None,
@@ -67,6 +69,12 @@ class TopologyTranslator:
             metadata=definition_metadata(node),
             code_version=code_version(node),
         )
+
+
+def _delivering(node: Stream) -> list[dg.AssetKey]:
+    """The asset that delivers what the source reads, where it says one."""
+    upstream = getattr(node.source, "upstream", None)
+    return [] if upstream is None else [dg.AssetKey.from_user_string(upstream)]
 
 
 def code_version(node: Stream) -> str:

@@ -41,12 +41,13 @@ from vt_dagster.core.records import prepare
 from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import check_share, document, ends_of, recorded, stage_rejected
+from vt_dagster.runs.difference import difference
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.join_way import way_of
 from vt_dagster.runs.pin import from_logs, from_source
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
-from vt_dagster.sources.base import Pinned, Source
+from vt_dagster.sources.base import Comparing, Pinned, Source
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.progress import in_words
@@ -153,7 +154,12 @@ class Run:
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
             latest = now + source.max_clock_skew
             limit = F.timestamp_micros(F.lit(int(latest.timestamp()) * 1_000_000))
-        return prepare(source.read(spark, self.node), self.node, limit)
+        with self._explained():
+            if isinstance(source, Comparing):
+                rows = difference(source, self.node, self.store, self.arrival.held)
+            else:
+                rows = source.read(spark, self.node)
+        return prepare(rows, self.node, limit)
 
     def _log_of(self, node: Stream) -> DataFrame:
         arrival, store = self.arrival, self.stores(node)

@@ -1,1 +1,1 @@
-"""Where records come from and go to: files, Kafka topics, and how their bytes are read."""
+"""Where records come from and go to: files, dumps, Delta tables, Kafka topics, and their formats."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
@@ -81,6 +82,45 @@ class Pinned(Protocol):
         ...
 
 
+@runtime_checkable
+class Comparing(Protocol):
+    """What one run takes from a source that says what is true, not what has changed: a ``Pinned`` whose
+    records are the difference to what the table holds."""
+
+    def difference(
+        self,
+        spark: SparkSession,
+        node: Stream,
+        held: DataFrame,
+        hold: Callable[[DataFrame], DataFrame],
+    ) -> DataFrame:
+        """The records, as ``Pinned.read`` gives them.
+
+        Args:
+            held: the rows of the table before the run.
+            hold: gives rows that are wanted several times: computed once, released after the commit.
+
+        Raises:
+            SourceError: it is not to be believed, for example since it would delete too much.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class News:
+    """What a source has for a run.
+
+    Args:
+        config: of the asset's op; None = nothing to run for.
+        says: the state in words.
+        records: how many wait; None = unknown.
+    """
+
+    config: Mapping[str, Any] | None = None
+    says: str = ""
+    records: int | None = None
+
+
 class Source(Protocol):
     """Where the records of an asset come from."""
 
@@ -91,6 +131,22 @@ class Source(Protocol):
             before: the asset's last commit; None = there is none.
             consumed: the files consumed so far, as ``Pinned.consumed`` gave them.
             asked: what the run's config asks for.
+        """
+        ...
+
+
+class Watched(Source, Protocol):
+    """A source that a sensor looks at."""
+
+    def describe(self) -> str:
+        """What is read, in words."""
+        ...
+
+    def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
+        """What a sensor asks a run for. Does not use Spark.
+
+        Args:
+            before, consumed: as of :meth:`pin`.
         """
         ...
 

@@ -23,7 +23,7 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text
-from vt_dagster.sources.base import require_limits
+from vt_dagster.sources.base import News, require_limits
 from vt_dagster.sources.csv_text import header_of, nullable, one_record, read_record
 from vt_dagster.sources.directory import (
     FileInfo,
@@ -237,6 +237,11 @@ class FilesSource:
         """The run that consumed each file that is there, by name: see ``directory.Memory.batch_of``."""
         memory = Memory(consumed)
         return {f.name: memory.batch_of(f) for f in self.files()}
+
+    def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
+        """The names of the new files. Does not use Spark."""
+        names = [f.name for f in self.pending(consumed)]
+        return News({"files": names}, f"{len(names)} new file(s)") if names else News()
 
     def pending(self, consumed: Mapping[str, Any], only: Sequence[str] | None = None) -> list[FileInfo]:
         """The files that have not been consumed yet, by name, as many as a run may take.

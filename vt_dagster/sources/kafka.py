@@ -19,10 +19,10 @@ from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, St
 from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.records import DELETED, POSITION, RAW, RAW_KEY, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
-from vt_dagster.sources.base import require_limits
+from vt_dagster.sources.base import News, require_limits
 from vt_dagster.sources.formats import Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
-from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, read_messages
+from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 
@@ -253,7 +253,7 @@ class KafkaSource:
         ranges = {topic: self._ranges(topic, state, before, gaps) for topic, state in states.items()}
         if gaps and not accept_gap:
             raise RecordsGoneError(
-                f"{self._lost(gaps, states, before)}. Run once with accept_gap=true to go on without "
+                f"{lost(gaps, states, before)}. Run once with accept_gap=true to go on without "
                 "them, which the commit then records; or reprocess into a new asset"
             )
         if wanted is not None:
@@ -268,6 +268,18 @@ class KafkaSource:
         ends = {topic: dict(state.ends) for topic, state in states.items()}
         taken = bounded(ranges, self.max_records_per_run)
         return PinnedTopics(self, before, taken, ids, gaps, ends)
+
+    def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
+        """The ranges of new offsets. Does not use Spark."""
+        pinned = self.pin(before)
+        ranges = pinned.records
+        records = sum(e - s for some in ranges.values() for s, e in some.values())
+        if before is None and not records and self.start != "earliest":
+            ranges = pinned.ranges  # the position to begin at has to be committed
+        config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
+        if not config:
+            return News()
+        return News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
 
     def _ranges(
         self, topic: str, state: TopicState, before: Commit | None, gaps: Ranges
@@ -293,25 +305,6 @@ class KafkaSource:
                 )
             found[partition] = (start, end)
         return found
-
-    def _lost(self, gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) -> str:
-        assert before is not None
-        said: list[str] = []
-        for topic, lost in gaps.items():
-            old, new = before.topics[topic], states[topic].id
-            if old != new:
-                said.append(
-                    f"topic {topic} was deleted and created anew since batch {before.batch} (its id "
-                    f"was {old}, now {new}): its offsets mean other records"
-                )
-                continue
-            said += [
-                f"topic {topic}, partition {p}: {there - first} offsets are gone: {first} is the next "
-                f"one to consume, {there} the first one that is still there (the topic's retention has "
-                "passed)"
-                for p, (first, there) in lost.items()
-            ]
-        return "; ".join(said)
 
     def _first(self, topic: str, state: TopicState) -> Offsets:
         if self.start == "earliest":

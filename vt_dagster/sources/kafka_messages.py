@@ -13,8 +13,8 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.records import POSITION, RECORD_TIME, SOURCE
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.kafka_cluster import KafkaCluster
-from vt_dagster.storage.positions import Ranges
+from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
+from vt_dagster.storage.positions import Commit, Ranges
 
 _MESSAGE = (
     "key binary, value binary, topic string, partition int, offset long, timestamp timestamp, "
@@ -113,3 +113,28 @@ def as_offsets(text: str) -> dict[str, dict[int, int]]:
         raise SourceError(
             f'expected offsets like {{"topic": {{"0": 100}}}}, got {text!r}; correct the text'
         ) from None
+
+
+def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) -> str:
+    """What is missing in topics, in words.
+
+    Args:
+        before: the asset's last commit.
+    """
+    assert before is not None
+    said: list[str] = []
+    for topic, missing in gaps.items():
+        old, new = before.topics[topic], states[topic].id
+        if old != new:
+            said.append(
+                f"topic {topic} was deleted and created anew since batch {before.batch} (its id "
+                f"was {old}, now {new}): its offsets mean other records"
+            )
+            continue
+        said += [
+            f"topic {topic}, partition {p}: {there - first} offsets are gone: {first} is the next "
+            f"one to consume, {there} the first one that is still there (the topic's retention has "
+            "passed)"
+            for p, (first, there) in missing.items()
+        ]
+    return "; ".join(said)

@@ -93,7 +93,8 @@ class Commit(BaseModel):
     """What became of records over all runs, by partition: late, dropped, quarantined, and how many are
     waiting now. Those of which there are none are left out."""
     topics: dict[str, str] = Field(default_factory=dict)
-    """Of a Kafka source: the id of each topic; another topic of the same name has another one."""
+    """Of a Kafka source: the id of each topic; another topic of the same name has another one. Of a
+    Delta table: its id and the time of the last version that was consumed, ``id@microseconds``."""
     disorder: dict[int, int] | None = None
     """How far back records out of order have reached: by batch the smallest timestamp of one that was
     not its key's latest, where no later batch has a smaller one. None = not known, of logs that

@@ -88,7 +88,11 @@ _KINDS: dict[Kind, type[Node]] = {}
 
 
 class Source(Protocol):
-    """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``."""
+    """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``.
+
+    A source may also say ``tables_only = True``, and ``upstream``: the key of the asset that delivers
+    what it reads.
+    """
 
     def describe(self) -> str:
         """What is read, for descriptions and messages."""
@@ -238,6 +242,7 @@ class Node:
             check_timestamp(self.name, self.schema, self.timestamp)
         if self.source is not None:
             self.source.check(self.name, key, self.schema)
+            self._check_kind(self.source)
         if self.partitions < 1:
             raise TopologyError(f"{self.name}: partitions must be 1 or more, got {self.partitions}")
         if self.null_key not in ("quarantine", "keep"):
@@ -245,6 +250,14 @@ class Node:
                 f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
             )
         self._check_freshness()
+
+    def _check_kind(self, source: Source) -> None:
+        if getattr(source, "tables_only", False) and not self.is_table:
+            raise TopologyError(
+                f"{self.name}: {source.describe()} say what is true, and become puts and deletions of "
+                "rows: expected a Table or VersionedTable, got a Stream; declare it as a table, whose "
+                "changes to_stream() gives"
+            )
 
     def _check_freshness(self) -> None:
         wanted = self.freshness

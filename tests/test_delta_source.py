@@ -1,0 +1,333 @@
+"""Delta tables that others write: appended rows, change feeds and whole versions, by exact versions."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType
+
+from tests.market import materialized, run
+from vt_dagster import (
+    DeltaSource,
+    Stream,
+    Table,
+    TopologyError,
+    VersionedTable,
+    WarehouseResource,
+    build_asset,
+    build_sensor,
+)
+from vt_dagster.components.assets import AssetPart, make_asset
+from vt_dagster.errors import RecordsGoneError, SourceError
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.storage.store import AssetStore, stores_of
+
+ROW = StructType(
+    [
+        StructField("id", StringType()),
+        StructField("n", LongType()),
+        StructField("day", StringType()),
+    ]
+)
+KINDS = pa.schema([("id", pa.string()), ("n", pa.int64()), ("day", pa.string())])
+FEED = {"delta.enableChangeDataFeed": "true"}
+Row = tuple[Any, ...]
+
+
+class Theirs:
+    """A Delta table that somebody else writes, parted by day."""
+
+    def __init__(self, path: Path, **properties: str) -> None:
+        self.path, self.properties = str(path), properties
+
+    def append(self, *rows: Row, mode: Any = "append") -> None:
+        columns = [[*row, None][:3] for row in rows]
+        table = pa.Table.from_pylist([dict(zip(KINDS.names, r, strict=True)) for r in columns], KINDS)
+        new = {"configuration": self.properties} if not Path(self.path).exists() else {}
+        write_deltalake(self.path, table, mode=mode, partition_by=["day"], **new)  # type: ignore[call-overload]
+
+    @property
+    def table(self) -> DeltaTable:
+        return DeltaTable(self.path)
+
+    def times(self) -> list[int]:
+        """When versions were committed, newest first: epoch milliseconds."""
+        return [int(one["timestamp"]) for one in self.table.history()]
+
+
+def ours(name: str, theirs: Theirs, mode: Any, kind: Any = Table, **about: Any) -> Any:
+    more = {"history_retention": timedelta(days=30)} if kind is VersionedTable else {}
+    source = DeltaSource(theirs.path, mode, max_bad_share=0.5, **about)
+    return kind(name, key="id", schema=ROW, source=source, **more)
+
+
+@pytest.fixture
+def take(spark: SparkSession, tmp_path: Path) -> Callable[..., dict[str, int]]:
+    def one(node: Stream, **asked: Any) -> dict[str, int]:
+        """One run: what it counted; nothing where nothing was new."""
+        commit = run_once(node, stores_of(str(tmp_path / "warehouse"), spark), **asked).commit
+        return {} if commit is None else commit.counts
+
+    return one
+
+
+@pytest.fixture
+def store(spark: SparkSession, tmp_path: Path) -> Callable[[Stream], AssetStore]:
+    return stores_of(str(tmp_path / "warehouse"), spark)
+
+
+def log_of(store: AssetStore) -> list[Row]:
+    rows = store.read("log").orderBy("offset").collect()
+    return [(r["id"], r["n"], r["day"], r["is_tombstone"], r["timestamp"]) for r in rows]
+
+
+def test_appended_rows(take: Any, store: Any, tmp_path: Path) -> None:
+    theirs = Theirs(tmp_path / "their table")
+    theirs.append(("a", 1, "x"), ("b", 2, "é +%"))
+    theirs.append(("c", 3))
+    alone = ours("alone", theirs, "append", Stream, start="earliest", max_versions_per_run=1)
+    assert take(alone)["applied"] == 2
+    assert take(alone)["applied"] == 1
+    # a compaction changes no rows: no commit, and nothing twice after it
+    theirs.append(("d", 4, "x"))
+    theirs.table.optimize.compact()
+    assert take(alone)["applied"] == 1
+    assert take(alone) == {}
+    theirs.append(("d", 5, "x"), (None, 6, "x"))
+    killed = Run.pin(alone, store)
+    killed.operate(killed.read())
+    assert take(alone, version=4) == {"in": 2, "applied": 1, "late": 0, "quarantined": 1}
+    (bad,) = store(alone).quarantine().collect()
+    assert (bad["reason"], bad["raw"]) == ("null_key", '{"n":6,"day":"x"}')
+    assert bad["source"].startswith("version 4: part-")
+    # all at once it is the same log, with the times of the commits
+    whole = ours("whole", theirs, "append", Stream, start="earliest")
+    assert take(whole)["in"] == 6
+    assert log_of(store(whole)) == log_of(store(alone))
+    found = {(r[0], r[1], r[2]): round(r[4].timestamp() * 1000) for r in log_of(store(whole))}
+    times = theirs.times()[::-1]
+    assert found == {
+        ("a", 1, "x"): times[0],
+        ("b", 2, "é +%"): times[0],
+        ("c", 3, None): times[1],
+        ("d", 4, "x"): times[2],
+        ("d", 5, "x"): times[4],
+    }
+    head = store(alone).head().commit
+    assert head.inputs == {"delta": {0: 5}}
+    assert head.taken == {"delta": {0: (4, 5)}}
+    # what is there at first, then what comes; or from a version on
+    current = ours("current_rows", theirs, "append")
+    assert take(current)["in"] == 6
+    since = ours("since", theirs, "append", start=4)
+    assert take(since)["in"] == 2
+    theirs.append(("e", 7, "y"))
+    assert take(current)["in"] == 1
+    assert {r["id"] for r in store(current).read("current").collect()} == set("abcde")
+    # a commit that rewrites is refused, left out where that is asked for, and recorded
+    theirs.table.delete("id = 'a'")
+    theirs.append(("f", 8, "y"))
+    with pytest.raises(SourceError, match=r"version 6 \(DELETE\) removes or rewrites rows"):
+        take(current)
+    assert take(since, version=5)["in"] == 1
+    assert take(current, accept_gap=True)["in"] == 0
+    assert store(current).head().commit.gaps == {"delta": {0: (6, 7)}}
+    assert take(current)["in"] == 1
+    assert all(f.offending == 0 for f in audit(store(current)))
+
+
+def test_changes(take: Any, store: Any, tmp_path: Path) -> None:
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    theirs.append(*[(k, 1, "x") for k in "abcd"])
+    alone = ours("alone", theirs, "changes", VersionedTable, start="earliest", max_versions_per_run=1)
+    take(alone)
+    theirs.table.update(predicate="id = 'a'", updates={"n": "2"})
+    theirs.table.update(predicate="id = 'b'", updates={"id": "'B'"})
+    theirs.table.delete("id = 'c'")
+    theirs.table.optimize.compact()
+    new = pa.Table.from_pylist(
+        [{"id": "a", "n": 3, "day": "x"}, {"id": "e", "n": 1, "day": "y"}], KINDS
+    )
+    merge = theirs.table.merge(new, "t.id = s.id", source_alias="s", target_alias="t")
+    merge.when_matched_update_all().when_not_matched_insert_all().when_not_matched_by_source_delete(
+        "t.id = 'd'"
+    ).execute()
+    while take(alone):
+        pass
+    whole = ours("whole", theirs, "changes", VersionedTable, start="earliest")
+    take(whole)
+    log = log_of(store(whole))
+    assert log == log_of(store(alone))
+    times = theirs.times()[::-1]
+    assert sorted((r[:4] for r in log[4:]), key=str) == [
+        ("B", 1, "x", False),
+        ("a", 2, "x", False),
+        ("a", 3, "x", False),
+        ("b", None, None, True),
+        ("c", None, None, True),
+        ("d", None, None, True),
+        ("e", 1, "y", False),
+    ]
+    gone = {r[0]: round(r[4].timestamp() * 1000) for r in log if r[3]}
+    assert gone == {"b": times[2], "c": times[3], "d": times[-1]}
+    # a row that is deleted and written again by one commit is put
+    theirs.append(("a", 4, "x"), ("e", 1, "y"), mode="overwrite")
+    while take(alone):
+        pass
+    rows = store(alone).read("current").collect()
+    assert {(r["id"], r["n"]) for r in rows} == {("a", 4), ("e", 1)}
+    assert all(f.offending == 0 for f in audit(store(alone)))
+
+
+def test_without_a_feed(take: Any, tmp_path: Path) -> None:
+    theirs = Theirs(tmp_path / "theirs")
+    theirs.append(("a", 1, "x"))
+    node = ours("t", theirs, "changes")
+    assert take(node)["applied"] == 1  # the table as it is needs none
+    theirs.append(("b", 1, "x"))
+    with pytest.raises(SourceError, match=r"version 1 \(WRITE\) has no change data feed"):
+        take(node)
+    # over that version by the difference, then by the feed
+    assert take(ours("t", theirs, "snapshots"))["in"] == 1
+    theirs.table.alter.set_table_properties(FEED)
+    theirs.append(("c", 1, "x"))
+    assert take(node)["in"] == 1
+    with pytest.raises(TopologyError, match="expected a Table or VersionedTable, got a Stream"):
+        ours("s", theirs, "changes", Stream)
+    schema = StructType([*ROW.fields, StructField("nope", StringType())])
+    with pytest.raises(SourceError, match=r"expected columns \['nope'\], but version 3 has only"):
+        take(Table("u", key="id", schema=schema, source=DeltaSource(theirs.path)))
+
+
+def test_whole_versions(take: Any, store: Any, tmp_path: Path) -> None:
+    theirs = Theirs(tmp_path / "theirs")
+    theirs.append(("a", 1, "x"), ("b", 1, None), ("c", 1, "x"))
+    newest = ours("newest", theirs, "snapshots", VersionedTable)
+    take(newest)
+    theirs.append(("a", 1, "x"), ("b", 2, None), ("c", 2, "x"), mode="overwrite")
+    theirs.append(("a", 1, "x"), ("b", 3, None), mode="overwrite")
+    assert take(newest)["in"] == 2
+    assert {r[:4] for r in log_of(store(newest))[3:]} == {
+        ("b", 3, None, False),
+        ("c", None, None, True),
+    }
+    assert take(newest) == {}
+    theirs.table.optimize.compact()
+    assert take(newest) == {}
+    theirs.append(("z", 1, "x"), mode="overwrite")
+    with pytest.raises(SourceError, match="lacks 2 of the 2 rows"):
+        take(newest)
+    assert take(newest, accept_shrink=True)["in"] == 3
+    theirs.table.restore(0)
+    assert take(newest, accept_shrink=True)["in"] == 4
+    # each version in turn
+    every = ours(
+        *("every", theirs, "snapshots", VersionedTable), start=0, max_versions_per_run=1, max_shrink=1.0
+    )
+    counts = [take(every).get("in") for _ in range(3)]
+    assert counts == [3, 2, 2]
+    assert store(every).head().commit.inputs == {"delta": {0: 3}}
+    assert all(f.offending == 0 for f in audit(store(newest)))
+
+
+def test_versions_that_are_gone(take: Any, store: Any, tmp_path: Path) -> None:
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    theirs.append(("a", 1, "x"), ("b", 1, "x"))
+    stream, table = ours("s", theirs, "append", Stream), ours("t", theirs, "changes", VersionedTable)
+    take(stream)
+    take(table)
+    kept = tmp_path / "backup"
+    shutil.copytree(theirs.path, kept)
+    theirs.append(("c", 1, "x"))
+    theirs.append(("d", 1, "x"))
+    theirs.table.create_checkpoint()
+    log = Path(theirs.path) / "_delta_log"
+    for version in (0, 1):
+        (log / f"{version:020}.json").unlink()
+    for node in (stream, table):
+        with pytest.raises(RecordsGoneError, match="versions 1 to 1 were cleaned up"):
+            take(node)
+    # without what is gone; a table finds it by the difference to what is there
+    assert take(stream, accept_gap=True)["in"] == 1
+    assert store(stream).head().commit.gaps == {"delta": {0: (1, 2)}}
+    assert take(table, accept_gap=True)["in"] == 2
+    assert {r["id"] for r in store(table).read("current").collect()} == set("abcd")
+    # put back to what it was, also where it has gone on from there
+    shutil.rmtree(theirs.path)
+    shutil.copytree(kept, theirs.path)
+    with pytest.raises(RecordsGoneError, match="consumed up to version 2, but the table ends at 0"):
+        take(stream)
+    for k in "efg":
+        theirs.append((k, 1, "x"))
+    with pytest.raises(RecordsGoneError, match="the table was put back and went on otherwise"):
+        take(stream)
+    # another table in its place
+    shutil.rmtree(theirs.path)
+    theirs.append(("x", 1, "x"))
+    with pytest.raises(RecordsGoneError, match="another table has taken its place"):
+        take(table)
+    with pytest.raises(SourceError, match="lacks 4 of the 4 rows"):
+        take(table, accept_gap=True)
+    assert take(table, accept_gap=True, accept_shrink=True)["in"] == 5
+    assert take(stream, accept_gap=True)["in"] == 1
+    # a file that VACUUM took
+    theirs.append(("y", 1, "z"))
+    shutil.rmtree(Path(theirs.path) / "day=z")
+    with pytest.raises(RecordsGoneError, match=r"files of versions 1 to 1 of .* are gone"):
+        take(stream)
+
+
+def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:
+    """Another asset writes the table: it is upstream; the sensor sees its versions."""
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    node = ours("customers", theirs, "changes", VersionedTable, upstream="crm/customers")
+    asset, sensor = build_asset(node), build_sensor(node)
+    where = WarehouseResource(path=str(tmp_path / "warehouse"))
+
+    def tick() -> Any:
+        context = dg.build_sensor_context(resources={"vt_dagster_warehouse": where})
+        said = sensor.evaluate_tick(context)
+        return said.run_requests[0] if said.run_requests else said.skip_message
+
+    assert "expected a Delta table in" in tick()
+
+    @dg.asset(key=["crm", "customers"])
+    def customers() -> None:
+        """Writes a version."""
+        theirs.append(("a", 1, "x"))
+
+    done = run([customers, asset], where.path)
+    assert done.success
+    order = [e.step_key for e in done.get_step_success_events()]
+    assert order == ["crm__customers", "customers"]
+    assert materialized(done, "customers")["positions"] == {"delta": {"0": 1}}
+    assert "batch 1, 1 records consumed" in tick()
+    theirs.append(("b", 1, "x"))
+    asked = tick()
+    assert asked.run_config["ops"]["customers"]["config"] == {"version": 1}
+    theirs.append(("c", 1, "x"))
+    done = run([asset], where.path, run_config=asked.run_config)
+    assert materialized(done, "customers")["records_in"] == 1
+    assert tick().run_config["ops"]["customers"]["config"] == {"version": 2}
+
+
+def test_yaml() -> None:
+    delta = {"path": "p", "mode": "changes", "start": "earliest", "upstream": "crm/customers"}
+    dumps = {"path": "d", "format": "csv", "dump_time": "%Y-%m-%d", "ignore": "n", "max_shrink": 0.1}
+    for source in ({"delta": delta}, {"delta": {**delta, "start": 3}}, {"snapshots": dumps}):
+        about = {"key": "id", "columns": {"id": "string", "n": "bigint"}, "source": source}
+        entry = AssetPart.model_validate({"name": "t", "table": about})
+        node, _ = make_asset(entry, {}, lambda *_: None)
+        (given,) = source.values()
+        for name, value in given.items():
+            assert getattr(node.source, name) in (value, (value,))

@@ -1,0 +1,257 @@
+"""Full dumps: the difference to what the table holds, and which dumps are not believed."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import DoubleType, StringType, StructField, StructType
+
+from tests.market import materialized, run
+from vt_dagster import (
+    SnapshotSource,
+    Stream,
+    Table,
+    TopologyError,
+    VersionedTable,
+    WarehouseResource,
+    build_asset,
+    build_sensor,
+)
+from vt_dagster.errors import ContractError, SourceError
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.storage.store import AssetStore, stores_of
+
+ROW = StructType(
+    [
+        StructField("id", StringType()),
+        StructField("name", StringType()),
+        StructField("spent", DoubleType()),
+    ]
+)
+Row = tuple[Any, Any, Any]
+
+
+class Shop:
+    """A directory of dumps, and the table that follows them."""
+
+    def __init__(self, root: Path, spark: SparkSession, **about: Any) -> None:
+        self.root, self.spark, self.path = root, spark, root / "dumps"
+        self.path.mkdir()
+        about = {"dump_time": "%Y-%m-%d", **about}
+        self.node = VersionedTable(
+            "customers",
+            key="id",
+            schema=ROW,
+            history_retention=timedelta(days=30),
+            source=SnapshotSource(str(self.path), **about),
+        )
+        self.stores = stores_of(str(root / "warehouse"), spark)
+
+    def deliver(self, name: str, *rows: Row) -> None:
+        columns = list(zip(*rows, strict=True)) or [(), (), ()]
+        kinds = (pa.string(), pa.string(), pa.float64())
+        arrays = [pa.array(c, k) for c, k in zip(columns, kinds, strict=True)]
+        (self.path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table(arrays, ["id", "name", "spent"]), self.path / name)
+
+    def take(self, **asked: Any) -> dict[str, int]:
+        """One run: what it counted; nothing where nothing was new."""
+        commit = run_once(self.node, self.stores, **asked).commit
+        return {} if commit is None else commit.counts
+
+    @property
+    def store(self) -> AssetStore:
+        store = self.stores(self.node)
+        assert isinstance(store, AssetStore)
+        return store
+
+    def current(self) -> dict[str, Row]:
+        return {r["id"]: (r["name"], r["spent"]) for r in self.store.read("current").collect()}  # type: ignore[misc]
+
+    def log(self) -> list[tuple[Any, ...]]:
+        columns = ["id", "name", "spent", "is_tombstone"]
+        rows = self.store.read("log").orderBy("offset").collect()
+        return [(*(r[c] for c in columns), f"{r['timestamp']:%m-%d}") for r in rows]
+
+
+@pytest.fixture
+def shop(spark: SparkSession, tmp_path: Path) -> Shop:
+    return Shop(tmp_path, spark)
+
+
+def test_the_difference_to_what_the_table_holds(shop: Shop) -> None:
+    shop.deliver("2024-01-01.parquet", ("a", "Ann", 1.0), ("b", None, None), ("c", "Cy", 3.0))
+    assert shop.take()["applied"] == 3
+    assert shop.take() == {}
+    # the same again, nulls too: a batch that says so, and no record
+    shop.deliver("2024-01-02.parquet", ("c", "Cy", 3.0), ("a", "Ann", 1.0), ("b", None, None))
+    assert shop.take() == {"in": 0, "applied": 0, "late": 0, "quarantined": 0}
+    # two wait: a run takes one; a null becomes a value, a value a null, one goes, one comes
+    shop.deliver("2024-01-03.parquet", ("a", None, 1.0), ("b", None, 0.0), ("d", "Di", float("nan")))
+    shop.deliver("2024-01-04.parquet", ("a", None, 1.0), ("c", "Cy", 4.0), ("d", "Di", float("nan")))
+    assert shop.take()["applied"] == 4
+    assert "1 more" not in Run.pin(shop.node, shop.stores).arrival.source.describe()[0]  # type: ignore[union-attr]
+    assert sorted(shop.log()[3:], key=str) == [
+        ("a", None, 1.0, False, "01-03"),
+        ("b", None, 0.0, False, "01-03"),
+        ("c", None, None, True, "01-03"),
+        pytest.approx(("d", "Di", float("nan"), False, "01-03"), nan_ok=True),
+    ]
+    # a run that was killed before its commit has done nothing
+    killed = Run.pin(shop.node, shop.stores)
+    killed.operate(killed.read())
+    assert shop.take()["applied"] == 2
+    assert {k: v[0] for k, v in shop.current().items()} == {"a": None, "c": "Cy", "d": "Di"}
+    history = shop.store.read("versions").where("id = 'c'").orderBy("valid_from").collect()
+    assert [(r["spent"], r["is_tombstone"]) for r in history] == [
+        (3.0, False),
+        (None, True),
+        (4.0, False),
+    ]
+    assert all(f.offending == 0 for f in audit(shop.store))
+    head = shop.store.head()
+    assert head is not None
+    assert head.commit.taken == {"dumps": {0: (3, 4)}}
+
+
+def test_dumps_that_are_not_believed(shop: Shop) -> None:
+    whole = [(k, k, 1.0) for k in "abcd"]
+    shop.deliver("2024-01-05.parquet", *whole)
+    shop.take()
+
+    def refused(name: str, *rows: Row) -> str:
+        shop.deliver(name, *rows)
+        with pytest.raises(SourceError) as error:
+            shop.take()
+        (shop.path / name).unlink()
+        return str(error.value)
+
+    assert "older than the last one that was consumed, 2024-01-05" in refused("2024-01-04.parquet")
+    assert "2024-01-06.parquet in" in refused("2024-01-06.parquet")
+    assert "is empty" in refused("2024-01-06.parquet")
+    said = refused("2024-01-06.parquet", ("a", "a", 1.0))
+    assert "lacks 3 of the 4 rows that the table holds (75%), expected at most 50%" in said
+    # as many rows, but of other keys
+    assert "lacks 4 of the 4" in refused("2024-01-06.parquet", *[(f"0{k}", n, s) for k, n, s in whole])
+    assert "expected a name like '%Y-%m-%d'" in refused("customers.parquet", *whole)
+    assert "ahead of this machine's clock" in refused("9024-01-01.parquet", *whole)
+    assert "for example 'a'" in refused("2024-01-06.parquet", *whole, whole[0])
+    shop.deliver("2024-01-05.parquet", *whole, ("e", "e", 1.0))
+    with pytest.raises(SourceError, match="changed after it was consumed"):
+        shop.take()
+    shop.deliver("2024-01-05.parquet", *whole)
+    head = shop.store.head()
+    assert head is not None
+    assert head.commit.batch == 1
+    # as it was told
+    shop.deliver("2024-01-06.parquet", ("a", "a", 1.0))
+    assert shop.take(accept_shrink=True)["applied"] == 3
+    shop.deliver("2024-01-07.parquet")
+    assert shop.take(accept_shrink=True)["applied"] == 1
+    assert shop.current() == {}
+
+
+def test_bad_rows(spark: SparkSession, tmp_path: Path) -> None:
+    about = {"format": "jsonl", "max_bad_share": 0.5, "on_duplicate": "quarantine"}
+    shop = Shop(tmp_path, spark, dump_time="modified", ignore=["spent"], **about)
+
+    def deliver(name: str, *lines: Any) -> None:
+        folder = shop.path / name
+        folder.mkdir()
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (folder / "part.jsonl").write_text("\n".join(texts) + "\n")
+
+    deliver("1", *[{"id": k, "name": k, "spent": 1} for k in "abcd"])
+    shop.take()
+    # of a key that is there twice the table keeps what it holds; a change of spent alone is none
+    twice = [{"id": "a", "name": n} for n in "xy"]
+    deliver("2", *twice, *[{"id": k, "name": k, "spent": 2} for k in "bc"])
+    assert shop.take() == {"in": 3, "applied": 1, "late": 0, "quarantined": 2}
+    assert shop.current() == {k: (k, 1.0) for k in "abc"}
+    # a row lost its key, so nobody knows whose row is missing: nothing is deleted
+    deliver("3", '{"id": "a", "na', {"name": "?"}, {"id": "b", "name": "B"}, {"id": "e", "name": "e"})
+    assert shop.take()["quarantined"] == 2
+    assert shop.current() == {"a": ("a", 1.0), "b": ("B", None), "c": ("c", 1.0), "e": ("e", None)}
+    rejected = shop.store.quarantine()
+    assert rejected is not None
+    found = rejected.orderBy("source", "position").select("source", "position", "reason", "raw")
+    assert [tuple(r) for r in found.collect()] == [
+        ("2/part.jsonl", 1, "duplicate_key", '{"id":"a","name":"x"}'),
+        ("2/part.jsonl", 2, "duplicate_key", '{"id":"a","name":"y"}'),
+        ("3/part.jsonl", 1, "unreadable", '{"id": "a", "na'),
+        ("3/part.jsonl", 2, "null_key", '{"name":"?"}'),
+    ]
+    deliver("4", "?", "?", "?", {"id": "a"})
+    with pytest.raises(ContractError, match="3 of 4 rows are bad"):
+        shop.take()
+    assert all(f.offending == 0 for f in audit(shop.store))
+
+
+def test_the_time_of_a_dump_by_its_rows(spark: SparkSession, tmp_path: Path) -> None:
+    shop = Shop(
+        tmp_path, spark, dump_time="timestamp_seconds(spent)", marker="_SUCCESS", ignore=["spent"]
+    )
+    shop.deliver("1/p.parquet", ("a", "a", 10.0), ("b", "b", 20.0))
+    assert shop.take() == {}  # it is not whole
+    (shop.path / "1" / "_SUCCESS").touch()
+    shop.take()
+    shop.deliver("2.parquet", ("a", "A", 30.0), ("b", "b", 30.0))
+    shop.take()
+    rows = shop.store.read("log").orderBy("offset").collect()
+    assert sorted((r["id"], r["timestamp"].timestamp()) for r in rows) == [
+        *(("a", 20), ("a", 30), ("b", 20)),
+    ]
+    shop.deliver("3.parquet", ("a", "A", 29.0), ("b", "b", 29.0))
+    with pytest.raises(SourceError, match="is older than the last one"):
+        shop.take()
+
+
+def test_declared() -> None:
+    source = SnapshotSource("dumps", dump_time="modified")
+    with pytest.raises(TopologyError, match="expected a Table or VersionedTable, got a Stream"):
+        Stream("s", key="id", schema=ROW, source=source)
+    with pytest.raises(TopologyError, match="ignore must name value columns"):
+        Table("t", key="id", schema=ROW, source=SnapshotSource("d", dump_time="%Y", ignore=["id"]))
+    with pytest.raises(SourceError, match="max_shrink"):
+        SnapshotSource("d", dump_time="%Y", max_shrink=2)
+
+
+def test_through_dagster(spark: SparkSession, tmp_path: Path) -> None:
+    """The sensor asks for one dump after another; the asset that delivers them is upstream."""
+    shop = Shop(tmp_path, spark, upstream="crm/export")
+    sensor = build_sensor(shop.node)
+    asset = build_asset(shop.node)
+    where = WarehouseResource(path=str(tmp_path / "warehouse"))
+
+    def tick() -> Any:
+        context = dg.build_sensor_context(resources={"vt_dagster_warehouse": where})
+        said = sensor.evaluate_tick(context)
+        return said.run_requests[0] if said.run_requests else said.skip_message
+
+    assert "no new parquet dumps" in tick()
+    shop.deliver("2024-01-01.parquet", ("a", "Ann", 1.0))
+    shop.deliver("2024-01-02.parquet", ("a", "Anna", 1.0))
+    first = tick()
+    assert first.run_config["ops"]["customers"]["config"] == {"dump": "2024-01-01.parquet"}
+    assert tick().run_key == first.run_key
+
+    @dg.asset(key=["crm", "export"])
+    def export() -> None:
+        """Delivers the dumps."""
+
+    done = run([export, asset], where.path, run_config=first.run_config)
+    assert done.success
+    assert materialized(done, "customers")["positions"] == {"dumps": {"0": 1}}
+    assert asset.specs_by_key[dg.AssetKey("customers")].deps == [dg.AssetDep(["crm", "export"])]
+    assert tick().run_config["ops"]["customers"]["config"] == {"dump": "2024-01-02.parquet"}
+    shop.deliver("2023-01-01.parquet", ("a", "?", 0.0))
+    assert "is older than the last one" in tick()

@@ -1,0 +1,29 @@
+"""A source that says what is true is read beside what the table holds."""
+
+from __future__ import annotations
+
+from pyspark.sql import DataFrame
+
+from vt_dagster.core import store as of_table
+from vt_dagster.core.log import view_schema
+from vt_dagster.runs.store import Store
+from vt_dagster.sources.base import Comparing
+from vt_dagster.topology.model import Stream, Table
+
+
+def difference(source: Comparing, node: Stream, store: Store, held: list[DataFrame]) -> DataFrame:
+    """The records of a run: what such a source changes of the rows of its table.
+
+    Args:
+        held: takes the rows that the run releases at its end.
+    """
+    assert isinstance(node, Table)
+    current = store.current()
+    if current is None:
+        current = store.spark.createDataFrame([], view_schema(node))
+
+    def hold(rows: DataFrame) -> DataFrame:
+        held.append(store.hold(rows))
+        return held[-1]
+
+    return source.difference(store.spark, node, of_table.rows_of(node, current), hold)

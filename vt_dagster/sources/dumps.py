@@ -1,0 +1,199 @@
+"""What is delivered as a whole: read beside what the table holds, and believed only within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any, Literal
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from vt_dagster.columns import ARRIVAL, TIMESTAMP
+from vt_dagster.core.arrival import MOST_BUCKETS, has_key
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, Reason
+from vt_dagster.core.snapshot import difference
+from vt_dagster.errors import ContractError, SourceError, TopologyError
+from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.model import Stream
+
+OnDuplicate = Literal["fail", "quarantine"]
+_BUCKET_BYTES = 4_000_000
+UNREAD = "_unread"
+"""The raw content of a row of a dump that could not be read; null of others."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Within which a dump is believed.
+
+    Args:
+        max_shrink: the largest share of the rows that the table holds that it may delete.
+        max_bad_share: the largest share of its rows that may be bad.
+        on_duplicate: what becomes of rows that share a key.
+        ignore: value columns whose change alone is none.
+        accepted: whether this dump may delete more, or be empty.
+    """
+
+    max_shrink: float
+    max_bad_share: float
+    on_duplicate: OnDuplicate
+    ignore: Sequence[str] = ()
+    accepted: bool = False
+
+    def check(self, what: str) -> None:
+        """Refuses what makes no sense.
+
+        Raises:
+            SourceError: names the setting.
+        """
+        if not 0 <= self.max_shrink <= 1:
+            raise SourceError(
+                f"max_shrink of {what} must be between 0 and 1, a share of the rows that the table "
+                f"holds, got {self.max_shrink}"
+            )
+        if self.on_duplicate not in ("fail", "quarantine"):
+            raise SourceError(
+                f"on_duplicate of {what} must be 'fail' or 'quarantine', got {self.on_duplicate!r}"
+            )
+
+
+def check_ignored(name: str, ignore: Sequence[str], key: Sequence[str], schema: StructType) -> None:
+    """Refuses columns that are none.
+
+    Raises:
+        TopologyError: names them.
+    """
+    wrong = [c for c in ignore if c not in schema.names or c in key]
+    if wrong:
+        others = [c for c in schema.names if c not in key]
+        raise TopologyError(
+            f"{name}: ignore must name value columns, some of {others}, got {wrong}; correct the names"
+        )
+
+
+def buckets_of(size: int) -> int:
+    """Into how many parts so many bytes are cut, where their order of arrival is told."""
+    return max(1, min(MOST_BUCKETS, size // _BUCKET_BYTES))
+
+
+def records_of(
+    dump: DataFrame,
+    node: Stream,
+    held: DataFrame,
+    hold: Callable[[DataFrame], DataFrame],
+    limits: Limits,
+    *,
+    what: str,
+    time: int,
+    size: int,
+) -> DataFrame:
+    """The records of a dump: puts and tombstones, for what it has otherwise than the table.
+
+    Where some of its rows lost their key (unreadable, or a null in it), nobody knows which keys it
+    lacks: then it deletes nothing.
+
+    Plan: that of ``core.snapshot.difference``, held; a job that counts it; where something is deleted,
+    one that counts the rows of the table.
+
+    Args:
+        dump: the schema's columns, ``_source``, ``_position``, ``_unread`` and ``_reason``.
+        held, hold: see ``Comparing``.
+        what: names the dump.
+        time: its time, epoch microseconds.
+        size: bytes.
+
+    Raises:
+        SourceError: it is empty, deletes too much, or has a key twice.
+        ContractError: too large a share of its rows is bad.
+    """
+    compared = [c for c in value_columns(node) if c not in limits.ignore]
+    news = hold(
+        difference(dump, held, key=node.key, compared=compared, buckets=buckets_of(size)),
+    )
+    lost = ~F.col(DELETED) & ~has_key(node.key)
+    twice = F.coalesce(F.col(REASON) == Reason.DUPLICATE_KEY, F.lit(False))
+    found = _counted(
+        news, deleted=F.col(DELETED), lost=lost, twice=twice, bad=lost | F.col(REASON).isNotNull()
+    )
+    if found["twice"] and limits.on_duplicate == "fail":
+        _refuse_duplicates(news.where(twice), node.key, what, found["twice"])
+    if found["bad"]:
+        _check_share(what, found["bad"], dump.count(), limits.max_bad_share)
+    if not limits.accepted:
+        _check_size(what, found, held, limits.max_shrink)
+    if found["lost"]:
+        news = news.where(~F.col(DELETED))
+    moment = F.timestamp_micros(F.lit(time))
+    raw = F.coalesce(F.col(UNREAD), F.to_json(F.struct(*[F.col(f"`{c}`") for c in node.schema.names])))
+    timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
+    return news.withColumns(
+        {**timed, RECORD_TIME: moment, RAW: raw, SOURCE: F.coalesce(F.col(SOURCE), F.lit(what))}
+    ).select(
+        *[F.col(f"`{c}`") for c in node.schema.names],
+        *timed,
+        *(ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, REASON),
+    )
+
+
+def _counted(rows: DataFrame, **conditions: Any) -> dict[str, int]:
+    sums = [F.sum(F.when(c, 1).otherwise(0)).alias(name) for name, c in conditions.items()]
+    found = rows.agg(F.count(F.lit(1)).alias("all"), *sums).collect()[0]
+    return {name: int(number or 0) for name, number in found.asDict().items()}
+
+
+def _refuse_duplicates(rows: DataFrame, key: Sequence[str], what: str, count: int) -> None:
+    keys = [F.col(f"`{k}`") for k in key]
+    some = [tuple(row) for row in rows.select(*keys).distinct().orderBy(*keys).limit(3).collect()]
+    shown = ", ".join(repr(one[0] if len(one) == 1 else one) for one in some)
+    raise SourceError(
+        f"{what} has {count:,} rows that share their key with another one, for example {shown}; "
+        "expected one row of each key; nothing was committed. Mend the dump, or set "
+        "on_duplicate='quarantine' of the source: then the table keeps what it holds of these keys"
+    )
+
+
+def _check_share(what: str, bad: int, rows: int, most: float) -> None:
+    if bad > most * rows:
+        raise ContractError(
+            f"{what}: {bad:,} of {rows:,} rows are bad ({bad / rows:.1%}): unreadable, without a key, "
+            f"or with one that is there twice; expected at most {most:.1%}; nothing was committed. "
+            "Mend the dump, or raise max_bad_share of the source to send them to quarantine"
+        )
+
+
+def _check_size(what: str, found: Mapping[str, int], held: DataFrame, most: float) -> None:
+    deleted = 0 if found["lost"] else found["deleted"]
+    if not deleted and found["all"]:
+        return
+    there = held.count()
+    if there == deleted and found["all"] == deleted:
+        raise SourceError(
+            f"{what} is empty: expected rows; nothing was committed. Put a whole dump in its place, or "
+            "run once with accept_shrink: true, which deletes all that the table holds"
+        )
+    if deleted > most * there:
+        raise SourceError(
+            f"{what} lacks {deleted:,} of the {there:,} rows that the table holds "
+            f"({deleted / there:.0%}), expected at most {most:.0%} (max_shrink); nothing was committed."
+            " See whether it is whole; if it is right, run once with accept_shrink: true"
+        )
+
+
+def require_past(what: str, time: int, skew: timedelta) -> None:
+    """A dump's time is not in the future, by this machine's clock.
+
+    Raises:
+        SourceError: it is, further than the skew.
+    """
+    now = datetime.now(timezone.utc)
+    limit = int((now.timestamp() + skew.total_seconds()) * 1_000_000)
+    if time > limit:
+        raise SourceError(
+            f"{what} says that it is of {in_utc(time)}, which is more than max_clock_skew ({skew}) "
+            f"ahead of this machine's clock ({now:%Y-%m-%dT%H:%M:%SZ}): everything after it would be "
+            "out of order. Correct its time, or raise max_clock_skew of the source"
+        )
