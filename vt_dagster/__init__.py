@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vt_dagster.errors import TopologyError, VtDagsterError
+    from vt_dagster.orchestration.decorators import stream, table, versioned_table
     from vt_dagster.orchestration.factory import (
         build_asset,
         build_checks,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from vt_dagster.orchestration.sensors import build_sensor
     from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.sources.files import FilesSource
+    from vt_dagster.sources.frames import AssetSource
     from vt_dagster.storage.lookup import read
     from vt_dagster.topology.model import Stream, Table, VersionedTable
     from vt_dagster.topology.operators import (
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Aggregator": "vt_dagster.topology.operators",
+    "AssetSource": "vt_dagster.sources.frames",
     "FilesSource": "vt_dagster.sources.files",
     "HoppingWindow": "vt_dagster.topology.windowing",
     "Materialized": "vt_dagster.topology.operators",
@@ -81,7 +84,10 @@ _HOMES = {
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
+    "stream": "vt_dagster.orchestration.decorators",
+    "table": "vt_dagster.orchestration.decorators",
     "tables_io_manager": "vt_dagster.orchestration.io_manager",
+    "versioned_table": "vt_dagster.orchestration.decorators",
 }
 """Where each name is. It is imported when it is asked for: a look into a table needs neither Dagster
 nor Spark, whose code takes seconds to import."""
@@ -95,6 +101,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Aggregator",
+    "AssetSource",
     "FilesSource",
     "HoppingWindow",
     "Materialized",
@@ -119,5 +126,8 @@ __all__ = [
     "build_resources",
     "build_sensor",
     "read",
+    "stream",
+    "table",
     "tables_io_manager",
+    "versioned_table",
 ]
