@@ -98,8 +98,8 @@ def asset_arguments(
     if spec.partitions_def != partitions:
         wanted = "without partitions" if partitions is None else f"with the partitions {partitions}"
         raise TopologyError(
-            f"{node.name}: expected a spec {wanted}, got {spec.partitions_def}: one table has the history "
-            "of all times. Partition the assets that read it; what a decorated function or an "
+            f"{node.name}: expected a spec {wanted}, got {spec.partitions_def}: one table has the "
+            "history of all times. Partition the assets that read it; what a decorated function or an "
             "AssetSource gives is partitioned by its own partitions_def"
         )
     added = {name: value for name, value in attributes.items() if name in _ADDED}

@@ -97,7 +97,8 @@ def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
         bad.update(misfits)
     count = table.num_rows
     raw, reason = [None] * count, [None] * count
-    for place, row in zip(sorted(bad), table.take(sorted(bad)).to_pylist(), strict=True):
+    places = pa.array(sorted(bad), pa.int64())
+    for place, row in zip(places.to_pylist(), table.take(places).to_pylist(), strict=True):
         raw[place], reason[place] = json.dumps(row, default=str), Reason.UNREADABLE
     columns[ROW] = pa.array(range(1, count + 1), pa.int64())
     columns[RAW], columns[REASON] = pa.array(raw, pa.string()), pa.array(reason, pa.string())
