@@ -1,7 +1,5 @@
 """A table of what a function returns, as a job that processes can load: ``ROOT`` says where."""
 
-from __future__ import annotations
-
 import os
 import signal
 from datetime import datetime, timedelta
@@ -38,8 +36,8 @@ def _job(executor: dg.ExecutorDefinition) -> dg.JobDefinition:
 
 
 def spread() -> dg.JobDefinition:
-    """A process a step; with ``DIE`` that of the table ends after its commit."""
-    if os.environ.get("DIE"):
+    """A process a step; with ``DIE``, a process that lives on, the table's ends after its commit."""
+    if os.environ.get("DIE") not in (None, str(os.getpid())):
         AssetStore.forget = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return _job(dg.multiprocess_executor)
 

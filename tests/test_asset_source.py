@@ -1,7 +1,5 @@
 """Tables of what upstream assets return: each materialization counts once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path

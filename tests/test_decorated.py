@@ -1,7 +1,5 @@
 """Tables of what functions return: each run, retry and partition counts once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
@@ -126,7 +124,7 @@ def test_a_retry_after_a_kill_between_commit_and_event(tmp_path: Path) -> None:
     """A process a step: the table's is killed once its commit is there. The run that is made again from
     its failure tells what was committed, and does not ask the function; one that is made again after
     it has succeeded does."""
-    os.environ["ROOT"], os.environ["DIE"] = str(tmp_path), "yes"
+    os.environ["ROOT"], os.environ["DIE"] = str(tmp_path), str(os.getpid())
     (tmp_path / "home").mkdir()
 
     def calls() -> int:
@@ -273,7 +271,7 @@ def test_refused_when_definitions_load() -> None:
 
     for function, said in (
         (gives, "expected a function that returns a DataFrame or None"),
-        (takes, r"expected parameters with names, which are its inputs, got '\*frames"),
+        (takes, r"expected parameters with names, which are its inputs, got 'frames'"),
         (unknown, "expected annotations that can be looked up in its module"),
     ):
         with pytest.raises(TopologyError, match=said):

@@ -21,6 +21,9 @@ from vt_dagster.topology.model import Stream
 TAKE_AGAIN = "vt_dagster/take_again"
 """Tag of a run that takes its partition again, though it was taken with other rows."""
 _UPSTREAM = "upstream"
+_RESOURCE = getattr(dg.ResourceParam[Any], "__metadata__", ())
+_RESOURCES = ("ConfigurableResourceFactory", "ResourceDefinition", "TreatAsResourceParam")
+"""Dagster's classes of resources, of which the first and last have no public names."""
 _STARTED = {dg.DagsterEventType.STEP_START, dg.DagsterEventType.STEP_RESTARTED}
 
 
@@ -46,7 +49,7 @@ def function_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]
     for one in parameters:
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
             raise TopologyError(
-                f"{named}: expected parameters with names, which are its inputs, got {str(one)!r}; "
+                f"{named}: expected parameters with names, which are its inputs, got {one.name!r}; "
                 "name each asset that it takes"
             )
     try:
@@ -64,6 +67,14 @@ def wants_context(function: Callable[..., Any]) -> bool:
     """Whether its first parameter is Dagster's context."""
     first = next(iter(inspect.signature(function).parameters), "")
     return first.strip("_") == "context" or first == "_"
+
+
+def _is_resource(kind: Any) -> bool:
+    """Whether Dagster gives a resource for an annotation. It takes them from a function's parameters
+    only where no others are required."""
+    if getattr(kind, "__metadata__", None) == _RESOURCE:
+        return True
+    return any(base.__name__ in _RESOURCES for base in getattr(kind, "__mro__", ()))
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,11 @@ class Inputs:
             TopologyError: it is to read itself.
         """
         if isinstance(source, FunctionSource):
-            ins, required, deps = source.ins, source.required_resource_keys, tuple(source.deps)
-            return cls(ins, _signature(function_parameters(source.function)), required, deps)
+            parameters = function_parameters(source.function)
+            named = [one.name for one in parameters if _is_resource(one.annotation)]
+            inputs = [one for one in parameters if one.name not in named]
+            required = source.required_resource_keys.union(named)
+            return cls(source.ins, _signature(inputs), required, tuple(source.deps))
         assert isinstance(source, AssetSource)
         if source.path == node.path:
             raise TopologyError(
@@ -103,16 +117,17 @@ class Inputs:
         if source.input_manager_key is not None:
             about["input_manager_key"] = source.input_manager_key
         kind = inspect.Parameter.empty if source.as_type is None else source.as_type
-        upstream = inspect.Parameter(_UPSTREAM, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+        upstream = inspect.Parameter(
+            _UPSTREAM, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind
+        )
         return cls({_UPSTREAM: dg.AssetIn(dg.AssetKey(source.path), **about)}, _signature([upstream]))
 
 
 def _signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
-    context = inspect.Parameter(
-        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=dg.AssetExecutionContext
-    )
-    named = [one.replace(kind=one.KEYWORD_ONLY) for one in parameters]
-    return inspect.Signature([context, *named])
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD  # Dagster takes no others for inputs
+    context = inspect.Parameter("context", kind, annotation=dg.AssetExecutionContext)
+    named = [one.replace(kind=kind) for one in parameters]
+    return inspect.Signature([context, *sorted(named, key=lambda one: one.default is not one.empty)])
 
 
 @contextmanager
@@ -142,6 +157,9 @@ def _of_function(
 ) -> Delivery:
     function = source.function
     first = (context,) if wants_context(function) else ()
+    for one in function_parameters(function):
+        if _is_resource(one.annotation):
+            values = {**values, one.name: getattr(context.resources, one.name)}
     if source.partitions_def is None:
         return Delivery(_origin(context), "", lambda: function(*first, **values))
     return Delivery(one_partition(context, node), None, lambda: function(*first, **values))
