@@ -197,58 +197,59 @@ def _origin(context: dg.AssetExecutionContext) -> str:
 def _of_asset(
     context: dg.AssetExecutionContext, node: Stream, source: AssetSource, value: Any
 ) -> list[Delivery]:
-    partitions = _upstream_partitions(context)
-    if partitions is None:
-        return [Delivery("", _version(context, node, source, None), lambda: value)]
-    frames: dict[str, Any] = value if isinstance(value, dict) else {}
-    if len(partitions) == 1 and not isinstance(value, dict):
-        frames = {partitions[0]: value}
-    elif not isinstance(value, dict) and partitions:
+    last = _materialization(context, node, source, None)
+    if last.partition_key is None:
+        return [Delivery("", _version(context, node, source, last), lambda: value)]
+    partitions = list(context.asset_partition_keys_for_input(_UPSTREAM))
+    if len(partitions) != 1 and not isinstance(value, dict):
         raise SourceError(
             f"{node.name}: expected that the IO manager of {'/'.join(source.path)} gives a dict of its "
             f"{len(partitions)} partitions, got {type(value).__qualname__}; give AssetSource the "
             "partitions_def of that asset, so that a run takes one"
         )
+    frames: dict[str, Any] = value if isinstance(value, dict) else {partitions[0]: value}
     found: list[Delivery] = []
     for one in partitions:
         if one in frames:
-            version = _version(context, node, source, one)
+            version = _version(context, node, source, _materialization(context, node, source, one))
             found.append(Delivery(one, version, lambda frame=frames[one]: frame))
     return found
 
 
-def _upstream_partitions(context: dg.AssetExecutionContext) -> list[str] | None:
-    """The partitions of the upstream asset that belong to this run, in order; None = it has none."""
-    try:
-        return list(context.asset_partition_keys_for_input(_UPSTREAM))
-    except dg.DagsterError:
-        return None
-
-
-def _version(
+def _materialization(
     context: dg.AssetExecutionContext, node: Stream, source: AssetSource, partition: str | None
-) -> str:
-    """Which materialization of the upstream asset, or of a partition of it, was loaded.
+) -> dg.EventLogRecord:
+    """The last one of the upstream asset, or of a partition of it.
 
     Raises:
-        SourceError: this instance knows none; or it was materialized while it was loaded, so that one
-            cannot tell.
+        SourceError: this instance knows none.
     """
-    named = "/".join(source.path) + ("" if partition is None else f" (partition {partition})")
     only = None if partition is None else [partition]
     wanted = dg.AssetRecordsFilter(dg.AssetKey(source.path), asset_partitions=only)
     records = context.instance.fetch_materializations(wanted, limit=1).records
     if not records:
+        named = "/".join(source.path) + ("" if partition is None else f" (partition {partition})")
         raise SourceError(
             f"{node.name}: expected a materialization of {named} in this Dagster instance, which says "
             "what is taken, got none; materialize it, or report that it was "
             "(report_runless_asset_event)"
         )
-    last = records[0]
+    return records[0]
+
+
+def _version(
+    context: dg.AssetExecutionContext, node: Stream, source: AssetSource, last: dg.EventLogRecord
+) -> str:
+    """Which materialization was loaded.
+
+    Raises:
+        SourceError: there was one while it was loaded, so that one cannot tell.
+    """
     if last.timestamp > _started(context, node):
         raise SourceError(
-            f"{node.name}: expected that {named} stays as it is while it is loaded, but it was "
-            "materialized meanwhile; nothing was committed. Run again, or give both assets one pool"
+            f"{node.name}: expected that {'/'.join(source.path)} stays as it is while it is loaded, "
+            "but it was materialized meanwhile; nothing was committed. Run again, or give both assets "
+            "one pool"
         )
     return f"{last.run_id}@{last.timestamp:.6f}"
 
