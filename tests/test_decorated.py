@@ -1,7 +1,7 @@
 """Tables of what functions return: each run, retry and partition counts once."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vt_dagster import (
     VersionedTable,
     build_asset,
     build_definitions,
+    build_resources,
     build_sensor,
     read,
     stream,
@@ -31,6 +32,9 @@ from vt_dagster import (
 )
 from vt_dagster.errors import SourceError
 from vt_dagster.runs.replay import replay
+from vt_dagster.runs.run import run_once
+from vt_dagster.sources.frames import Delivery, Given
+from vt_dagster.storage.store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 MONTH = timedelta(days=30)
@@ -53,10 +57,9 @@ def instance() -> Iterator[dg.DagsterInstance]:
 def materialize(
     root: Path, instance: dg.DagsterInstance, *nodes: Stream, assets: Any = (), **options: Any
 ) -> Any:
-    """All of them with their checks, in this process."""
-    spark = SparkResource(master="local[2]")
-    made = build_definitions(*nodes, warehouse=str(root), spark=spark)
-    every = dg.Definitions.merge(made, dg.Definitions(assets=list(assets)))
+    """All of them without their checks, in this process."""
+    resources = build_resources(str(root), SparkResource(master="local[2]"))
+    every = dg.Definitions([*map(build_asset, nodes), *assets], resources=resources)
     job = every.resolve_implicit_global_asset_job_def()
     about = {"run_config": QUIET, "raise_on_error": False, **options}
     return job.execute_in_process(instance=instance, **about)
@@ -183,7 +186,8 @@ def test_a_step_that_is_tried_again(
 def test_each_partition_counts_once(
     spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
-    """Three days as a backfill runs them, of a partitioned asset; one has no records."""
+    """Three days as a backfill runs them, of a partitioned asset; one has no records, and while another
+    is at work a fourth day is committed."""
     answers = {
         "2024-01-01": rows(("a", "a1", 1), ("b", "b1", 1)),
         "2024-01-02": None,
@@ -196,6 +200,9 @@ def test_each_partition_counts_once(
 
     @versioned_table(partitions_def=DAYS, history_retention=MONTH, **ABOUT)
     def daily(context: dg.AssetExecutionContext, raw: Any) -> Any:
+        if context.partition_key == "2024-01-03":
+            other = Delivery("2024-01-04", "", lambda: rows(("c", "meanwhile", 4)))
+            run_once(daily, stores_of(str(tmp_path), spark), Given(daily, daily.source, [other]))
         return raw
 
     def of(day: str, **options: Any) -> Any:
@@ -204,7 +211,7 @@ def test_each_partition_counts_once(
     for day in answers:
         assert made(of(day)) == {"raw", "daily"}
     assert instance.get_materialized_partitions(dg.AssetKey("daily")) == set(answers)
-    assert values(tmp_path, "daily") == ["a1", "b1", "a3"]
+    assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3"]
     answers["2024-01-01"] = answers["2024-01-01"].iloc[::-1]
     assert made(of("2024-01-01")) == {"raw"}
     answers["2024-01-01"] = rows(("a", "a1, mended", 1))
@@ -215,16 +222,13 @@ def test_each_partition_counts_once(
     )
     assert made(of("2024-01-01", tags={"vt_dagster/take_again": "true"})) == {"raw", "daily"}
     assert made(of("2024-01-01")) == {"raw"}
-    assert values(tmp_path, "daily") == ["a1", "b1", "a3", "a1, mended"]
+    assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3", "a1, mended"]
     with pytest.raises(SourceError, match=r"which gives it what .*daily returns; got none"):
         replay(str(tmp_path), daily, "anew", spark)
 
 
-@pytest.mark.parametrize(
-    "kind", [pd.DataFrame, pl.DataFrame, pl.LazyFrame, pa.Table, duckdb.DuckDBPyRelation, DataFrame]
-)
 def test_inputs_and_outputs_of_every_library(
-    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance, kind: Any
+    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
 ) -> None:
     """A table of the library comes as its parameter is annotated, and is taken when it is returned."""
 
@@ -232,14 +236,29 @@ def test_inputs_and_outputs_of_every_library(
     def first() -> pd.DataFrame:
         return rows(("a", "x", 1))
 
-    def second(first: Any) -> Any:
-        assert isinstance(first, kind)
-        return first
+    given: set[Any] = set()
 
-    second.__annotations__ = {"first": kind, "return": kind}
-    decorate: Callable[[Any], Stream] = stream(**{**ABOUT, "schema": OF_VIEW, "timestamp": "timestamp"})
-    assert made(materialize(tmp_path, instance, first, decorate(second))) == {"first", "second"}
-    assert values(tmp_path, "second") == ["x"]
+    def taking(kind: Any, name: str, taken: bool) -> Stream:
+        def takes(first: Any) -> Any:
+            assert isinstance(first, kind)
+            given.add(kind)
+            return first if taken else None
+
+        takes.__annotations__ = {"first": kind, "return": kind}
+        return stream(name=name, key="k", schema=OF_VIEW)(takes)
+
+    kinds: dict[Any, bool] = {
+        pd.DataFrame: False,
+        pl.DataFrame: False,
+        pa.Table: False,
+        pl.LazyFrame: True,
+        duckdb.DuckDBPyRelation: True,
+        DataFrame: True,
+    }
+    nodes = [taking(kind, f"made{i}", taken) for i, (kind, taken) in enumerate(kinds.items())]
+    assert made(materialize(tmp_path, instance, first, *nodes)) == {"first", "made3", "made4", "made5"}
+    assert given == set(kinds)
+    assert [values(tmp_path, f"made{i}") for i in (3, 4, 5)] == [["x"]] * 3
 
 
 OF_VIEW = RECORD.__class__([*RECORD.fields[:2]]).add("timestamp", "timestamp")

@@ -17,6 +17,8 @@ What the words mean, here and in messages:
   (no use for it, counted), *quarantined* (bad; kept aside), or *no result* (had nothing to say).
 - *released*: held records that went out, and the time up to which they did.
 - *arrival*: what a run takes, pinned when it starts.
+- *delivery*: what a source of DataFrames is given at once: by a run of a function, by a partition, by a
+  materialization of an upstream asset; each is taken once.
 - *processor*: what an operator does in a run; *state*: what it keeps from run to run.
 - *run*: read an arrival, operate, commit; *commit*: the one write to the log by which all of a run
   counts, or nothing; *batch*: the number of a commit.

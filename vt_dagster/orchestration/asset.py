@@ -224,8 +224,13 @@ def _of_partition(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.Mat
     """What the op of an asset with partitions returns where its run found nothing new: of one that
     Dagster has not heard of, since it has no records, or its run died after its commit, that it is
     done; else whoever waits for all partitions would wait for ever."""
-    wanted = dg.AssetRecordsFilter(key, asset_partitions=[context.partition_key])
-    if context.instance.fetch_materializations(wanted, limit=1).records:
+    told = [
+        context.instance.fetch_materializations(
+            dg.AssetRecordsFilter(key, asset_partitions=[one]), limit=1
+        ).records
+        for one in context.partition_keys
+    ]
+    if all(told):
         return unchanged(context, key, last)
     said = {"status": "nothing new: no commit", **_standing(last)}
     return dg.MaterializeResult(
