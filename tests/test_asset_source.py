@@ -130,6 +130,7 @@ def test_dagster_asks_for_it(spark: SparkSession, tmp_path: Path, instance: dg.D
     assert run("raw") == {"raw"}
     assert asked() == {"rates", "long"}
     assert run("rates", "long") == {"rates", "long"}
+    assert asked() == set()
     assert run("raw") == {"raw"}
     assert asked() == {"rates", "long"}
     assert run("rates", "long") == set()  # it was empty
@@ -159,7 +160,7 @@ def test_what_cannot_be_taken(
 
     given = dg.Definitions.merge(
         build_definitions(unknown, warehouse=str(tmp_path)),
-        dg.Definitions(resources={"io_manager": Elsewhere()}),
+        dg.Definitions([dg.AssetSpec("elsewhere")], resources={"io_manager": Elsewhere()}),
     )
     job = given.resolve_implicit_global_asset_job_def()
     meanwhile = [False, True]

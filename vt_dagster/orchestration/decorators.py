@@ -90,7 +90,8 @@ def versioned_table(
 
     The name is the table, a node of topologies as any other. The function's parameters are Dagster's:
     a context, inputs by name (other assets, tables of this library too, as the DataFrame that the
-    parameter is annotated with), ``config``, resources.
+    parameter is annotated with), ``config``, resources. The Spark session of the table's own commits is
+    ``context.resources.vt_dagster_spark.spark_session``.
 
     It returns a DataFrame of pandas, Polars (lazy too), Arrow, DuckDB or Spark with the columns of the
     schema; others are left out, and told. One without rows, or None, is nothing new. A row that does

@@ -102,7 +102,7 @@ class AssetSource(FrameSource):
     DataFrame of Spark, pandas, Polars, Arrow or DuckDB. The commit says which materialization was
     taken; a run that finds the same one commits nothing. What a new materialization holds are new
     records, also those that the one before held. One that was replaced before any run took it is
-    never seen.
+    never seen. An asset of another code location needs a ``dagster.AssetSpec`` in this one.
 
     Where the upstream asset has partitions:
 
