@@ -64,12 +64,13 @@ ORDER = {
         base directory values json_text csv_text bad_files files
         dumps snapshots delta_log delta_versions delta_table
         kafka_cluster protobuf avro formats kafka_messages kafka kafka_sink
+        local_frames any_frame frames
     """,
     "runs": "arrival contracts store audit join_way gate commit pin results difference run replay",
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager pictures types checks sensors translator run_config asset ops
-        factory
+        resource metadata io_manager pictures types checks sensors deliveries decorators
+        translator run_config asset ops factory
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",

@@ -17,6 +17,8 @@ What the words mean, here and in messages:
   (no use for it, counted), *quarantined* (bad; kept aside), or *no result* (had nothing to say).
 - *released*: held records that went out, and the time up to which they did.
 - *arrival*: what a run takes, pinned when it starts.
+- *delivery*: what a source of DataFrames is given at once: by a run of a function, by a partition, by a
+  materialization of an upstream asset; each is taken once.
 - *processor*: what an operator does in a run; *state*: what it keeps from run to run.
 - *run*: read an arrival, operate, commit; *commit*: the one write to the log by which all of a run
   counts, or nothing; *batch*: the number of a commit.
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vt_dagster.errors import TopologyError, VtDagsterError
+    from vt_dagster.orchestration.decorators import stream, table, versioned_table
     from vt_dagster.orchestration.factory import (
         build_asset,
         build_checks,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.sources.delta_table import DeltaSource
     from vt_dagster.sources.files import FilesSource
+    from vt_dagster.sources.frames import AssetSource
     from vt_dagster.sources.snapshots import SnapshotSource
     from vt_dagster.storage.lookup import read
     from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Aggregator": "vt_dagster.topology.operators",
+    "AssetSource": "vt_dagster.sources.frames",
     "DeltaSource": "vt_dagster.sources.delta_table",
     "FilesSource": "vt_dagster.sources.files",
     "HoppingWindow": "vt_dagster.topology.windowing",
@@ -85,7 +90,10 @@ _HOMES = {
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
+    "stream": "vt_dagster.orchestration.decorators",
+    "table": "vt_dagster.orchestration.decorators",
     "tables_io_manager": "vt_dagster.orchestration.io_manager",
+    "versioned_table": "vt_dagster.orchestration.decorators",
 }
 """Where each name is. It is imported when it is asked for: a look into a table needs neither Dagster
 nor Spark, whose code takes seconds to import."""
@@ -99,6 +107,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Aggregator",
+    "AssetSource",
     "DeltaSource",
     "FilesSource",
     "HoppingWindow",
@@ -125,5 +134,8 @@ __all__ = [
     "build_resources",
     "build_sensor",
     "read",
+    "stream",
+    "table",
     "tables_io_manager",
+    "versioned_table",
 ]

@@ -69,7 +69,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
 
     Source: FORMAT 4.2.1; kip889-tombstone-is-null, kip889-probe-null-key.
     """
-    when = _time_of(node, rows)
+    when = time_of(node, rows)
     broken = F.col(REASON) if REASON in rows.columns else F.lit(None).cast("string")
     reason = F.when(broken.isNotNull(), broken)
     if isinstance(node, Table) or node.null_key == "quarantine":
@@ -99,7 +99,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))
 
 
-def _time_of(node: Stream, rows: DataFrame) -> Column:
+def time_of(node: Stream, rows: DataFrame) -> Column:
+    """When the rows of a source were true; null where that cannot be told."""
     column = node.timestamp in node.schema.names
     when = F.col(f"`{node.timestamp}`") if column else F.expr(node.timestamp)
     if (node.timestamp, "timestamp") in rows.dtypes:

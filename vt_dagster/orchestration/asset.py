@@ -6,13 +6,15 @@ so nothing downstream is asked for, and what is downstream in the same run looks
 
 import time
 from collections.abc import Mapping
+from inspect import Parameter
 from typing import Any, cast
 
 import dagster as dg
 from typing_extensions import Unpack
 
 from vt_dagster.core.arrival import Fate
-from vt_dagster.errors import ContractError, SourceError, TopologyError
+from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
+from vt_dagster.orchestration.deliveries import Inputs, given, partitions_of
 from vt_dagster.orchestration.metadata import lag_metadata, positions_of, run_metadata
 from vt_dagster.orchestration.pictures import pictures
 from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for, tables_key
@@ -23,6 +25,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import Run
+from vt_dagster.sources.frames import FrameSource
 from vt_dagster.sources.kafka import PinnedTopics
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
@@ -30,6 +33,8 @@ from vt_dagster.topology.model import Stream
 
 DATA_VERSION = "dagster/data_version"
 """The tag of a materialization that has its data version."""
+_TRIES = 20
+"""So often a run of a partition commits anew after those of other partitions."""
 _NO_EVENT = "__source_asset_observation__"
 """Dagster's mark of what its own observations of sources return: their output is no materialization."""
 
@@ -77,6 +82,8 @@ def build_asset(
         source: Any = source_of(node)
     except SourceError as error:
         raise TopologyError(str(error)) from None
+    if isinstance(source, FrameSource):
+        return _of_frames(node, source, about, resource_prefix)
     config_type = config_of(source)
 
     @dg.asset(**about)
@@ -87,6 +94,28 @@ def build_asset(
         return _run(context, node, resource_prefix, config.asked())
 
     return cast(dg.AssetsDefinition, of_source)
+
+
+def _of_frames(
+    node: Stream, source: FrameSource, about: dict[str, Any], prefix: str
+) -> dg.AssetsDefinition:
+    inputs = Inputs.of(node, source)
+    about = about | {"ins": inputs.ins, "deps": [*about["deps"], *inputs.deps]}
+    about["required_resource_keys"] = about["required_resource_keys"] | inputs.required_resource_keys
+
+    def of_frames(context: dg.AssetExecutionContext, **values: Any) -> dg.MaterializeResult[Any]:
+        with given(context, node, source, values) as deliveries:
+            for _ in range(_TRIES if source.partitions_def is not None else 0):
+                try:
+                    return _run(context, node, prefix, {"source": deliveries})
+                except ConcurrentRunError as error:
+                    context.log.info(f"{error}; that may be another partition, so it tries again")
+            return _run(context, node, prefix, {"source": deliveries})
+
+    of_frames.__signature__ = inputs.signature  # type: ignore[attr-defined]
+    hints = {name: one.annotation for name, one in inputs.signature.parameters.items()}
+    of_frames.__annotations__ = {n: hint for n, hint in hints.items() if hint is not Parameter.empty}
+    return cast(dg.AssetsDefinition, dg.asset(**about)(of_frames))
 
 
 def _run(
@@ -125,6 +154,8 @@ def materialized(
     """What the op of an asset returns: what its run did, or that nothing is new."""
     node, head = store.node, store.head()
     key, last = dg.AssetKey(node.path), None if head is None else head.commit
+    if receipt.commit is None and partitions_of(node) is not None:
+        return _of_partition(context, key, last)
     if receipt.commit is None and (head is None or not to_be_told(context, key, head.commit)):
         return unchanged(context, key, last)
     if receipt.commit is None and head is not None:
@@ -165,6 +196,31 @@ def to_be_told(context: Any, key: dg.AssetKey, last: Commit) -> bool:
     return True
 
 
+def _of_partition(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.MaterializeResult[Any]:
+    """What the op of an asset with partitions returns where its run found nothing new: of one that
+    Dagster has not heard of, since it has no records, or its run died after its commit, that it is
+    done; else whoever waits for all partitions would wait for ever."""
+    told = [
+        context.instance.fetch_materializations(
+            dg.AssetRecordsFilter(key, asset_partitions=[one]), limit=1
+        ).records
+        for one in context.partition_keys
+    ]
+    if all(told):
+        return unchanged(context, key, last)
+    said = {"status": "nothing new: no commit", **_standing(last)}
+    return dg.MaterializeResult(
+        metadata=said, data_version=None if last is None else data_version(last)
+    )
+
+
+def _standing(last: Commit | None) -> dict[str, Any]:
+    """Where an asset stands."""
+    if last is None or not last.batch:
+        return {}
+    return {"versions": {"batch": last.batch}, "positions": positions_of(last)}
+
+
 def unchanged(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.MaterializeResult[Any]:
     """What the op of an asset returns where its run found nothing new.
 
@@ -172,8 +228,6 @@ def unchanged(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.Materia
     one that is given is a materialization. With Dagster's mark it is neither. Should Dagster give that
     up, it is a materialization again.
     """
-    said: dict[str, Any] = {"status": "nothing new: no commit"}
-    if last is not None and last.batch:
-        said |= {"versions": {"batch": last.batch}, "positions": positions_of(last)}
+    said: dict[str, Any] = {"status": "nothing new: no commit", **_standing(last)}
     context.log_event(dg.AssetObservation(key, metadata=said))
     return dg.MaterializeResult(metadata={_NO_EVENT: True})

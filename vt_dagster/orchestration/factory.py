@@ -22,7 +22,7 @@ from vt_dagster.orchestration.resource import (
     tables_key,
     warehouse_key,
 )
-from vt_dagster.orchestration.sensors import build_sensor
+from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator
 from vt_dagster.sources.kafka_sink import KafkaSink
 from vt_dagster.storage.maintenance import KEEP
@@ -133,8 +133,8 @@ def build_definitions(
 ) -> dg.Definitions:
     """Everything that Dagster needs for some streams and tables, and all that they are made of.
 
-    Assets, blocking checks, a sensor (off) for each source, and resources. Merge it with definitions of
-    your own by ``dg.Definitions.merge``: they say which executor runs all of them.
+    Assets, blocking checks, a sensor (off) for each source of files or topics, and resources. Merge it
+    with definitions of your own by ``dg.Definitions.merge``: they say which executor runs all of them.
 
     Args:
         translator: gives the specs of all assets; None = a :class:`TopologyTranslator`.
@@ -155,6 +155,6 @@ def build_definitions(
     return dg.Definitions(
         assets=[build_asset(node, pool=pool, **how, **where) for node in every],
         asset_checks=[build_checks(node, pool=pool, **where) for node in every],
-        sensors=[build_sensor(node, **where) for node in every if node.source is not None],
+        sensors=[build_sensor(node, **where) for node in every if has_sensor(node)],
         resources=build_resources(warehouse, spark, **where),
     )

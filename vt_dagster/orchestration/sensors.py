@@ -14,6 +14,7 @@ from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
 from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of
 from vt_dagster.sources.base import Watched
+from vt_dagster.sources.frames import FrameSource
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
@@ -26,6 +27,12 @@ _UNFINISHED = [
     dg.DagsterRunStatus.CANCELING,
 ]
 _ASSET = "vt_dagster/asset"
+
+
+def has_sensor(node: Stream) -> bool:
+    """Whether a sensor can look for what is new in its source. What comes from other assets, or from a
+    function, is asked for by Dagster itself: automation conditions, schedules, jobs."""
+    return node.source is not None and not isinstance(node.source, FrameSource)
 
 
 def build_sensor(
@@ -57,7 +64,15 @@ def build_sensor(
         maximum_wait: but not longer than this since a tick first saw some.
         running: whether the sensor is on from the start.
         resource_prefix: as of :func:`build_asset`; of the resources it needs the warehouse.
+
+    Raises:
+        SourceError: there is nothing to look at, see :func:`has_sensor`.
     """
+    if node.source is not None and not has_sensor(node):
+        raise SourceError(
+            f"{node.name}: expected a source that a sensor can look at, got {node.source.describe()}; "
+            "give its asset an automation_condition or a schedule instead"
+        )
     source = cast(Watched, source_of(node))
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
 

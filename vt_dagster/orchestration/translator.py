@@ -11,6 +11,7 @@ import dagster as dg
 from typing_extensions import TypedDict
 
 from vt_dagster.errors import TopologyError
+from vt_dagster.orchestration.deliveries import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, describe
 from vt_dagster.storage.store import shape_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -68,6 +69,7 @@ class TopologyTranslator:
             kinds={"spark", "deltalake", kind},
             metadata=definition_metadata(node),
             code_version=code_version(node),
+            partitions_def=partitions_of(node),
         )
 
 
@@ -91,7 +93,7 @@ def asset_arguments(
     """The arguments of ``dagster.asset``.
 
     Raises:
-        TopologyError: the spec has another key than the node, or partitions.
+        TopologyError: the spec has another key than the node, or other partitions than its source.
     """
     spec = (translator or TopologyTranslator()).get_asset_spec(node)
     if spec.key != dg.AssetKey(node.path):
@@ -100,10 +102,13 @@ def asset_arguments(
             f"{spec.key.to_user_string()}: the key says where the tables are too. Give the stream or "
             "table another key_prefix or name"
         )
-    if spec.partitions_def is not None:
+    partitions = partitions_of(node)
+    if spec.partitions_def != partitions:
+        wanted = "without partitions" if partitions is None else f"with the partitions {partitions}"
         raise TopologyError(
-            f"{node.name}: expected a spec without partitions, got {spec.partitions_def}: one table "
-            "has the history of all times. Partition the assets that read it"
+            f"{node.name}: expected a spec {wanted}, got {spec.partitions_def}: one table has the "
+            "history of all times. Partition the assets that read it; what a decorated function or an "
+            "AssetSource gives is partitioned by its own partitions_def"
         )
     added = {name: value for name, value in attributes.items() if name in _ADDED}
     others: dict[str, Any] = {n: v for n, v in attributes.items() if n not in _ADDED}
@@ -120,4 +125,5 @@ def asset_arguments(
         "code_version": spec.code_version,
         "automation_condition": spec.automation_condition,
         "freshness_policy": spec.freshness_policy,
+        "partitions_def": partitions,
     }

@@ -102,8 +102,11 @@ class Commit(BaseModel):
     gaps: Ranges = Field(default_factory=dict)
     """Of this run: offsets that were gone before they could be consumed, ``[first, next)``; of a topic
     that was created anew, where it stood. A run has them only where it was told to accept them."""
+    deliveries: dict[str, str] = Field(default_factory=dict)
+    """Of a source of DataFrames: which runs, partitions or materializations this run took, and what is
+    remembered of each; of many, some."""
     files: bool = False
-    """Whether the attempt's directory holds the list of files consumed so far."""
+    """Whether the attempt's directory holds the list of files, or of deliveries, consumed so far."""
     rejected: bool = False
     """Whether the attempt's directory holds records to be put into quarantine."""
     state: bool = False

@@ -1,0 +1,305 @@
+"""Tables of what functions return: each run, retry and partition counts once."""
+
+import os
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from tests import decorated
+from tests.market import QUIET, RECORD, messages
+from vt_dagster import (
+    SparkResource,
+    Stream,
+    TopologyError,
+    VersionedTable,
+    build_asset,
+    build_definitions,
+    build_resources,
+    build_sensor,
+    read,
+    stream,
+    table,
+    versioned_table,
+)
+from vt_dagster.errors import SourceError
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.run import run_once
+from vt_dagster.sources.frames import Delivery, Given
+from vt_dagster.storage.store import stores_of
+from vt_dagster.testing import TopologyTestDriver
+
+MONTH = timedelta(days=30)
+ABOUT: dict[str, Any] = {"key": "k", "schema": RECORD, "timestamp": "at"}
+DAYS = dg.DailyPartitionsDefinition("2024-01-01", end_date="2024-01-05")
+
+
+def rows(*records: tuple[str, str, int]) -> pd.DataFrame:
+    """Records of January 2024: key, value, day."""
+    times = [datetime(2024, 1, day) for *_, day in records]
+    return pd.DataFrame({"k": [r[0] for r in records], "v": [r[1] for r in records], "at": times})
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.ephemeral() as made:
+        yield made
+
+
+def materialize(
+    root: Path, instance: dg.DagsterInstance, *nodes: Stream, assets: Any = (), **options: Any
+) -> Any:
+    """All of them without their checks, in this process."""
+    resources = build_resources(str(root), SparkResource(master="local[2]"))
+    every = dg.Definitions([*map(build_asset, nodes), *assets], resources=resources)
+    job = every.resolve_implicit_global_asset_job_def()
+    about = {"run_config": QUIET, "raise_on_error": False, **options}
+    return job.execute_in_process(instance=instance, **about)
+
+
+def made(result: dg.ExecuteInProcessResult) -> set[str]:
+    assert result.success, messages(result)
+    return {
+        e.asset_key.to_user_string() for e in result.get_asset_materialization_events() if e.asset_key
+    }
+
+
+def values(root: Path, name: str, column: str = "v") -> list[Any]:
+    return read(name, warehouse=str(root), what="log").sort_by("offset")[column].to_pylist()
+
+
+def test_a_decorated_table_in_a_join_with_a_stream(
+    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    """Of another asset's value, with a context, a resource and config; the next run has nothing new."""
+    found: list[pd.DataFrame | None] = [rows(("a", "s1", 2), ("a", "s2", 4)), None]
+
+    class Suffix(dg.ConfigurableResource[None]):
+        text: str
+
+    class Asked(dg.Config):
+        currency: str = "EUR"
+
+    def of_today(context: dg.AssetExecutionContext, config: Asked, quotes: Any, suffix: Any) -> Any:
+        assert context.has_partition_key is False
+        return quotes.with_columns(pl.col("v") + suffix.text + config.currency)
+
+    of_today.__annotations__ |= {"quotes": pl.DataFrame, "suffix": Suffix, "config": Asked}
+    prices = versioned_table(name="prices", history_retention=MONTH, **ABOUT)(of_today)
+
+    @stream(**ABOUT)
+    def sales() -> pd.DataFrame | None:
+        """What was sold."""
+        return found.pop(0)
+
+    @dg.asset
+    def quotes() -> pl.DataFrame:
+        return pl.from_pandas(rows(("a", "p1", 1), ("a", "p2", 3)))
+
+    priced = sales.left_join(prices, name="priced", select=["left.*", "right.v as price"])
+    defs = dg.Definitions.merge(
+        build_definitions(priced, warehouse=str(tmp_path), spark=SparkResource(master="local[2]")),
+        dg.Definitions(assets=[quotes], resources={"suffix": Suffix(text=" ")}),
+    )
+    assert not list(defs.sensors or [])
+    graph = defs.resolve_asset_graph()
+    assert graph.get(dg.AssetKey("prices")).parent_keys == {dg.AssetKey("quotes")}
+    assert sales.description == "What was sold."
+    job = defs.resolve_implicit_global_asset_job_def()
+    about = {"instance": instance, "run_config": QUIET, "raise_on_error": False}
+    assert made(job.execute_in_process(**about)) == {"quotes", "prices", "sales", "priced"}
+    assert values(tmp_path, "priced", "price") == ["p1 EUR", "p2 EUR"]
+    again = job.execute_in_process(**about)
+    assert made(again) == {"quotes", "prices"}  # the function has returned them again, in another run
+    assert len(values(tmp_path, "prices")) == 4
+
+
+@pytest.mark.timeout(300)
+def test_a_retry_after_a_kill_between_commit_and_event(tmp_path: Path) -> None:
+    """A process a step: the table's is killed once its commit is there. The run that is made again from
+    its failure tells what was committed, and does not ask the function; one that is made again after
+    it has succeeded does."""
+    os.environ["ROOT"], os.environ["DIE"] = str(tmp_path), str(os.getpid())
+    (tmp_path / "home").mkdir()
+
+    def calls() -> int:
+        return (tmp_path / "calls").read_text().count("called")
+
+    def told() -> Any:
+        event = instance.get_latest_materialization_event(dg.AssetKey("rates"))
+        return event and event.asset_materialization
+
+    try:
+        with dg.DagsterInstance.local_temp(str(tmp_path / "home")) as instance:
+            job = dg.reconstructable(decorated.spread)
+            with dg.execute_job(job, instance, run_config=QUIET) as first:
+                assert not first.success
+            assert (calls(), told()) == (1, None)
+            assert values(tmp_path / "warehouse", "rates") == ["1", "2"]
+            del os.environ["DIE"]
+            again = dg.ReexecutionOptions.from_failure(first.run_id, instance)
+            job = dg.reconstructable(decorated.here)
+            with dg.execute_job(job, instance, run_config=QUIET, reexecution_options=again) as second:
+                assert second.success
+            assert told().metadata["log_rows"].value == 2
+            assert calls() == 1
+            options = dg.ReexecutionOptions(parent_run_id=second.run_id)
+            with dg.execute_job(job, instance, run_config=QUIET, reexecution_options=options) as third:
+                assert third.success
+            assert calls() == 2
+            assert values(tmp_path / "warehouse", "rates") == ["1", "2", "1", "2"]
+    finally:
+        os.environ.pop("ROOT")
+        os.environ.pop("DIE", None)
+
+
+def test_a_step_that_is_tried_again(
+    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    """Before its commit, the function is asked again."""
+    answers = [rows(("a", "x", 1)).drop(columns="v"), rows(("a", "x", 1))]
+
+    @table(**ABOUT)
+    def flaky() -> pd.DataFrame:
+        return answers.pop(0)
+
+    defs = build_definitions(
+        flaky,
+        warehouse=str(tmp_path),
+        spark=SparkResource(master="local[2]"),
+        retry_policy=dg.RetryPolicy(max_retries=1),
+    )
+    job = defs.resolve_implicit_global_asset_job_def()
+    result = job.execute_in_process(instance=instance, run_config=QUIET, raise_on_error=False)
+    assert made(result) == {"flaky"}
+    assert values(tmp_path, "flaky") == ["x"]
+
+
+def test_each_partition_counts_once(
+    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    """Three days as a backfill runs them, of a partitioned asset; one has no records, and while another
+    is at work a fourth day is committed."""
+    answers = {
+        "2024-01-01": rows(("a", "a1", 1), ("b", "b1", 1)),
+        "2024-01-02": None,
+        "2024-01-03": rows(("a", "a3", 3)),
+    }
+
+    @dg.asset(partitions_def=DAYS)
+    def raw(context: dg.AssetExecutionContext) -> Any:
+        return answers[context.partition_key]
+
+    @versioned_table(partitions_def=DAYS, history_retention=MONTH, **ABOUT)
+    def daily(context: dg.AssetExecutionContext, raw: Any) -> Any:
+        if context.partition_key == "2024-01-03":
+            other = Delivery("2024-01-04", "", lambda: rows(("c", "meanwhile", 4)))
+            run_once(daily, stores_of(str(tmp_path), spark), Given(daily, daily.source, [other]))
+        return raw
+
+    def of(day: str, **options: Any) -> Any:
+        return materialize(tmp_path, instance, daily, assets=[raw], partition_key=day, **options)
+
+    for day in answers:
+        assert made(of(day)) == {"raw", "daily"}
+    assert instance.get_materialized_partitions(dg.AssetKey("daily")) == set(answers)
+    assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3"]
+    answers["2024-01-01"] = answers["2024-01-01"].iloc[::-1]
+    assert made(of("2024-01-01")) == {"raw"}
+    answers["2024-01-01"] = rows(("a", "a1, mended", 1))
+    changed = of("2024-01-01")
+    assert not changed.success
+    assert "expected of partition 2024-01-01 what was taken of it in an earlier run" in messages(
+        changed
+    )
+    assert made(of("2024-01-01", tags={"vt_dagster/take_again": "true"})) == {"raw", "daily"}
+    assert made(of("2024-01-01")) == {"raw"}
+    assert values(tmp_path, "daily") == ["a1", "b1", "meanwhile", "a3", "a1, mended"]
+    with pytest.raises(SourceError, match=r"which gives it what .*daily returns; got none"):
+        replay(str(tmp_path), daily, "anew", spark)
+
+
+def test_inputs_and_outputs_of_every_library(
+    spark: SparkSession, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    """A table of the library comes as its parameter is annotated, and is taken when it is returned."""
+
+    @table(**ABOUT)
+    def first() -> pd.DataFrame:
+        return rows(("a", "x", 1))
+
+    given: set[Any] = set()
+
+    def taking(kind: Any, name: str, taken: bool) -> Stream:
+        def takes(first: Any) -> Any:
+            assert isinstance(first, kind)
+            given.add(kind)
+            return first if taken else None
+
+        takes.__annotations__ = {"first": kind, "return": kind}
+        return stream(name=name, key="k", schema=OF_VIEW)(takes)
+
+    kinds: dict[Any, bool] = {
+        pd.DataFrame: False,
+        pl.DataFrame: False,
+        pa.Table: False,
+        pl.LazyFrame: True,
+        duckdb.DuckDBPyRelation: True,
+        DataFrame: True,
+    }
+    nodes = [taking(kind, f"made{i}", taken) for i, (kind, taken) in enumerate(kinds.items())]
+    assert made(materialize(tmp_path, instance, first, *nodes)) == {"first", "made3", "made4", "made5"}
+    assert given == set(kinds)
+    assert [values(tmp_path, f"made{i}") for i in (3, 4, 5)] == [["x"]] * 3
+
+
+OF_VIEW = RECORD.__class__([*RECORD.fields[:2]]).add("timestamp", "timestamp")
+
+
+def test_the_driver_takes_records_for_it(spark: SparkSession) -> None:
+    @versioned_table(history_retention=MONTH, **ABOUT)
+    def prices() -> None: ...
+
+    @stream(**ABOUT)
+    def sales() -> None: ...
+
+    joined = sales.join(prices, name="joined", select=["left.*", "right.v as price"])
+    driver = TopologyTestDriver(joined, spark=spark)
+    driver.pipe("prices", {"k": "a", "v": "p1", "at": 0})
+    driver.pipe("sales", {"k": "a", "v": "s1", "at": 5})
+    assert [row["price"] for row in driver.read("joined")] == ["p1"]
+
+
+def test_refused_when_definitions_load() -> None:
+    def gives() -> Iterator[pd.DataFrame]:
+        yield rows()
+
+    def takes(*frames: Any) -> None: ...
+
+    def unknown(raw: Any) -> None: ...
+
+    unknown.__annotations__["raw"] = "Nowhere"
+
+    for function, said in (
+        (gives, "expected a function that returns a DataFrame or None"),
+        (takes, r"expected parameters with names, which are its inputs, got 'frames'"),
+        (unknown, "expected annotations that can be looked up in its module"),
+    ):
+        with pytest.raises(TopologyError, match=said):
+            table(**ABOUT)(function)
+
+    def nothing() -> None: ...
+
+    plain = stream(name="plain", **ABOUT)(nothing)
+    with pytest.raises(SourceError, match="plain: expected a source that a sensor can look at"):
+        build_sensor(plain)
+    assert isinstance(versioned_table(history_retention=MONTH, **ABOUT)(nothing), VersionedTable)
+    assert build_asset(plain).keys == {dg.AssetKey("plain")}

@@ -1,0 +1,175 @@
+"""DataFrames of every library as records: columns, types, order, and what does not fit."""
+
+from __future__ import annotations
+
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyspark.sql.types as T
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster import Stream
+from vt_dagster.errors import ContractError
+from vt_dagster.sources.any_frame import frame_of
+from vt_dagster.sources.frames import Delivery, FunctionSource, Given
+from vt_dagster.sources.local_frames import LocalFrame, local_frame
+
+SCHEMA = T.StructType(
+    [
+        T.StructField("k", T.StringType()),
+        T.StructField("n", T.IntegerType()),
+        T.StructField("d", T.DecimalType(10, 2)),
+        T.StructField("at", T.TimestampType()),
+    ]
+)
+AT = datetime(2024, 1, 1, tzinfo=timezone.utc)
+COLUMNS: dict[str, list[Any]] = {
+    "k": ["late", "a", "b"],
+    "n": [3, 1, None],
+    "d": [Decimal("3.00"), Decimal("1.50"), Decimal("2.00")],
+    "at": [AT + timedelta(hours=1), AT, AT],
+}
+ARROW = pa.table(COLUMNS)
+PANDAS = pd.DataFrame(COLUMNS)
+
+
+def given(value: Any, *more: Any) -> Given:
+    source = FunctionSource(function=lambda: None)
+    node = Stream("made", key="k", schema=SCHEMA, timestamp="at", source=source)
+    frames = [value, *more]
+    deliveries = [Delivery(f"r{i}", "", lambda v=v: v) for i, v in enumerate(frames)]
+    return Given(node, source, deliveries)
+
+
+def records(spark: SparkSession, made: Given) -> list[tuple[Any, ...]]:
+    rows = made.pin(None).read(spark, made.node).orderBy("_arrival").collect()
+    made.release()
+    return [(r["k"], r["n"], r["_reason"]) for r in rows]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        PANDAS,
+        PANDAS.assign(k=PANDAS["k"].astype("category")),
+        pl.DataFrame(COLUMNS),
+        pl.LazyFrame(COLUMNS).filter(pl.col("k").is_not_null()),
+        ARROW,
+        ARROW.to_batches()[0],
+        duckdb.sql("select * from ARROW"),
+    ],
+    ids=["pandas", "pandas_categories", "polars", "polars_lazy", "arrow", "arrow_batch", "duckdb"],
+)
+def test_local_frames(value: Any) -> None:
+    found = local_frame("made", value, SCHEMA)
+    assert found is not None
+    rows = found.rows.to_pylist()
+    assert [(r["k"], r["n"], r["d"], r["at"]) for r in rows] == list(
+        zip(*COLUMNS.values(), strict=True)
+    )
+    assert {r["_reason"] for r in rows} == {None}
+
+
+def test_order_is_by_time_then_as_they_stand_or_by_key(spark: SparkSession) -> None:
+    """A local DataFrame keeps the order of equal times, a Spark one has none; deliveries follow each
+    other."""
+    turned = PANDAS.iloc[[2, 1, 0]]
+    assert [k for k, _, _ in records(spark, given(turned))] == ["b", "a", "late"]
+    rows = spark.createDataFrame(turned[["k", "at"]]).withColumns(
+        {"n": F.lit(None), "d": F.lit(1).cast("decimal(3,0)")}
+    )
+    made = records(spark, given(PANDAS, rows))
+    assert [k for k, _, _ in made] == ["a", "b", "late", "a", "b", "late"]
+
+
+def test_a_value_that_does_not_fit_is_one_bad_row(spark: SparkSession) -> None:
+    wrong = PANDAS.assign(n=[2**40, 1, 1.5], d=[Decimal("1.001"), Decimal("2"), Decimal("2")])
+    assert records(spark, given(wrong)) == [
+        ("a", 1, None),
+        ("b", None, "unreadable"),
+        ("late", None, "unreadable"),
+    ]
+    found = local_frame("made", wrong, SCHEMA)
+    assert found is not None
+    assert '"n": 1099511627776' in str(found.rows["_raw"][0])
+
+
+def test_times_of_all_kinds() -> None:
+    schema = T.StructType([T.StructField("at", T.TimestampType()), T.StructField("day", T.DateType())])
+    naive, noon = datetime(2024, 1, 1), datetime(2024, 1, 1, 12)
+    found = local_frame("made", pd.DataFrame({"at": [naive] * 2, "day": [naive, noon]}), schema)
+    assert found is not None
+    assert found.rows["at"].to_pylist() == [AT, AT]
+    assert found.rows["day"].to_pylist() == [date(2024, 1, 1), None]
+    assert found.rows["_reason"].to_pylist() == [None, "unreadable"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (ARROW.drop_columns(["n"]), "made: expected a DataFrame with the columns"),
+        (PANDAS.assign(n="1"), "column 'n' is string, expected int32; convert it before it is"),
+        (PANDAS.assign(n=True), "column 'n' is bool, expected int32"),
+        (PANDAS.assign(d=1.5), r"column 'd' is double, expected decimal128(10, 2)"),
+        (PANDAS.assign(n=[1, "x", None]), "values of one type each, got: "),
+        (PANDAS.assign(k=AT), "column 'k' is timestamp[us, tz=UTC], expected string"),
+        ({"k": ["a"]}, "expected a DataFrame of Spark, pandas, Polars, Arrow or DuckDB, or None, got "),
+        (pl.Series([1]), "or None, got polars."),
+    ],
+)
+def test_refused(value: Any, said: str) -> None:
+    with pytest.raises(ContractError) as raised:
+        frame_of(given(None).node, value)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "said"),
+    [("n", "bigint", "'n' is bigint, expected int"), ("d", "decimal(9,0)", "'d' is decimal(9,0)")],
+)
+def test_a_spark_column_is_never_narrowed(
+    spark: SparkSession, column: str, kind: str, said: str
+) -> None:
+    rows = spark.createDataFrame([], SCHEMA).withColumn(column, F.lit(1).cast(kind))
+    with pytest.raises(ContractError) as raised:
+        frame_of(given(None).node, rows)
+    assert said in str(raised.value)
+
+
+def test_no_rows_are_nothing_new(spark: SparkSession) -> None:
+    empty = [None, PANDAS.iloc[:0], pl.DataFrame(COLUMNS).clear(), spark.createDataFrame([], SCHEMA)]
+    assert given(*empty).pin(None).empty
+
+
+def test_a_digest_is_of_the_rows_whatever_their_order(spark: SparkSession) -> None:
+    node = given(None).node
+
+    def digest(value: Any) -> str:
+        found = frame_of(node, value)
+        assert found is not None
+        told = found.digest()
+        found.release()
+        return told
+
+    turned, other = PANDAS.iloc[[2, 0, 1]], PANDAS.assign(n=[3, 1, 1])
+    assert digest(PANDAS) == digest(turned) == digest(pl.DataFrame(COLUMNS))
+    assert digest(PANDAS) != digest(other)
+    assert digest(pd.concat([PANDAS, PANDAS])) not in (digest(PANDAS), digest(pd.concat([other] * 2)))
+    rows = spark.createDataFrame(ARROW, SCHEMA)
+    assert digest(rows) == digest(rows.orderBy("k"))
+    assert digest(rows) != digest(rows.withColumn("n", F.lit(1)))
+
+
+def test_an_extra_column_is_told(spark: SparkSession) -> None:
+    pinned = given(PANDAS.assign(note="x")).pin(None)
+    assert pinned.describe()[1] == "!left out columns that the schema has not: note"
+    found = frame_of(given(None).node, PANDAS)
+    assert isinstance(found, LocalFrame)
+    assert "note" not in found.rows.column_names
