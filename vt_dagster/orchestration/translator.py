@@ -97,6 +97,11 @@ def asset_arguments(
             f"{node.name}: expected a spec without partitions, got {spec.partitions_def}: one table "
             "has the history of all times. Partition the assets that read it"
         )
+    return spec_arguments(spec, attributes)
+
+
+def spec_arguments(spec: dg.AssetSpec, attributes: SpecAttributes) -> dict[str, Any]:
+    """A spec, with some attributes, as the arguments of ``dagster.asset``."""
     added = {name: value for name, value in attributes.items() if name in _ADDED}
     others: dict[str, Any] = {n: v for n, v in attributes.items() if n not in _ADDED}
     spec = spec.merge_attributes(**added).replace_attributes(**others)  # pyright: ignore[reportArgumentType]

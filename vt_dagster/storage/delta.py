@@ -27,7 +27,11 @@ MARK = "vt_dagster"
 COMMIT_FILE = re.compile(r"(\d{20})\.json")
 """The name of a commit's file."""
 _UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN"}
-_CHANGES = {"WRITE", "DELETE", "UPDATE", "MERGE", "TRUNCATE", "STREAMING UPDATE", "COPY INTO"}
+_CHANGES = {
+    *("WRITE", "DELETE", "UPDATE", "MERGE", "TRUNCATE", "STREAMING UPDATE", "COPY INTO", "CLONE"),
+    *("REPLACE TABLE", "CREATE OR REPLACE TABLE"),
+    *("REPLACE TABLE AS SELECT", "CREATE OR REPLACE TABLE AS SELECT"),
+}
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 _UNDERSTOOD = {"timestampNtz", "vacuumProtocolCheck"}
 """What a table may ask of its readers; with others its files are not its rows."""
@@ -307,7 +311,8 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
         raise StorageError(
             f"expected a Delta table as vt_dagster writes it in {table.table_uri}, got one with "
             f"{', '.join(sorted(asked))}, whose files alone do not say what is in it: undo that (ALTER "
-            "TABLE … DROP FEATURE), or make the asset anew (vt-dagster replay)"
+            "TABLE … DROP FEATURE), or make it anew (an asset: vt-dagster replay; an export: remove "
+            "its directory)"
         )
     # pa.table() would do the same, and import pandas for half a second.
     told = pa.RecordBatchReader.from_stream(table.get_add_actions(flatten=True)).read_all()
