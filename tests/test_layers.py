@@ -61,7 +61,10 @@ ORDER = {
         base directory values json_text csv_text bad_files files
         kafka_cluster protobuf formats kafka_messages kafka kafka_sink
     """,
-    "runs": "arrival contracts store audit join_way gate commit pin results run replay export",
+    "runs": """
+        arrival contracts store audit join_way gate commit pin results run replay
+        restate_plan restate export
+        """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
         resource metadata io_manager pictures types checks sensors translator asset export ops factory

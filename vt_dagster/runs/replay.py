@@ -16,6 +16,7 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.node import require_name, require_path
@@ -70,13 +71,18 @@ def replay(
     copy = replace(node, name=into, source=source)
     if copy.operator is not None:
         copy = replace(copy, operator=replace(copy.operator, name=into))  # pyright: ignore
-    asked: dict[str, Any] = {}
-    if isinstance(source, KafkaSource):
-        ends = head.commit.inputs
-        asked["wanted"] = {t: {p: (0, e) for p, e in some.items()} for t, some in ends.items()}
+    asked = as_far_as(source, head.commit)
     while run_once(copy, stores_of(warehouse, spark, tell), run_id=whose, **asked).commit is not None:
         pass
     return AssetStore(warehouse, copy, spark)
+
+
+def as_far_as(source: Any, commit: Commit) -> dict[str, Any]:
+    """What is asked of a source to have its records up to a commit, where it can tell."""
+    if not isinstance(source, KafkaSource):
+        return {}
+    ends = commit.inputs
+    return {"wanted": {t: {p: (0, e) for p, e in some.items()} for t, some in ends.items()}}
 
 
 @dataclass(frozen=True)

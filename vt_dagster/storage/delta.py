@@ -179,7 +179,8 @@ def _own(info: dict[str, Any]) -> Committed | None:
     return Committed(info["version"], document) if isinstance(document, dict) else None
 
 
-def _ours(path: str) -> Iterator[Committed]:
+def commits(path: str) -> Iterator[Committed]:
+    """Our commits that are still there, newest first. Does not use Spark."""
     found = (_own(info) for info in history(path))
     return (one for one in found if one is not None)
 
@@ -212,7 +213,7 @@ def last_commit(path: str) -> Committed | None:
 
 def last_of_ours(path: str) -> Committed | None:
     """The newest commit of ours, whatever came after it; None where there is none."""
-    return next(_ours(path), None)
+    return next(commits(path), None)
 
 
 def foreign_write(path: str) -> str | None:
@@ -252,7 +253,7 @@ def batch_before(path: str, batch: int) -> Committed | None:
 def commit_of(path: str, batch: int, attempt: str) -> Committed | None:
     """The commit that this attempt made of a batch, later ones may stand above it by now; None = it
     was another attempt that wrote the batch."""
-    for found in _ours(path):
+    for found in commits(path):
         if found.document["batch"] <= batch:
             return found if found.document["attempt"] == attempt else None
     return None
@@ -348,7 +349,7 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
 
 def written_by(path: str, batch: int) -> list[File]:
     """The files that our newest commit of a batch wrote. Does not use Spark."""
-    for one in _ours(path):
+    for one in commits(path):
         if one.document["batch"] == batch:
             return files(path, one.version, lambda file: file.place.startswith(f"{batch}-"))
     return []
