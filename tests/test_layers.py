@@ -66,11 +66,14 @@ ORDER = {
         kafka_cluster protobuf avro formats kafka_messages kafka kafka_sink
         local_frames any_frame frames
     """,
-    "runs": "arrival contracts store audit join_way gate commit pin results difference run replay",
+    "runs": """
+        arrival contracts store audit join_way gate commit pin results difference run replay
+        restate_plan restate export
+        """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
         resource metadata io_manager pictures types checks sensors deliveries decorators
-        translator run_config asset ops factory
+        translator run_config asset export ops factory
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",

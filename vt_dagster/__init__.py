@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vt_dagster.errors import TopologyError, VtDagsterError
     from vt_dagster.orchestration.decorators import stream, table, versioned_table
+    from vt_dagster.orchestration.export import build_export
     from vt_dagster.orchestration.factory import (
         build_asset,
         build_checks,
@@ -87,6 +88,7 @@ _HOMES = {
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",
+    "build_export": "vt_dagster.orchestration.export",
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
@@ -130,6 +132,7 @@ __all__ = [
     "build_asset",
     "build_checks",
     "build_definitions",
+    "build_export",
     "build_maintenance",
     "build_resources",
     "build_sensor",

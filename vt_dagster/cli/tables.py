@@ -1,4 +1,4 @@
-"""``vt-dagster demo``, ``replay``, ``compare``, ``swap`` and ``rebuild``."""
+"""``vt-dagster demo``, ``replay``, ``compare``, ``swap``, ``restate`` and ``rebuild``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from vt_dagster.cli.lookup import Warehouse
 from vt_dagster.errors import TopologyError, VtDagsterError
 from vt_dagster.runs import replay as replays
+from vt_dagster.runs import restate as restatement
 from vt_dagster.sources.kafka_messages import as_offsets
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage.store import AssetStore
@@ -88,14 +89,37 @@ def swap(live: str, other: str, warehouse: Warehouse = "data/warehouse") -> None
     typer.echo(f"{live} is what {other} was, and {other} is what {live} was")
 
 
+def restate(
+    asset: Annotated[str, typer.Argument(help="The asset whose results are made anew.")],
+    start: Annotated[
+        str, typer.Option("--from", help="From which time on (inclusive); without an offset UTC.")
+    ],
+    module: Annotated[
+        str,
+        typer.Option(help="The module that has it, and all that consumes it, as variables."),
+    ],
+    warehouse: Warehouse = "data/warehouse",
+) -> None:
+    """Make an asset's results from a time on anew, in place, and those of all that consumes it, while
+    nothing runs; what was interrupted goes on."""
+    node, known = _node(module, asset), _nodes(module)
+    spark = build_session("vt-dagster")
+    done = restatement.restate(warehouse, node, start, spark, [*known.values()], tell=typer.echo)
+    typer.echo(f"made anew: {', '.join(done) or 'nothing'}")
+
+
 def rebuild(asset: str, warehouse: Warehouse = "data/warehouse") -> None:
     """Make a table's view anew from its log: where files of it are lost, damaged or somebody's else."""
     AssetStore.open(warehouse, asset, build_session("vt-dagster"), typer.echo).rebuild_view()
 
 
 def _node(module: str, name: str) -> Stream:
-    sys.path.insert(0, str(Path.cwd()))
-    found = {v.name: v for v in vars(import_module(module)).values() if isinstance(v, Stream)}
+    found = _nodes(module)
     if name not in found:
         raise TopologyError(f"expected one of {sorted(found)} in {module}, got {name!r}")
     return found[name]
+
+
+def _nodes(module: str) -> dict[str, Stream]:
+    sys.path.insert(0, str(Path.cwd()))
+    return {v.name: v for v in vars(import_module(module)).values() if isinstance(v, Stream)}

@@ -18,7 +18,7 @@ from vt_dagster.errors import DefinitionsError, VtDagsterError
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.factory import build_asset, build_resources
 from vt_dagster.orchestration.resource import SparkResource
-from vt_dagster.orchestration.sensors import build_sensor
+from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.topology.model import Stream
 
 _SCAFFOLD = """\
@@ -117,7 +117,7 @@ class TopologyComponent(dg.Component):
             sensors=[
                 build_sensor(node, **builder.sensors[name])
                 for name, node in nodes.items()
-                if node.source is not None
+                if has_sensor(node)
             ],
             resources=resources,
         )

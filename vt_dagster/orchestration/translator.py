@@ -110,6 +110,11 @@ def asset_arguments(
             "history of all times. Partition the assets that read it; what a decorated function or an "
             "AssetSource gives is partitioned by its own partitions_def"
         )
+    return spec_arguments(spec, attributes)
+
+
+def spec_arguments(spec: dg.AssetSpec, attributes: SpecAttributes) -> dict[str, Any]:
+    """A spec, with some attributes, as the arguments of ``dagster.asset``."""
     added = {name: value for name, value in attributes.items() if name in _ADDED}
     others: dict[str, Any] = {n: v for n, v in attributes.items() if n not in _ADDED}
     spec = spec.merge_attributes(**added).replace_attributes(**others)  # pyright: ignore[reportArgumentType]
@@ -125,5 +130,5 @@ def asset_arguments(
         "code_version": spec.code_version,
         "automation_condition": spec.automation_condition,
         "freshness_policy": spec.freshness_policy,
-        "partitions_def": partitions,
+        "partitions_def": spec.partitions_def,
     }

@@ -28,6 +28,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.storage import commits, delta
+from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
@@ -105,14 +106,21 @@ def _runs_of(
     then = commits.commits(live.root) if keep_recorded else iter(())
     if isinstance(source, KafkaSource):
         for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
-            ends = {t: {p: (0, e) for p, e in some.items()} for t, some in commit.inputs.items()}
-            yield {"wanted": ends}, commit.recorded_at if keep_recorded else None
+            yield as_far_as(source, commit), commit.recorded_at if keep_recorded else None
         return
     taken = source.taken_by(live.consumed_files(head)) if isinstance(source, FilesSource) else {}
     if taken and 0 not in taken.values():
         for commit in then:
             yield {"only": [f for f, n in taken.items() if n and n <= commit.batch]}, commit.recorded_at
     yield {}, None
+
+
+def as_far_as(source: Any, commit: Commit) -> dict[str, Any]:
+    """What is asked of a source to have its records up to a commit, where it can tell."""
+    if not isinstance(source, KafkaSource):
+        return {}
+    ends = commit.inputs
+    return {"wanted": {t: {p: (0, e) for p, e in some.items()} for t, some in ends.items()}}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,11 @@ MARK = "vt_dagster"
 COMMIT_FILE = re.compile(r"(\d{20})\.json")
 """The name of a commit's file."""
 _UPKEEP = {"OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN"}
-_CHANGES = {"WRITE", "DELETE", "UPDATE", "MERGE", "TRUNCATE", "STREAMING UPDATE", "COPY INTO"}
+_CHANGES = {
+    *("WRITE", "DELETE", "UPDATE", "MERGE", "TRUNCATE", "STREAMING UPDATE", "COPY INTO", "CLONE"),
+    *("REPLACE TABLE", "CREATE OR REPLACE TABLE"),
+    *("REPLACE TABLE AS SELECT", "CREATE OR REPLACE TABLE AS SELECT"),
+}
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 _UNDERSTOOD = {"timestampNtz", "vacuumProtocolCheck"}
 """What a table may ask of its readers; with others its files are not its rows."""
@@ -198,7 +202,8 @@ def _own(info: dict[str, Any]) -> Committed | None:
     )
 
 
-def _ours(path: str) -> Iterator[Committed]:
+def commits(path: str) -> Iterator[Committed]:
+    """Our commits that are still there, newest first. Does not use Spark."""
     found = (_own(info) for info in history(path))
     return (one for one in found if one is not None)
 
@@ -231,7 +236,7 @@ def last_commit(path: str) -> Committed | None:
 
 def last_of_ours(path: str) -> Committed | None:
     """The newest commit of ours, whatever came after it; None where there is none."""
-    return next(_ours(path), None)
+    return next(commits(path), None)
 
 
 def foreign_write(path: str) -> str | None:
@@ -271,7 +276,7 @@ def batch_before(path: str, batch: int) -> Committed | None:
 def commit_of(path: str, batch: int, attempt: str) -> Committed | None:
     """The commit that this attempt made of a batch, later ones may stand above it by now; None = it
     was another attempt that wrote the batch."""
-    for found in _ours(path):
+    for found in commits(path):
         if found.document["batch"] <= batch:
             return found if found.document["attempt"] == attempt else None
     return None
@@ -330,7 +335,8 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
         raise StorageError(
             f"expected a Delta table as vt_dagster writes it in {table.table_uri}, got one with "
             f"{', '.join(sorted(asked))}, whose files alone do not say what is in it: undo that (ALTER "
-            "TABLE … DROP FEATURE), or make the asset anew (vt-dagster replay)"
+            "TABLE … DROP FEATURE), or make it anew (an asset: vt-dagster replay; an export: remove "
+            "its directory)"
         )
     # pa.table() would do the same, and import pandas for half a second.
     told = pa.RecordBatchReader.from_stream(table.get_add_actions(flatten=True)).read_all()
@@ -366,7 +372,7 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
 
 def written_by(path: str, batch: int) -> list[File]:
     """The files that our newest commit of a batch wrote. Does not use Spark."""
-    for one in _ours(path):
+    for one in commits(path):
         if one.document["batch"] == batch:
             return files(path, one.version, lambda file: file.place.startswith(f"{batch}-"))
     return []

@@ -1,0 +1,241 @@
+"""Streams and tables as clean Delta tables for other engines."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import duckdb
+import polars as pl
+import pytest
+from deltalake import DeltaTable, TableFeatures, write_deltalake
+from pyspark.sql import SparkSession
+
+from tests.market import Market, materialized, messages, record, run, unchanged
+from vt_dagster import TopologyError, build_export
+from vt_dagster.errors import StorageError
+from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.storage import delta
+
+
+@pytest.fixture
+def copy(market: Market, tmp_path: Path) -> Market:
+    return market.copy(tmp_path / "copy")
+
+
+def exporting(market: Market, node: Any, what: Any, to: Path, **more: Any) -> ExportRun:
+    return ExportRun(export_of(node, what, str(to), **more), str(market.warehouse), market.spark)
+
+
+def clock(moment: datetime | None) -> str | None:
+    return None if moment is None else f"{moment.day} {moment:%H:%M}"
+
+
+def test_versions_for_every_reader(market: Market, tmp_path: Path) -> None:
+    """Without the tombstone of a at 04:00 and without p1 and p2, which have expired."""
+    to = tmp_path / "it's" / "versions"
+    assert exporting(market, market.prices, "versions", to).run()
+    there = [
+        ("a", "p3", "1 06:00", "2 05:00"),
+        ("a", "p4", "2 05:00", None),
+        ("b", "q1", "1 01:00", "1 12:00"),
+        ("b", "q2", "1 12:00", None),
+    ]
+    columns = ["k", "v", "at", "valid_from", "valid_to"]
+    by_polars = pl.read_delta(str(to)).sort("k", "valid_from")
+    assert by_polars.columns == columns
+    assert [
+        (k, v, clock(since), clock(until)) for k, v, _, since, until in by_polars.iter_rows()
+    ] == there
+    arrow = DeltaTable(str(to)).to_pyarrow_table()
+    assert arrow.column_names == columns
+    assert duckdb.from_arrow(arrow).order("k, valid_from").select("v").fetchall() == [
+        (v,) for _, v, _, _ in there
+    ]
+    protocol, about = DeltaTable(str(to)).protocol(), DeltaTable(str(to)).metadata()
+    assert (protocol.min_reader_version, protocol.reader_features) == (1, None)
+    assert not {"delta.columnMapping.mode", "delta.enableDeletionVectors"} & set(about.configuration)
+    assert about.partition_columns == []
+
+
+def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_path: Path) -> None:
+    to = tmp_path / "current"
+    way = exporting(copy, copy.prices, None, to)
+    assert way.run()
+    assert set(pl.read_delta(str(to)).iter_rows()) == {
+        ("a", "p4", datetime.fromisoformat("2024-01-02T05:00Z")),
+        ("b", "q2", datetime.fromisoformat("2024-01-01T12:00Z")),
+    }
+    assert way.run() is None
+    copy.land("prices", "3.jsonl", record("a", None, "2 06:00"), record("c", "z1", "2 06:00"))
+    copy.run([copy.prices])
+    done = way.run()
+    assert done is not None
+    assert (done.batch, done.counts["in"]) == (2, 2)
+    assert set(pl.read_delta(str(to))["v"]) == {"q2", "z1"}
+    assert way.run() is None
+    assert DeltaTable(str(to)).version() == 1
+    # a history that is another one, and other columns, are news; compaction is none
+    DeltaTable(str(to)).optimize.compact()
+    assert way.run() is None
+    longer = replace(copy.prices, history_retention=timedelta(days=2))
+    assert exporting(copy, longer, None, to).run()
+    more = exporting(copy, copy.prices, None, to, with_columns=["timestamp", "is_tombstone"])
+    assert more.run()
+    with_deleted = pl.read_delta(str(to))
+    assert with_deleted.columns == ["k", "v", "at", "timestamp", "is_tombstone"]
+    assert set(with_deleted["v"]) == {"q2", "z1"}  # a key that is deleted has no current row
+    assert way.run()
+    assert pl.read_delta(str(to)).columns == ["k", "v", "at"]
+
+
+def test_a_stream_is_added_to(copy: Market, tmp_path: Path) -> None:
+    to = tmp_path / "sales"
+    way = exporting(copy, copy.sales, None, to, columns=["offset", "v"])
+    assert way.run()
+    before = set(delta.files(str(to)))
+    assert pl.read_delta(str(to)).sort("offset").rows() == [
+        *((0, "s1"), (1, "s2"), (2, "s3"), (3, "s4, late"), (4, "s5"))
+    ]
+    copy.land("sales", "3.jsonl", record("a", "s6", "1 03:00"))
+    copy.run([copy.sales])
+    done = way.run()
+    assert done is not None
+    assert (done.batch, done.taken) == (2, {"sales": {0: (5, 6)}})
+    (new,) = set(delta.files(str(to))) - before
+    assert set(delta.files(str(to))) > before
+    assert new.rows == 1
+    assert pl.read_delta(str(to)).height == 6
+    # made anew, its offsets are those of other records: the whole is written again
+    shutil.rmtree(copy.warehouse / "sales")
+    copy.run([copy.sales])
+    done = way.run()
+    assert done is not None
+    assert done.counts["in"] == 6
+    assert pl.read_delta(str(to)).height == 6
+
+
+def test_deletions_in_a_log_where_they_are_asked_for(market: Market, tmp_path: Path) -> None:
+    assert exporting(market, market.prices, "log", tmp_path / "plain").run()
+    plain = pl.read_delta(str(tmp_path / "plain"))
+    assert (plain.columns, plain.height) == (["k", "v", "at"], 7)
+    asked: Any = {"columns": ["k", "v", "timestamp", "is_tombstone"]}
+    assert exporting(market, market.prices, "log", tmp_path / "all", **asked).run()
+    told = pl.read_delta(str(tmp_path / "all"))
+    assert told.filter("is_tombstone").select("k", "v").rows() == [("a", None)]
+    assert told.height == 8
+
+
+IDLE = """
+import sys
+from tests.test_export import exporting
+from tests.market import Market
+from pathlib import Path
+from pyspark import SparkContext
+market = Market(Path(sys.argv[1]), None)
+assert exporting(market, market.prices, "versions", Path(sys.argv[2])).run() is None
+assert SparkContext._active_spark_context is None
+print("idle")
+"""
+
+
+def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> None:
+    """Killed after the commit, nothing new, news, and what downstream is told."""
+    to, at = str(tmp_path / "prices"), {"instance": copy.instance}
+    spark.sql("CREATE SCHEMA IF NOT EXISTS bi")
+    about: Any = {"to": to, "catalog_table": "bi.prices", "tags": {"for": "bi"}}
+    export = build_export(copy.prices, "versions", warehouse=str(copy.warehouse), **about)
+    assert export.key == dg.AssetKey("prices_export")
+    (spec,) = export.specs
+    assert (spec.tags["for"], [d.asset_key for d in spec.deps]) == ("bi", [dg.AssetKey("prices")])
+    # a run that died after its commit has told nobody
+    assert ExportRun(export_of(copy.prices, "versions", to), str(copy.warehouse), spark).run()
+    told = materialized(run([export], copy.warehouse, **at), "prices_export")
+    assert DeltaTable(to).version() == 0
+    assert (told["dagster/row_count"], told["dagster/uri"], told["versions"]) == (4, to, {"batch": 1})
+    assert told["dagster/table_name"] == "bi.prices"
+    assert [c.name for c in told["dagster/column_schema"].columns] == [
+        *("k", "v", "at", "valid_from", "valid_to")
+    ]
+    lineage = told["dagster/column_lineage"].deps_by_column
+    assert lineage["v"] == [dg.TableColumnDep(dg.AssetKey("prices"), "v")]
+    by_spark = spark.table("bi.prices").collect()
+    assert sorted(row["v"] for row in by_spark) == ["p3", "p4", "q1", "q2"]
+    unchanged(run([export], copy.warehouse, **at), "prices_export")
+    done = subprocess.run(
+        [sys.executable, "-c", IDLE, str(copy.root), to],
+        **{"capture_output": True, "text": True, "timeout": 120, "cwd": Path(__file__).parent.parent},
+    )
+    assert done.stdout == "idle\n", done.stdout + done.stderr
+
+    @dg.asset_check(asset="prices_export")
+    def open_versions() -> dg.AssetCheckResult:
+        rows = pl.read_delta(to).filter(pl.col("valid_to").is_null())
+        return dg.AssetCheckResult(passed=rows.height == 3, metadata={"rows": rows.height})
+
+    copy.land("prices", "3.jsonl", record("c", "z1", "2 06:00"))
+    result = copy.run([copy.prices], export, open_versions)
+    (found,) = [e for e in result.get_asset_check_evaluations() if e.check_name == "open_versions"]
+    assert found.passed
+    assert materialized(result, "prices_export")["records_in"] == 1
+    assert spark.table("bi.prices").count() == 5
+    taken = build_export(copy.rates, to=str(tmp_path / "rates"), catalog_table="bi.prices")
+    result = run([taken], copy.warehouse)
+    assert "expected bi.prices to be a new name in the catalog" in messages(result)
+    assert not (tmp_path / "rates").exists()
+    spark.sql("DROP SCHEMA bi CASCADE")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("sales", {"what": "current"}, "sales is a Stream: expected one of ['log'] to read"),
+        ("rates", {"what": "versions"}, "rates is a Table: expected one of ['log', 'current']"),
+        ("prices", {"columns": ["k", "offset", "valid_to"]}, "got ['valid_to']; correct columns"),
+        ("prices", {"with_columns": ["is_latest"]}, "got ['is_latest']; correct columns"),
+        ("prices", {"to": "a/warehouse/prices/view"}, "place outside of the warehouse a/warehouse"),
+        ("prices", {"to": "a"}, "place outside of the warehouse a/warehouse"),
+        ("prices", {"to": "a%20b"}, "a path can be read as a URL|whose path can be read as a URL"),
+        ("prices", {"catalog_table": "bi.`x`"}, "expected catalog_table to be a name such as"),
+    ],
+)
+def test_refused_when_definitions_load(
+    market: Market, name: str, asked: dict[str, Any], said: str
+) -> None:
+    about: Any = {"to": "a/export", "warehouse": "a/warehouse", **asked}
+    with pytest.raises(TopologyError) as refused:
+        build_export(getattr(market, name), **about)
+    assert any(one in str(refused.value) for one in said.split("|"))
+
+
+def test_what_is_somebody_elses(market: Market, tmp_path: Path) -> None:
+    def refused(to: Path, **more: Any) -> str:
+        with pytest.raises(StorageError) as found:
+            exporting(market, market.rates, None, to, **more).run()
+        return str(found.value)
+
+    write_deltalake(str(tmp_path / "theirs"), pl.DataFrame({"x": [1]}).to_arrow())
+    assert "got a Delta table of somebody else; give the export" in refused(tmp_path / "theirs")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "report.csv").touch()
+    assert "got ['report.csv']; give the export another directory" in refused(tmp_path / "files")
+    other = market.copy(tmp_path / "other").warehouse / "prices" / "log"
+    assert "got one that 'prices' writes" in refused(other)
+    to = tmp_path / "rates"
+    (to / f"1-{'0' * 32}").mkdir(parents=True)  # of a run that was killed
+    way = exporting(market, market.rates, None, to)
+    assert way.run()
+    assert "got one that 'rates_export' writes" in refused(to, name="second")
+    DeltaTable(str(to)).delete("k = 'a'")
+    assert "from somebody else: DELETE at version 1. RESTORE it to version 0" in refused(to)
+    DeltaTable(str(to)).restore(0)
+    assert way.run() is None
+    feature = TableFeatures.DeletionVectors
+    DeltaTable(str(to)).alter.add_feature(feature, allow_protocol_versions_increase=True)
+    assert "got one with deletionVectors" in refused(to)

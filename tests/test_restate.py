@@ -1,0 +1,181 @@
+"""Results made anew from a time on, in place: equal to a full replay, wherever it is interrupted."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from typer.testing import CliRunner
+
+from tests.storage.topology import Topology
+from vt_dagster import Stream
+from vt_dagster.cli import app
+from vt_dagster.errors import SourceError, StorageError, TopologyError
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.restate import restate
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import AssetStore, stores_of
+
+LATE = "2020-01-01T00:04:00Z"
+"""The time of the table record that comes late."""
+
+
+class World(Topology):
+    """Joins of orders with rates, without a grace period (``joined``) and with one of two minutes, and
+    what is made of the former: a stream without state, and counts."""
+
+    def __init__(self, root: Path, spark: SparkSession) -> None:
+        super().__init__(root)
+        self.spark = spark
+        self.joined = self.orders.join(
+            self.rates, name="joined", select=["left.*", "right.n as rate", "left.n as number"]
+        )
+        self.moved = self.joined.select_key("number", name="moved")
+        self.counted = self.joined.group_by().count(name="counted")
+
+    @property
+    def nodes(self) -> list[Stream]:
+        return [self.rates, self.orders, self.joined, self.priced, self.moved, self.counted]
+
+    def run_all(self) -> None:
+        for node in self.nodes:
+            run_once(node, stores_of(self.warehouse, self.spark))
+
+    def rows(self, name: str, order: bool = True) -> list[Any]:
+        """The log as it is; without an order, without places in it."""
+        rows = AssetStore.open(self.warehouse, name, self.spark).read("log")
+        rows = rows if order else rows.drop("offset")
+        return sorted(rows.collect(), key=repr)
+
+    def restate(self, name: str, start: str = LATE, tell: Any = None) -> list[str]:
+        node = getattr(self, name)
+        return restate(self.warehouse, node, start, self.spark, self.nodes, tell)
+
+    def replayed(self, name: str, order: bool = True) -> list[Any]:
+        replay(self.warehouse, getattr(self, name), f"{name}_whole", self.spark)
+        return self.rows(f"{name}_whole", order)
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> World:
+    """After three runs; in the third a rate of minute 4 comes, when minutes 5 and 6 are joined."""
+    world = World(tmp_path_factory.mktemp("lived"), spark)
+    world.land("rates", "1.jsonl", [("a", 1, 0), ("b", 1, 0)])
+    world.land("orders", "1.jsonl", [("a", 1, 1), ("b", 2, 3.5), ("a", 3, 3)])
+    world.run_all()
+    world.land("rates", "2.jsonl", [("b", 2, 4.5)])
+    world.land("orders", "2.jsonl", [("a", 4, 5), ("b", 5, 6), ("c", 6, 5), ("a", 7, 3)])
+    world.run_all()
+    world.land("rates", "3.jsonl", [("a", 9, 4), ("c", 8, 4)])
+    world.land("orders", "3.jsonl", [("a", 8, 7)])
+    world.run_all()
+    return world
+
+
+@pytest.fixture
+def world(lived: World, tmp_path: Path, spark: SparkSession) -> World:
+    return World(shutil.copytree(lived.root, tmp_path / "copy"), spark)
+
+
+def rates_of(world: World, name: str) -> dict[int, int]:
+    return {row["n"]: row["rate"] for row in world.rows(name)}
+
+
+def test_a_join_takes_in_what_came_late(world: World) -> None:
+    before = rates_of(world, "joined")
+    assert before == {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 1, 8: 9}  # 6 found nothing
+    lines: list[str] = []
+    assert world.restate("joined", tell=lines.append) == ["joined", "moved", "counted"]
+    assert rates_of(world, "joined") == {**before, 4: 9, 6: 8}
+    assert "joined: keeps 3 of 7 results" in lines
+    assert "moved: keeps 3 of 7 results" in lines
+    assert "counted: replayed: it keeps a state, and has that of its last run only" in lines
+    for name in ("joined", "moved", "counted"):
+        assert world.rows(name) == world.replayed(name), name
+    assert not list(Path(world.warehouse).glob("*restate*"))
+    # all goes on from there
+    world.land("orders", "4.jsonl", [("c", 9, 8)])
+    world.run_all()
+    assert rates_of(world, "moved")[9] == 8
+    assert [r["count"] for r in world.rows("counted") if r["k"] == "c"] == [1, 2]
+
+
+def test_what_a_grace_period_holds_back(world: World) -> None:
+    lines: list[str] = []
+    assert world.restate("priced", tell=lines.append) == ["priced"]
+    assert "priced: keeps 1 of 6 results" in lines
+    assert world.rows("priced", order=False) == world.replayed("priced", order=False)
+    world.land("orders", "4.jsonl", [("a", 9, 9)])
+    world.run_all()
+    assert rates_of(world, "priced") == {1: 1, 2: 1, 3: 1, 4: 9, 5: 2, 6: 8, 7: 1, 8: 9}
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_at_each_step(world: World) -> None:
+    """After each commit, and before each exchange; and between its two halves."""
+    for step in (
+        *("joined: keeps", "counted: replayed", "joined: committed", "moved: committed"),
+        *("counted: committed", "joined: its new", "moved: its new", "counted: its new"),
+    ):
+
+        def tell(line: str, step: str = step) -> None:
+            if line.startswith(step):
+                raise Killed
+
+        with pytest.raises(Killed):
+            world.restate("joined", tell=tell)
+        if step == "moved: its new":
+            beside = Path(world.warehouse) / "joined.restate"
+            (beside / "old").mkdir(exist_ok=True)
+            (Path(world.warehouse) / "moved").rename(beside / "old" / "moved")
+            with pytest.raises(StorageError, match=r"was interrupted, of .*'moved'.* the same time"):
+                world.restate("joined", "2020-01-01T00:05:00Z")
+    assert world.restate("joined") == ["joined", "moved", "counted"]
+    for name in ("joined", "moved", "counted"):
+        assert world.rows(name) == world.replayed(name), name
+    assert rates_of(world, "joined")[4] == 9
+    assert not list(Path(world.warehouse).glob("*restate*"))
+
+
+def test_a_source_is_read_again(world: World) -> None:
+    file = world.root / "orders" / "2.jsonl"
+    aside = file.rename(world.root / "aside.jsonl")
+    with pytest.raises(SourceError, match=r"expected the 8 records of its source .* got 4"):
+        world.restate("orders")
+    aside.rename(file)
+    assert world.restate("orders") == ["orders", "joined", "priced", "moved", "counted"]
+    assert rates_of(world, "joined")[4] == 9
+    assert rates_of(world, "moved")[6] == 8
+
+
+def test_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match=r"got 2 record.* from 2020-01-01T00:04:00Z on: .* --from"):
+        world.restate("joined", "2020-01-01T00:07:00Z")
+    with pytest.raises(StorageError, match="got none of counted, which consumes joined"):
+        restate(world.warehouse, world.joined, LATE, world.spark, [world.moved])
+    assert world.restate("joined", "2020-01-01T01:00:00Z") == []
+    never = world.orders.left_join(world.rates, name="never", select=["left.*", "right.n as rate"])
+    with pytest.raises(StorageError, match="never: nothing was ever committed"):
+        restate(world.warehouse, never, LATE, world.spark)
+    short = replace(world.rates, history_retention=timedelta(seconds=60))
+    forgets = world.orders.join(
+        short, name="joined", select=["left.*", "right.n as rate", "left.n as number"]
+    )
+    with pytest.raises(StorageError, match="rates remembers all that is joined anew, got records of"):
+        restate(world.warehouse, forgets, LATE, world.spark, [])
+    module = type(sys)("world_module")
+    vars(module).update(joined=world.joined, moved=world.moved, counted=world.counted)
+    monkeypatch.setitem(sys.modules, "world_module", module)
+    about = ["--from", LATE, "--module", "world_module", "--warehouse", world.warehouse]
+    done = CliRunner().invoke(app, ["restate", "nobody", *about])
+    assert isinstance(done.exception, TopologyError)
+    assert not list(Path(world.warehouse).glob("*restate*"))

@@ -1,0 +1,152 @@
+"""The asset that writes a stream or table for other engines: a clean Delta table of its own."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import dagster as dg
+from typing_extensions import Unpack
+
+from vt_dagster.orchestration.asset import data_version, to_be_told, unchanged
+from vt_dagster.orchestration.metadata import column_schema, positions_of
+from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, tables_key, warehouse_of
+from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
+from vt_dagster.runs.export import Export, ExportRun, export_of, exported_rows
+from vt_dagster.storage.positions import Commit
+from vt_dagster.topology.model import Stream
+
+What = Literal["current", "versions", "log"]
+
+
+def build_export(
+    node: Stream,
+    what: What | None = None,
+    *,
+    to: str,
+    name: str | None = None,
+    columns: Sequence[str] = (),
+    with_columns: Sequence[str] = (),
+    catalog_table: str | None = None,
+    warehouse: str | None = None,
+    pool: str | None = None,
+    retry_policy: dg.RetryPolicy | None = None,
+    resource_prefix: str = PREFIX,
+    **attributes: Unpack[SpecAttributes],
+) -> dg.AssetsDefinition:
+    """An asset that writes a stream or table as a Delta table for other engines.
+
+    It has no tombstones, nothing that has expired, and none of our columns but ``valid_from``
+    (inclusive) and ``valid_to`` (exclusive, null = current) of versions; neither deletion vectors nor
+    column mapping. One Delta commit a run: of a log the new rows are appended, a table is written as a
+    whole. A run with nothing new writes nothing and starts no Spark. What was made anew (replayed and
+    swapped) is written as a whole.
+
+    Args:
+        what: ``current`` (default of tables: the row of every key), ``versions`` (of versioned
+            tables) or ``log`` (default of streams: every record; of a table every change).
+        to: the directory or URL of the table, outside of the warehouse; nobody else writes there, but
+            for OPTIMIZE and VACUUM.
+        name: of the asset; None = ``<node>_export``. Its key has the node's prefix.
+        columns: instead of the schema's, in order; also ours, such as ``timestamp``.
+        with_columns: in addition. With ``is_tombstone`` among them deletions are there too.
+        catalog_table: ``schema.name`` under which Spark's catalog is to have it.
+        warehouse: where the node's tables are: a place within is then refused when definitions load,
+            else when the export runs.
+        pool, retry_policy, resource_prefix, attributes: as of :func:`build_asset`.
+
+    Raises:
+        TopologyError: the node has no such thing or columns, or ``to`` is within a warehouse.
+    """
+    export = export_of(
+        node,
+        what,
+        to,
+        name=name,
+        columns=columns,
+        with_columns=with_columns,
+        catalog_table=catalog_table,
+    )
+    if warehouse is not None:
+        export.require_outside(warehouse)
+    spec = _spec(export)
+
+    @dg.asset(
+        **spec_arguments(spec, attributes),
+        pool=pool,
+        retry_policy=retry_policy,
+        required_resource_keys=keys_of(resource_prefix),
+        io_manager_key=tables_key(resource_prefix),
+    )
+    def of_export(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        return _run(context, export, spec.key, resource_prefix)
+
+    return cast(dg.AssetsDefinition, of_export)
+
+
+def _spec(export: Export) -> dg.AssetSpec:
+    node = export.node
+    said = {"current": "current rows", "versions": "versions", "log": "records"}[export.what]
+    metadata = {
+        "dagster/column_schema": _columns(export),
+        "dagster/column_lineage": _lineage(export),
+        "dagster/storage_kind": "delta",
+        "dagster/uri": export.to,
+        "vt_dagster/kind": "Export",
+    }
+    if export.catalog_table is not None:
+        metadata["dagster/table_name"] = export.catalog_table
+    return dg.AssetSpec(
+        dg.AssetKey([*node.path[:-1], export.name]),
+        deps=[dg.AssetKey(node.path)],
+        description=f"The {said} of `{node.name}` for other engines, a Delta table in {export.to}.",
+        group_name=node.group,
+        owners=list(node.owners) or None,
+        kinds={"spark", "deltalake"},
+        metadata=metadata,
+    )
+
+
+def _columns(export: Export) -> dg.TableSchema:
+    there = {column.name: column for column in column_schema(export.node).columns}
+    unknown = {name: dg.TableColumn(name, "decided by Spark") for name in export.columns}
+    return dg.TableSchema(columns=[(unknown | there)[name] for name in export.columns])
+
+
+def _lineage(export: Export) -> dg.TableColumnLineage:
+    up = dg.AssetKey(export.node.path)
+    return dg.TableColumnLineage({name: [dg.TableColumnDep(up, name)] for name in export.columns})
+
+
+def _run(
+    context: dg.AssetExecutionContext, export: Export, key: dg.AssetKey, prefix: str
+) -> dg.MaterializeResult[Any]:
+    started, spark = time.monotonic(), spark_of(context, prefix)
+    way = ExportRun(
+        export, warehouse_of(context, prefix), lambda: spark.spark_session, context.log.info
+    )
+    commit = way.run(context.run.run_id)
+    if commit is not None:
+        return _materialized(export, commit, started)
+    context.log.info(f"{export.name}: nothing new in the log of {export.node.name}")
+    last = way.head()
+    if last is None or not to_be_told(context, key, last):
+        return unchanged(context, key, last)
+    way.register()  # whoever died before telling may have died before this
+    return _materialized(export, last, started)
+
+
+def _materialized(export: Export, commit: Commit, started: float) -> dg.MaterializeResult[Any]:
+    metadata: dict[str, Any] = {
+        "dagster/uri": export.to,
+        "dagster/row_count": exported_rows(export.to),
+        "dagster/column_schema": _columns(export),
+        "dagster/column_lineage": _lineage(export),
+        "seconds": round(time.monotonic() - started, 3),
+        "records_in": commit.counts["in"],
+        "versions": {"batch": commit.batch},
+        "positions": positions_of(commit),
+        "read_versions": dict(commit.reads),
+    }
+    if export.catalog_table is not None:
+        metadata["dagster/table_name"] = export.catalog_table
+    return dg.MaterializeResult(metadata=metadata, data_version=data_version(commit))

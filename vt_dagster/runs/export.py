@@ -1,0 +1,312 @@
+"""Writes a stream or table as a Delta table for other engines, and brings that up to the log.
+
+How far an export has come stands in the commits of the exported table itself: each says which log it is
+of and up to which offsets. So rows and position are one atomic step, and a run that finds the log where
+the last commit left it writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import posixpath
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, VALID_FROM, VALID_TO
+from vt_dagster.core.log import log_columns
+from vt_dagster.core.store import rows_of
+from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.spark.jars import one_line
+from vt_dagster.spark.small_runs import is_small
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.positions import Commit, choose
+from vt_dagster.storage.store import AssetStore, Snapshot, shape_of
+from vt_dagster.topology.model import Stream, Table
+
+_ROWS_OF_A_FILE = 1_000_000
+_OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")
+"""What lies where a first run was killed."""
+_EXPORT = "export"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is exported, and where to. Checked when it is made, which is when definitions load.
+
+    Args:
+        name: of the export's asset.
+        to: the directory or URL of the Delta table.
+        what: ``current``, ``versions`` or ``log``; an empty text: current of a table, log of a stream.
+        columns: those of the exported table, in order; none: those of the schema, and of versions
+            ``valid_from`` and ``valid_to``.
+        with_columns: further ones.
+        catalog_table: the name under which the session's catalog has it; None = it is not registered.
+
+    Raises:
+        TopologyError: the node has no such thing or columns, or ``to`` is no place for it.
+    """
+
+    node: Stream
+    name: str
+    to: str
+    what: str = ""
+    columns: tuple[str, ...] = ()
+    with_columns: tuple[str, ...] = ()
+    catalog_table: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            what = choose(self.node.name, shape_of(self.node).kind, self.what or None, None)
+            delta.require_place(self.to)
+        except StorageError as error:
+            raise TopologyError(f"{self.name}: {error}") from None
+        object.__setattr__(self, "what", what)
+        object.__setattr__(self, "columns", self._chosen(what))
+        if self.catalog_table is not None and not re.fullmatch(r"\w+(\.\w+){0,2}", self.catalog_table):
+            raise TopologyError(
+                f"{self.name}: expected catalog_table to be a name such as 'db.prices', got "
+                f"{self.catalog_table!r}"
+            )
+
+    def _chosen(self, what: str) -> tuple[str, ...]:
+        versions = (VALID_FROM, VALID_TO) if what == "versions" else ()
+        own = [c for c in log_columns(self.node) if c in self.node.schema.names]
+        there = list(dict.fromkeys([*log_columns(self.node), *versions]))
+        if what != "log" and isinstance(self.node, Table):
+            there = [c for c in there if c not in (IS_LATEST, OLD)]
+        chosen = tuple(dict.fromkeys([*(self.columns or (*own, *versions)), *self.with_columns]))
+        unknown = [c for c in chosen if c not in there]
+        if unknown:
+            raise TopologyError(
+                f"{self.name}: expected columns of {self.node.name}, some of {there}, got {unknown}; "
+                "correct columns or with_columns"
+            )
+        return chosen
+
+    def require_outside(self, warehouse: str) -> None:
+        """An export must not lie among the tables of a warehouse, nor around them.
+
+        Raises:
+            TopologyError: it does.
+        """
+        mine, theirs = _place(self.to), _place(warehouse)
+        if f"{mine}/".startswith(f"{theirs}/") or f"{theirs}/".startswith(f"{mine}/"):
+            raise TopologyError(
+                f"{self.name}: expected a place outside of the warehouse {warehouse}, whose folders "
+                f"are those of its assets, got to={self.to!r}; choose another directory"
+            )
+
+
+def _place(path: str) -> str:
+    if "://" in path and not path.startswith("file://"):
+        return delta.location(path).rstrip("/")
+    return str(Path(path.removeprefix("file://")).resolve())
+
+
+class ExportRun:
+    """Brings the table of an export up to the log that it is made of.
+
+    Args:
+        spark: a session, or what gives one when it is first needed.
+        tell: is told what has been written, in a line each.
+    """
+
+    def __init__(
+        self,
+        export: Export,
+        warehouse: str,
+        spark: SparkSession | Callable[[], SparkSession],
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        export.require_outside(warehouse)
+        self.export = export
+        self._store = AssetStore(warehouse, export.node, spark, tell)
+
+    def head(self) -> Commit | None:
+        """The last commit of the export; None before the first. Does not use Spark.
+
+        Raises:
+            StorageError: something else lies there, or somebody else has written to it.
+        """
+        to, name = self.export.to, self.export.name
+        found = delta.last_of_ours(to)
+        if found is None:
+            self._require_empty()
+            return None
+        shape = found.document.get("shape") or {}
+        whose = found.document.get("asset")
+        if _EXPORT not in shape.get("meaning", {}) or whose != name:
+            raise StorageError(
+                f"{name}: expected an empty place or its own table in {to}, got one that {whose!r} "
+                "writes; give the export another directory"
+            )
+        changed = delta.foreign_write(to)
+        if changed is not None:
+            raise StorageError(
+                f"{name}: expected that only this export writes to {to}, got from somebody else: "
+                f"{changed}. RESTORE it to version {found.version}, or remove the directory: the next "
+                "run makes it anew"
+            )
+        delta.files(to, wanted=lambda _: False)  # refuses what an engine of less features cannot read
+        return Commit.model_validate(found.document)
+
+    def _require_empty(self) -> None:
+        to = self.export.to
+        fs, local = delta.filesystem(to)
+        there = fs.ls(local, detail=False, refresh=True) if fs.exists(local) else []
+        others = [n for n in map(posixpath.basename, there) if not _OWN_FOLDER.fullmatch(n)]
+        if others or delta.exists(to):
+            raise StorageError(
+                f"{self.export.name}: expected an empty place or its own table in {to}, got "
+                f"{'a Delta table of somebody else' if delta.exists(to) else sorted(others)[:3]}; give "
+                "the export another directory, or move that away"
+            )
+
+    def run(self, run_id: str | None = None) -> Commit | None:
+        """Writes what is new: of a log the new rows, of a table the whole, in one Delta commit.
+
+        A log that was made anew (swapped, restated), and other columns, have the table written as a
+        whole.
+
+        Returns:
+            the commit; None where nothing is new, known without Spark.
+
+        Raises:
+            StorageError: the place is somebody else's.
+            ConcurrentRunError: another run of the export committed at the same time.
+        """
+        export, before, at = self.export, self.head(), self._store.snapshot()
+        if at.head is None:
+            return None
+        commit = self._document(at, before, run_id)
+        same = before is not None and (before.log, before.shape) == (commit.log, commit.shape)
+        if before is not None and same and before.next_offset == commit.next_offset:
+            return None
+        self._require_name()
+        appends = before is not None and same and export.what == "log"
+        start = before.next_offset if before is not None and appends else {}
+        rows, number = self._rows(at, start)
+        last = delta.last_of_ours(export.to)
+        with self._store.tuned(is_small(number, 0)):
+            written = parquet.write(
+                rows.coalesce(max(1, math.ceil(number / _ROWS_OF_A_FILE))),
+                export.to,
+                document=commit.model_dump(),
+                batch=commit.batch,
+                asset=export.name,
+                mode="append" if appends or last is None else "overwrite",
+                over=None if last is None else last.version,
+            )
+        self._store.progress.done(
+            f"exported to {export.to}, batch {commit.batch} (version {written.version})"
+        )
+        self.register()
+        return commit
+
+    def _document(self, at: Snapshot, before: Commit | None, run_id: str | None) -> Commit:
+        """What the commit says: of which log it is, up to where, and as what."""
+        assert at.head is not None
+        export, head = self.export, at.head.commit
+        shape = shape_of(export.node)
+        types = {f.name: f.dataType.simpleString() for f in export.node.schema.fields}
+        said = json.dumps([[name, types.get(name)] for name in export.columns])
+        done = {} if before is None or before.log != head.log else before.next_offset
+        ranges = {p: (done.get(p, 0), e) for p, e in head.next_offset.items() if e > done.get(p, 0)}
+        return Commit(
+            asset=export.name,
+            batch=1 if before is None else before.batch + 1,
+            attempt=self._store.new_attempt(),
+            shape=shape.model_copy(update={"meaning": {_EXPORT: export.what, "columns": said}}),
+            log=head.log,
+            logs={export.node.name: head.log},
+            run_id=run_id,
+            taken={export.node.name: ranges},
+            inputs={export.node.name: head.next_offset},
+            next_offset=head.next_offset,
+            stream_time=head.stream_time,
+            counts={"in": sum(end - start for start, end in ranges.values())},
+            reads={f"{export.node.name}/log": at.head.version},
+        )
+
+    def _rows(self, at: Snapshot, start: dict[int, int]) -> tuple[DataFrame, int]:
+        """The rows to be written, and how many they are, more or less."""
+        assert at.head is not None
+        export, store = self.export, self._store
+        number = at.total - sum(start.values())
+        if export.what == "log":
+            rows = store.log(start, at.head)
+        elif export.what == "versions":
+            rows = store.view_at(at)
+        else:
+            assert isinstance(export.node, Table)
+            rows, number = rows_of(export.node, store.current_at(at)), at.reach()
+        if IS_TOMBSTONE not in export.columns and IS_TOMBSTONE in rows.columns:
+            rows = rows.where(f"NOT {IS_TOMBSTONE}")
+        return rows.select(*[f"`{c}`" for c in export.columns]), number
+
+    def register(self) -> None:
+        """Makes the table known to the session's catalog, where it is to be."""
+        if self.export.catalog_table is not None:
+            where = self._location().replace("\\", "\\\\").replace("'", "\\'")
+            self._sql(
+                f"CREATE TABLE IF NOT EXISTS {self.export.catalog_table} USING DELTA LOCATION '{where}'"
+            )
+
+    def _require_name(self) -> None:
+        """Refuses a name in the catalog that another table has, before anything is written."""
+        name = self.export.catalog_table
+        if name is None or not self._store.spark.catalog.tableExists(name):
+            return
+        found = self._sql(f"DESCRIBE DETAIL {name}").select("location").collect()[0][0]
+        there = _place(re.sub(r"^file:/+", "/", found))
+        if there != _place(self._location()):
+            raise StorageError(
+                f"{self.export.name}: expected {name} to be a new name in the catalog, or the table in "
+                f"{self.export.to}, got one in {found}; give another catalog_table, or drop that one"
+            )
+
+    def _location(self) -> str:
+        to = self.export.to
+        return to if "://" in to else _place(to)
+
+    def _sql(self, statement: str) -> DataFrame:
+        try:
+            return self._store.spark.sql(statement)
+        except PySparkException as error:
+            raise StorageError(
+                f"{self.export.name}: expected the session's catalog to take {statement!r}, got: "
+                f"{one_line(error)}. Create its schema, or give another catalog_table"
+            ) from error
+
+
+def exported_rows(to: str) -> int:
+    """How many rows an exported table has. Does not use Spark."""
+    return sum(file.rows for file in delta.files(to))
+
+
+def export_of(
+    node: Stream,
+    what: str | None,
+    to: str,
+    *,
+    name: str | None = None,
+    columns: Sequence[str] = (),
+    with_columns: Sequence[str] = (),
+    catalog_table: str | None = None,
+) -> Export:
+    """An export, named ``<node>_export`` where no name is given; see :class:`Export`."""
+    return Export(
+        node,
+        name or f"{node.name}_export",
+        str(to),
+        what or "",
+        tuple(columns),
+        tuple(with_columns),
+        catalog_table,
+    )

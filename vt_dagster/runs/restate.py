@@ -1,0 +1,216 @@
+"""Makes the results of an asset after a time anew from logs, in place, and of all that consumes it.
+
+**What is kept.** A log is a chain of batches, and how an arrival order is cut into runs changes no
+result. So the batches that had taken nothing but records from before the time are kept as they are, and
+runs go on from the last of them, with the tables as they are now. That is a full replay, if those
+batches would come out the same again: operators without state that look into no table do so by
+construction; of a join with a versioned table it is looked up whether a record that concerns what was
+joined came after it, and a restatement that would leave such a one out is refused. What keeps a state
+(aggregates, suppress), and joins with a plain table, are replayed as a whole: the state of back then is
+gone, and such a table has only its present.
+
+**How it takes place.** The new logs are made beside the old ones, in a folder of the warehouse; then
+they change places, inputs first. Each step is found done or is done again, so that a killed restatement
+goes on where it stopped. Nothing else may run meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+from uuid import uuid4
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import OFFSET
+from vt_dagster.core.arrival import by_partition
+from vt_dagster.errors import SourceError, StorageError
+from vt_dagster.runs.replay import as_far_as
+from vt_dagster.runs.restate_plan import Plan, Planner, Step, path_of
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.durations import in_utc, parse_time
+from vt_dagster.topology.model import Stream, topological
+
+Tell = Callable[[str], None]
+_ROWS_OF_A_FILE = 250_000
+_PLAN, _READY = "plan.json", "ready"
+_BESIDE, _OLD = "new", "old"
+
+
+def restate(
+    warehouse: str,
+    node: Stream,
+    start: datetime | str,
+    spark: SparkSession,
+    among: Sequence[Stream] = (),
+    tell: Tell | None = None,
+) -> list[str]:
+    """Makes the results of an asset from a time on anew, in place, and those of all that consume it.
+
+    The result is that of a full replay of each: records in their order, and of what is held back the
+    same set. The logs that are made anew are others than before: what consumes them and is not among
+    the definitions would refuse its next run. Nothing else may run meanwhile. What was
+    interrupted is brought to its end by the same call.
+
+    Args:
+        start: the time (inclusive; without an offset UTC) from which on records are processed anew.
+        among: the streams and tables in which to look for what consumes it.
+        tell: is told what is kept and what has been written, in a line each.
+
+    Returns:
+        the names of all that was made anew, inputs first.
+
+    Raises:
+        StorageError: the asset has never run; a table that it looks into remembers too little; records
+            for times before ``start`` would be left out; or what consumes it is not among them.
+        SourceError: the source has not got the records any more.
+    """
+    moment = parse_time(start if isinstance(start, str) else start.isoformat())
+    return _Restatement(str(warehouse), node, moment, spark, among, tell).run()
+
+
+class _Restatement:
+    def __init__(
+        self,
+        warehouse: str,
+        node: Stream,
+        moment: int,
+        spark: SparkSession,
+        among: Sequence[Stream],
+        tell: Tell | None,
+    ) -> None:
+        self.warehouse, self.node, self.moment, self.spark = warehouse, node, moment, spark
+        self.nodes = topological([node, *among])
+        self.say = tell or (lambda _: None)
+        self.place = posixpath.join(warehouse, f"{'.'.join(node.path)}.restate")
+        self.fs, self.root = delta.filesystem(self.place)
+
+    def run(self) -> list[str]:
+        plan = self._plan()
+        if not plan.steps:
+            self.say(f"{self.node.name}: takes nothing from {in_utc(self.moment)} on: nothing to do")
+            return []
+        made = {step.path for step in plan.steps}
+        steps = [(step, next(n for n in self.nodes if path_of(n) == step.path)) for step in plan.steps]
+        if not self._exists(_READY):
+            for step, node in steps:
+                self._build(step, node, made)
+            self.fs.touch(posixpath.join(self.root, _READY))
+        for step in plan.steps:
+            self._exchange(step.path)
+        # The plan first: without it, what is left is rubbish and no restatement.
+        self.fs.rm_file(posixpath.join(self.root, _PLAN))
+        self.fs.rm(self.root, recursive=True)
+        return [node.name for _, node in steps]
+
+    def _exists(self, *parts: str) -> bool:
+        return self.fs.exists(posixpath.join(self.root, *parts))
+
+    def _live(self, node: Stream) -> AssetStore:
+        return AssetStore(self.warehouse, node, self.spark, self.say)
+
+    def _beside(self, node: Stream) -> AssetStore:
+        return AssetStore(posixpath.join(self.place, _BESIDE), node, self.spark, self.say)
+
+    # -- plan ------------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        place = posixpath.join(self.root, _PLAN)
+        if self.fs.exists(place):
+            plan = Plan.model_validate_json(self.fs.cat_file(place))
+            missing = {step.path for step in plan.steps} - {path_of(n) for n in self.nodes}
+            if plan.start != self.moment or missing:
+                raise StorageError(
+                    f"{self.node.name}: a restatement from {in_utc(plan.start)} was interrupted, of "
+                    f"{[step.path for step in plan.steps]}; bring it to its end first: run it again "
+                    "with the same time and definitions"
+                )
+            self.say(f"{self.node.name}: goes on with what was interrupted")
+            return plan
+        if self.fs.exists(self.root):
+            self.fs.rm(self.root, recursive=True)
+        planner = Planner(self.warehouse, self.node, self.moment, self.spark, self.nodes, self.say)
+        plan = planner.plan()
+        if not plan.steps:
+            return plan
+        self.fs.makedirs(self.root, exist_ok=True)
+        self.fs.pipe_file(f"{place}.part", plan.model_dump_json().encode())
+        self.fs.mv(f"{place}.part", place)
+        return plan
+
+    # -- build -----------------------------------------------------------------------------------
+
+    def _build(self, step: Step, node: Stream, made: set[str]) -> None:
+        """Makes the new tables of one asset; goes on with them where they were begun."""
+        whose = f"restate:{self.node.name}"
+
+        def stores(of: Stream) -> AssetStore:
+            return self._beside(of) if path_of(of) in made else self._live(of)
+
+        new = stores(node)
+        if step.keep is not None and new.head() is None:
+            self._begin(step.keep, node, new, made, whose)
+        asked = dict[str, Any]()
+        if node.operator is None:
+            head = self._live(node).head()
+            assert head is not None
+            asked = as_far_as(node.source, head.commit)
+        while run_once(node, stores, run_id=whose, **asked).commit is not None:
+            pass
+        done = new.head()
+        found = 0 if done is None else done.commit.totals.get("in", 0)
+        if found < step.taken:
+            self.fs.rm(self.root, recursive=True)  # what comes back is to be read in its order
+            raise SourceError(
+                f"{node.name}: expected the {step.taken:,} records of its source that its log was made "
+                f"of, got {found:,}: the others are not there any more, and would be gone from the "
+                "log. Put them back and run it again, or restate what is made of it alone"
+            )
+
+    def _begin(self, keep: Commit, node: Stream, new: AssetStore, made: set[str], whose: str) -> None:
+        """Writes what is kept, as one commit that says what the last of its batches said."""
+        live = self._live(node)
+        head = live.head()
+        assert head is not None
+        logs = dict(keep.logs)
+        for up in node.inputs:
+            there = self._beside(up).head() if path_of(up) in made else None
+            if there is not None:
+                logs[up.name] = there.commit.log
+        name = uuid4().hex
+        more = {"log": name, "attempt": name, "logs": logs, "run_id": whose, "rejected": False}
+        kept = F.col(OFFSET) < F.coalesce(by_partition(keep.next_offset, "long"), F.lit(0))
+        rows: DataFrame = live.log({}, head).where(kept)
+        parquet.write(
+            rows.coalesce(max(1, math.ceil(keep.total / _ROWS_OF_A_FILE))),
+            new.log_path,
+            document=keep.model_copy(update=more).model_dump(),
+            batch=keep.batch,
+            asset=node.name,
+        )
+
+    # -- exchange --------------------------------------------------------------------------------
+
+    def _exchange(self, path: str) -> None:
+        """Puts the new tables of an asset in the place of the old ones, if that is not done yet."""
+        new, old = posixpath.join(self.root, _BESIDE, path), posixpath.join(self.root, _OLD, path)
+        live = posixpath.join(delta.filesystem(self.warehouse)[1], path)
+        if not self.fs.exists(new):
+            return
+        if not self.fs.exists(old):
+            self.fs.makedirs(posixpath.dirname(old), exist_ok=True)
+            self.say(f"{path}: its new tables take the place of the old ones")
+            self.fs.mv(live, old, recursive=True)
+        elif self.fs.exists(live):
+            raise StorageError(
+                f"{path}: expected that nothing runs while it is restated, but somebody has written to "
+                f"{live} between its old tables and the new ones; move that away and run it again"
+            )
+        self.fs.mv(new, live, recursive=True)

@@ -1,0 +1,265 @@
+"""What a restatement keeps of each log, and what stands against it; see ``restate``."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, Field
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.core.processors import processor_of
+from vt_dagster.errors import StorageError
+from vt_dagster.storage import delta
+from vt_dagster.storage.lookup import asset_names, head_of
+from vt_dagster.storage.positions import Commit, Offsets, horizons
+from vt_dagster.storage.store import AssetStore, shape_of
+from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.model import Stream, VersionedTable
+
+
+class Step(BaseModel):
+    """What becomes of one asset.
+
+    Args:
+        path: its folder in the warehouse.
+        keep: the commit up to which its log is kept; None = nothing is, and ``why``.
+        taken: how many records its log had taken of a source.
+    """
+
+    path: str
+    keep: Commit | None = None
+    why: str = ""
+    taken: int = 0
+
+
+class Plan(BaseModel):
+    """What a restatement does, in order: inputs first."""
+
+    start: int
+    steps: list[Step] = Field(default_factory=list[Step])
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans a restatement. Writes nothing.
+
+    Args:
+        node: what is restated.
+        moment: from when on, inclusive: epoch microseconds.
+        nodes: all streams and tables that are known, inputs first.
+        say: is told what is kept, in a line each.
+    """
+
+    warehouse: str
+    node: Stream
+    moment: int
+    spark: SparkSession
+    nodes: Sequence[Stream]
+    say: Callable[[str], None]
+
+    def plan(self) -> Plan:
+        """What is to be done; no steps where no record is from the time on."""
+        plan = Plan(start=self.moment)
+        for node in self.nodes:
+            if node.name == self.node.name or self._consumes(node, plan):
+                step = self._step(node, plan)
+                if step is not None:
+                    plan.steps.append(step)
+        if plan.steps:
+            self._require_all(plan)
+        return plan
+
+    def _live(self, node: Stream) -> AssetStore:
+        return AssetStore(self.warehouse, node, self.spark, self.say)
+
+    def _consumes(self, node: Stream, plan: Plan) -> bool:
+        return not {path_of(up) for up in node.inputs}.isdisjoint(step.path for step in plan.steps)
+
+    def _step(self, node: Stream, plan: Plan) -> Step | None:
+        """What is kept of one asset; None where it was never run."""
+        head = self._live(node).head()
+        if head is None:
+            if node.name != self.node.name:
+                return None
+            raise StorageError(
+                f"{node.name}: nothing was ever committed, so there is nothing to restate; run it first"
+            )
+        if node.operator is None:
+            taken = head.commit.totals.get("in", 0)
+            return Step(path=path_of(node), why="its source is read again", taken=taken)
+        keep, why = self._kept(node, head.commit, plan)
+        if keep is not None and keep.batch == head.commit.batch and not plan.steps:
+            return None
+        self._require_history(node, keep)
+        if keep is not None:
+            self._require_nothing_earlier(node, keep)
+        what = f"keeps {keep.total:,} of {head.commit.total:,} results" if keep else f"replayed: {why}"
+        self.say(f"{node.name}: {what}")
+        return Step(path=path_of(node), keep=keep, why=why)
+
+    def _kept(self, node: Stream, last: Commit, plan: Plan) -> tuple[Commit | None, str]:
+        """The last commit up to which the log is as a replay would make it; None = there is none, and
+        why."""
+        processor, done = processor_of(node), {step.path: step for step in plan.steps}
+        table = processor.looked_up
+        if last.state:
+            return None, "it keeps a state, and has that of its last run only"
+        if last.shape.meaning and last.shape.meaning != shape_of(node).meaning:
+            return None, "it is declared as something else than before"
+        if table is not None and not isinstance(table, VersionedTable):
+            return None, f"{table.name} has only its present"
+        if table is not None and path_of(table) in done:
+            return None, f"{table.name} is made anew"
+        limits = dict[str, Offsets]()
+        for up in processor.consumed:
+            keep = done[path_of(up)].keep if path_of(up) in done else None
+            if path_of(up) in done:
+                limits[up.name] = {} if keep is None else dict(keep.next_offset)
+            if table is not None or node.name == self.node.name:
+                ends = self._first_after(up)
+                known = limits.get(up.name)
+                limits[up.name] = ends if known is None else _least(ends, known)
+        for found in delta.commits(self._live(node).log_path):
+            commit = Commit.model_validate(found.document)
+            if commit.log != last.log or commit.state:
+                break
+            if all(_within(commit.inputs.get(name, {}), ends) for name, ends in limits.items()):
+                return commit, ""
+        return None, "no batch that is still known has older records only"
+
+    def _first_after(self, up: Stream) -> Offsets:
+        """Of each partition the offset of the first record from the time on; else its end."""
+        store = self._live(up)
+        head = store.head()
+        if head is None:
+            return {}
+        later = store.log({}, head).where(F.col(TIMESTAMP) >= F.timestamp_micros(F.lit(self.moment)))
+        found = later.groupBy(PARTITION).agg(F.min(OFFSET)).collect()
+        return {**head.commit.next_offset, **{row[0]: row[1] for row in found}}
+
+    def _require_history(self, node: Stream, keep: Commit | None) -> None:
+        """Refuses to join anew what the table has forgotten the answer to."""
+        table = processor_of(node).looked_up
+        head = None if table is None else self._live(table).head()
+        if head is None or not isinstance(table, VersionedTable):
+            return
+        horizon = max(horizons(table.history_retention, head.commit.stream_time), default=None)
+        (up,) = processor_of(node).consumed
+        store = self._live(up)
+        last = store.head()
+        if horizon is None or last is None:
+            return
+        start, waiting = {}, None
+        if keep is not None:
+            start = keep.inputs.get(up.name, {})
+            waiting = processor_of(node).look_back(keep.stream_time, keep.released)
+        rows = store.log(start, last, waiting)
+        oldest = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
+        if oldest is not None and oldest < horizon:
+            raise StorageError(
+                f"{node.name}: expected that {table.name} remembers all that is joined anew, got "
+                f"records of {up.name} from {in_utc(oldest)} on, and a history from {in_utc(horizon)} "
+                "on: they would lose what they were joined with. Give a later time, or lengthen the "
+                f"history_retention of {table.name} first: its log has it all"
+            )
+
+    def _require_nothing_earlier(self, node: Stream, keep: Commit) -> None:
+        """Refuses to keep what would come out otherwise today: joined before a record of the table came
+        that it would find now."""
+        table = processor_of(node).looked_up
+        if table is None or not isinstance(table, VersionedTable):
+            return
+        store = self._live(table)
+        head = store.head()
+        if head is None:
+            return
+        at, unknown = _positions(store), 0
+        joined: list[tuple[int, int, int]] = []
+        for found in delta.commits(self._live(node).log_path):
+            commit = Commit.model_validate(found.document)
+            ends = at(commit.reads)
+            if commit.batch > keep.batch or not commit.released:
+                continue
+            if ends is None:
+                unknown += 1
+                continue
+            upto = max(commit.released.values())
+            joined += [(p, ends.get(p, 0), upto) for p in head.commit.next_offset]
+        if unknown:
+            self.say(f"! {node.name}: of {unknown} batches it is not known what {table.name} had then")
+        if not joined:
+            return
+        cases = self.spark.createDataFrame(joined, "at_partition int, first long, upto long")
+        late = store.log({}, head).join(
+            F.broadcast(cases),
+            (F.col("at_partition") == F.col(PARTITION))
+            & (F.col(OFFSET) >= F.col("first"))
+            & (F.unix_micros(TIMESTAMP) <= F.col("upto")),
+            "left_semi",
+        )
+        horizon = max(horizons(table.history_retention, head.commit.stream_time), default=0)
+        late = late.where(F.unix_micros(TIMESTAMP) >= F.lit(horizon))
+        count, first = late.agg(F.count("*"), F.min(F.unix_micros(TIMESTAMP))).collect()[0]
+        if count:
+            raise StorageError(
+                f"{node.name}: expected that nothing for times before {in_utc(self.moment)} came to "
+                f"{table.name} after it was joined, got {count} record(s) from {in_utc(first)} on: "
+                "results from before would not be those of a replay. Restate from that time: run it "
+                f"with --from {in_utc(first)}"
+            )
+
+    def _require_all(self, plan: Plan) -> None:
+        """Refuses to leave somebody behind who would refuse his next run."""
+        made = {step.path for step in plan.steps}
+        names = {n.name for n in self.nodes if path_of(n) in made}
+        for name in asset_names(self.warehouse):
+            commit = head_of(self.warehouse, name)[1]
+            consumed = sorted(names & set(commit.inputs))
+            if name in made or not consumed:
+                continue
+            if commit.shape.meaning:
+                raise StorageError(
+                    f"{self.node.name}: expected the definitions of all that consumes it, got none of "
+                    f"{name}, which consumes {consumed[0]} and would refuse its next run; give it too"
+                )
+            self.say(f"! {name} has taken from the log of {consumed[0]} what is made anew now")
+
+
+def path_of(node: Stream) -> str:
+    """The folder of an asset in its warehouse."""
+    return posixpath.join(*node.path)
+
+
+def _least(one: Offsets, other: Offsets) -> Offsets:
+    return {p: min(one.get(p, 0), other.get(p, 0)) for p in {*one, *other}}
+
+
+def _within(taken: Offsets, ends: Offsets) -> bool:
+    return all(end <= ends.get(p, 0) for p, end in taken.items())
+
+
+def _positions(store: AssetStore) -> Callable[[dict[str, int]], Offsets | None]:
+    """Tells how far a table's log had come when a run looked into it; None = not known any more."""
+    name = store.node.name
+    there = {
+        part: [(one.version, one.document["next_offset"]) for one in delta.commits(path)]
+        for part, path in (("log", store.log_path), ("view", store.view_path))
+    }
+
+    def at(reads: dict[str, int]) -> Offsets | None:
+        if not {f"{name}/{part}" for part in there} & set(reads):
+            return {}
+        for part in ("log", "view"):
+            version = reads.get(f"{name}/{part}")
+            if version is None:
+                continue
+            for known, ends in there[part]:
+                if known <= version:
+                    return {int(p): end for p, end in ends.items()}
+        return None
+
+    return at
