@@ -19,6 +19,7 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import Raw
 from vt_dagster.runs.replay import compare, replay, swap
 from vt_dagster.runs.run import run_once
+from vt_dagster.storage.commits import commits
 from vt_dagster.storage.store import AssetStore, stores_of
 
 
@@ -47,6 +48,8 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     assert pipeline.head(node).inputs == same.head().commit.inputs  # pyright: ignore
     found = compare(AssetStore(warehouse, node, spark), same)
     assert (found.missing, found.extra) == (0, 0)
+    live, anew = (list(commits(f"{warehouse}/{name}")) for name in ("t", "t2"))
+    assert [(c.recorded_at, c.taken) for c in anew] == [(c.recorded_at, c.taken) for c in live]
     # another definition gives another one: what differs is told
     fixed = VersionedTable(
         "t",
