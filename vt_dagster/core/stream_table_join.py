@@ -55,7 +55,13 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     def looked_up(self) -> Table:
         return self.operator.right
 
-    def look_back(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> int | None:
+    def look_back(
+        self,
+        place: int,
+        stream_time: Mapping[int, int],
+        released: Mapping[int, int],
+        marks: Mapping[str, Mapping[int, int]],
+    ) -> int | None:
         held = any(stream_time[partition] > moment for partition, moment in released.items())
         return min(released.values()) if held else None
 

@@ -10,7 +10,7 @@ quarantine, which follow from it. So a run can be killed anywhere and started ag
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -107,6 +107,7 @@ class Run:
         if not processor.goes_by_time:
             return arrival
         inputs, times, bounds = self._inputs(self.read()), dict(before.stream_time), None
+        marks: dict[str, dict[int, int]] = {}
         with self.store.tuned(arrival.small):
             if not processor.bounded:
                 found = processor.own_time(inputs, self._known()).collect()
@@ -114,13 +115,15 @@ class Run:
                     r[PARTITION]: max(times.get(r[PARTITION], r["time"]), r["time"]) for r in found
                 }
                 late = mean_and_most(found) if processor.tells_lateness else None
+                marks = processor.marks(found, before.marks)
             else:
                 bounds = self._bounds(inputs)
                 times |= bounds.stream_time
                 late = bounds.lateness if processor.tells_lateness else None
         gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
         released = processor.released(times, before.released)
-        return replace(arrival, stream_time=times, bounds=bounds, gauges=gauges, released=released)
+        told = {"bounds": bounds, "gauges": gauges, "released": released, "marks": marks}
+        return replace(arrival, stream_time=times, **told)
 
     def _bounds(self, inputs: Sequence[Input]) -> Bounds:
         """The processor's own stream time, told by bounds."""
@@ -159,13 +162,18 @@ class Run:
         head = arrival.inputs.get(node.name)
         if head is None:
             return store.spark.createDataFrame([], log_schema(node))
-        if node.name not in arrival.taken:
+        start, after = arrival.before.inputs.get(node.name, {}), self._look_back(node)
+        if node.name not in arrival.taken and (after is None or not start):
             return store.log({}, head).limit(0)
-        return store.log(arrival.before.inputs.get(node.name, {}), head, self._look_back())
+        return store.log(start, head, after)
 
-    def _look_back(self) -> int | None:
-        before = self.arrival.before
-        return self.processor.look_back(before.stream_time, before.released)
+    def _look_back(self, node: Stream) -> int | None:
+        """As far as any place that the log has among the inputs needs it."""
+        before, processor = self.arrival.before, self.processor
+        places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
+        state = before.stream_time, before.released, before.marks
+        found = [processor.look_back(i, *state) for i in places]
+        return min((after for after in found if after is not None), default=None)
 
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
         """The rows that were read, and the tables that are looked into besides."""
@@ -179,7 +187,7 @@ class Run:
             # Where nothing was consumed before, every row of the table is among the changes.
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 table = self.stores(node).current_at(self.arrival.tables[node.name])
-            if start and self._look_back() is not None:
+            if start and self._look_back(node) is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
             found.append(Input(rows, table, earlier))
@@ -223,7 +231,7 @@ class Run:
             view = store.current() if isinstance(self.node, Table) else None
         many = arrival.few and arrival.view_rows > MANY_ROWS
         return Known(
-            hold=self._hold if with_tables and many else None,
+            hold=self._hold if with_tables and (many or self.processor.holds) else None,
             state=state,
             view=view,
             stream_time=by_partition(before.stream_time),
@@ -231,6 +239,8 @@ class Run:
             released=by_partition(before.released),
             released_after=by_partition(arrival.released),
             bounds=arrival.bounds,
+            marks=_by_partition(before.marks),
+            marks_after=_by_partition(arrival.marks),
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
@@ -367,6 +377,10 @@ class Run:
             run_id=run_id,
             **position,
         )
+
+
+def _by_partition(marks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
+    return {name: by_partition(values, "long") for name, values in marks.items()}
 
 
 def run_once(
