@@ -212,13 +212,17 @@ class Processor(ABC, Generic[O]):
         """The time up to which held records go out, after a run that ends at a stream time."""
         return {}
 
-    def waiting(self, log: DataFrame, released: Mapping[int, int]) -> DataFrame:
+    def waiting(
+        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+    ) -> DataFrame:
         """Of the log rows that it has consumed, those that it holds back; of what holds back records.
 
         Args:
+            logs: of each input that it consumes.
             released: the time up to which records have gone out, by partition.
+            state: what it has kept.
         """
-        return log.limit(0)
+        return logs[0].limit(0)
 
     @abstractmethod
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:

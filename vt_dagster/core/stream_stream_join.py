@@ -246,10 +246,8 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
     ) -> DataFrame | None:
         if earlier is None or known.state is None:
             return None
-        state = known.state.where(F.col(SIDE) == place)
-        return earlier.join(
-            state.select(PARTITION, F.col(FROM).alias(OFFSET)), [PARTITION, OFFSET], "left_semi"
-        ).select(*earlier.columns)
+        kept = self._kept(known.state, place)
+        return earlier.join(kept, kept.columns, "left_semi").select(*earlier.columns)
 
     def _alone(self, rows: DataFrame, place: int, known: Known) -> list[DataFrame]:
         """Records without a match: those that leave, and those that wait for one."""
@@ -319,6 +317,23 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         if not self.kept:
             return None
         return rows.where(F.col(FATE) == Fate.KEPT).select(SIDE, PARTITION, FROM)
+
+    def waiting(
+        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+    ) -> DataFrame:
+        """``key columns`` (the left one's), ``timestamp, partition, offset, side`` of what has found no
+        match and may still find one."""
+        key, found = self.consumed[0].key, list[DataFrame]()
+        for place, (log, node) in enumerate(zip(logs, self.consumed, strict=True)):
+            named = [c.alias(k) for c, k in zip(columns(node.key), key, strict=True)]
+            there = F.lit(_SIDES[place]).alias("side")
+            rows = log.select(*named, TIMESTAMP, PARTITION, OFFSET, there)
+            kept = None if state is None else self._kept(state, place)
+            found.append(rows.limit(0) if kept is None else rows.join(kept, kept.columns, "left_semi"))
+        return reduce(DataFrame.unionByName, found)
+
+    def _kept(self, state: DataFrame, place: int) -> DataFrame:
+        return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET))
 
     # -- order and counts ------------------------------------------------------------------------
 

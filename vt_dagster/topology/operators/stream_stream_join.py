@@ -71,6 +71,11 @@ class StreamStreamJoin(Join):
         self.projection()
 
     @property
+    def waits(self) -> bool:
+        """Whether records may wait, and be late."""
+        return True
+
+    @property
     def reach(self) -> Duration:
         """before + after + grace: so long a record is of use to those that are late."""
         return plus(plus(self.before, self.after), self.grace)
