@@ -140,33 +140,33 @@ ROWS = StructType(
 
 WANTED = """
 with taken as (
-    select *, max(at) over (partition by side order by n) as head from records
+    select *, max(ts) over (partition by side order by n) as head from records
 ), ordered as (
     select *, row_number() over (order by head, side, n) as place from taken
 ), timed as (
     select *,
-        max(at) over so_far as now,
-        max(at) filter (side = 0) over so_far as left_time,
-        max(at) filter (side = 1) over so_far as right_time
+        max(ts) over so_far as now,
+        max(ts) filter (side = 0) over so_far as left_time,
+        max(ts) filter (side = 1) over so_far as right_time
     from ordered
     window so_far as (order by place)
 ), pairs as (
     select l.n as l, r.n as r, l.place > r.place as by_left,
-        if(by_left, l.at < l.now - $grace, r.at < r.now - $grace) as late,
+        if(by_left, l.ts < l.now - $grace, r.ts < r.now - $grace) as late,
         if(by_left, l.right_time, r.left_time) - ($before + $after + $grace) as horizon,
-        if(by_left, r.at, l.at) as there,
-        if(by_left, l.now, r.now) as now, l.at + $after + $grace as ends, l.now as came,
-        greatest(l.at, r.at) as at
-    from timed l join timed r on l.k = r.k and r.at between l.at - $before and l.at + $after
+        if(by_left, r.ts, l.ts) as there,
+        if(by_left, l.now, r.now) as now, l.ts + $after + $grace as ends, l.now as came,
+        greatest(l.ts, r.ts) as ts
+    from timed l join timed r on l.k = r.k and r.ts between l.ts - $before and l.ts + $after
     where l.side = 0 and r.side = 1
 ), matches as (
     select * from pairs where not late or there > horizon
 ), alone as (
-    select n as l, null::bigint as r, at from timed where side = 0 and n not in (
+    select n as l, null::bigint as r, ts from timed where side = 0 and n not in (
         select l from matches where by_left or (came <= ends and now <= ends)
-    ) and at + $after + $grace < (select max(at) from records)
+    ) and ts + $after + $grace < (select max(ts) from records)
 )
-select l, r, at from matches union all select l, r, at from alone
+select l, r, ts from matches union all select l, r, ts from alone
 """
 
 
@@ -201,7 +201,7 @@ def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
         }
     )
     with duckdb.connect() as connection:
-        connection.execute("create table records (side int, n bigint, k varchar, at bigint)")
+        connection.execute("create table records (side int, n bigint, k varchar, ts bigint)")
         connection.executemany("insert into records values (?, ?, ?, ? + 1000)", rows)
         wanted = Counter(connection.execute(WANTED, lengths).fetchall())
     found = driver.read("joined")
