@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a grace period for a stream": (
         lambda: orders().left_join(payments(), name="x", within=HOUR, grace_period=HOUR),  # type: ignore[call-overload]
-        ["x", "grace_period lets", "'payments' is a stream", "say grace"],
+        ["x", "grace_period lets", "'payments' is a stream: leave it out", "say grace"],
     ),
     "a window for a table": (
         lambda: orders().join(rates(), name="x", within=HOUR, grace=HOUR),  # type: ignore[call-overload]

@@ -186,6 +186,6 @@ class StreamJoins(Generic[S, T]):
         if grace_period is not None:
             raise TopologyError(
                 f"{name}: grace_period lets a stream's records wait for a table's, but {other.name!r} "
-                "is a stream: say grace, which is how late records of either may be"
+                "is a stream: leave it out, and say grace, how late records of either may be"
             )
         return StreamStreamJoin(self, other, kind, name, select, *about.ends(name))
