@@ -31,7 +31,7 @@ from vt_dagster.testing import TopologyTestDriver
 
 Entry = dict[str, Any]
 STREAMS = Path(__file__).parents[1] / "conformance" / "streams"
-CASES = 12
+CASES = 16
 MS = timedelta(milliseconds=1)
 
 
@@ -84,18 +84,18 @@ def scenario_of(number: int, kind: str, window: tuple[int, int, int], records: l
 
 @pytest.mark.slow
 @settings(
-    max_examples=2,
+    max_examples=1,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(kind=st.sampled_from(["left", "outer"]), cases=st.lists(case, min_size=CASES, max_size=CASES))
+@given(cases=st.lists(case, min_size=CASES, max_size=CASES))
 def test_a_split_of_a_join_of_streams_gives_the_same_results(
-    spark: SparkSession, kind: str, cases: list[tuple[tuple[int, int, int], list[Entry], set[int]]]
+    spark: SparkSession, cases: list[tuple[tuple[int, int, int], list[Entry], set[int]]]
 ) -> None:
     """Runs as long as the order of arrival allows, and some cut further, against one record a run."""
-    layouts = [layout(scenario_of(i, kind, w, records)) for i, (w, records, _) in enumerate(cases)]
+    layouts = [layout(scenario_of(i, "outer", w, records)) for i, (w, records, _) in enumerate(cases)]
     nodes = nodes_of(layouts)
     driver = TopologyTestDriver(*nodes.values(), spark=spark)
     sources = {shape[1]: node.name for shape, node in nodes.items() if shape[0] == "stream"}

@@ -176,8 +176,8 @@ class Processor(ABC, Generic[O]):
         """How its own stream time moves in a run, where it is not told by bounds.
 
         Returns:
-            ``partition`` (of the result), ``time`` (epoch microseconds); and where lateness is told,
-            ``records, lateness`` (the sum) and ``most``, microseconds.
+            ``partition`` (of the result), ``time`` (epoch microseconds); where lateness is told,
+            ``records, lateness`` (the sum) and ``most``, microseconds; and what ``marks`` are made of.
         """
         timed = self.timed(inputs)
         rows = timed.rows.where(timed.moves)

@@ -119,7 +119,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
             found.append(now - _long(operator.grace, p) - _long(ahead, p) - 1)
             if p in own:
                 found.append(own[p] - _long(operator.reach, p))
-            if p in let_go:
+            if p in let_go and place in self.kept:
                 found.append(let_go[p] - _long(ahead, p) - 1)
         return max(_LOWEST, min(found)) if found else None
 

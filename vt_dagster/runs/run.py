@@ -198,8 +198,8 @@ class Run:
     def operate(self, read: Sequence[DataFrame]) -> Results:
         """The operator: its results with all that is counted. Lazy, but where a table is looked into
         as of times: then one job tells which of its versions are needed; where few records meet a
-        large table: then they are computed first, for their keys; and where a versioned table takes
-        many of a source: then they are held, and one job tells how its stream time moves.
+        large table, or are looked at several times: then they are computed first; and where a versioned
+        table takes many of a source: then they are held, and one job tells how its stream time moves.
 
         Args:
             read: of :meth:`read`, or what an op in between made of it.
