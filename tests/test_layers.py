@@ -43,22 +43,23 @@ ORDER = {
         operators.base operators.join operators.aggregate operators.row_by_row
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join
-        operators.suppress
+        operators.stream_stream_join operators.suppress
         operators.table_aggregate operators.table_table_join operators.foreign_key_join
         operators.to_stream operators.to_table operators.windowed_aggregate operators
-        grouping model
+        grouping joining model
         """,
     "core": """
         arrival stream_time log records snapshot change_feed as_of_join changes grace sessions sliding
         emit_early periods fixed_windows table versioned store known per_run processor source filter
-        map_values stream_table_join suppress table_table_join
+        map_values stream_table_join suppress table_table_join side_times within
+        stream_stream_join
         foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions commits values lookup evolution transaction parquet segments offsets progress
-        view snapshot store maintenance
+        delta positions commits values folding lookup evolution transaction parquet segments
+        offsets progress view snapshot store maintenance
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
@@ -67,7 +68,7 @@ ORDER = {
         local_frames any_frame frames
     """,
     "runs": """
-        arrival contracts store audit join_way gate commit pin results difference run replay
+        arrival own_time contracts store audit join_way gate commit pin results difference run replay
         restate_plan restate export
         """,
     "testing": "memory kafka versioned_store driver",

@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "stream on the right": (
         lambda: join(right=stream("other")),
-        ["priced", "must be a Table or a VersionedTable", "Stream 'other'"],
+        ["priced", "in time the records of two streams", "say within=timedelta(hours=1)"],
     ),
     "table on the left": (
         lambda: join(left=table(), grace_period=HOUR),

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from vt_dagster.components.columns import Column, contract
-from vt_dagster.components.parts import Choice, Part, Texts, as_duration, choice, optional, part
+from vt_dagster.components.parts import (
+    Choice,
+    Part,
+    SignedDurationText,
+    Texts,
+    as_duration,
+    choice,
+    optional,
+    part,
+)
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.sensors import build_sensor
 from vt_dagster.sources.delta_table import DeltaSource
@@ -39,7 +48,7 @@ def _part(
     name: str, *targets: Callable[..., Any], types: Mapping[Any, Any] = {}, **more: Any
 ) -> type[Part]:
     types = dict(types) if types or name == "Materialized" else {Materialized: _materialized}
-    leave_out = (*_SHOWN, "table", "others", "operator", "contract")
+    leave_out = (*_SHOWN, "other", "table", "others", "operator", "contract")
     if name == "Sensor":
         leave_out = ("node", "target", "resource_prefix")
     return part(name, targets, leave_out, types, **more)
@@ -135,14 +144,22 @@ def _source_concept(title: str, kind: type[Stream]) -> Concept:
     return Concept(_declared(title, kind), (), make)
 
 
+def _bound(name: str) -> Any:
+    where = "-5m ends the window before a record" if name == "after" else "-5m starts it after one"
+    told = f"Of two streams: how far {name} a left record its matches may lie; {where}."
+    return (optional(SignedDurationText), Field(default=None, description=told))
+
+
 def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
-    """A method of streams or tables: ``left`` and ``right`` where it takes a table, else ``input``."""
+    """A method of streams or tables: ``left`` and ``right`` where it takes another, else ``input``."""
     targets = [getattr(kind, method) for kind in kinds]
-    joins = {"table", "others"} & set(inspect.signature(targets[0]).parameters)
+    joins = {"other", "others"} & set(inspect.signature(targets[0]).parameters)
     inputs = ("left", "right") if joins else ("input",)
     more: dict[str, Any] = dict.fromkeys(inputs, _NODE)
     if method == "suppress":
         more["until"] = (_until, ...)
+    if "within" in inspect.signature(targets[0]).parameters:
+        more |= {name: _bound(name) for name in ("before", "after")}
 
     def make(
         name: str, values: dict[str, Any], nodes: dict[str, Stream], shown: dict[str, Any]
@@ -215,7 +232,7 @@ CONCEPTS: dict[str, Concept] = {
     "versioned_table": _source_concept("VersionedTable", VersionedTable),
     "join": _method_concept("Join", "join", Stream, Table),
     "left_join": _method_concept("LeftJoin", "left_join", Stream, Table),
-    "outer_join": _method_concept("OuterJoin", "outer_join", Table),
+    "outer_join": _method_concept("OuterJoin", "outer_join", Stream, Table),
     "filter": _method_concept("Filter", "filter", Table),
     "filter_not": _method_concept("FilterNot", "filter_not", Table),
     "map_values": _method_concept("MapValues", "map_values", Table),

@@ -52,11 +52,20 @@ def as_duration(value: Any) -> Any:
     return timedelta(**{u: float(a.group(1)) for u, a in zip(units, amounts, strict=True)})
 
 
+def as_signed_duration(value: Any) -> Any:
+    """The same, which may be negative: ``-5m``."""
+    text = str(value).strip()
+    return -as_duration(text[1:]) if text.startswith("-") else as_duration(value)
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 DurationText = Annotated[timedelta | str, BeforeValidator(as_duration, json_schema_input_type=str)]
+SignedDurationText = Annotated[
+    timedelta | str, BeforeValidator(as_signed_duration, json_schema_input_type=str)
+]
 Texts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str)]
 
 

@@ -116,10 +116,12 @@ def cut(each: Layout, granularity: Granularity) -> list[range]:
 
 
 def _joined_sources(each: Layout) -> list[Config]:
-    """The two source tables of a join, left one first, if that is the only node with two inputs."""
+    """The two sources of a join of tables or of streams, left one first, if that is the only node with
+    two inputs."""
     joins = [inputs for s in each.steps.values() if len(inputs := inputs_of(s)) == 2]
     sides = [[each.steps[i] for i in inputs] for inputs in joins]
-    return sides[0] if [[s["op"] for s in both] for both in sides] == [["table", "table"]] else []
+    alike = ([["table", "table"]], [["stream", "stream"]])
+    return sides[0] if [[s["op"] for s in both] for both in sides] in alike else []
 
 
 def _in_task_order(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> list[range]:
@@ -141,12 +143,17 @@ def _in_task_order(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]
 
 
 def _logged(records: Sequence[Mapping[str, Any]], sides: Sequence[Config]) -> Iterator[tuple[int, int]]:
-    """The records that tables accept, each with its side: those that have a key and, where the table
-    is versioned, are not older than its history retention (KIP-889)."""
+    """The records of streams, and those that tables accept, each with its side: those that have a key
+    and, where the table is versioned, are not older than its history retention (KIP-889)."""
     accepted = [-1] * len(sides)
     for i, record in enumerate(records):
         for side, step in enumerate(sides):
-            if record["input"] != step["input"] or record["key"] is None:
+            if record["input"] != step["input"]:
+                continue
+            if step["op"] == "stream":
+                yield i, side
+                continue
+            if record["key"] is None:
                 continue
             table, at = step["table"], record["timestamp"]
             if not table["versioned"] or at >= accepted[side] - table["history_retention"]:

@@ -16,7 +16,7 @@ from typing import Any
 from pyspark.sql.types import StringType, StructField, StructType
 
 from vt_dagster.conformance import streams
-from vt_dagster.conformance.scenario import NOT_BUILT, Scenario
+from vt_dagster.conformance.scenario import Scenario
 from vt_dagster.conformance.topology import ms, source
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -38,10 +38,8 @@ _INPUTS = ("left", "right", "from", "stream", "table")
 
 
 def supported(scenario: Scenario) -> bool:
-    """Whether it can be run: its operator is built, and it has no limit in bytes, which are those of
-    Kafka's own objects."""
-    limits = scenario.config.get("suppress") or {}
-    return scenario.operator not in NOT_BUILT and "max_bytes" not in limits
+    """Whether it can be run: it has no limit in bytes, which are those of Kafka's own objects."""
+    return "max_bytes" not in (scenario.config.get("suppress") or {})
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,9 @@ class Layout:
     def holds_back(self) -> bool:
         """Whether results wait: then a run of many records gives the same ones in another order."""
         return any(
-            s["op"] == "suppress" or (s["op"] == "stream_table_join" and s["grace"])
+            s["op"] == "suppress"
+            or (s["op"] == "stream_table_join" and s["grace"])
+            or (s["op"] == "stream_join" and s["kind"] != "inner")
             for s in self.steps.values()
         )
 
@@ -223,7 +223,7 @@ class _Node:
         if op == "stream_table_join":
             return self._stream_join(*inputs)
         if op in streams.OPS:
-            return streams.node_of(step, name, inputs, self.steps, self._by_scenario)
+            return streams.node_of(step, name, inputs, self.steps, self._by_scenario, self._lengths)
         stored = self._materialized()
         if op == "filter":
             make = inputs[0].filter_not if step["negate"] else inputs[0].filter
@@ -246,7 +246,7 @@ class _Node:
         return join(
             right,
             name=name,
-            select=(_JOINED,),
+            select=(streams.JOINED,),
             materialized=stored,
             monotone_timestamps=False,
             **more,
@@ -266,7 +266,7 @@ class _Node:
         grace = self._any["grace"]
         period = self._lengths(lambda s: s["grace"]) if grace else None if grace is None else ms(0)
         join = stream.join if self._any["kind"] == "inner" else stream.left_join
-        return join(table, name=self.name, select=(_JOINED,), grace_period=period)
+        return join(table, name=self.name, select=(streams.JOINED,), grace_period=period)
 
     def _aggregate(self, table: Table, stored: Materialized | None) -> Table:
         kind = self._any["aggregate"]
@@ -368,16 +368,11 @@ def _quoted(value: str | None) -> str:
     return f"'{escaped}'"
 
 
-def _side(side: str) -> str:
-    return f"coalesce(cast({side}.value as string), 'null')"
-
-
 # Casts say what an expression's type is.
 _OWN = "cast(value as string)"
 _BAR = f"instr({_OWN}, '|')"
 _HEAD = f"cast(case when {_BAR} > 0 then substring({_OWN}, 1, {_BAR} - 1) end as string)"
 _PAYLOAD = f"cast(substring({_OWN}, {_BAR} + 1) as string)"
-_JOINED = f"cast(concat('(', {_side('left')}, ',', {_side('right')}, ')') as string) as value"
 _VALUE = StructType([StructField("value", StringType())])
 
 

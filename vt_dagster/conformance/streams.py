@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from vt_dagster.topology.durations import Duration
+
 Config = Mapping[str, Any]
-OPS = ("merge", "select_key", "flat_map_values", "count")
+OPS = ("merge", "select_key", "flat_map_values", "count", "stream_join")
+
+
+def _side(side: str) -> str:
+    return f"coalesce(cast({side}.value as string), 'null')"
+
+
+JOINED = f"cast(concat('(', {_side('left')}, ',', {_side('right')}, ')') as string) as value"
+"""The value of a join's result."""
 
 
 def steps_of(operator: str, config: Config) -> Iterator[Config]:
     """The steps of a chain that does what an operator does."""
     op = operator.removeprefix("stream_")
-    inputs = ("left", "right") if op == "merge" else ("stream",)
+    two = op in ("merge", "stream_join")
+    inputs = ("left", "right") if two else ("stream",)
     for name in inputs:
         yield {"id": name, "op": "stream", "input": name}
-    sources = {"left": "left", "right": "right"} if op == "merge" else {"from": "stream"}
+    sources = {"left": "left", "right": "right"} if two else {"from": "stream"}
     yield {"id": "result", "op": op, **config, **sources}
-    if config["then"] == "count":
+    if config.get("then") == "count":
         yield {"id": "count", "op": "count", "from": "result", "materialize": {"versioned": False}}
 
 
@@ -25,6 +36,8 @@ def kind_of(step: Config) -> tuple[Any, ...]:
     """What makes a step another node than a step of the same ``op``."""
     if step["op"] == "select_key":
         return (step["key_from"].split(":")[0],)
+    if step["op"] == "stream_join":
+        return (step["kind"],)
     return (step["null_value"],) if step["op"] == "flat_map_values" else ()
 
 
@@ -34,13 +47,25 @@ def node_of(
     inputs: tuple[Any, ...],
     scenarios: Iterable[int],
     by_scenario: Callable[[Callable[[Config], str]], str],
+    lengths: Callable[[Callable[[Config], int]], Duration],
 ) -> Any:
     """Makes the node of a step.
 
     Args:
         scenarios: those that have it; records of others come along, and must not be refused.
         by_scenario: SQL for the text that each scenario has.
+        lengths: a length in milliseconds of each scenario.
     """
+    if step["op"] == "stream_join":
+        kind = {"inner": "join", "left": "left_join", "outer": "outer_join"}[step["kind"]]
+        return getattr(inputs[0], kind)(
+            inputs[1],
+            name=name,
+            select=(JOINED,),
+            before=lengths(lambda s: s["before"]),
+            after=lengths(lambda s: s["after"]),
+            grace=lengths(lambda s: s["grace"]),
+        )
     if step["op"] == "merge":
         return inputs[0].merge(inputs[1], name=name)
     if step["op"] == "count":

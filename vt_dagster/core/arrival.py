@@ -38,7 +38,7 @@ class Fate:
 
     APPLIED = "applied"  # in the log; for a join: joined on arrival or out of the buffer
     LATE = "late"  # a table refused it; a join with grace joined it at once
-    WAITING = "waiting"  # in the grace buffer
+    WAITING = "waiting"  # in the grace buffer; without a match, in a join of streams
     DROPPED = "dropped"  # of no use: no value or key where one is needed, out of order, window closed
     NO_RESULT = "no_result"  # an operator took it and had nothing to say
     KEPT = "kept"  # no record: what an operator knows from before, and keeps for the next run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pyspark.sql import Column, DataFrame
 
@@ -42,6 +42,7 @@ class Known:
         released: of what is held back, the time up to which it had gone out before the run.
         released_after: at the end of the run.
         hold: holds the run's records; None: the view has not many more keys than these.
+        marks, marks_after: before and after the run, see ``Processor.marks``.
         bounds: of the processor's own stream time, where it was told by them.
     """
 
@@ -53,6 +54,8 @@ class Known:
     released_after: Column
     hold: store.Hold | None = None
     bounds: Bounds | None = None
+    marks: Mapping[str, Column] = field(default_factory=dict[str, Column])
+    marks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
 
     @classmethod
     def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:

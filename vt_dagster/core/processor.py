@@ -80,6 +80,8 @@ class Processor(ABC, Generic[O]):
     """Whether a late record is of no use; else it is joined at once."""
     goes_forward = False
     """Whether results of a key never go back in time."""
+    holds = False
+    """Whether it looks several times at what it takes, so that this is held."""
     is_final = False
     """Whether each key has one result at most."""
     counted: tuple[str, ...] = ("in", "out", "late", "dropped")
@@ -107,13 +109,21 @@ class Processor(ABC, Generic[O]):
         """The table that it looks into as of its records' times, if any."""
         return None
 
-    def look_back(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> int | None:
-        """How far back it needs the log of its input again: rows with a larger timestamp (epoch
+    def look_back(
+        self,
+        place: int,
+        stream_time: Mapping[int, int],
+        released: Mapping[int, int],
+        marks: Mapping[str, Mapping[int, int]],
+    ) -> int | None:
+        """How far back it needs the log of an input again: rows with a larger timestamp (epoch
         microseconds); None = not at all.
 
         Args:
+            place: of the input.
             stream_time: by partition, before the run.
             released: the time up to which records had gone out, likewise.
+            marks: likewise, see :meth:`marks`.
         """
         return None
 
@@ -166,14 +176,25 @@ class Processor(ABC, Generic[O]):
         """How its own stream time moves in a run, where it is not told by bounds.
 
         Returns:
-            ``partition`` (of the result), ``time`` (epoch microseconds); and where lateness is told,
-            ``records, lateness`` (the sum) and ``most``, microseconds.
+            ``partition`` (of the result), ``time`` (epoch microseconds); where lateness is told,
+            ``records, lateness`` (the sum) and ``most``, microseconds; and what ``marks`` are made of.
         """
         timed = self.timed(inputs)
         rows = timed.rows.where(timed.moves)
         if self.tells_lateness:
             return lateness(rows, known.stream_time, self.chunk)
         return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
+
+    def marks(
+        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+    ) -> dict[str, dict[int, int]]:
+        """Other times that it keeps from run to run, by name and partition: epoch microseconds.
+
+        Args:
+            found: the rows of ``own_time``.
+            before: the same before the run.
+        """
+        return {}
 
     def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
         """The same where it is: see ``stream_time.time_by_chunk``."""
@@ -191,13 +212,17 @@ class Processor(ABC, Generic[O]):
         """The time up to which held records go out, after a run that ends at a stream time."""
         return {}
 
-    def waiting(self, log: DataFrame, released: Mapping[int, int]) -> DataFrame:
+    def waiting(
+        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+    ) -> DataFrame:
         """Of the log rows that it has consumed, those that it holds back; of what holds back records.
 
         Args:
+            logs: of each input that it consumes.
             released: the time up to which records have gone out, by partition.
+            state: what it has kept.
         """
-        return log.limit(0)
+        return logs[0].limit(0)
 
     @abstractmethod
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:

@@ -13,6 +13,7 @@ from vt_dagster.core.processor import Processor
 from vt_dagster.core.select_key import SelectKeyProcessor
 from vt_dagster.core.source import SourceProcessor
 from vt_dagster.core.stream_aggregate import StreamAggregateProcessor
+from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
 from vt_dagster.core.suppress import SuppressProcessor
 from vt_dagster.core.table_aggregate import TableAggregateProcessor
@@ -25,6 +26,7 @@ from vt_dagster.topology.model import Stream
 
 PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
     of.StreamTableJoin: StreamTableJoinProcessor,
+    of.StreamStreamJoin: StreamStreamJoinProcessor,
     of.TableTableJoin: TableTableJoinProcessor,
     of.ForeignKeyJoin: ForeignKeyJoinProcessor,
     of.Filter: FilterProcessor,

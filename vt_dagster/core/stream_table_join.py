@@ -55,7 +55,13 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     def looked_up(self) -> Table:
         return self.operator.right
 
-    def look_back(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> int | None:
+    def look_back(
+        self,
+        place: int,
+        stream_time: Mapping[int, int],
+        released: Mapping[int, int],
+        marks: Mapping[str, Mapping[int, int]],
+    ) -> int | None:
         held = any(stream_time[partition] > moment for partition, moment in released.items())
         return min(released.values()) if held else None
 
@@ -77,8 +83,10 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         # It never goes back, also where the grace period has become longer.
         return {p: max(moment, released.get(p, moment)) for p, moment in passed.items()}
 
-    def waiting(self, log: DataFrame, released: Mapping[int, int]) -> DataFrame:
-        return grace.waiting(log, key=self.operator.left.key, released=by_partition(released))
+    def waiting(
+        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+    ) -> DataFrame:
+        return grace.waiting(logs[0], key=self.operator.left.key, released=by_partition(released))
 
     def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame:
         operator, (stream,) = self.operator, inputs

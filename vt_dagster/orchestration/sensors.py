@@ -68,12 +68,7 @@ def build_sensor(
     Raises:
         SourceError: there is nothing to look at, see :func:`has_sensor`.
     """
-    if node.source is not None and not has_sensor(node):
-        raise SourceError(
-            f"{node.name}: expected a source that a sensor can look at, got {node.source.describe()}; "
-            "give its asset an automation_condition or a schedule instead"
-        )
-    source = cast(Watched, source_of(node))
+    source = _watched(node)
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
 
     @dg.sensor(
@@ -118,6 +113,15 @@ def build_sensor(
         return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags)])
 
     return sense
+
+
+def _watched(node: Stream) -> Watched:
+    if node.source is not None and not has_sensor(node):
+        raise SourceError(
+            f"{node.name}: expected a source that a sensor can look at, got {node.source.describe()}; "
+            "give its asset an automation_condition or a schedule instead"
+        )
+    return cast(Watched, source_of(node))
 
 
 def _request(node: Stream, place: str, config: Any, tags: Mapping[str, str]) -> dg.RunRequest:

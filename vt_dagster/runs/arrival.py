@@ -36,6 +36,7 @@ class Arrival:
         taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
         stream_time: by partition, at the end of the run, where the operator has one of its own.
         released: what is held back goes out up to this time, likewise.
+        marks: other times that an operator keeps, see ``Processor.marks``.
         bounds: how that moves, where it was told so; None = every record is looked at.
         gauges: what pinning has told of the records.
         view_rows: how many current rows the asset's own table has.
@@ -53,6 +54,7 @@ class Arrival:
     taken: Ranges = field(default_factory=Ranges)
     stream_time: dict[int, int] = field(default_factory=dict[int, int])
     released: dict[int, int] = field(default_factory=dict[int, int])
+    marks: dict[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
     bounds: Bounds | None = None
     gauges: dict[str, float] = field(default_factory=dict[str, float])
     view_rows: int = 0

@@ -127,6 +127,7 @@ def document(
         next_offset=offsets,
         stream_time=times,
         released=arrival.released,
+        marks=arrival.marks,
         disorder=before.disorder_with(passed.earliest),
         counts=counts,
         totals=totals,

@@ -65,7 +65,7 @@ class Export:
             what = choose(self.node.name, shape_of(self.node).kind, self.what or None, None)
             delta.require_place(self.to)
         except StorageError as error:
-            raise TopologyError(f"{self.name}: {error}") from None
+            raise TopologyError(str(error)) from None
         object.__setattr__(self, "what", what)
         object.__setattr__(self, "columns", self._chosen(what))
         if self.catalog_table is not None and not re.fullmatch(r"\w+(\.\w+){0,2}", self.catalog_table):

@@ -156,7 +156,8 @@ class Planner:
         start, waiting = {}, None
         if keep is not None:
             start = keep.inputs.get(up.name, {})
-            waiting = processor_of(node).look_back(keep.stream_time, keep.released)
+            state = keep.stream_time, keep.released, keep.marks
+            waiting = processor_of(node).look_back(0, *state)
         rows = store.log(start, last, waiting)
         oldest = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
         if oldest is not None and oldest < horizon:

@@ -10,7 +10,7 @@ quarantine, which follow from it. So a run can be killed anywhere and started ag
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -38,12 +38,12 @@ from vt_dagster.core.log import log_schema, view_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import prepare
-from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import check_share, document, ends_of, recorded, stage_rejected
 from vt_dagster.runs.difference import difference
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.join_way import way_of
+from vt_dagster.runs.own_time import bounds_of, timed
 from vt_dagster.runs.pin import from_logs, from_source
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
@@ -104,36 +104,16 @@ class Run:
 
     def _timed(self) -> Arrival:
         """With the operator's own stream time at the end of the run, and how late its records are."""
-        arrival, before = self.arrival, self.arrival.before
-        processor = self.processor
-        if not processor.goes_by_time:
-            return arrival
-        inputs, times, bounds = self._inputs(self.read()), dict(before.stream_time), None
-        with self.store.tuned(arrival.small):
-            if not processor.bounded:
-                found = processor.own_time(inputs, self._known()).collect()
-                times |= {
-                    r[PARTITION]: max(times.get(r[PARTITION], r["time"]), r["time"]) for r in found
-                }
-                late = mean_and_most(found) if processor.tells_lateness else None
-            else:
-                bounds = self._bounds(inputs)
-                times |= bounds.stream_time
-                late = bounds.lateness if processor.tells_lateness else None
-        gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
-        released = processor.released(times, before.released)
-        return replace(arrival, stream_time=times, bounds=bounds, gauges=gauges, released=released)
-
-    def _bounds(self, inputs: Sequence[Input]) -> Bounds:
-        """The processor's own stream time, told by bounds."""
-        processor, before = self.processor, self.arrival.before.stream_time
-        bounds = self._framed(Bounds.of(processor.time_by_chunk(inputs).collect(), before))
-        if not bounds.near:
-            return bounds
-        return self._framed(bounds.only(processor.in_doubt(inputs, bounds).collect()))
-
-    def _framed(self, bounds: Bounds) -> Bounds:
-        return replace(bounds, frame=self.store.spark.createDataFrame(*bounds.rows))
+        if not self.processor.goes_by_time:
+            return self.arrival
+        with self.store.tuned(self.arrival.small):
+            return timed(
+                self.arrival,
+                self.processor,
+                self._inputs(self.read()),
+                self._known(),
+                self.store.spark,
+            )
 
     # -- read ------------------------------------------------------------------------------------
 
@@ -166,14 +146,18 @@ class Run:
         head = arrival.inputs.get(node.name)
         if head is None:
             return store.spark.createDataFrame([], log_schema(node))
-        if node.name not in arrival.taken:
+        start, after = arrival.before.inputs.get(node.name, {}), self._look_back(node)
+        if node.name not in arrival.taken and (after is None or not start):
             return store.log({}, head).limit(0).drop(RECORDED_AT)
-        rows = store.log(arrival.before.inputs.get(node.name, {}), head, self._look_back())
-        return rows.drop(RECORDED_AT)
+        return store.log(start, head, after).drop(RECORDED_AT)
 
-    def _look_back(self) -> int | None:
-        before = self.arrival.before
-        return self.processor.look_back(before.stream_time, before.released)
+    def _look_back(self, node: Stream) -> int | None:
+        """As far as any place that the log has among the inputs needs it."""
+        before, processor = self.arrival.before, self.processor
+        places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
+        state = before.stream_time, before.released, before.marks
+        found = [processor.look_back(i, *state) for i in places]
+        return min((after for after in found if after is not None), default=None)
 
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
         """The rows that were read, and the tables that are looked into besides."""
@@ -188,7 +172,7 @@ class Run:
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 table = self.stores(node).current_at(self.arrival.tables[node.name])
                 table = table.drop(RECORDED_AT)
-            if start and self._look_back() is not None:
+            if start and self._look_back(node) is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
             found.append(Input(rows, table, earlier))
@@ -199,8 +183,8 @@ class Run:
     def operate(self, read: Sequence[DataFrame]) -> Results:
         """The operator: its results with all that is counted. Lazy, but where a table is looked into
         as of times: then one job tells which of its versions are needed; where few records meet a
-        large table: then they are computed first, for their keys; and where a versioned table takes
-        many of a source: then they are held, and one job tells how its stream time moves.
+        large table, or are looked at several times: then they are computed first; and where a versioned
+        table takes many of a source: then they are held, and one job tells how its stream time moves.
 
         Args:
             read: of :meth:`read`, or what an op in between made of it.
@@ -213,7 +197,9 @@ class Run:
             read = [self.store.hold(rows) for rows in read]
             self.arrival.held.extend(read)
             with self._explained():
-                known = replace(known, bounds=self._bounds(self._inputs(read)))
+                before, spark = self.arrival.before.stream_time, self.store.spark
+                bounds = bounds_of(processor, self._inputs(read), before, spark)
+                known = replace(known, bounds=bounds)
         inputs = self._inputs(read)
         judged = processor.judge(inputs, known)
         if judged is None:
@@ -233,7 +219,7 @@ class Run:
             view = None if view is None else view.drop(RECORDED_AT)
         many = arrival.few and arrival.view_rows > MANY_ROWS
         return Known(
-            hold=self._hold if with_tables and many else None,
+            hold=self._hold if with_tables and (many or self.processor.holds) else None,
             state=state,
             view=view,
             stream_time=by_partition(before.stream_time),
@@ -241,6 +227,8 @@ class Run:
             released=by_partition(before.released),
             released_after=by_partition(arrival.released),
             bounds=arrival.bounds,
+            marks=_by_partition(before.marks),
+            marks_after=_by_partition(arrival.marks),
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
@@ -386,6 +374,10 @@ class Run:
             recorded_at=recorded(before, recorded_at),
             **position,
         )
+
+
+def _by_partition(marks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
+    return {name: by_partition(values, "long") for name, values in marks.items()}
 
 
 def run_once(

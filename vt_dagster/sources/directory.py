@@ -50,18 +50,30 @@ class Consumed(NamedTuple):
     batch: int = 0
 
 
-def files_in(directory: str, pattern: str) -> list[FileInfo]:
+def files_in(directory: str, pattern: str, what: str) -> list[FileInfo]:
     """The files that are there, by name; links are followed. Does not use Spark.
 
     Left out is what a writer has not finished: names that begin with ``.`` or ``_``, or end with
     ``._COPYING_`` (Hadoop's copies).
 
+    Args:
+        what: is expected there, for messages.
+
     Raises:
-        FileNotFoundError: there is no such directory.
+        SourceError: there is no such directory, or no way to reach it.
     """
-    fs, root = delta.filesystem(directory)
+    try:
+        fs, root = delta.filesystem(directory)
+    except (ImportError, ValueError) as error:
+        raise SourceError(
+            f"{directory!r} is on a file system that fsspec cannot reach: {error}; correct the path, "
+            "or install what the message names"
+        ) from None
     if not fs.isdir(root):
-        raise FileNotFoundError(directory)
+        raise SourceError(
+            f"expected a directory {directory!r} with {what}, found none; create it, or "
+            "correct the path"
+        )
     found: list[FileInfo] = []
     for entry in fs.ls(root, detail=True, refresh=True):
         name = posixpath.basename(entry["name"])

@@ -209,18 +209,7 @@ class FilesSource:
 
     def files(self) -> list[FileInfo]:
         """The files that are there, by name. Does not use Spark."""
-        try:
-            return files_in(str(self.path), self.pattern)
-        except (ImportError, ValueError) as error:
-            raise SourceError(
-                f"{self.path!r} is on a file system that fsspec cannot reach: {error}; correct the "
-                "path, or install what the message names"
-            ) from None
-        except FileNotFoundError:
-            raise SourceError(
-                f"expected a directory {self.path!r} with {self.format} files, found none; create it, "
-                "or correct the path"
-            ) from None
+        return files_in(str(self.path), self.pattern, f"{self.format} files")
 
     def pin(
         self,

@@ -277,28 +277,23 @@ class SnapshotSource:
         Raises:
             SourceError: there is no such directory.
         """
-        path = str(self.path)
-        try:
-            fs, root = delta.filesystem(path)
-            alone = [Dump(f.name, (f,), False) for f in files_in(path, self.pattern)]
-            folders = [
-                posixpath.basename(entry["name"].rstrip("/"))
-                for entry in fs.ls(root, detail=True, refresh=True)
-                if entry["type"] == "directory"
-            ]
-        except (FileNotFoundError, ImportError, ValueError) as error:
-            raise SourceError(
-                f"expected a directory {path!r} with {self.format} dumps, got: {error}; create it, or "
-                "correct the path"
-            ) from None
+        path, what = str(self.path), f"{self.format} dumps"
+        found = [Dump(f.name, (f,), False) for f in files_in(path, self.pattern, what)]
+        fs, root = delta.filesystem(path)
+        folders = [
+            posixpath.basename(entry["name"].rstrip("/"))
+            for entry in fs.ls(root, detail=True, refresh=True)
+            if entry["type"] == "directory"
+        ]
         for name in folders:
             if name.startswith((".", "_")) or not fnmatch(name, self.pattern):
                 continue
             if self.marker and not fs.exists(posixpath.join(root, name, self.marker)):
                 continue
-            files = [f for f in files_in(posixpath.join(path, name), "*") if f.name != self.marker]
-            alone += [Dump(name, tuple(files), True)] if files else []
-        return sorted(alone)
+            within = files_in(posixpath.join(path, name), "*", what)
+            files = [f for f in within if f.name != self.marker]
+            found += [Dump(name, tuple(files), True)] if files else []
+        return sorted(found)
 
     def pin(
         self,

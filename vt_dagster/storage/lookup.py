@@ -13,26 +13,21 @@ from datetime import datetime
 from importlib import import_module
 from typing import Any, Literal, get_args
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from vt_dagster.columns import (
-    IS_LATE,
-    IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
-    OLD,
-    PARTITION,
     SEGMENT,
-    TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at
+from vt_dagster.storage.folding import fold, micros, values_by_partition
 from vt_dagster.storage.positions import (
     Checkpoint,
     Commit,
@@ -224,7 +219,8 @@ class _Asset:
         late, early = file_at_or_after(dict(start), ends), file_before(ends)
         rows = self._rows(self.log_path, self.version, lambda file: late(file) and early(file))
         offsets, first = rows.column(OFFSET).to_numpy(), {p: start.get(p, 0) for p in ends}
-        keep = (offsets >= _by_partition(rows, first, 0)) & (offsets < _by_partition(rows, ends, 0))
+        since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
+        keep = (offsets >= since) & (offsets < until)
         return rows.filter(pa.array(keep))
 
     def table(self, what: str, moment: int | None) -> pa.Table:
@@ -239,9 +235,9 @@ class _Asset:
         if moment is None:
             rows = rows.filter(rows.column(VALID_TO).is_null())
         else:
-            start_, end = _micros(rows, VALID_FROM), _micros(rows, VALID_TO)
+            start_, end = micros(rows, VALID_FROM), micros(rows, VALID_TO)
             open_ = rows.column(VALID_TO).is_null().to_numpy()
-            limit = _by_partition(rows, limits, moment)
+            limit = values_by_partition(rows, limits, moment)
             there = (start_ <= moment) & (open_ | ((moment < end) & (moment >= limit)))
             rows = rows.filter(pa.array(there))
         return rows.filter(pa.array(~rows.column(IS_TOMBSTONE).to_numpy()))
@@ -329,86 +325,3 @@ class _Asset:
 def _columns_of(table: Any) -> pa.Schema:
     told = pa.schema(table.schema().to_arrow())
     return pa.schema([f for f in told if f.name != SEGMENT])
-
-
-# ------------------------------------------------------------------------------------------- folding
-
-
-def fold(
-    base: pa.Table | None,
-    tail: pa.Table | None,
-    key: Sequence[str],
-    limits: Mapping[int, int] | None,
-) -> pa.Table:
-    """A table's rows after more of its log, see ``core.store.fold``.
-
-    Args:
-        base: the rows before; None = none.
-        tail: the log's rows after them; None = none.
-        limits: of a versioned table the horizon by partition, epoch microseconds; None: it is plain.
-
-    Source: FORMAT 4.1.3, 4.2.1, 4.2.3, section 7; kip889-validity-interval.
-    """
-    if tail is None:
-        assert base is not None
-        return base if limits is None else base.filter(pa.array(~_expired(base, limits)))
-    fresh = tail.drop_columns([c for c in (IS_LATEST, IS_LATE, OLD) if c in tail.column_names])
-    if limits is not None:
-        moments = fresh.column(TIMESTAMP)
-        fresh = fresh.append_column(VALID_FROM, moments)
-        fresh = fresh.append_column(VALID_TO, pa.nulls(fresh.num_rows, moments.type))
-    rows = fresh if base is None else pa.concat_tables([base, fresh], promote_options="default")
-    codes = [_codes(rows.column(k)) for k in key]
-    order = [rows.column(PARTITION).to_numpy(), rows.column(OFFSET).to_numpy()]
-    if limits is not None:
-        order.append(_micros(rows, VALID_FROM))
-    rank = np.lexsort((*order, *reversed(codes)))
-    rows, codes = rows.take(pa.array(rank)), [code[rank] for code in codes]
-    follows = np.zeros(rows.num_rows, bool)
-    if rows.num_rows:
-        follows[:-1] = np.logical_and.reduce([code[:-1] == code[1:] for code in codes])
-    if limits is None:
-        deleted = rows.column(IS_TOMBSTONE).to_numpy()
-        return rows.filter(pa.array(~follows & ~deleted))
-    start = _micros(rows, VALID_FROM)
-    ends = np.zeros_like(start)
-    ends[:-1] = start[1:]
-    kind = rows.schema.field(VALID_TO).type
-    place = rows.schema.get_field_index(VALID_TO)
-    rows = rows.set_column(
-        place, VALID_TO, pa.array(ends, mask=~follows).cast(pa.timestamp("us")).cast(kind)
-    )
-    replaced = follows & (ends <= start)
-    return rows.filter(pa.array(~replaced & ~_expired(rows, limits)))
-
-
-def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
-    """See ``core.versioned.remembered``."""
-    limit = _by_partition(rows, limits, np.iinfo(np.int64).min)
-    ended = ~rows.column(VALID_TO).is_null().to_numpy() & (_micros(rows, VALID_TO) <= limit)
-    return ended | (rows.column(IS_TOMBSTONE).to_numpy() & (_micros(rows, VALID_FROM) < limit))
-
-
-def _by_partition(rows: pa.Table, values: Mapping[int, int], otherwise: int) -> Any:
-    partitions = rows.column(PARTITION).to_numpy()
-    found = np.full(len(partitions), otherwise, np.int64)
-    for partition, value in values.items():
-        found[partitions == partition] = value
-    return found
-
-
-def _micros(rows: pa.Table, column: str) -> Any:
-    """Times as epoch microseconds; null is 0."""
-    times = rows.column(column)
-    whole = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64())
-    return whole.fill_null(0).to_numpy()
-
-
-def _codes(column: pa.ChunkedArray) -> Any:
-    """A number for each value, the same for the same; NaN is one value, and so are the two zeros."""
-    kind = column.type
-    if pa.types.is_floating(kind):
-        return np.unique(column.to_numpy() + 0.0, return_inverse=True)[1]
-    if pa.types.is_nested(kind):
-        return np.unique([repr(value) for value in column.to_pylist()], return_inverse=True)[1]
-    return column.combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)

@@ -79,6 +79,9 @@ class Commit(BaseModel):
     """Largest timestamp of each partition; of a join with grace, the buffer's own."""
     released: dict[int, int] = Field(default_factory=dict)
     """Of a join: the largest timestamp up to which every record has been joined."""
+    marks: dict[str, dict[int, int]] = Field(default_factory=dict)
+    """Of a join of streams, by name and partition: the largest time of each side, and how far unmatched
+    records have been let go."""
     strategy: str = ""
     """Of a join with a versioned table: how versions were looked for in this run, and why so."""
     reads: dict[str, int] = Field(default_factory=dict)

@@ -133,14 +133,14 @@ class TopologyTestDriver:
         return VersionedStore(node, self._stores[name], self.pipe, self._session)
 
     def waiting(self, name: str) -> list[Row]:
-        """The stream records that wait in a join's grace buffer, by timestamp."""
+        """The stream records that wait in a join's grace buffer, or for a match, by timestamp."""
         node, head = self._node(name), self._stores[name].head()
         if head is None or not head.commit.counts.get(Fate.WAITING):
             return []
-        (stream,) = processor_of(node).consumed
+        stores = [self._stores[up.name] for up in processor_of(node).consumed]
         with self._session():
-            consumed = self._stores[stream.name].frame(self._stores[stream.name].rows)
-            rows = processor_of(node).waiting(consumed, head.commit.released)
+            logs, state = [one.frame(one.rows) for one in stores], self._stores[name].state(head)
+            rows = processor_of(node).waiting(logs, head.commit.released, state)
             return rows.orderBy(TIMESTAMP, OFFSET).toArrow().to_pylist()
 
     def metrics(self, name: str, partition: int | None = None) -> dict[str, int]:

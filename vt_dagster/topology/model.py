@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
+from vt_dagster.topology.joining import StreamJoins
 from vt_dagster.topology.node import Node, Source, topological
 from vt_dagster.topology.operators import (
     Emit,
@@ -25,7 +26,6 @@ from vt_dagster.topology.operators import (
     Materialized,
     Merge,
     SelectKey,
-    StreamTableJoin,
     Suppress,
     TableTableJoin,
     ToStream,
@@ -36,7 +36,7 @@ from vt_dagster.topology.operators import (
 
 
 @dataclass(frozen=True)
-class Stream(Node, kind="stream"):
+class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
     """Records with a key and a timestamp, in order of arrival.
 
     Args:
@@ -67,36 +67,6 @@ class Stream(Node, kind="stream"):
     def __hash__(self) -> int:
         # What else they hold, a duration of each partition's own say, need not be hashable.
         return hash(self.name)
-
-    def join(
-        self,
-        table: Table,
-        *,
-        name: str,
-        select: Sequence[str] = ("left.*", "right.*"),
-        grace_period: Duration | None = None,
-        **shown: Any,
-    ) -> Stream:
-        """Inner join with a table: each record as of its own time; see ``StreamTableJoin``.
-
-        ``shown``: description, group, owners and key_prefix of the result.
-        """
-        return StreamTableJoin(self, table, "inner", name, tuple(select), grace_period).result(**shown)
-
-    def left_join(
-        self,
-        table: Table,
-        *,
-        name: str,
-        select: Sequence[str] = ("left.*", "right.*"),
-        grace_period: Duration | None = None,
-        **shown: Any,
-    ) -> Stream:
-        """Left join with a table: each record as of its own time; see ``StreamTableJoin``.
-
-        ``shown``: description, group, owners and key_prefix of the result.
-        """
-        return StreamTableJoin(self, table, "left", name, tuple(select), grace_period).result(**shown)
 
     def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
         """Its records as changes of a table; see ``ToTable``."""
@@ -187,7 +157,7 @@ class Table(Stream, kind="table"):
         """It is one."""
         return True
 
-    def join(
+    def join(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         table: Table,
         *,
@@ -218,7 +188,7 @@ class Table(Stream, kind="table"):
             emit=emit,
         )
 
-    def left_join(
+    def left_join(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         table: Table,
         *,
@@ -245,7 +215,7 @@ class Table(Stream, kind="table"):
             emit=emit,
         )
 
-    def outer_join(
+    def outer_join(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         table: Table,
         *,

@@ -14,6 +14,7 @@ from vt_dagster.topology.operators.map_values import MapValues
 from vt_dagster.topology.operators.merge import Merge
 from vt_dagster.topology.operators.select_key import SelectKey
 from vt_dagster.topology.operators.stream_aggregate import StreamAggregate
+from vt_dagster.topology.operators.stream_stream_join import StreamStreamJoin
 from vt_dagster.topology.operators.stream_table_join import StreamTableJoin
 from vt_dagster.topology.operators.suppress import (
     Limit,
@@ -43,6 +44,7 @@ __all__ = [
     "Row",
     "SelectKey",
     "StreamAggregate",
+    "StreamStreamJoin",
     "StreamTableJoin",
     "Suppress",
     "TableAggregate",

@@ -1,0 +1,212 @@
+"""The join of two streams: what it promises, however an arrival order is cut into runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import duckdb
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+
+from tests.core.reference.stream_join import as_here, as_kafka
+from vt_dagster import Stream
+from vt_dagster.conformance.scenario import Scenario
+from vt_dagster.conformance.side_by_side import cut
+from vt_dagster.conformance.steps import layout, nodes_of
+from vt_dagster.conformance.topology import millis, record_of
+from vt_dagster.core import processor
+from vt_dagster.runs import arrival as arrivals
+from vt_dagster.runs import gate
+from vt_dagster.testing import TopologyTestDriver
+
+Entry = dict[str, Any]
+STREAMS = Path(__file__).parents[1] / "conformance" / "streams"
+CASES = 16
+MS = timedelta(milliseconds=1)
+
+
+def recorded() -> list[Entry]:
+    found: list[Entry] = []
+    for path in (STREAMS / "worked.json", STREAMS / "random" / "stream_stream_join.json"):
+        found += json.loads(path.read_text(encoding="utf-8"))
+    return [s for s in found if s["operator"] == "stream_stream_join" and "metrics" in s]
+
+
+def test_the_model_agrees_with_kafka_streams_and_tells_what_is_by_design() -> None:
+    scenarios = recorded()
+    assert len(scenarios) == 48
+    for scenario in scenarios:
+        kafka, here = as_kafka(scenario), as_here(scenario)
+        dropped = scenario["metrics"]["dropped_records"]
+        assert (kafka.emitted, kafka.dropped) == (scenario["expected"], dropped), scenario["name"]
+        wanted = scenario["expected"], dropped
+        if "by_design" in scenario:
+            assert (here.emitted, here.dropped) != wanted, f"{scenario['name']} needs no by_design"
+            assert set(scenario["by_design"]) == {"expected"}
+            wanted = scenario["by_design"]["expected"], dropped
+        assert (here.emitted, here.dropped) == wanted, scenario["name"]
+
+
+record = st.fixed_dictionaries(
+    {
+        "input": st.sampled_from(["left", "right"]),
+        "key": st.sampled_from(["a", "a", "a", "b", None]),
+        "value": st.sampled_from(["x", "y", "z", "x", "y", None]),
+        "timestamp": st.integers(0, 30),
+    }
+)
+window = st.tuples(st.integers(-3, 8), st.integers(-3, 8), st.integers(0, 8)).filter(
+    lambda w: w[0] + w[1] >= 0
+)
+case = st.tuples(window, st.lists(record, max_size=14), st.sets(st.integers(1, 13)))
+
+
+def scenario_of(number: int, kind: str, window: tuple[int, int, int], records: list[Entry]) -> Scenario:
+    config = {"kind": kind, **dict(zip(("before", "after", "grace"), window, strict=True))}
+    # Values are made different, so that each result says what it is of.
+    told = [
+        {**r, "value": None if r["value"] is None else f"{r['value']}{i}"}
+        for i, r in enumerate(records)
+    ]
+    name = f"case {number}"
+    return Scenario(name, Path(name), "stream_stream_join", config, told, [], None, None, None)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=1,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(cases=st.lists(case, min_size=CASES, max_size=CASES))
+def test_a_split_of_a_join_of_streams_gives_the_same_results(
+    spark: SparkSession, cases: list[tuple[tuple[int, int, int], list[Entry], set[int]]]
+) -> None:
+    """Runs as long as the order of arrival allows, and some cut further, against one record a run."""
+    layouts = [layout(scenario_of(i, "outer", w, records)) for i, (w, records, _) in enumerate(cases)]
+    nodes = nodes_of(layouts)
+    driver = TopologyTestDriver(*nodes.values(), spark=spark)
+    sources = {shape[1]: node.name for shape, node in nodes.items() if shape[0] == "stream"}
+    joined = next(node.name for node in nodes.values() if node.inputs)
+    runs = [pieces(cut(each, "run"), at) for each, (*_, at) in zip(layouts, cases, strict=True)]
+    for step in range(max(map(len, runs))):
+        inputs: dict[str, list[Entry]] = {name: [] for name in sources.values()}
+        for number, some in enumerate(runs):
+            for i in some[step] if step < len(some) else ():
+                taken = layouts[number].scenario.records[i]
+                inputs[sources[taken["input"]]].append(record_of(number, taken))
+        driver.run(inputs)
+    found: list[Counter[Any]] = [Counter() for _ in cases]
+    for row in driver.read(joined):
+        found[row["scenario"]][row["key"], row["value"], millis(row["timestamp"])] += 1
+    waiting = Counter(row["partition"] for row in driver.waiting(joined))
+    for number, each in enumerate(layouts):
+        records = [dict(r) for r in each.scenario.records]
+        told = as_here({"config": each.scenario.config, "records": records})
+        wanted = Counter((e["key"], e["value"], e["timestamp"]) for e in told.emitted)
+        assert found[number] == wanted, f"{each.scenario.config} {records} {runs[number]}"
+        assert waiting[number] == len(told.unmatched)
+        assert driver.metrics(joined, number).get("dropped", 0) == told.dropped
+
+
+def pieces(runs: Sequence[range], at: set[int]) -> list[range]:
+    """The same runs, cut further."""
+    found: list[range] = []
+    for one in runs:
+        ends = [one.start, *sorted(i for i in at if i in one and i > one.start), one.stop]
+        found += [range(a, b) for a, b in pairwise(ends)]
+    return found
+
+
+ROWS = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("n", LongType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+
+WANTED = """
+with taken as (
+    select *, max(ts) over (partition by side order by n) as head from records
+), ordered as (
+    select *, row_number() over (order by head, side, n) as place from taken
+), timed as (
+    select *,
+        max(ts) over so_far as now,
+        max(ts) filter (side = 0) over so_far as left_time,
+        max(ts) filter (side = 1) over so_far as right_time
+    from ordered
+    window so_far as (order by place)
+), pairs as (
+    select l.n as l, r.n as r, l.place > r.place as by_left,
+        if(by_left, l.ts < l.now - $grace, r.ts < r.now - $grace) as late,
+        if(by_left, l.right_time, r.left_time) - ($before + $after + $grace) as horizon,
+        if(by_left, r.ts, l.ts) as there,
+        if(by_left, l.now, r.now) as now, l.ts + $after + $grace as ends, l.now as came,
+        greatest(l.ts, r.ts) as ts
+    from timed l join timed r on l.k = r.k and r.ts between l.ts - $before and l.ts + $after
+    where l.side = 0 and r.side = 1
+), matches as (
+    select * from pairs where not late or there > horizon
+), alone as (
+    select n as l, null::bigint as r, ts from timed where side = 0 and n not in (
+        select l from matches where by_left or (came <= ends and now <= ends)
+    ) and ts + $after + $grace < (select max(ts) from records)
+)
+select l, r, ts from matches union all select l, r, ts from alone
+"""
+
+
+@pytest.mark.slow
+def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans of large runs: chunks by order of arrival, and tiles of time."""
+    for module, name, value in (
+        (processor, "_HOUR", 1_000_000),
+        (arrivals, "CHUNK", -1),
+        (gate, "CHUNK", -1),
+    ):
+        monkeypatch.setattr(module, name, value)
+    random = Random(3)
+    rows = [
+        (side, n, random.choice("abcdefgh"), 10 * n + random.choice([0, 0, -30, 40, -200, -900]))
+        for side in (0, 1)
+        for n in range(1_200)
+    ]
+    lengths = {"before": 40, "after": 90, "grace": 100}
+    orders, payments = (Stream(name, key="k", schema=ROWS) for name in ("orders", "payments"))
+    about: Mapping[str, Any] = {what: ms * MS for what, ms in lengths.items()}
+    selected = ("left.n", "right.n as found")
+    driver = TopologyTestDriver(
+        orders.left_join(payments, name="joined", select=selected, **about), spark=spark
+    )
+    driver.run(
+        {
+            name: [{"k": k, "n": n, "timestamp": at + 1000} for side, n, k, at in rows if side == i]
+            for i, name in enumerate(("orders", "payments"))
+        }
+    )
+    with duckdb.connect() as connection:
+        connection.execute("create table records (side int, n bigint, k varchar, ts bigint)")
+        connection.executemany("insert into records values (?, ?, ?, ? + 1000)", rows)
+        wanted = Counter(connection.execute(WANTED, lengths).fetchall())
+    found = driver.read("joined")
+    assert Counter((r["n"], r["found"], millis(r["timestamp"])) for r in found) == wanted
+    late = sum(r["is_late"] for r in found)
+    alone = sum(r["found"] is None for r in found)
+    assert min(late, alone, len(found) - alone) > 50, "each kind of result is there"
+    assert [r["offset"] for r in found] == list(range(len(found)))

@@ -1,0 +1,188 @@
+"""Joins of two streams: what is refused, what a user sees, and through real assets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+
+from tests.through_assets import ThroughAssets
+from vt_dagster import Stream, Table, TopologyError
+from vt_dagster.components.assets import CONCEPTS
+from vt_dagster.conformance.scenario import read_scenarios
+from vt_dagster.testing import TopologyTestDriver
+
+SCENARIOS = Path(__file__).parent / "conformance" / "streams"
+HOUR, MS = timedelta(hours=1), timedelta(milliseconds=1)
+
+
+def columns(key: str, value: str, kind: Any = None) -> StructType:
+    return StructType(
+        [
+            StructField(key, kind or StringType()),
+            StructField(value, LongType()),
+            StructField("timestamp", TimestampType()),
+        ]
+    )
+
+
+def orders(**more: Any) -> Stream:
+    about = {"key": "k", "schema": columns("k", "n"), "tombstone": "n is null", "null_key": "keep"}
+    return Stream("orders", **{**about, **more})
+
+
+def payments(**more: Any) -> Stream:
+    about = {"key": "of", "schema": columns("of", "amount"), "null_key": "keep"}
+    return Stream("payments", **{**about, **more})
+
+
+def rates() -> Table:
+    return Table("rates", key="k", schema=columns("k", "rate"))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "no window": (lambda: orders().join(payments(), name="x"), ["x", "got nothing", "within="]),
+    "a window that ends before it starts": (
+        lambda: orders().left_join(payments(), name="x", before=MS, after=-2 * MS),
+        ["x", "before + after of 0 or more", "make one of them longer"],
+    ),
+    "a negative grace": (
+        lambda: orders().join(payments(), name="x", within=HOUR, grace=-MS),
+        ["x", "grace must be between 0"],
+    ),
+    "no duration": (
+        lambda: orders().join(payments(), name="x", within=5),  # type: ignore[arg-type]
+        ["x", "before must be a datetime.timedelta, got 5"],
+    ),
+    "a grace period for a stream": (
+        lambda: orders().left_join(payments(), name="x", within=HOUR, grace_period=HOUR),  # type: ignore[call-overload]
+        ["x", "grace_period lets", "'payments' is a stream: leave it out", "say grace"],
+    ),
+    "a window for a table": (
+        lambda: orders().join(rates(), name="x", within=HOUR, grace=HOUR),  # type: ignore[call-overload]
+        ["x", "within and grace", "'rates' is a Table", "leave it out"],
+    ),
+    "an outer join with a table": (
+        lambda: orders().outer_join(rates(), name="x"),
+        ["x", "a stream-table join is one of inner, left, got 'outer'"],
+    ),
+    "a table with a stream": (
+        lambda: rates().outer_join(orders(), name="x"),  # type: ignore[arg-type]
+        ["x", "the right side of a table-table join", "the Stream 'orders'"],
+    ),
+    "neither": (
+        lambda: orders().join("payments", name="x"),  # type: ignore[call-overload]
+        ["x", "a stream or a table to join 'orders' with, got 'payments'"],
+    ),
+    "keys of other types": (
+        lambda: orders().join(
+            payments(schema=columns("of", "amount", LongType())), name="x", within=HOUR
+        ),
+        ["x", "the same types", "k string", "of bigint"],
+    ),
+    "a column that is not there": (
+        lambda: orders().join(payments(), name="x", within=HOUR, select=["right.total"]),
+        ["x", "'payments' has no column 'total'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_meaning_is_refused(case: str) -> None:
+    make, said = REFUSED[case]
+    with pytest.raises(TopologyError) as caught:
+        make()
+    assert [words for words in said if words not in str(caught.value)] == []
+
+
+def test_bounds() -> None:
+    both = orders().join(payments(), name="x", within=HOUR, before=-MS, grace=MS).operator
+    one = orders().left_join(payments(), name="x", after=HOUR).operator
+    assert both is not None
+    assert one is not None
+    assert both.settings == {"before": "minus 1 ms", "after": "1 hour", "grace": "1 ms"}
+    assert one.settings == {"before": "0 seconds", "after": "1 hour", "grace": "0 seconds"}
+    assert "from minus 1 ms before it to 1 hour after it; late after 1 ms" in both.describe()
+    assert {n for n, v in both.meaning.items() if one.meaning[n] != v} == {"kind", "before"}
+    assert "grace" not in both.meaning, "it may change from run to run"
+
+
+def test_in_yaml() -> None:
+    concept = CONCEPTS["outer_join"]
+    given = {"left": "orders", "right": "payments", "before": "-5m", "after": "1h30m", "grace": "10m"}
+    part = concept.yaml(**given)
+    values = {n: v for n, v in part.values().items() if n not in concept.inputs}
+    made = concept.make("x", values, {"left": orders(), "right": payments()}, {"group": "g"})
+    said = orders().outer_join(
+        payments(), name="x", before=-5 * 60_000 * MS, after=1.5 * HOUR, grace=HOUR / 6, group="g"
+    )
+    assert made == said
+    with pytest.raises(TopologyError, match="outer_join of a Table, here 'rates', has no before"):
+        concept.make("x", values, {"left": rates(), "right": rates()}, {})
+
+
+def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
+    select = ["left.n", "right.amount", "right.timestamp as paid_at"]
+    joined = orders().outer_join(payments(), name="x", within=10 * MS, grace=5 * MS, select=select)
+    assert (joined.key, joined.schema["n"].nullable) == (("k",), True)
+    driver = TopologyTestDriver(joined, spark=spark)
+
+    def pipe(*rows: tuple[str, str | None, int | None, int]) -> list[tuple[Any, ...]]:
+        inputs: dict[str, list[dict[str, Any]]] = {"orders": [], "payments": []}
+        for side, key, value, at in rows:
+            named = ("k", "n") if side == "orders" else ("of", "amount")
+            inputs[side].append({**dict(zip(named, (key, value), strict=True)), "timestamp": at})
+        driver.run(inputs)
+        return [
+            (r["k"], r["n"], r["amount"], r["timestamp"].microsecond // 1000, r["is_late"])
+            for r in driver.read("x")
+        ]
+
+    assert pipe(("orders", "a", 1, 10), ("orders", None, 2, 11), ("orders", "b", None, 12)) == [
+        (None, 2, None, 11, False)
+    ]
+    # Only the other side has something new: what waits is read from the log.
+    assert pipe(("payments", "a", 100, 15), ("payments", "c", 300, 16)) == [("a", 1, 100, 15, False)]
+    assert [(r["k"], r["side"]) for r in driver.waiting("x")] == [("c", "right")]
+    assert driver.metrics("x") == {"applied": 2, "dropped": 1, "waiting": 1}
+    # The window of c is over after 26, its grace after 31.
+    assert pipe(("orders", "z", 7, 31)) == []
+    assert pipe(("payments", "z", 700, 32)) == [
+        ("c", None, 300, 16, False),
+        ("z", 7, 700, 32, False),
+    ]
+    # Late, and alone: at once; late with a match that is still there.
+    assert pipe(("orders", "c", 3, 12), ("orders", "a", 4, 9)) == [
+        ("c", 3, 300, 16, True),
+        ("a", 4, 100, 15, True),
+    ]
+    assert driver.metrics("x") == {"applied": 6, "late": 2, "dropped": 1, "waiting": 0}
+
+
+def test_a_stream_with_itself(spark: SparkSession) -> None:
+    near = orders().left_join(
+        orders(), name="near", before=-1 * MS, after=5 * MS, select=["left.n", "right.n as next"]
+    )
+    driver = TopologyTestDriver(near, spark=spark)
+    for some in ([("a", 1, 10), ("a", 2, 12)], [("a", 3, 14), ("a", 4, 40)]):
+        driver.pipe("orders", *({"k": k, "n": n, "timestamp": at} for k, n, at in some))
+    found = [(r["n"], r["next"]) for r in driver.read("near")]
+    assert sorted(found, key=str) == [(1, 2), (1, 3), (2, 3), (3, None)]
+
+
+@pytest.mark.slow
+def test_through_assets(spark: SparkSession, tmp_path: Path) -> None:
+    """Left and outer joins over a few runs, each with a commit of its own."""
+    scenarios = read_scenarios([SCENARIOS / "worked.json"])
+    names = ("stream-join-unmatched-late-is-immediate", "stream-join-dropped-records-move-time")
+    through = ThroughAssets([s for s in scenarios if s.name in names], tmp_path, spark)
+    through.run()
+    assert through.differences(True) == {name: [] for name in names}
+    commit = through.warehouse.commit(through.node(through.layouts[0], "result").name)
+    assert commit is not None
+    assert set(commit.marks) == {"left", "right", "look", "open"}

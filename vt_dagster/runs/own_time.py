@@ -1,0 +1,61 @@
+"""What stream time is at the end of a run, to an operator that goes by one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from vt_dagster.columns import PARTITION
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.processor import Processor
+from vt_dagster.core.stream_time import Bounds, mean_and_most
+from vt_dagster.runs.arrival import Arrival
+
+
+def timed(
+    arrival: Arrival,
+    processor: Processor[Any],
+    inputs: Sequence[Input],
+    known: Known,
+    spark: SparkSession,
+) -> Arrival:
+    """With the operator's stream time at the end of the run, the time up to which what waits has gone
+    out, and how late its records are.
+
+    Args:
+        inputs: what the run has read.
+        known: what the operator knew before.
+    """
+    before = arrival.before
+    times, bounds = dict(before.stream_time), None
+    marks: dict[str, dict[int, int]] = {}
+    if not processor.bounded:
+        found = processor.own_time(inputs, known).collect()
+        times |= {r[PARTITION]: max(times.get(r[PARTITION], r["time"]), r["time"]) for r in found}
+        late = mean_and_most(found) if processor.tells_lateness else None
+        marks = processor.marks(found, before.marks)
+    else:
+        bounds = bounds_of(processor, inputs, before.stream_time, spark)
+        times |= bounds.stream_time
+        late = bounds.lateness if processor.tells_lateness else None
+    gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
+    released = processor.released(times, before.released)
+    told: dict[str, Any] = {"bounds": bounds, "gauges": gauges, "released": released, "marks": marks}
+    return replace(arrival, stream_time=times, **told)
+
+
+def bounds_of(
+    processor: Processor[Any], inputs: Sequence[Input], before: Mapping[int, int], spark: SparkSession
+) -> Bounds:
+    """The operator's own stream time, told by bounds."""
+
+    def framed(bounds: Bounds) -> Bounds:
+        return replace(bounds, frame=spark.createDataFrame(*bounds.rows))
+
+    bounds = framed(Bounds.of(processor.time_by_chunk(inputs).collect(), before))
+    if not bounds.near:
+        return bounds
+    return framed(bounds.only(processor.in_doubt(inputs, bounds).collect()))

@@ -1,0 +1,191 @@
+"""What a stream is joined with: a table, or another stream within a window of time.
+
+The classes of ``vt_dagster.topology.model`` have these methods; they cannot be named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar, overload
+
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.node import Node
+from vt_dagster.topology.operators import JoinKind, StreamStreamJoin, StreamTableJoin
+
+S = TypeVar("S")
+"""``Stream``."""
+T = TypeVar("T")
+"""``Table``."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What a join with another stream is told of time."""
+
+    within: Duration | None
+    before: Duration | None
+    after: Duration | None
+    grace: Duration | None
+
+    def ends(self, name: str) -> tuple[Duration, Duration, Duration]:
+        """before, after and grace."""
+        if self.within is None and self.before is None and self.after is None:
+            raise TopologyError(
+                f"{name}: expected how far apart in time the records of two streams may be, got "
+                "nothing: say within=timedelta(hours=1), or before and after"
+            )
+        nothing = timedelta(0) if self.within is None else self.within
+        before = nothing if self.before is None else self.before
+        after = nothing if self.after is None else self.after
+        return before, after, timedelta(0) if self.grace is None else self.grace
+
+    def refuse_beside_table(self, name: str, table: Node) -> None:
+        """They have no meaning there."""
+        given = [what for what, value in vars(self).items() if value is not None]
+        if given:
+            raise TopologyError(
+                f"{name}: {' and '.join(given)} is for a join of two streams, but {table.name!r} is a "
+                f"{type(table).__name__}: leave it out; grace_period lets records wait for a table's"
+            )
+
+
+class StreamJoins(Generic[S, T]):
+    """The joins of a stream."""
+
+    name: str
+
+    @overload
+    def join(
+        self,
+        other: T,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        grace_period: Duration | None = None,
+        **shown: Any,
+    ) -> S: ...
+
+    @overload
+    def join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S: ...
+
+    def join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S:
+        """Inner join with a table, each record as of its own time, see ``StreamTableJoin``; or with a
+        stream, each record with those near it in time, see ``StreamStreamJoin``.
+
+        Args:
+            grace_period: of a join with a table.
+            within: of a join with a stream: how far before and after a record its matches may lie.
+            before, after: the same of one direction; either may be negative. One that is not given is
+                as ``within`` says, else 0.
+            grace: how late a record of a stream may be and still find every match; none: not at all.
+            shown: description, group, owners and key_prefix of the result.
+        """
+        about = _Window(within, before, after, grace)
+        return self._joined("inner", other, name, tuple(select), grace_period, about).result(**shown)
+
+    @overload
+    def left_join(
+        self,
+        other: T,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        grace_period: Duration | None = None,
+        **shown: Any,
+    ) -> S: ...
+
+    @overload
+    def left_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S: ...
+
+    def left_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        grace_period: Duration | None = None,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S:
+        """Left join with a table or a stream; see :meth:`join`."""
+        about = _Window(within, before, after, grace)
+        return self._joined("left", other, name, tuple(select), grace_period, about).result(**shown)
+
+    def outer_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ("left.*", "right.*"),
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S:
+        """Outer join with a stream; see :meth:`join`."""
+        about = _Window(within, before, after, grace)
+        return self._joined("outer", other, name, tuple(select), None, about).result(**shown)
+
+    def _joined(
+        self,
+        kind: JoinKind,
+        other: Any,
+        name: str,
+        select: tuple[str, ...],
+        grace_period: Duration | None,
+        about: _Window,
+    ) -> StreamTableJoin | StreamStreamJoin:
+        if not isinstance(other, Node):
+            raise TopologyError(
+                f"{name}: expected a stream or a table to join {self.name!r} with, got {other!r}"
+            )
+        if other.is_table:
+            about.refuse_beside_table(name, other)
+            return StreamTableJoin(self, other, kind, name, select, grace_period)
+        if grace_period is not None:
+            raise TopologyError(
+                f"{name}: grace_period lets a stream's records wait for a table's, but {other.name!r} "
+                "is a stream: leave it out, and say grace, how late records of either may be"
+            )
+        return StreamStreamJoin(self, other, kind, name, select, *about.ends(name))
