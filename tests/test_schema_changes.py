@@ -191,9 +191,11 @@ NAMES = ["prices", "priced", "positive", "doubled", "both", "groups", "held", "h
 
 
 def rows(table: pa.Table, but: Sequence[str] = ()) -> list[str]:
-    """Rows whatever their order, and that of columns, within ``old`` too."""
+    """Rows whatever their order, that of columns, within ``old`` too, and when they were recorded."""
     flat = table.flatten() if "old" in table.column_names else table
-    names = sorted(n for n in flat.column_names if n.removeprefix("old.") not in ("gone", *but))
+    names = sorted(
+        n for n in flat.column_names if n.removeprefix("old.") not in ("gone", "recorded_at", *but)
+    )
     return sorted(map(repr, flat.select(names).to_pylist()))
 
 
