@@ -169,7 +169,7 @@ def test_a_digest_is_of_the_rows_whatever_their_order(spark: SparkSession) -> No
 
 def test_an_extra_column_is_told(spark: SparkSession) -> None:
     pinned = given(PANDAS.assign(note="x")).pin(None)
-    assert pinned.describe()[1] == "!left out columns that the schema has not: note"
+    assert pinned.describe(SCHEMA)[1] == "!left out columns that the schema has not: note"
     found = frame_of(given(None).node, PANDAS)
     assert isinstance(found, LocalFrame)
     assert "note" not in found.rows.column_names

@@ -99,7 +99,8 @@ def test_the_difference_to_what_the_table_holds(shop: Shop) -> None:
     shop.deliver("2024-01-03.parquet", ("a", None, 1.0), ("b", None, 0.0), ("d", "Di", float("nan")))
     shop.deliver("2024-01-04.parquet", ("a", None, 1.0), ("c", "Cy", 4.0), ("d", "Di", float("nan")))
     assert shop.take()["applied"] == 4
-    assert "1 more" not in Run.pin(shop.node, shop.stores).arrival.source.describe()[0]  # type: ignore[union-attr]
+    pinned: Any = Run.pin(shop.node, shop.stores).arrival.source
+    assert "1 more" not in pinned.describe(shop.node.schema)[0]
     assert sorted(shop.log()[3:], key=str) == [
         ("a", None, 1.0, False, "01-03"),
         ("b", None, 0.0, False, "01-03"),

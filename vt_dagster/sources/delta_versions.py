@@ -93,7 +93,7 @@ class PinnedVersions:
             "gaps": {} if self.gap is None else {DELTA: {0: self.gap}},
         }
 
-    def describe(self) -> list[str]:
+    def describe(self, schema: StructType) -> list[str]:
         if self.state is not None:
             lines = [f"takes {self.table.path} as it is at version {self.state}"]
         else:

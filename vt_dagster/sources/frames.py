@@ -314,7 +314,7 @@ class PinnedFrames:
         named = {one.name: version for one, _, version in self.new[:_NAMED]}
         return {"taken": self.taken, "inputs": ends, "files": True, "deliveries": named}
 
-    def describe(self) -> list[str]:
+    def describe(self, schema: StructType) -> list[str]:
         lines = [
             f"takes {found.count:,} row(s) of {self.source.describe()}"
             f"{f': {one.name}' if one.name else ''}"

@@ -170,7 +170,7 @@ class PinnedDump:
         taken, end = {DUMPS: {0: (first, first + 1)}}, {DUMPS: {0: first + 1}}
         return {"taken": taken, "inputs": end, "files": True}
 
-    def describe(self) -> list[str]:
+    def describe(self, schema: StructType) -> list[str]:
         assert self.dump is not None
         more = f"; {self.waiting:,} more wait, each for a run of its own" if self.waiting else ""
         lines = [f"takes the dump {self.dump.name}, {self.dump.size / 1000:,.1f} kB{more}"]
