@@ -103,13 +103,6 @@ priced_orders = orders.left_join(
 )
 
 EAGER: Any = dg.AutomationCondition.eager()
-ours = build_definitions(
-    priced_orders,
-    customers,
-    rates,
-    warehouse=str(DATA / "warehouse"),
-    automation_condition=EAGER,
-)
 for_bi = build_export(
     customers,
     what="versions",
@@ -120,4 +113,14 @@ for_bi = build_export(
 )
 automation = dg.AutomationConditionSensorDefinition("automation", target=dg.AssetSelection.all())
 
-defs = dg.Definitions.merge(team.defs, ours, dg.Definitions(assets=[for_bi], sensors=[automation]))
+defs = dg.Definitions.merge(
+    team.defs,
+    build_definitions(
+        priced_orders,
+        customers,
+        rates,
+        warehouse=str(DATA / "warehouse"),
+        automation_condition=EAGER,
+    ),
+    dg.Definitions(assets=[for_bi], sensors=[automation]),
+)
