@@ -50,7 +50,7 @@ test: $(STAMP)
 	@touch $@
 
 test-older-dagster: .venv/.dagster-$(OLDER)
-	.venv/older/bin/python -m pytest -p no:cacheprovider -m "not kafka and not slow and not endurance" \
+	PYTHONPATH=$(CURDIR) .venv/older/bin/python -m pytest -p no:cacheprovider -m "not kafka and not slow and not endurance" \
 	  -W "ignore::DeprecationWarning" $(OF_DAGSTER:%=tests/test_%.py)
 
 # Chromium, where there is none, for the tests that look at Dagster's pages.

@@ -48,7 +48,7 @@ def test_bench_writes_results_of_contenders_that_agree(tmp_path):
     assert "gates: 8 checks after each run, all passed" in done.stdout
     assert "expiry: of 2,000 versions" in done.stdout
     results = json.loads(output.read_text())
-    assert len(results) == 38
+    assert len(results) == 39
     for result in results:
         assert list(result) == list(FIELDS)
         for name, kind in FIELDS.items():
