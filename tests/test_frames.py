@@ -16,6 +16,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster import Stream
+from vt_dagster.core.records import REASON
 from vt_dagster.errors import ContractError
 from vt_dagster.sources.any_frame import frame_of
 from vt_dagster.sources.frames import Delivery, FunctionSource, Given
@@ -165,6 +166,15 @@ def test_a_digest_is_of_the_rows_whatever_their_order(spark: SparkSession) -> No
     rows = spark.createDataFrame(ARROW, SCHEMA)
     assert digest(rows) == digest(rows.orderBy("k"))
     assert digest(rows) != digest(rows.withColumn("n", F.lit(1)))
+
+
+def test_a_column_without_values_is_of_any_type(spark: SparkSession) -> None:
+    """pandas takes such a one for floats."""
+    none = pd.DataFrame({name: [float("nan")] * 2 for name in SCHEMA.names})
+    found = frame_of(given(None).node, none)
+    assert isinstance(found, LocalFrame)
+    assert found.rows.column(REASON).null_count == found.count == 2
+    assert frame_of(given(None).node, none.iloc[:0]) is None
 
 
 def test_an_extra_column_is_told(spark: SparkSession) -> None:

@@ -92,6 +92,10 @@ def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
     wanted, columns, bad = to_arrow_schema(schema), dict[str, pa.ChunkedArray](), set[int]()
     for field in wanted:
         column = _plain(table.column(field.name))
+        if column.null_count == len(column):
+            # It says nothing of its type: pandas takes one without values for floats.
+            columns[field.name] = pa.chunked_array([pa.nulls(len(column), field.type)])
+            continue
         _require_kind(name, field.name, column.type, field.type)
         columns[field.name], misfits = _fitting(column, field.type)
         bad.update(misfits)
