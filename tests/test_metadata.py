@@ -144,6 +144,7 @@ def test_definitions_carry_columns_and_lineage(market: Market) -> None:
         ("partition", "int"),
         ("offset", "bigint"),
         ("is_tombstone", "boolean"),
+        ("recorded_at", "timestamp"),
         ("valid_from", "timestamp"),
         ("valid_to", "timestamp"),
     ]
