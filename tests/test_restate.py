@@ -48,8 +48,8 @@ class World(Topology):
             run_once(node, stores_of(self.warehouse, self.spark))
 
     def rows(self, name: str, order: bool = True) -> list[Any]:
-        """The log as it is; without an order, without places in it."""
-        rows = AssetStore.open(self.warehouse, name, self.spark).read("log")
+        """The log as it is, but for when it was recorded; without an order, without places in it."""
+        rows = AssetStore.open(self.warehouse, name, self.spark).read("log").drop("recorded_at")
         rows = rows if order else rows.drop("offset")
         return sorted(rows.collect(), key=repr)
 
