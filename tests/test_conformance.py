@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.core.reference_model import complete
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS
-from vt_dagster.core import arrival, processor, source
+from vt_dagster.core import arrival, processor, side_times, source
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import SourceError
@@ -120,6 +120,7 @@ def test_the_plans_of_large_runs_are_identical_too(
         (arrival, "FINE", 2),
         (processor, "FINE", 2),
         (source, "FINE", 2),
+        (side_times, "FINE", 2),
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
         (processor, "_HOUR", 5_000),

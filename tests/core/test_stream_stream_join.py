@@ -24,7 +24,8 @@ from vt_dagster.conformance.scenario import Scenario
 from vt_dagster.conformance.side_by_side import cut
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.conformance.topology import millis, record_of
-from vt_dagster.core import processor
+from vt_dagster.core import processor, side_times
+from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
 from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import gate
 from vt_dagster.testing import TopologyTestDriver
@@ -171,19 +172,30 @@ select l, r, ts from matches union all select l, r, ts from alone
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("late", [True, False])
 def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """Plans of large runs: chunks by order of arrival, and tiles of time."""
+    """Plans of large runs: chunks by order of arrival, and tiles of time; in two runs."""
+    told: list[bool] = []
+    in_time = StreamStreamJoinProcessor.in_time
+
+    def telling(processor: StreamStreamJoinProcessor, *about: Any) -> Any:
+        told.append(in_time(processor, *about) is not None)
+        return in_time(processor, *about)
+
+    monkeypatch.setattr(StreamStreamJoinProcessor, "in_time", telling)
     for module, name, value in (
         (processor, "_HOUR", 1_000_000),
+        (side_times, "FINE", 3),
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
     ):
         monkeypatch.setattr(module, name, value)
     random = Random(3)
+    jitter = [0, 0, -30, 40, -200, -900] if late else [0, 0, -30, 40]
     rows = [
-        (side, n, random.choice("abcdefgh"), 10 * n + random.choice([0, 0, -30, 40, -200, -900]))
+        (side, n, random.choice("abcdefgh"), 10 * n + random.choice(jitter))
         for side in (0, 1)
         for n in range(1_200)
     ]
@@ -194,19 +206,27 @@ def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
     driver = TopologyTestDriver(
         orders.left_join(payments, name="joined", select=selected, **about), spark=spark
     )
-    driver.run(
-        {
-            name: [{"k": k, "n": n, "timestamp": at + 1000} for side, n, k, at in rows if side == i]
-            for i, name in enumerate(("orders", "payments"))
-        }
-    )
+    # The query knows one order of arrival alone: that of a single run.
+    for taken in [range(1_200)] if late else [range(700), range(700, 1_200)]:
+        driver.run(
+            {
+                name: [
+                    {"k": k, "n": n, "timestamp": at + 1000}
+                    for side, n, k, at in rows
+                    if side == i and n in taken
+                ]
+                for i, name in enumerate(("orders", "payments"))
+            }
+        )
     with duckdb.connect() as connection:
         connection.execute("create table records (side int, n bigint, k varchar, ts bigint)")
         connection.executemany("insert into records values (?, ?, ?, ? + 1000)", rows)
         wanted = Counter(connection.execute(WANTED, lengths).fetchall())
     found = driver.read("joined")
     assert Counter((r["n"], r["found"], millis(r["timestamp"])) for r in found) == wanted
-    late = sum(r["is_late"] for r in found)
     alone = sum(r["found"] is None for r in found)
-    assert min(late, alone, len(found) - alone) > 50, "each kind of result is there"
+    assert min(alone, len(found) - alone) > 50, "each kind of result is there"
+    assert (sum(r["is_late"] for r in found) > 50) == late
+    assert told == [not late] * len(told)
+    assert told
     assert [r["offset"] for r in found] == list(range(len(found)))

@@ -44,6 +44,7 @@ class Known:
         hold: holds the run's records; None: the view has not many more keys than these.
         marks, marks_after: before and after the run, see ``Processor.marks``.
         bounds: of the processor's own stream time, where it was told by them.
+        in_time: whether it was told that none of the run's records is late.
     """
 
     state: DataFrame | None
@@ -54,6 +55,7 @@ class Known:
     released_after: Column
     hold: store.Hold | None = None
     bounds: Bounds | None = None
+    in_time: bool = False
     marks: Mapping[str, Column] = field(default_factory=dict[str, Column])
     marks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
 

@@ -185,6 +185,16 @@ class Processor(ABC, Generic[O]):
             return lateness(rows, known.stream_time, self.chunk)
         return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
 
+    def bounds_of_time(self, inputs: Sequence[Input]) -> DataFrame | None:
+        """What may tell, without any order, that none of the run's records is late; None = nothing."""
+        return None
+
+    def in_time(
+        self, found: Sequence[Any], stream_time: Mapping[int, int]
+    ) -> list[dict[str, Any]] | None:
+        """The rows of ``own_time``, if by ``found``, those of ``bounds_of_time``, no record is late."""
+        return None
+
     def marks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
     ) -> dict[str, dict[int, int]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ORDER, PARTITION
+from vt_dagster.columns import OFFSET, ORDER, PARTITION
+from vt_dagster.core.arrival import FINE
 
 _CHUNK = "_chunk"
 
@@ -50,6 +52,55 @@ def with_largest(
     }
     told = chunked.join(F.broadcast(heads), [PARTITION, _CHUNK]).withColumns(found)
     return told.drop(_CHUNK, *map(_head, moves))
+
+
+def largest_by_chunk(rows: DataFrame, side: str, at: str, counts: Column) -> DataFrame:
+    """Times of small chunks of the logs of two sides.
+
+    Plan: one hash aggregate, whose shuffle has a row a chunk.
+
+    Returns:
+        ``partition, side, _chunk`` (ascending with offsets), ``time, oldest`` (the largest and the
+        smallest of ``at``), ``valid`` (the largest of those that count; null = none).
+    """
+    chunk = F.floor(F.col(OFFSET) / F.lit(FINE)).alias(_CHUNK)
+    return rows.groupBy(PARTITION, side, chunk).agg(
+        F.max(at).alias("time"),
+        F.min(at).alias("oldest"),
+        F.max(F.when(counts, F.col(at))).alias("valid"),
+    )
+
+
+def largest_in_time(
+    found: Sequence[Any], side: str, before: Mapping[int, int], grace: Callable[[int], int]
+) -> dict[int, tuple[int, dict[int, int]]] | None:
+    """Where no record is late: by partition, stream time at the end and the largest valid one by side.
+
+    Records of two logs are merged by the largest time so far of their own log. So none has a stream
+    time beyond that of its own chunk's end, or that before the run.
+
+    Args:
+        found: the rows of :func:`largest_by_chunk`.
+        before: stream time before the run, by partition.
+        grace: of a partition, microseconds.
+
+    Returns:
+        None where by these bounds a record may be late.
+    """
+    now: dict[tuple[int, int], int] = {}
+    ends: dict[int, tuple[int, dict[int, int]]] = {}
+    for row in sorted(found, key=lambda row: (row[PARTITION], row[side], row[_CHUNK])):
+        p, place = row[PARTITION], row[side]
+        time: int = row["time"]
+        high = max(now.get((p, place), time), before.get(p, time), time)
+        if row["oldest"] < high - grace(p):
+            return None
+        now[p, place] = high
+        end, valid = ends.get(p, (high, {}))
+        if row["valid"] is not None:
+            valid[place] = max(valid.get(place, row["valid"]), row["valid"])
+        ends[p] = max(end, high), valid
+    return ends
 
 
 def _head(name: str) -> str:

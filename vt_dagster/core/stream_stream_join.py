@@ -36,7 +36,7 @@ from vt_dagster.core.grace import moves_stream_time
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.processor import Counts, Processor, hour_of_arrival
-from vt_dagster.core.side_times import with_largest
+from vt_dagster.core.side_times import largest_by_chunk, largest_in_time, with_largest
 from vt_dagster.core.within import (
     AT,
     END,
@@ -61,7 +61,7 @@ from vt_dagster.topology.durations import Duration, length_at
 from vt_dagster.topology.operators import StreamStreamJoin
 
 _SIDES = (LEFT, RIGHT)
-_TIMES = {NOW: "time", "_left": LEFT, "_right": RIGHT, LOOK: "look"}
+_TIMES = {"_left": LEFT, "_right": RIGHT, LOOK: "look"}
 _VALID, _EXPIRED = "_valid", "_expired"
 _PHASE, _RANK = "_phase", "_rank"
 _UNMATCHED, _MATCHED = "unmatched", "_matched"
@@ -125,8 +125,31 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
 
     def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
         rows = self._seen(self.in_order(inputs), known, slim=True)
-        newest = {told: F.max(name).alias(told) for name, told in _TIMES.items()}
+        newest = {told: F.max(name).alias(told) for name, told in {NOW: "time", **_TIMES}.items()}
         return rows.groupBy(PARTITION).agg(*newest.values())
+
+    def bounds_of_time(self, inputs: Sequence[Input]) -> DataFrame | None:
+        if self.few:
+            return None
+        rows = [self._record(one.rows, i, slim=True) for i, one in enumerate(inputs)]
+        return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(_VALID))
+
+    def in_time(
+        self, found: Sequence[Any], stream_time: Mapping[int, int]
+    ) -> list[dict[str, Any]] | None:
+        grace = self.operator.grace
+        newest = largest_in_time(found, SIDE, stream_time, lambda p: _long(grace, p))
+        if newest is None:
+            return None
+        rows: list[dict[str, Any]] = []
+        for p, (now, of) in newest.items():
+            look = max(of.values(), default=None)
+            # Else one that matches nothing has moved stream time on, and it matters when.
+            if look != now:
+                return None
+            sides = {name: of.get(i) for i, name in enumerate(_SIDES)}
+            rows.append({PARTITION: p, "time": now, "look": look, **sides})
+        return rows
 
     def marks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
@@ -144,20 +167,23 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         return {**marks, _OPEN: let_go}
 
     def _seen(self, rows: Sequence[DataFrame], known: Known, slim: bool = False) -> DataFrame:
-        """The new records of both sides, with all times as of them.
+        """The new records of both sides, with all times as of them; those that only what is late is
+        told by are null where nothing is.
 
         Args:
             slim: without keys and values.
         """
         new = reduce(union, [self._record(r, i, slim) for i, r in enumerate(rows)])
+        # They are merged by the largest time so far of their own log: nothing before them has a larger.
+        new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(known.stream_time)))
+        if known.in_time:
+            return new.withColumns({name: _nothing() for name in _TIMES})
         before = {name: known.marks.get(told, _nothing()) for name, told in _TIMES.items()}
-        before[NOW] = F.unix_micros(known.stream_time)
-        moves = {NOW: F.col(AT)}
+        look = F.when(F.col(_VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
+        moves = {LOOK: look}
         for i, name in enumerate(("_left", "_right")):
             moves[name] = F.when(F.col(_VALID) & (F.col(SIDE) == i), F.col(AT))
-        timed = with_largest(new, moves, before, self.chunk)
-        look = F.when(F.col(_VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
-        return with_largest(timed, {LOOK: look}, before, self.chunk)
+        return with_largest(new, moves, before, self.chunk)
 
     def _record(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
         """A side's rows, under names that both have: the record itself is one struct."""
@@ -187,8 +213,13 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
         at = F.col(AT)
         return rows.withColumns({LOW: at - back, HIGH: at + ahead, END: at + ahead + grace})
 
-    def _judged(self, rows: DataFrame) -> DataFrame:
+    def _judged(self, rows: DataFrame, known: Known) -> DataFrame:
         """New records with what becomes of them."""
+        once = F.col(END) < F.col(NOW)
+        if known.in_time:
+            no = F.lit(False)
+            told = {NEW: F.lit(True), LATE: no, HORIZON: _nothing(), ONCE: once, _EXPIRED: no}
+            return self._with_window(rows).withColumns(told)
         operator, at = self.operator, F.col(AT)
         reach, grace = micros(operator.reach), micros(operator.grace)
         of_left = F.col(SIDE) == 0
@@ -201,7 +232,7 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
                 NEW: F.lit(True),
                 LATE: at < F.col(NOW) - grace,
                 HORIZON: other - reach,
-                ONCE: F.col(END) < F.col(NOW),
+                ONCE: once,
                 _EXPIRED: F.col(_VALID) & (F.call_function("div", at, segment) < oldest),
             }
         )
@@ -209,8 +240,9 @@ class StreamStreamJoinProcessor(Processor[StreamStreamJoin]):
     # -- results ---------------------------------------------------------------------------------
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
-        new = self._judged(self._seen(rows, known))
-        if known.hold is not None:
+        new = self._judged(self._seen(rows, known), known)
+        once = known.in_time and not self.kept and all(one.earlier is None for one in inputs)
+        if known.hold is not None and not once:
             new = known.hold(new)
         earlier = [self._earlier(one, i, new.schema) for i, one in enumerate(inputs)]
         sides = [new.where(F.col(_VALID) & (F.col(SIDE) == i)) for i in (0, 1)]

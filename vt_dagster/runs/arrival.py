@@ -38,6 +38,7 @@ class Arrival:
         released: what is held back goes out up to this time, likewise.
         marks: other times that an operator keeps, see ``Processor.marks``.
         bounds: how that moves, where it was told so; None = every record is looked at.
+        in_time: whether it was told that no record is late.
         gauges: what pinning has told of the records.
         view_rows: how many current rows the asset's own table has.
         rows_read: how many rows of tables the run reads, as far as one knows before it.
@@ -56,6 +57,7 @@ class Arrival:
     released: dict[int, int] = field(default_factory=dict[int, int])
     marks: dict[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
     bounds: Bounds | None = None
+    in_time: bool = False
     gauges: dict[str, float] = field(default_factory=dict[str, float])
     view_rows: int = 0
     rows_read: int = 0

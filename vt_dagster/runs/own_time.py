@@ -32,8 +32,13 @@ def timed(
     before = arrival.before
     times, bounds = dict(before.stream_time), None
     marks: dict[str, dict[int, int]] = {}
+    in_time = False
     if not processor.bounded:
-        found = processor.own_time(inputs, known).collect()
+        chunks = processor.bounds_of_time(inputs)
+        found = None if chunks is None else processor.in_time(chunks.collect(), before.stream_time)
+        in_time = found is not None
+        if found is None:
+            found = processor.own_time(inputs, known).collect()
         times |= {r[PARTITION]: max(times.get(r[PARTITION], r["time"]), r["time"]) for r in found}
         late = mean_and_most(found) if processor.tells_lateness else None
         marks = processor.marks(found, before.marks)
@@ -44,7 +49,7 @@ def timed(
     gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
     released = processor.released(times, before.released)
     told: dict[str, Any] = {"bounds": bounds, "gauges": gauges, "released": released, "marks": marks}
-    return replace(arrival, stream_time=times, **told)
+    return replace(arrival, stream_time=times, in_time=in_time, **told)
 
 
 def bounds_of(

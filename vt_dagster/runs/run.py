@@ -227,6 +227,7 @@ class Run:
             released=by_partition(before.released),
             released_after=by_partition(arrival.released),
             bounds=arrival.bounds,
+            in_time=arrival.in_time,
             marks=_by_partition(before.marks),
             marks_after=_by_partition(arrival.marks),
         )
