@@ -52,8 +52,8 @@ ORDER = {
     "core": """
         arrival stream_time log records snapshot change_feed as_of_join changes grace sessions sliding
         emit_early periods fixed_windows table versioned store known per_run processor source filter
-        map_values stream_table_join corrections corrected_join suppress table_table_join side_times within
-        stream_stream_join
+        map_values stream_table_join corrections corrected_join suppress table_table_join side_times
+        within stream_stream_join
         foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors
         """,

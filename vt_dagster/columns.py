@@ -44,6 +44,10 @@ REVISION = "revision"
 CAUSE = "cause"
 """Of a corrected join: STRUCT ``table, partition, offset`` of the table's record that corrected a row;
 null where it came with its stream record."""
+IS_FINAL = "is_final"
+"""Of a corrected join, where its rows are read: whether a row can no longer change. BOOLEAN."""
+FINAL = "final"
+"""The mark of a commit that tells it: the time from which on rows of a partition can, inclusive."""
 LEFT_PARTITION, LEFT_OFFSET = "left_partition", "left_offset"
 """Of a corrected join: where the row's record is in the stream's log, INT and BIGINT."""
 

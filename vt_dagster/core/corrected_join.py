@@ -22,6 +22,7 @@ from vt_dagster.columns import (
     ARRIVAL,
     CAUSE,
     FATE,
+    FINAL,
     IS_LATEST,
     IS_TOMBSTONE,
     LEFT_OFFSET,
@@ -43,8 +44,6 @@ from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import CorrectedJoin, JoinKind
 
-FINAL = "final"
-"""The mark before which rows can no longer change: exclusive."""
 CORRECTED, TOO_LATE, CHANGES = "corrected", "corrections_too_late", "changes"
 _TABLE, _CHANGED = "table", "changed"
 _UNMATCHED, _AGAIN_COUNT = "unmatched", "joined_again"
@@ -171,14 +170,13 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             within = within & (F.col(f"`{k}`") == F.col(n))
         final = F.greatest(known.marks.get(FINAL, _nothing()), F.col(EDGE))
         too_old = F.coalesce(F.unix_micros(TIMESTAMP) < final, F.lit(False))
+        cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
         met = joined.join(times, within).select(
             *columns(earlier.columns),
             F.col(OFFSET).alias(ARRIVAL),
             F.lit(Fate.AGAIN).alias(FATE),
             too_old.alias(_TOO_OLD),
-            F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
-            .cast(POSITION_TYPE)
-            .alias(CAUSE),
+            cause.cast(POSITION_TYPE).alias(CAUSE),
         )
         return self._with_rows(met, known)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
-from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP, VALID_FROM
-from vt_dagster.core.arrival import union
+from vt_dagster.columns import FINAL, IS_FINAL, OFFSET, PARTITION, TIMESTAMP, VALID_FROM
+from vt_dagster.core.arrival import by_partition, union
 from vt_dagster.core.changes import columns, match_columns, match_names
 
 FROM, TO, EDGE, BY = "_from", "_to", "_edge", "_by"
@@ -62,17 +62,16 @@ def beside(
         what: over its columns; ``name``: what it is called.
     """
     names = [f"_key{i}" for i in range(len(key))]
-    there = rows.select(
-        *[c.alias(n) for c, n in zip(columns(key), names, strict=True)], what.alias(name)
-    )
+    theirs = [c.alias(n) for c, n in zip(columns(key), names, strict=True)]
+    there = rows.select(*theirs, what.alias(name))
     kind = there.schema[name].dataType
     if isinstance(kind, StructType):
         # Arrow makes no null of a struct with a field that cannot be null.
         nullable = StructType([StructField(f.name, f.dataType) for f in kind.fields])
         there = there.withColumn(name, F.col(name).cast(nullable))
     matches = F.lit(True)
-    for mine, theirs in zip(own, names, strict=True):
-        matches = matches & (F.col(f"`{mine}`") == F.col(theirs))
+    for mine, other in zip(own, names, strict=True):
+        matches = matches & (F.col(f"`{mine}`") == F.col(other))
     return records.join(there, matches, "left").drop(*names)
 
 
@@ -87,3 +86,17 @@ def same(name: str, kind: str, row: Column) -> Column:
     if "map<" in kind:  # Spark compares no maps
         one, other = F.to_json(F.struct(one)), F.to_json(F.struct(other))
     return one.eqNullSafe(other)
+
+
+def with_finality(rows: DataFrame, marks: Mapping[str, Mapping[int, int]]) -> DataFrame:
+    """The rows of a table, of a corrected join with ``is_final``: whether a row can no longer change.
+
+    A row exactly as old as the promise is not final. Where none of its partition is, it is false.
+
+    Args:
+        marks: of the commit that the rows are as of, see ``Commit``.
+    """
+    if FINAL not in marks:
+        return rows
+    final = F.unix_micros(TIMESTAMP) < by_partition(marks[FINAL], "long")
+    return rows.withColumn(IS_FINAL, F.coalesce(final, F.lit(False)))

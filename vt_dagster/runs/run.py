@@ -173,17 +173,14 @@ class Run:
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 store, at = self.stores(node), self.arrival.tables[node.name]
                 versions = self.processor.reads_versions
-                table = store.view_at(at, self._since) if versions else store.current_at(at)
+                since = self.processor.reaches_back(0, self.arrival.marks)
+                table = store.view_at(at, since) if versions else store.current_at(at)
                 table = table.drop(RECORDED_AT)
             if start and self._look_back(node) is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
             found.append(Input(rows, table, earlier, self.arrival.few_of(node.name)))
         return found
-
-    @property
-    def _since(self) -> int | None:
-        return self.processor.reaches_back(0, self.arrival.marks)
 
     # -- operate ---------------------------------------------------------------------------------
 
@@ -236,7 +233,7 @@ class Run:
             bounds=arrival.bounds,
             marks=known_marks(before.marks),
             marks_after=known_marks(arrival.marks),
-            since=self._since,
+            since=self.processor.reaches_back(0, arrival.marks),
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
