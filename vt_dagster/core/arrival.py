@@ -41,6 +41,9 @@ class Fate:
     WAITING = "waiting"  # in the grace buffer; without a match, in a join of streams
     DROPPED = "dropped"  # of no use: no value or key where one is needed, out of order, window closed
     NO_RESULT = "no_result"  # an operator took it and had nothing to say
+    AGAIN = "again"  # no new record: joined in a run before, and looked up anew
+    TOO_LATE = "too_late"  # the same, whose row differs and can no longer change
+    CHANGE = "change"  # a table's record, which may correct what has been joined
     KEPT = "kept"  # no record: what an operator knows from before, and keeps for the next run
     QUARANTINED = "quarantined"  # not a record: unreadable, no key, no timestamp, far future
 

@@ -9,19 +9,23 @@ from pyspark.sql.types import (
     DataType,
     IntegerType,
     LongType,
+    StringType,
     StructField,
     StructType,
     TimestampType,
 )
 
 from vt_dagster.columns import (
+    CAUSE,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
+    LEFT_OFFSET,
     LOG_COLUMNS,
     OFFSET,
     OLD,
     PARTITION,
+    REVISION,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
@@ -38,6 +42,20 @@ _TYPES: dict[str, DataType] = {
     VALID_FROM: TimestampType(),
     VALID_TO: TimestampType(),
 }
+POSITION_TYPE = StructType(
+    [
+        StructField("table", StringType()),
+        StructField(PARTITION, IntegerType()),
+        StructField(OFFSET, LongType()),
+    ]
+)
+"""Of ``cause``."""
+_OF_CORRECTIONS: dict[str, DataType] = {
+    REVISION: IntegerType(),
+    CAUSE: POSITION_TYPE,
+    LEFT_OFFSET: LongType(),
+}
+"""Of other nodes these may be columns of a user's own."""
 
 
 def value_columns(node: Stream) -> list[str]:
@@ -67,6 +85,8 @@ def view_schema(node: Table) -> StructType:
 
 def _schema(node: Stream, names: Sequence[str]) -> StructType:
     own: dict[str, DataType] = {f.name: f.dataType for f in node.schema.fields}
+    added = node.operator.log_columns if node.operator is not None else ()
+    own |= {n: kind for n, kind in _OF_CORRECTIONS.items() if n in added}
     old = [*value_columns(node), TIMESTAMP]
     own[OLD] = StructType([StructField(n, _TYPES.get(n) or own[n]) for n in old])
     return StructType([StructField(n, _TYPES.get(n) or own[n]) for n in names])

@@ -70,6 +70,8 @@ class Processor(ABC, Generic[O]):
 
     reads_tables = False
     """Whether it looks into its inputs' tables, not only at their changes."""
+    reads_versions = False
+    """Whether it looks at all versions that they have in the time that it reaches back."""
     merges = False
     """Whether a result's partition has records of several logs or partitions."""
     goes_by_time = False
@@ -124,6 +126,14 @@ class Processor(ABC, Generic[O]):
             stream_time: by partition, before the run.
             released: the time up to which records had gone out, likewise.
             marks: likewise, see :meth:`marks`.
+        """
+        return None
+
+    def reaches_back(self, place: int, marks: Mapping[str, Mapping[int, int]]) -> int | None:
+        """The same as ``look_back``, by what the run itself brings.
+
+        Args:
+            marks: after the run, see :meth:`marks`; empty until they are told.
         """
         return None
 
@@ -278,7 +288,7 @@ class Processor(ABC, Generic[O]):
         """Of what looks into a table as of times: the records with their fate, before it looks."""
         return None
 
-    def look_up(self, judged: DataFrame, lookup: Lookup) -> DataFrame:
+    def look_up(self, judged: DataFrame, lookup: Lookup, known: Known) -> DataFrame:
         """The results of judged records, with the table as of their times."""
         raise AssertionError("only what judges records looks them up")
 

@@ -106,7 +106,16 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             bounds=known.bounds,
         )
 
-    def look_up(self, judged: DataFrame, lookup: Lookup) -> DataFrame:
+    @property
+    def kept(self) -> JoinKind:
+        """Which records stay among the results of a lookup."""
+        return self.operator.kind
+
+    def chosen(self, judged: DataFrame) -> Sequence[tuple[str, str]]:
+        """What a lookup gives: (name, SQL expression over ``left.*`` and ``right.*``)."""
+        return self.operator.projection().columns
+
+    def look_up(self, judged: DataFrame, lookup: Lookup, known: Known) -> DataFrame:
         operator, right = self.operator, self.operator.right
         projection = operator.projection()
         horizon = None
@@ -117,10 +126,10 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         return join(
             judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)),
             lookup.rows.select(*[c for c in lookup.rows.columns if c in needed]),
-            kind=operator.kind,
+            kind=self.kept,
             stream_key=operator.left.key,
             table_key=right.key,
-            columns=projection.columns,
+            columns=self.chosen(judged),
             horizon=horizon,
             way=lookup.way,
         )

@@ -14,12 +14,14 @@ import dagster as dg
 from pyspark.sql.types import NullType
 
 from vt_dagster.columns import (
+    CAUSE,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
     PARTITION,
     RECORDED_AT,
+    REVISION,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
@@ -42,6 +44,8 @@ _ADDED_COLUMNS = {
     RECORDED_AT: ("timestamp", "when the record came into the log, UTC"),
     IS_LATEST: ("boolean", "false: out of order for its key on arrival"),
     IS_LATE: ("boolean", "joined at once, since it came after its grace period"),
+    REVISION: ("int", "how often the row has been corrected"),
+    CAUSE: ("struct<table:string,partition:int,offset:bigint>", "the table's record that corrected it"),
     VALID_FROM: ("timestamp", "start of the version, inclusive, UTC"),
     VALID_TO: ("timestamp", "end of the version, exclusive, UTC; null = current"),
 }

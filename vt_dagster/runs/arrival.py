@@ -128,6 +128,10 @@ class Arrival:
         waiting = self.before.counts.get(Fate.WAITING, 0)
         return max(of_each.values(), default=0) + waiting <= CHUNK
 
+    def few_of(self, name: str) -> bool:
+        """Whether the run takes few records of an input."""
+        return sum(end - start for start, end in self.taken.get(name, {}).values()) <= CHUNK
+
     @property
     def small(self) -> bool:
         """Whether there is so little, also in the tables that the run reads, that planning is most of

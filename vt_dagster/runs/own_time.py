@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pyspark.sql import SparkSession
+from pyspark.sql import Column, SparkSession
 
 from vt_dagster.columns import PARTITION
+from vt_dagster.core.arrival import by_partition
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.stream_time import Bounds, mean_and_most
@@ -39,7 +40,8 @@ def timed(
         in_time = found is not None
         if found is None:
             found = processor.own_time(inputs, known).collect()
-        times |= {r[PARTITION]: max(times.get(r[PARTITION], r["time"]), r["time"]) for r in found}
+        moved = {r[PARTITION]: r["time"] for r in found if r["time"] is not None}
+        times |= {p: max(times.get(p, moment), moment) for p, moment in moved.items()}
         late = mean_and_most(found) if processor.tells_lateness else None
         marks = processor.marks(found, before.marks)
     else:
@@ -50,6 +52,11 @@ def timed(
     released = processor.released(times, before.released)
     told: dict[str, Any] = {"bounds": bounds, "gauges": gauges, "released": released, "marks": marks}
     return replace(arrival, stream_time=times, in_time=in_time, **told)
+
+
+def known_marks(marks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
+    """The marks of an operator as columns of a row's own partition."""
+    return {name: by_partition(values, "long") for name, values in marks.items()}
 
 
 def bounds_of(

@@ -10,7 +10,7 @@ quarantine, which follow from it. So a run can be killed anywhere and started ag
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -43,7 +43,7 @@ from vt_dagster.runs.commit import check_share, document, ends_of, recorded, sta
 from vt_dagster.runs.difference import difference
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.join_way import way_of
-from vt_dagster.runs.own_time import bounds_of, timed
+from vt_dagster.runs.own_time import bounds_of, known_marks, timed
 from vt_dagster.runs.pin import from_logs, from_source
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
@@ -157,6 +157,7 @@ class Run:
         places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
         state = before.stream_time, before.released, before.marks
         found = [processor.look_back(i, *state) for i in places]
+        found += [processor.reaches_back(i, self.arrival.marks) for i in places]
         return min((after for after in found if after is not None), default=None)
 
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
@@ -170,12 +171,15 @@ class Run:
             table = earlier = None
             # Where nothing was consumed before, every row of the table is among the changes.
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
-                table = self.stores(node).current_at(self.arrival.tables[node.name])
+                store, at = self.stores(node), self.arrival.tables[node.name]
+                versions = self.processor.reads_versions
+                since = self.processor.reaches_back(0, self.arrival.marks)
+                table = store.view_at(at, since) if versions else store.current_at(at)
                 table = table.drop(RECORDED_AT)
             if start and self._look_back(node) is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
-            found.append(Input(rows, table, earlier))
+            found.append(Input(rows, table, earlier, self.arrival.few_of(node.name)))
         return found
 
     # -- operate ---------------------------------------------------------------------------------
@@ -208,7 +212,7 @@ class Run:
             told = judge(judged)
         with self.store.tuned(self._small(told)):
             lookup, told = self._look_up(told)
-        return Results(processor.look_up(judged, lookup), known, told)
+        return Results(processor.look_up(judged, lookup, known), known, told)
 
     def _known(self, with_tables: bool = False) -> Known:
         arrival, before, store = self.arrival, self.arrival.before, self.store
@@ -228,8 +232,9 @@ class Run:
             released_after=by_partition(arrival.released),
             bounds=arrival.bounds,
             in_time=arrival.in_time,
-            marks=_by_partition(before.marks),
-            marks_after=_by_partition(arrival.marks),
+            marks=known_marks(before.marks),
+            marks_after=known_marks(arrival.marks),
+            since=self.processor.reaches_back(0, arrival.marks),
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
@@ -375,10 +380,6 @@ class Run:
             recorded_at=recorded(before, recorded_at),
             **position,
         )
-
-
-def _by_partition(marks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
-    return {name: by_partition(values, "long") for name, values in marks.items()}
 
 
 def run_once(

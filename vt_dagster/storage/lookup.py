@@ -18,9 +18,13 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from vt_dagster.columns import (
+    FINAL,
+    IS_FINAL,
     IS_TOMBSTONE,
     OFFSET,
+    PARTITION,
     SEGMENT,
+    TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
@@ -148,7 +152,17 @@ def look_up(
         return asset.log(None)
     if moment is not None and not partial:
         require_remembered(name, shape.retention(), commit.stream_time, moment)
-    return asset.table(what, moment)
+    return _with_finality(asset.table(what, moment), commit)
+
+
+def _with_finality(rows: pa.Table, commit: Commit) -> pa.Table:
+    """See ``core.corrections.with_finality``."""
+    if FINAL not in commit.marks:
+        return rows
+    homes, moments = rows.column(PARTITION).to_pylist(), micros(rows, TIMESTAMP)
+    ends = commit.marks[FINAL]
+    final = [bool(t < ends.get(p, t)) for p, t in zip(homes, moments, strict=True)]
+    return rows.append_column(IS_FINAL, pa.array(final, pa.bool_()))
 
 
 def head_of(warehouse: str, name: str) -> tuple[int, Commit]:

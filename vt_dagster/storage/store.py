@@ -33,6 +33,7 @@ from vt_dagster.columns import (
 from vt_dagster.core import store as of_table
 from vt_dagster.core import versioned
 from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.corrections import with_finality
 from vt_dagster.core.log import log_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
@@ -544,7 +545,8 @@ class AssetStore:
             return self.log({}, at.head)
         if what == "current" and as_of is None:
             rows = self.current_at(at)
-            return of_table.rows_of(node, rows) if isinstance(node, Table) else rows
+            rows = of_table.rows_of(node, rows) if isinstance(node, Table) else rows
+            return with_finality(rows, at.head.commit.marks)
         moment = parse_time(as_of) if as_of is not None and what == "current" else None
         view = self.view_at(at, since=moment)
         if moment is None or not isinstance(node, VersionedTable):

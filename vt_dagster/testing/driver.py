@@ -17,6 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from vt_dagster.columns import OFFSET, TIMESTAMP, VALID_FROM
 from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import Fate
+from vt_dagster.core.corrections import with_finality
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.results import Receipt
@@ -115,11 +116,14 @@ class TopologyTestDriver:
         return rows
 
     def table(self, name: str) -> list[Row]:
-        """The current rows of a table, by key; tombstones are not among them."""
+        """The current rows of a table, by key; tombstones are not among them. Of a corrected join with
+        ``is_final``."""
         node = self._table(name)
         with self._session():
             view = of_table.current(node, self._stores[name].view())
-            return _rows_of(of_table.rows_of(node, view), node)
+            head = self._stores[name].head()
+            marks = {} if head is None else head.commit.marks
+            return _rows_of(with_finality(of_table.rows_of(node, view), marks), node)
 
     def versions(self, name: str) -> list[Row]:
         """All versions of a versioned table, tombstones included, by key and ``valid_from``."""

@@ -13,7 +13,12 @@ from typing import Any, Generic, TypeVar, overload
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.node import Node
-from vt_dagster.topology.operators import JoinKind, StreamStreamJoin, StreamTableJoin
+from vt_dagster.topology.operators import (
+    CorrectedJoin,
+    JoinKind,
+    StreamStreamJoin,
+    StreamTableJoin,
+)
 
 S = TypeVar("S")
 """``Stream``."""
@@ -52,6 +57,27 @@ class _Window:
             )
 
 
+@dataclass(frozen=True)
+class _Promise:
+    """What a corrected join is told."""
+
+    corrected_for: timedelta | None = None
+    key: str | Sequence[str] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.key,) if isinstance(self.key, str) else tuple(self.key)
+
+    def refuse(self, name: str, where: str) -> None:
+        """They have no meaning there."""
+        given = [what for what, value in vars(self).items() if value not in (None, ())]
+        if given:
+            raise TopologyError(
+                f"{name}: {' and '.join(given)} is for a corrected join with a versioned table, not "
+                f"for {where}: leave it out, or say corrected_for=timedelta(days=7)"
+            )
+
+
 class StreamJoins(Generic[S, T]):
     """The joins of a stream."""
 
@@ -71,6 +97,19 @@ class StreamJoins(Generic[S, T]):
     @overload
     def join(
         self,
+        other: T,
+        *,
+        name: str,
+        corrected_for: timedelta,
+        key: str | Sequence[str] = (),
+        select: Sequence[str] = ...,
+        grace_period: Duration | None = None,
+        **shown: Any,
+    ) -> T: ...
+
+    @overload
+    def join(
+        self,
         other: S,
         *,
         name: str,
@@ -89,17 +128,22 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ("left.*", "right.*"),
         grace_period: Duration | None = None,
+        corrected_for: timedelta | None = None,
+        key: str | Sequence[str] = (),
         within: Duration | None = None,
         before: Duration | None = None,
         after: Duration | None = None,
         grace: Duration | None = None,
         **shown: Any,
-    ) -> S:
+    ) -> S | T:
         """Inner join with a table, each record as of its own time, see ``StreamTableJoin``; or with a
-        stream, each record with those near it in time, see ``StreamStreamJoin``.
+        stream, each record with those near it in time, see ``StreamStreamJoin``; or with a versioned
+        table as it will have been told, see ``CorrectedJoin``: then the result is a table.
 
         Args:
             grace_period: of a join with a table.
+            corrected_for: of a join with a versioned table: how long results follow what it learns.
+            key: of a corrected join: columns that name a record; none: its partition and offset.
             within: of a join with a stream: how far before and after a record its matches may lie.
             before, after: the same of one direction; either may be negative. One that is not given is
                 as ``within`` says, else 0.
@@ -107,7 +151,10 @@ class StreamJoins(Generic[S, T]):
             shown: description, group, owners and key_prefix of the result.
         """
         about = _Window(within, before, after, grace)
-        return self._joined("inner", other, name, tuple(select), grace_period, about).result(**shown)
+        promise = _Promise(corrected_for, key)
+        return self._joined("inner", other, name, tuple(select), grace_period, about, promise).result(
+            **shown
+        )
 
     @overload
     def left_join(
@@ -119,6 +166,19 @@ class StreamJoins(Generic[S, T]):
         grace_period: Duration | None = None,
         **shown: Any,
     ) -> S: ...
+
+    @overload
+    def left_join(
+        self,
+        other: T,
+        *,
+        name: str,
+        corrected_for: timedelta,
+        key: str | Sequence[str] = (),
+        select: Sequence[str] = ...,
+        grace_period: Duration | None = None,
+        **shown: Any,
+    ) -> T: ...
 
     @overload
     def left_join(
@@ -141,15 +201,20 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ("left.*", "right.*"),
         grace_period: Duration | None = None,
+        corrected_for: timedelta | None = None,
+        key: str | Sequence[str] = (),
         within: Duration | None = None,
         before: Duration | None = None,
         after: Duration | None = None,
         grace: Duration | None = None,
         **shown: Any,
-    ) -> S:
+    ) -> S | T:
         """Left join with a table or a stream; see :meth:`join`."""
         about = _Window(within, before, after, grace)
-        return self._joined("left", other, name, tuple(select), grace_period, about).result(**shown)
+        promise = _Promise(corrected_for, key)
+        return self._joined("left", other, name, tuple(select), grace_period, about, promise).result(
+            **shown
+        )
 
     def outer_join(
         self,
@@ -175,6 +240,7 @@ class StreamJoins(Generic[S, T]):
         select: tuple[str, ...],
         grace_period: Duration | None,
         about: _Window,
+        promise: _Promise = _Promise(),
     ) -> StreamTableJoin | StreamStreamJoin:
         if not isinstance(other, Node):
             raise TopologyError(
@@ -182,10 +248,15 @@ class StreamJoins(Generic[S, T]):
             )
         if other.is_table:
             about.refuse_beside_table(name, other)
+            if promise.corrected_for is not None:
+                told = promise.corrected_for, promise.names
+                return CorrectedJoin(self, other, kind, name, select, grace_period, *told)
+            promise.refuse(name, "a join without corrected_for")
             return StreamTableJoin(self, other, kind, name, select, grace_period)
         if grace_period is not None:
             raise TopologyError(
                 f"{name}: grace_period lets a stream's records wait for a table's, but {other.name!r} "
                 "is a stream: leave it out, and say grace, how late records of either may be"
             )
+        promise.refuse(name, f"a join with {other.name!r}, a stream")
         return StreamStreamJoin(self, other, kind, name, select, *about.ends(name))

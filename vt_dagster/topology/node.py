@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NO_MEANING = frozenset(
     {
         *("name", "materialized", "emit", "monotone_timestamps"),
-        *("grace", "grace_period", "retention", "until"),
+        *("grace", "grace_period", "corrected_for", "retention", "until"),
     }
 )
 """Fields that may change from run to run: what is said from then on is as true as what was before."""

@@ -1,0 +1,108 @@
+"""After any sequence of runs a corrected join is the join of everything in one run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+
+from tests.core.test_split_invariance import (
+    PARTITIONS,
+    SOURCE,
+    Record,
+    careful,
+    of_each_case,
+    placed,
+)
+from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.model import Stream, VersionedTable
+
+MS = timedelta(milliseconds=1)
+RETENTION, PROMISE = 20, 12
+NAMES = ("left", "inner", "waiting")
+
+
+def joins() -> list[Stream]:
+    table = VersionedTable("table", history_retention=RETENTION * MS, **SOURCE)
+    stream = Stream("stream", null_key="keep", **SOURCE)
+    about: dict[str, Any] = {
+        "corrected_for": PROMISE * MS,
+        "select": ("left.case", "left.key as of", "right.value as found"),
+    }
+    return [
+        stream.left_join(table, name="left", **about),
+        stream.join(table, name="inner", **about),
+        stream.left_join(table, name="waiting", grace_period=4 * MS, **about),
+    ]
+
+
+def newest(rows: list[Record]) -> dict[int, int]:
+    """Stream time of each partition, milliseconds."""
+    times: dict[int, int] = {}
+    for row in rows:
+        at = round(row["timestamp"].timestamp() * 1000)
+        times[row["partition"]] = max(times.get(row["partition"], at), at)
+    return times
+
+
+def found(driver: TopologyTestDriver, name: str, edges: dict[int, int]) -> dict[Any, Any]:
+    """What was found for each record that is younger than the promise."""
+    rows = driver.table(name)
+    for row in rows:
+        if row["timestamp"].timestamp() * 1000 < edges[row["case"]] and not row["is_final"]:
+            # The table alone was so far ahead.
+            row["is_final"] = True
+    return {(r["case"], r["left_offset"]): r["found"] for r in rows if not r["is_final"]}
+
+
+@pytest.mark.slow
+@careful
+@given(blocks=st.lists(st.tuples(of_each_case, of_each_case), min_size=2, max_size=4))
+def test_runs_end_as_one_run(spark: SparkSession, blocks: list[Any]) -> None:
+    whole, split = (TopologyTestDriver(*joins(), spark=spark) for _ in range(2))
+    for rows, records in blocks:
+        split.run({"table": placed(rows), "stream": placed(records)})
+    every: dict[str, list[Record]] = {"table": [], "stream": []}
+    for rows, records in blocks:
+        every["table"] += placed(rows)
+        every["stream"] += placed(records)
+    whole.run(every)
+    table, stream = split.read("table"), split.read("stream")
+    known, seen = newest(table), newest([r for r in stream if not r["is_tombstone"]])
+    edges = {p: max(known.get(p, -PROMISE), seen.get(p, -PROMISE)) - PROMISE for p in range(PARTITIONS)}
+    for name in NAMES:
+        assert found(split, name, edges) == found(whole, name, edges)
+    if table and stream:
+        expected = by_duckdb(table, stream, edges)
+        assert found(split, "left", edges) == expected
+        assert found(split, "inner", edges) == {k: v for k, v in expected.items() if v is not None}
+
+
+def by_duckdb(table: list[Record], stream: list[Record], edges: dict[int, int]) -> dict[Any, Any]:
+    """The same by an ASOF JOIN over all that the table took."""
+    names = ("case", "key", "value", "timestamp", "offset")
+    versions = pa.Table.from_pylist([{n: r[n] for n in names} for r in table])
+    records = pa.Table.from_pylist([{n: r[n] for n in names} for r in stream if not r["is_tombstone"]])
+    if not records.num_rows:
+        return {}
+    with duckdb.connect() as connection:
+        connection.register("records", records)
+        connection.register("versions", versions)
+        rows = connection.sql(
+            """
+            select r."case", r."offset", epoch_ms(r."timestamp"), v.value
+            from records r asof left join (
+                select * from versions
+                qualify row_number() over (
+                    partition by "case", "key", "timestamp" order by "offset" desc
+                ) = 1
+            ) v on r."case" = v."case" and r."key" = v."key" and r."timestamp" >= v."timestamp"
+            """
+        ).fetchall()
+    return {(case, offset): value for case, offset, at, value in rows if at >= edges[case]}

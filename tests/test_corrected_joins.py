@@ -1,0 +1,216 @@
+"""Corrected joins: rows follow what the table learns later, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import (
+    DoubleType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster import Stream, Table, TopologyError, VersionedTable
+from vt_dagster.errors import RefusedRecordsError
+from vt_dagster.testing import TopologyTestDriver
+
+MS = timedelta(milliseconds=1)
+ORDER = StructType(
+    [
+        StructField("order_id", StringType()),
+        StructField("product", StringType()),
+        StructField("amount", LongType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+PRICE = StructType(
+    [
+        StructField("product", StringType()),
+        StructField("price", DoubleType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+
+
+def orders(**more: Any) -> Stream:
+    return Stream("orders", **{"key": "product", "schema": ORDER, **more})
+
+
+def prices(retention: timedelta = 100 * MS) -> VersionedTable:
+    about: dict[str, Any] = {"tombstone": "price is null", "history_retention": retention}
+    return VersionedTable("prices", key="product", schema=PRICE, **about)
+
+
+def priced(kind: str = "left", **more: Any) -> Any:
+    about: dict[str, Any] = {"corrected_for": 50 * MS, "name": "priced", **more}
+    select = ("left.*", "right.price", "left.amount * right.price as total")
+    join = orders().join if kind == "inner" else orders().left_join
+    return join(prices(), select=select, **about)
+
+
+def order(number: int, at: int, product: str = "a", **more: Any) -> dict[str, Any]:
+    return {"order_id": f"o{number}", "product": product, "amount": 2, "timestamp": at, **more}
+
+
+def price(value: float | None, at: int, product: str = "a") -> dict[str, Any]:
+    return {"product": product, "price": value, "timestamp": at}
+
+
+def told(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Of each update: the order, price, revision, offset of the cause, the price before, deleted."""
+    return [
+        (
+            r["order_id"],
+            r["price"],
+            r["revision"],
+            r["cause"] and r["cause"]["offset"],
+            r["old"] and r["old"]["price"],
+            r["is_tombstone"],
+        )
+        for r in rows
+    ]
+
+
+def test_rows_follow_the_table(spark: SparkSession) -> None:
+    driver = TopologyTestDriver(priced(key="order_id"), spark=spark)
+    driver.pipe("orders", order(1, 10), order(2, 20), order(3, 30), order(4, 20, "b"))
+    assert [row[:4] for row in told(driver.read("priced"))] == [
+        (f"o{i}", None, 0, None) for i in (1, 2, 3, 4)
+    ]
+    # The stream was ahead: no price is out of order, and all from its time on are joined anew.
+    driver.pipe("prices", price(5.0, 15))
+    assert told(driver.read("priced")) == [
+        ("o2", 5.0, 1, 0, None, False),
+        ("o3", 5.0, 1, 0, None, False),
+    ]
+    # Late: it holds up to the next version's time, which is another's.
+    driver.pipe("prices", price(4.0, 9), price(7.0, 25), price(8.0, 25))
+    assert told(driver.read("priced")) == [
+        ("o1", 4.0, 1, 1, None, False),
+        ("o3", 8.0, 2, 3, 5.0, False),
+    ]
+    # What makes no difference is none; and a deletion has a time too.
+    driver.pipe("prices", price(4.0, 10), price(None, 21))
+    assert told(driver.read("priced")) == []
+    driver.run({"prices": [price(None, 20)], "orders": [order(5, 31)]})
+    (gone, new) = driver.read("priced")
+    assert told([gone, new]) == [
+        ("o2", None, 2, 6, 5.0, False),
+        ("o5", 8.0, 0, None, None, False),
+    ]
+    assert gone["cause"] == {"table": "prices", "partition": 0, "offset": 6}
+    assert (gone["left_offset"], new["left_offset"]) == (1, 4)
+    assert [r["price"] for r in driver.table("priced")] == [4.0, None, 8.0, None, 8.0]
+
+
+def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
+    driver = TopologyTestDriver(priced("inner"), spark=spark)
+    driver.pipe("orders", order(1, 10))
+    assert driver.read("priced") == []
+    for value in (5.0, None, None, 6.0):
+        driver.pipe("prices", price(value, 8))
+    updates = driver.read("priced")
+    assert [(r["price"], r["revision"], r["is_tombstone"]) for r in updates] == [
+        (5.0, 0, False),
+        (None, 1, True),
+        (6.0, 2, False),
+    ]
+    assert [r["cause"]["offset"] for r in updates] == [0, 1, 3]
+    assert {
+        (r["left_partition"], r["left_offset"], r["offset"] - i) for i, r in enumerate(updates)
+    } == {(0, 0, 0)}
+
+
+def test_no_record_is_corrected_after_its_promise(spark: SparkSession) -> None:
+    driver = TopologyTestDriver(priced(), spark=spark)
+    driver.pipe("orders", order(1, 10), order(2, 49), order(3, 100))
+    # Stream time is 100: only the second is in the promise of 50, had it been at 50.
+    driver.pipe("prices", price(5.0, 1))
+    head = driver._stores["priced"].head()  # pyright: ignore[reportPrivateUsage]
+    assert head is not None
+    assert [r["order_id"] for r in driver.read("priced")[3:]] == ["o3"]
+    assert head.commit.counts["corrections_too_late"] == 2
+    assert head.commit.counts["corrected"] == 1
+    assert [r["is_final"] for r in driver.table("priced")] == [True, True, False]
+    # The table's stream time counts as well.
+    driver.run({"prices": [price(6.0, 151), price(7.0, 90)]})
+    assert [r["order_id"] for r in driver.read("priced")] == []
+
+
+def test_aggregates_take_old_rows_out(spark: SparkSession) -> None:
+    total = priced("inner").group_by("product").aggregate({"total": "sum(total)"}, name="totals")
+    driver = TopologyTestDriver(total, spark=spark)
+    driver.pipe("orders", order(1, 10), order(2, 20), order(3, 20, "b"))
+    driver.pipe("prices", price(5.0, 15), price(1.0, 20, "b"))
+    driver.pipe("prices", price(3.0, 1), price(4.0, 18))
+    driver.pipe("prices", price(None, 20, "b"))
+    assert [(r["product"], r["total"]) for r in driver.table("totals")] == [("a", 14.0), ("b", 0.0)]
+
+
+def test_a_key_names_one_record(spark: SparkSession) -> None:
+    driver = TopologyTestDriver(priced(key="order_id"), spark=spark)
+    with pytest.raises(RefusedRecordsError, match=r"order_id.*got 2 .*partition 0 offset 0"):
+        driver.pipe("orders", order(1, 10), order(1, 11))
+    driver.pipe("orders", order(1, 10), order(2, 10) | {"order_id": None})
+    assert driver.metrics("priced")["dropped"] == 1
+    with pytest.raises(RefusedRecordsError, match=r"got 1 .*partition 0 offset 2"):
+        driver.pipe("orders", order(1, 12))
+    inner = TopologyTestDriver(priced("inner", key="order_id"), spark=spark)
+    inner.pipe("orders", order(1, 10), order(1, 20))
+    with pytest.raises(RefusedRecordsError, match="got 2"):
+        inner.pipe("prices", price(5.0, 5))
+
+
+def test_grace_first(spark: SparkSession) -> None:
+    """With a grace period what waits is not corrected, but joined when it leaves."""
+    driver = TopologyTestDriver(priced(grace_period=10 * MS), spark=spark)
+    driver.pipe("orders", order(1, 10), order(2, 20))
+    assert [r["order_id"] for r in driver.read("priced")] == ["o1"]
+    driver.pipe("prices", price(5.0, 10))
+    driver.pipe("orders", order(3, 30))
+    assert [(r["order_id"], r["price"], r["revision"]) for r in driver.read("priced")] == [
+        ("o1", 5.0, 1),
+        ("o2", 5.0, 0),
+    ]
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "longer than the history": (
+        lambda: priced(corrected_for=101 * MS),
+        "corrected_for 0:00:00.101000 is longer than the history retention",
+    ),
+    "a plain table": (
+        lambda: orders().join(Table("p", key="product", schema=PRICE), name="j", corrected_for=MS),
+        "corrected_for needs a versioned table",
+    ),
+    "an end that every version moves": (
+        lambda: (
+            priced().operator
+            and orders().join(prices(), name="j", corrected_for=MS, select=["right.valid_to"])
+        ),
+        "right.valid_to changes with every later version",
+    ),
+    "a key that is not there": (lambda: priced(key="id"), "as the key of a corrected join"),
+    "a column of its own": (
+        lambda: orders().join(prices(), name="j", corrected_for=MS, select=["left.amount as revision"]),
+        "other names than \\['revision'\\]",
+    ),
+    "a key without a promise": (
+        lambda: orders().join(prices(), name="j", key="order_id"),
+        "key is for a corrected join with a versioned table",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_where_it_is_declared(what: str) -> None:
+    make, message = REFUSED[what]
+    with pytest.raises(TopologyError, match=message):
+        make()

@@ -1,0 +1,355 @@
+"""Corrected join: a stream-table join that looks records up anew where the table learns more.
+
+A table's record changes what is true from its timestamp to its key's next version. Of the stream
+records that have been joined already, those of its key in that time are looked up again, with whatever
+else the run takes; they are found by key and time in the range of the stream's log that the run's table
+records reach back to. No table record, no such range: then it is a plain stream-table join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    CAUSE,
+    FATE,
+    FINAL,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    LEFT_OFFSET,
+    OFFSET,
+    OLD,
+    PARTITION,
+    REVISION,
+    TIMESTAMP,
+)
+from vt_dagster.core.arrival import Fate, arrival_chunk, has_key, micros, union
+from vt_dagster.core.changes import columns, match_names
+from vt_dagster.core.corrections import BY, EDGE, FROM, TO, beside, changed_times, same
+from vt_dagster.core.grace import moves_stream_time
+from vt_dagster.core.known import Input, Known, Lookup
+from vt_dagster.core.log import POSITION_TYPE, value_columns
+from vt_dagster.core.processor import Counts
+from vt_dagster.core.stream_table_join import MATCHED, StreamTableJoinProcessor
+from vt_dagster.errors import RefusedRecordsError
+from vt_dagster.topology.model import Stream
+from vt_dagster.topology.operators import CorrectedJoin, JoinKind
+
+CORRECTED, TOO_LATE, CHANGES = "corrected", "corrections_too_late", "changes"
+_TABLE, _CHANGED = "table", "changed"
+_UNMATCHED, _AGAIN_COUNT = "unmatched", "joined_again"
+_AGAIN, _ROW, _GONE, _TOO_OLD = "_again", "_row_before", "_revision_gone", "_too_old"
+_RECORD, _TWICE, _TWICE_AT, _SEEN, _PRODUCED = "_record", "_twice", "_twice_at", "_seen", "_produced"
+_CARRIED = (_AGAIN, _ROW, _GONE, _TOO_OLD, CAUSE)
+_LOOKED_UP = (Fate.APPLIED, Fate.LATE, Fate.AGAIN)
+_LATER = 1 << 40
+"""More chunks than there are of corrections."""
+_HOUR = 3_600_000_000
+
+
+class CorrectedJoinProcessor(StreamTableJoinProcessor):
+    """Judges the stream's records as a stream-table join does, adds those to be joined anew, and says
+    what that changes of their rows.
+
+    Its stream time is the stream's. Within a run the table's records go first, so corrections are made
+    by the promise as it was before the run, and have their place in the log before new rows.
+    """
+
+    reads_tables = True
+    reads_versions = True
+    holds = True
+    counted = (
+        *("in", "out", "late", "dropped", _UNMATCHED, Fate.WAITING),
+        *(CORRECTED, TOO_LATE),
+    )
+
+    @property
+    def operator(self) -> CorrectedJoin:
+        operator: Any = self.node.operator
+        return operator
+
+    @property
+    def consumed(self) -> tuple[Stream, ...]:
+        return (self.operator.left, self.operator.right)
+
+    @property
+    def goes_forward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return False
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    @property
+    def keeps_order(self) -> bool:
+        return False
+
+    # -- times -----------------------------------------------------------------------------------
+
+    def look_back(
+        self,
+        place: int,
+        stream_time: Mapping[int, int],
+        released: Mapping[int, int],
+        marks: Mapping[str, Mapping[int, int]],
+    ) -> int | None:
+        return None if place else super().look_back(place, stream_time, released, marks)
+
+    def reaches_back(self, place: int, marks: Mapping[str, Mapping[int, int]]) -> int | None:
+        changed = marks.get(_CHANGED)
+        return None if place or not changed else min(changed.values()) - 1
+
+    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        stream, table = (one.rows for one in inputs)
+        at, nothing = F.unix_micros(TIMESTAMP), F.lit(None).cast("long")
+        moved = stream.where(moves_stream_time(self.operator.left.key))
+        rows = moved.select(PARTITION, at.alias("time"), nothing.alias(_TABLE)).unionByName(
+            table.select(PARTITION, nothing.alias("time"), at.alias(_TABLE))
+        )
+        newest, oldest = F.max(_TABLE).alias(_TABLE), F.min(_TABLE).alias(_CHANGED)
+        return rows.groupBy(PARTITION).agg(F.max("time").alias("time"), newest, oldest)
+
+    def marks(
+        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+    ) -> dict[str, dict[int, int]]:
+        """Stream time of the table; the time that its records of the run reach back to; and where rows
+        are final, by partition of the result: that never goes back, also if the promise gets longer."""
+        promised = self.operator.corrected_for // timedelta(microseconds=1)
+        times: dict[str, dict[int, int]] = {n: dict(before.get(n, {})) for n in (_TABLE, FINAL)}
+        for row in found:
+            told = {_TABLE: row[_TABLE], FINAL: row["time"] and row["time"] - promised}
+            for name, moment in told.items():
+                if moment is not None:
+                    known = times[name].get(row[PARTITION], moment)
+                    times[name][row[PARTITION]] = max(known, moment)
+        changed = {row[PARTITION]: row[_CHANGED] for row in found if row[_CHANGED] is not None}
+        return {**times, _CHANGED: changed}
+
+    # -- what is looked up -----------------------------------------------------------------------
+
+    def waiting(
+        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+    ) -> DataFrame:
+        return super().waiting([logs[0].where(has_key(self.operator.key))], released, state)
+
+    def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        (stream, table), named = inputs, has_key(self.operator.key)
+        earlier = None if stream.earlier is None else stream.earlier.where(named)
+        new = super().judge([replace(stream, earlier=earlier)], known)
+        joined = F.col(FATE).isin(Fate.APPLIED, Fate.LATE, Fate.WAITING)
+        new = new.withColumn(FATE, F.when(joined & ~named, Fate.DROPPED).otherwise(F.col(FATE)))
+        changes = table.rows.select(PARTITION, F.lit(Fate.CHANGE).alias(FATE))
+        if earlier is None or known.since is None or known.view is None:
+            return union(new, changes)
+        again = self._again(earlier, table, known)
+        return union(union(new, again if known.hold is None else known.hold(again)), changes)
+
+    def _again(self, earlier: DataFrame, table: Input, known: Known) -> DataFrame:
+        """Records that have been joined already and are to be joined anew, with their rows."""
+        operator, promised = self.operator, micros(self.operator.corrected_for)
+        right = operator.right
+        edge = known.marks_after.get(_TABLE, _nothing()) - promised
+        times = changed_times(table.rows, table.table, key=right.key, edge=edge)
+        times = F.broadcast(times) if table.few else times
+        joined = earlier.where(
+            moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= known.released)
+        )
+        within = (F.col(TIMESTAMP) >= F.col(FROM)) & (
+            F.col(TO).isNull() | (F.col(TIMESTAMP) < F.col(TO))
+        )
+        for k, n in zip(operator.left.key, match_names(right.key), strict=True):
+            within = within & (F.col(f"`{k}`") == F.col(n))
+        final = F.greatest(known.marks.get(FINAL, _nothing()), F.col(EDGE))
+        too_old = F.coalesce(F.unix_micros(TIMESTAMP) < final, F.lit(False))
+        cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
+        met = joined.join(times, within).select(
+            *columns(earlier.columns),
+            F.col(OFFSET).alias(ARRIVAL),
+            F.lit(Fate.AGAIN).alias(FATE),
+            too_old.alias(_TOO_OLD),
+            cause.cast(POSITION_TYPE).alias(CAUSE),
+        )
+        return self._with_rows(met, known)
+
+    def _with_rows(self, records: DataFrame, known: Known) -> DataFrame:
+        """With the row of each record, and if it has been deleted, how often that was corrected."""
+        operator, node = self.operator, self.node
+        own = operator.key or (PARTITION, OFFSET)
+        assert known.view is not None
+        rows = known.view.where(F.col(TIMESTAMP) > F.timestamp_micros(F.lit(known.since)))
+        position = F.col(LEFT_OFFSET).alias(_RECORD)
+        kept = [*columns(value_columns(node)), TIMESTAMP, REVISION, PARTITION, position]
+        records = beside(records, own, rows, node.key, F.struct(*kept), _ROW)
+        if known.state is None:
+            return records
+        return beside(records, own, known.state, node.key, F.col(REVISION), _GONE)
+
+    # -- what comes out --------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> JoinKind:
+        return "left"
+
+    def chosen(self, judged: DataFrame) -> list[tuple[str, str]]:
+        carried = [(c, f"left.`{c}`") for c in _CARRIED if c in judged.columns]
+        return [*self.operator.columns, (_RECORD, f"left.`{OFFSET}`"), *carried]
+
+    def look_up(self, judged: DataFrame, lookup: Lookup, known: Known) -> DataFrame:
+        wanted = judged.where(F.col(FATE).isin(*_LOOKED_UP))
+        again = F.col(FATE) == Fate.AGAIN
+        told = wanted.withColumns(
+            {_AGAIN: again, FATE: F.when(again, Fate.APPLIED).otherwise(F.col(FATE))}
+        )
+        found = self._decided(super().look_up(told, lookup, known))
+        return found if not self.operator.key else self._with_twice(found, wanted, known)
+
+    def _decided(self, rows: DataFrame) -> DataFrame:
+        """What becomes of each answer: a row, an update of one, its end, or nothing."""
+        node, values = self.node, value_columns(self.node)
+        again = F.col(_AGAIN)
+        has = F.col(MATCHED) | F.lit(self.operator.kind == "left")
+        fate = F.when(has, Fate.APPLIED).otherwise(Fate.NO_RESULT)
+        old = F.when(F.lit(False), F.struct(*columns(values), TIMESTAMP))
+        told = {REVISION: F.lit(0), CAUSE: F.lit(None).cast(POSITION_TYPE), _PRODUCED: has}
+        if _ROW in rows.columns:
+            row, types = F.col(_ROW), dict(rows.dtypes)
+            existed = row.isNotNull()
+            alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
+            corrected = F.when(alike | ~(has | existed), Fate.NO_RESULT)
+            corrected = corrected.when(F.col(_TOO_OLD), Fate.TOO_LATE).otherwise(Fate.APPLIED)
+            fate = F.when(again, corrected).otherwise(fate)
+            before = [row.getField(c).alias(c) for c in (*values, TIMESTAMP)]
+            old = F.when(existed, F.struct(*before))
+            gone = F.col(_GONE) + 1 if _GONE in rows.columns else F.lit(0)
+            revision = F.coalesce(row.getField(REVISION) + 1, gone, F.lit(0))
+            told = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: has | existed}
+        there = {c: F.when(has, F.col(f"`{c}`")).alias(c) for c in values}
+        return rows.select(
+            *[
+                there.get(c, F.col(f"`{c}`"))
+                for c in node.schema.names
+                if c in rows.columns and c != TIMESTAMP
+            ],
+            TIMESTAMP,
+            PARTITION,
+            (~has).alias(IS_TOMBSTONE),
+            F.lit(True).alias(IS_LATEST),
+            old.alias(OLD),
+            *[c.alias(name) for name, c in told.items()],
+            ARRIVAL,
+            MATCHED,
+            again.alias(_AGAIN),
+            fate.alias(FATE),
+            F.col(_RECORD),
+            *([_ROW] if _ROW in rows.columns else []),
+        )
+
+    def _with_twice(self, rows: DataFrame, judged: DataFrame, known: Known) -> DataFrame:
+        """With whether another record has a row of the same key.
+
+        Plan: one shuffle and sort by key, and a join of the rows that there were by key.
+        """
+        key = list(self.node.key)
+        of_key = F.sum(F.col(_PRODUCED).cast("int")).over(W.partitionBy(*columns(key)))
+        twice = of_key > 1
+        if _ROW in rows.columns:
+            theirs = F.struct(*[F.col(_ROW).getField(c) for c in (PARTITION, _RECORD)])
+            twice = twice | (F.col(_AGAIN) & (theirs != F.struct(PARTITION, _RECORD)))
+        if known.view is not None:
+            there = known.view.select(*columns(key))
+            if self.few:
+                asked = F.broadcast(judged.select(*columns(key)).distinct())
+                there = there.join(asked, key, "left_semi")
+            rows = rows.join(there.withColumn(_SEEN, F.lit(True)), key, "left")
+            twice = twice | (~F.col(_AGAIN) & F.col(_SEEN))
+        told = F.coalesce(F.col(_PRODUCED) & twice, F.lit(False))
+        return rows.withColumns({_TWICE: told, LEFT_OFFSET: F.col(_RECORD)}).drop(_SEEN)
+
+    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
+        """Of an inner join: rows that have been deleted and may come back, with their last revision."""
+        if self.operator.kind != "inner":
+            return None
+        key = [f"{c}" for c in self.node.key]
+        updated = rows.where((F.col(FATE) == Fate.APPLIED) & F.col(_AGAIN))
+        kept = [*columns(key), F.col(REVISION), F.col(TIMESTAMP), F.col(PARTITION)]
+        gone = updated.where(IS_TOMBSTONE).select(*kept)
+        if known.state is None:
+            return gone
+        final = known.marks_after.get(FINAL, _nothing())
+        young = known.state.where(F.coalesce(F.unix_micros(TIMESTAMP) >= final, F.lit(True)))
+        return union(young.join(updated.select(*columns(key)), key, "left_anti"), gone)
+
+    @property
+    def result_order(self) -> list[Column]:
+        """Corrections, then new rows; each by arrival, or by time and arrival where records wait."""
+        order = (TIMESTAMP, ARRIVAL) if self.operator.waits else (ARRIVAL,)
+        return [(~F.col(_AGAIN)).cast("int"), *[F.col(c) for c in order]]
+
+    def result_chunk(self, few: bool) -> Column | None:
+        if few:
+            return None
+        waits = self.operator.waits
+        place = F.floor(F.unix_micros(TIMESTAMP) / F.lit(_HOUR)) if waits else arrival_chunk()
+        return place + F.when(F.col(_AGAIN), 0).otherwise(_LATER)
+
+    # -- counts ----------------------------------------------------------------------------------
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        told = {
+            _UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
+            CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(FATE) == Fate.APPLIED)),
+            TOO_LATE: F.count_if(F.col(FATE) == Fate.TOO_LATE),
+        }
+        if _TWICE not in columns:
+            return told
+        first = F.coalesce(F.min(F.when(F.col(_TWICE), F.col(_RECORD))), F.lit(0))
+        return {**told, _TWICE: F.count_if(F.col(_TWICE)), _TWICE_AT: first}
+
+    def check(self, found: Mapping[int, Counts]) -> None:
+        wrong = {p: some for p, some in found.items() if some.get(_TWICE)}
+        if not wrong:
+            return
+        operator, (partition, some) = self.operator, min(wrong.items())
+        raise RefusedRecordsError(
+            f"{self.node.name}: expected one record of {operator.left.name!r} for each key "
+            f"{list(operator.key)}, got {sum(one[_TWICE] for one in wrong.values())} whose key another "
+            f"record has, the first at partition {partition} offset {some[_TWICE_AT]}; nothing was "
+            "committed. Name more columns by key, or leave it out: then each record has a row, by its "
+            "partition and offset",
+            list(wrong),
+        )
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
+        counts = {"in": taken, **{fate: judged.get(fate, 0) for fate in fates}}
+        told = {name: found[name] for name in (_UNMATCHED, CORRECTED, TOO_LATE)}
+        counts |= {CHANGES: judged.get(Fate.CHANGE, 0), _AGAIN_COUNT: judged.get(Fate.AGAIN, 0)}
+        return {**counts, "out": found[Fate.APPLIED], **told}
+
+    def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
+        fates = (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.WAITING, CHANGES)
+        done = sum(totals.get(fate, 0) for fate in fates)
+        inner = totals.get(_UNMATCHED, 0) if self.operator.kind == "inner" else 0
+        joined = totals.get(Fate.APPLIED, 0) + totals.get(Fate.LATE, 0) - inner
+        return [
+            ("records in = joined + dropped + waiting + of the table", totals.get("in", 0), done),
+            ("records out = rows in the log", totals.get("out", 0), rows),
+            (
+                "joined + corrected = records out",
+                joined + totals.get(CORRECTED, 0),
+                totals.get("out", 0),
+            ),
+        ]
+
+
+def _nothing() -> Column:
+    return F.lit(None).cast("long")
