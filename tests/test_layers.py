@@ -49,9 +49,9 @@ ORDER = {
         grouping joining model
         """,
     "core": """
-        arrival stream_time log records snapshot change_feed as_of_join changes grace sessions sliding
-        emit_early periods fixed_windows table versioned store known per_run processor source filter
-        map_values stream_table_join suppress table_table_join side_times within
+        arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
+        sessions sliding emit_early periods fixed_windows table versioned store known per_run
+        processor source filter map_values stream_table_join suppress table_table_join side_times within
         stream_stream_join
         foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors
@@ -68,8 +68,8 @@ ORDER = {
         local_frames any_frame frames
     """,
     "runs": """
-        arrival own_time contracts store audit join_way gate commit pin results difference run replay
-        restate_plan restate export
+        arrival own_time contracts store past audit join_way gate commit pin results looking difference
+        run replay restate_plan restate export
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """

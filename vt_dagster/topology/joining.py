@@ -14,6 +14,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.node import Node
 from vt_dagster.topology.operators import JoinKind, StreamStreamJoin, StreamTableJoin
+from vt_dagster.topology.operators.stream_table_join import AsKnown, At
 
 S = TypeVar("S")
 """``Stream``."""
@@ -52,6 +53,27 @@ class _Window:
             )
 
 
+@dataclass(frozen=True)
+class _Match:
+    """What a join with a table is told of versions."""
+
+    as_known: AsKnown
+    max_age: timedelta | None
+    at: At
+
+    def refuse_beside_stream(self, name: str, stream: Node) -> None:
+        """They have no meaning there."""
+        given = [what for what, value in vars(self).items() if value != getattr(_KAFKAS, what)]
+        if given:
+            raise TopologyError(
+                f"{name}: {' and '.join(given)} is for a join with a versioned table, but "
+                f"{stream.name!r} is a stream: leave it out; within says how near in time records are"
+            )
+
+
+_KAFKAS = _Match("now", None, "at_or_before")
+
+
 class StreamJoins(Generic[S, T]):
     """The joins of a stream."""
 
@@ -65,6 +87,9 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ...,
         grace_period: Duration | None = None,
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         **shown: Any,
     ) -> S: ...
 
@@ -89,6 +114,9 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ("left.*", "right.*"),
         grace_period: Duration | None = None,
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         within: Duration | None = None,
         before: Duration | None = None,
         after: Duration | None = None,
@@ -100,14 +128,19 @@ class StreamJoins(Generic[S, T]):
 
         Args:
             grace_period: of a join with a table.
+            as_known: of a join with a versioned table, among which versions is looked: now,
+                when_recorded, or those recorded until so long after the record's timestamp.
+            max_age: likewise, how long before the record a version may have begun (inclusive).
+            at: likewise, at_or_before or before the record's timestamp.
             within: of a join with a stream: how far before and after a record its matches may lie.
             before, after: the same of one direction; either may be negative. One that is not given is
                 as ``within`` says, else 0.
             grace: how late a record of a stream may be and still find every match; none: not at all.
             shown: description, group, owners and key_prefix of the result.
         """
-        about = _Window(within, before, after, grace)
-        return self._joined("inner", other, name, tuple(select), grace_period, about).result(**shown)
+        about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
+        made = self._joined("inner", other, name, tuple(select), grace_period, about, match)
+        return made.result(**shown)
 
     @overload
     def left_join(
@@ -117,6 +150,9 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ...,
         grace_period: Duration | None = None,
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         **shown: Any,
     ) -> S: ...
 
@@ -141,6 +177,9 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ("left.*", "right.*"),
         grace_period: Duration | None = None,
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         within: Duration | None = None,
         before: Duration | None = None,
         after: Duration | None = None,
@@ -148,8 +187,9 @@ class StreamJoins(Generic[S, T]):
         **shown: Any,
     ) -> S:
         """Left join with a table or a stream; see :meth:`join`."""
-        about = _Window(within, before, after, grace)
-        return self._joined("left", other, name, tuple(select), grace_period, about).result(**shown)
+        about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
+        made = self._joined("left", other, name, tuple(select), grace_period, about, match)
+        return made.result(**shown)
 
     def outer_join(
         self,
@@ -175,6 +215,7 @@ class StreamJoins(Generic[S, T]):
         select: tuple[str, ...],
         grace_period: Duration | None,
         about: _Window,
+        match: _Match = _KAFKAS,
     ) -> StreamTableJoin | StreamStreamJoin:
         if not isinstance(other, Node):
             raise TopologyError(
@@ -182,7 +223,8 @@ class StreamJoins(Generic[S, T]):
             )
         if other.is_table:
             about.refuse_beside_table(name, other)
-            return StreamTableJoin(self, other, kind, name, select, grace_period)
+            return StreamTableJoin(self, other, kind, name, select, grace_period, **vars(match))
+        match.refuse_beside_stream(name, other)
         if grace_period is not None:
             raise TopologyError(
                 f"{name}: grace_period lets a stream's records wait for a table's, but {other.name!r} "
