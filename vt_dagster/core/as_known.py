@@ -41,7 +41,8 @@ _SURE, _DEAD = "_sure", "_dead"
 _AT, _TURN, _ROW = "_at", "_turn", "_version"
 _KNOWN, _NEWEST, _NEXT = "_known", "_newest", "_next"
 _BLOCK, _BEST, _FORGOTTEN = "_block", "_best", "_forgotten"
-_PLACES = ("_place0", "_place1")
+PLACES = ("_place0", "_place1")
+ANSWER = "_answer"
 
 
 class Past(Protocol):
@@ -110,23 +111,60 @@ def as_known_join(
     whole = F.struct(*[F.col(name)[c].alias(c) for c in versions.columns])
     answered = told.where(_SURE).select(*own, F.when(alive, whole).alias(name), alive.alias(FOUND))
     doubtful = told.where(~F.col(_SURE)).select(*own)
+    needed = [c for c in versions.columns if c not in (VALID_FROM, VALID_TO, RECORDED_AT)]
+    best = by_log(doubtful, past, needed=needed, left_key=left_key, right_key=right_key, ends=ends)
+    if best is None:
+        return answered
+    types = {f.name: f.dataType for f in versions.schema.fields}
+    keep, row = F.col(ANSWER).isNotNull(), F.col(ANSWER)
+    whole = F.struct(
+        *[
+            (F.lit(None) if c == RECORDED_AT else row[c]).cast(types[c]).alias(c)
+            for c in versions.columns
+        ]
+    )
+    joined = doubtful.join(best, at_place(), "left")
+    return answered.unionByName(joined.select(*own, F.when(keep, whole).alias(name), keep.alias(FOUND)))
+
+
+def at_place() -> Column:
+    """Joins rows with what :func:`by_log` has found of them."""
+    return (F.col(PARTITION) == F.col(PLACES[0])) & (F.col(ARRIVAL) == F.col(PLACES[1]))
+
+
+def by_log(
+    doubtful: DataFrame,
+    past: Past,
+    *,
+    needed: Sequence[str],
+    left_key: Sequence[str],
+    right_key: Sequence[str],
+    ends: bool,
+) -> DataFrame | None:
+    """What the log says of rows: see the head of this file.
+
+    Args:
+        doubtful: ``key columns, timestamp, _cut, partition, _arrival``.
+        needed: columns of the log that are wanted, ``is_tombstone`` and ``partition`` among them.
+
+    Returns:
+        ``_place0, _place1`` (``partition`` and ``_arrival`` of a row) and ``_answer``: a struct of
+        ``valid_from``, ``valid_to`` (null unless asked for) and what is needed; null where the table
+        had no value, or had forgotten it. A row that nothing was known of is not there. None = there
+        are no doubtful rows.
+    """
     log = past.log(doubtful, ends)
     if log is None:
-        return answered
-    needed = [c for c in versions.columns if c not in (VALID_FROM, VALID_TO, RECORDED_AT)]
-    best = _known_then(doubtful, log, needed, left_key, right_key, ends)
-    best = _remembered(best, past.horizons()).select(*_PLACES, _BEST, _NEXT, _FORGOTTEN)
-    row, keep = F.col(_BEST), F.col(_BEST).isNotNull() & ~F.col(_BEST)[_ROW][IS_TOMBSTONE]
-    keep = F.coalesce(keep & ~F.col(_FORGOTTEN), F.lit(False))
-    types = {f.name: f.dataType for f in versions.schema.fields}
-    special = {VALID_FROM: row[_AT], VALID_TO: F.col(_NEXT), RECORDED_AT: row[CUT]}
-    fields = [special[c] if c in special else row[_ROW][c] for c in versions.columns]
-    whole = F.struct(
-        *[f.cast(types[c]).alias(c) for f, c in zip(fields, versions.columns, strict=True)]
+        return None
+    best = _remembered(_known_then(doubtful, log, needed, left_key, right_key, ends), past.horizons())
+    row = F.col(_BEST)
+    answer = F.struct(
+        row[_AT].alias(VALID_FROM),
+        F.col(_NEXT).alias(VALID_TO),
+        *[row[_ROW][c].alias(c) for c in needed],
     )
-    place = [F.col(c) == F.col(p) for c, p in zip((PARTITION, ARRIVAL), _PLACES, strict=True)]
-    joined = doubtful.join(best, place, "left")
-    return answered.unionByName(joined.select(*own, F.when(keep, whole).alias(name), keep.alias(FOUND)))
+    there = row.isNotNull() & ~row[_ROW][IS_TOMBSTONE] & ~F.col(_FORGOTTEN)
+    return best.select(*PLACES, F.when(there, answer).alias(ANSWER))
 
 
 def _known_then(
@@ -149,7 +187,7 @@ def _known_then(
         *[F.col(f"`{k}`").alias(n) for k, n in zip(left_key, keys, strict=True)],
         F.col(TIMESTAMP).alias(_AT),
         CUT,
-        *[F.col(c).alias(p) for c, p in zip((PARTITION, ARRIVAL), _PLACES, strict=True)],
+        *[F.col(c).alias(p) for c, p in zip((PARTITION, ARRIVAL), PLACES, strict=True)],
     )
     ever = F.timestamp_micros(F.lit(-(2**62)))
     rows = log.select(
@@ -186,7 +224,7 @@ def _known_then(
     return (
         found.withColumn(_NEXT, following)
         .where(~of_log)
-        .groupBy(*_PLACES)
+        .groupBy(*PLACES)
         .agg(
             F.max_by(_BEST, F.struct(F.col(_BEST)[_AT], F.col(_BEST)[_TURN])).alias(_BEST),
             F.min(_NEXT).alias(_NEXT),
