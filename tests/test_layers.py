@@ -47,15 +47,15 @@ ORDER = {
         operators.stream_stream_join operators.suppress
         operators.table_aggregate operators.table_table_join operators.foreign_key_join
         operators.to_stream operators.to_table operators.windowed_aggregate operators
-        grouping joining model
+        grouping joining model training_set
         """,
     "core": """
-        arrival stream_time log records snapshot change_feed as_of_join changes grace sessions sliding
-        emit_early periods fixed_windows table versioned store known per_run processor source filter
-        map_values stream_table_join corrections corrected_join suppress table_table_join side_times
-        within stream_stream_join
+        arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
+        sessions sliding emit_early periods fixed_windows table versioned store known per_run
+        processor source filter map_values stream_table_join corrections corrected_join suppress
+        table_table_join side_times within stream_stream_join
         foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
-        to_stream to_table windowed_aggregate processors
+        to_stream to_table windowed_aggregate processors training_set
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
@@ -69,13 +69,13 @@ ORDER = {
         local_frames any_frame frames
     """,
     "runs": """
-        arrival own_time contracts store audit join_way gate commit pin results difference run replay
-        restate_plan restate export
+        arrival own_time contracts store past audit join_way gate commit pin results looking difference
+        run replay restate_plan restate export training_set
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
         resource metadata io_manager pictures types checks sensors deliveries decorators
-        translator run_config asset export ops factory
+        translator run_config asset export training_set ops factory
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",

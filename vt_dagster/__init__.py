@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vt_dagster.orchestration.io_manager import tables_io_manager
     from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
     from vt_dagster.orchestration.sensors import build_sensor
+    from vt_dagster.orchestration.training_set import build_training_set
     from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.sources.delta_table import DeltaSource
     from vt_dagster.sources.files import FilesSource
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         UntilTimeLimit,
         UntilWindowCloses,
     )
+    from vt_dagster.topology.training_set import FeatureView
     from vt_dagster.topology.windowing import (
         HoppingWindow,
         SessionWindow,
@@ -66,6 +68,7 @@ _HOMES = {
     "Aggregator": "vt_dagster.topology.operators",
     "AssetSource": "vt_dagster.sources.frames",
     "DeltaSource": "vt_dagster.sources.delta_table",
+    "FeatureView": "vt_dagster.topology.training_set",
     "FilesSource": "vt_dagster.sources.files",
     "HoppingWindow": "vt_dagster.topology.windowing",
     "Materialized": "vt_dagster.topology.operators",
@@ -92,6 +95,7 @@ _HOMES = {
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
+    "build_training_set": "vt_dagster.orchestration.training_set",
     "stream": "vt_dagster.orchestration.decorators",
     "table": "vt_dagster.orchestration.decorators",
     "tables_io_manager": "vt_dagster.orchestration.io_manager",
@@ -111,6 +115,7 @@ __all__ = [
     "Aggregator",
     "AssetSource",
     "DeltaSource",
+    "FeatureView",
     "FilesSource",
     "HoppingWindow",
     "Materialized",
@@ -136,6 +141,7 @@ __all__ = [
     "build_maintenance",
     "build_resources",
     "build_sensor",
+    "build_training_set",
     "read",
     "stream",
     "table",

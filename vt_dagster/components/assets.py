@@ -102,6 +102,20 @@ _until = choice(
     },
 )
 
+
+def _as_known(value: Any) -> Any:
+    return value if value in ("now", "when_recorded") else as_duration(value)
+
+
+_AS_KNOWN: Any = (
+    optional(Annotated[timedelta | str, BeforeValidator(_as_known, json_schema_input_type=str)]),
+    Field(
+        default=None,
+        description="Of a versioned table, which versions count: now, when_recorded, or a length of "
+        "time like 1d: those recorded until so long after the record's timestamp.",
+    ),
+)
+
 _NODE: Any = (
     str,
     Field(description="An asset of this file, or the Python path of one: my.module.name."),
@@ -158,6 +172,8 @@ def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
     more: dict[str, Any] = dict.fromkeys(inputs, _NODE)
     if method == "suppress":
         more["until"] = (_until, ...)
+    if "as_known" in inspect.signature(targets[0]).parameters:
+        more["as_known"] = _AS_KNOWN
     if "within" in inspect.signature(targets[0]).parameters:
         more |= {name: _bound(name) for name in ("before", "after")}
 

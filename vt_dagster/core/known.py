@@ -9,6 +9,7 @@ from pyspark.sql import Column, DataFrame
 
 from vt_dagster.core import store
 from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.as_known import Past
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.core.stream_time import Bounds
 
@@ -80,8 +81,10 @@ class Lookup:
         rows: its versions, of a plain table its current rows.
         stream_time: of a row's partition.
         way: see ``as_of_join``.
+        past: of what looks by what was known, see ``as_known_join``.
     """
 
     rows: DataFrame
     stream_time: Column
     way: Way = "sorted"
+    past: Past | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from pyspark.sql import Column, DataFrame
@@ -110,6 +111,16 @@ class Processor(ABC, Generic[O]):
     def looked_up(self) -> Table | None:
         """The table that it looks into as of its records' times, if any."""
         return None
+
+    @property
+    def by_record(self) -> bool:
+        """Whether it goes by when its inputs' records were recorded, which their rows then say."""
+        return False
+
+    @property
+    def looks_before(self) -> timedelta:
+        """How long before its records' times it looks into the table."""
+        return timedelta(0)
 
     def look_back(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -15,12 +17,14 @@ from vt_dagster.columns import (
     IS_TOMBSTONE,
     OFFSET,
     PARTITION,
+    RECORDED_AT,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
 from vt_dagster.core import grace, store
 from vt_dagster.core.arrival import Fate, arrival_chunk, by_partition
+from vt_dagster.core.as_known import CUT, Past, as_known_join
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 from vt_dagster.core.known import Input, Known, Lookup
 from vt_dagster.core.processor import Counts, Processor
@@ -28,10 +32,14 @@ from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.durations import length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import JoinKind, StreamTableJoin
+from vt_dagster.topology.operators.stream_table_join import AsKnown
 
 LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"
 _UNMATCHED = "unmatched"
+INSTANT = timedelta(microseconds=1)
+"""Nothing lies between two times of which one is so much later."""
+_END = re.compile(rf"\bright\s*\.\s*`?{VALID_TO}\b", re.IGNORECASE)
 _ROW = "_row"
 """The table's row, as long as it stands beside the stream's columns, one of which may be ``right``."""
 
@@ -54,6 +62,14 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     @property
     def looked_up(self) -> Table:
         return self.operator.right
+
+    @property
+    def by_record(self) -> bool:
+        return self.operator.as_known != "now"
+
+    @property
+    def looks_before(self) -> timedelta:
+        return INSTANT if self.operator.at == "before" else timedelta(0)
 
     def look_back(
         self,
@@ -123,8 +139,12 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         if isinstance(right, VersionedTable):
             horizon = store.horizon_of(right, lookup.stream_time)
             needed |= {VALID_FROM, VALID_TO}
+        records = judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE))
+        if self.by_record:
+            needed.add(RECORDED_AT)
+            records = records.withColumn(CUT, cut_of(operator.as_known))
         return join(
-            judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)),
+            records,
             lookup.rows.select(*[c for c in lookup.rows.columns if c in needed]),
             kind=self.kept,
             stream_key=operator.left.key,
@@ -132,6 +152,9 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             columns=self.chosen(judged),
             horizon=horizon,
             way=lookup.way,
+            past=lookup.past,
+            max_age=operator.max_age,
+            before=operator.at == "before",
         )
 
     @property
@@ -176,6 +199,14 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         ]
 
 
+def cut_of(as_known: AsKnown) -> Column:
+    """Up to when a version must have been recorded, of a record with its ``timestamp`` and
+    ``recorded_at``."""
+    if isinstance(as_known, timedelta):
+        return F.col(TIMESTAMP) + F.lit(as_known)
+    return F.coalesce(RECORDED_AT, TIMESTAMP)
+
+
 def join(
     stream: DataFrame,
     table: DataFrame,
@@ -186,6 +217,9 @@ def join(
     columns: Sequence[tuple[str, str]],
     horizon: Column | None,
     way: Way = "sorted",
+    past: Past | None = None,
+    max_age: timedelta | None = None,
+    before: bool = False,
 ) -> DataFrame:
     """Joins stream records with the table.
 
@@ -199,6 +233,11 @@ def join(
             not versioned. A record older than that joins the current version if that is old enough,
             else nothing (kip914-expired-lookup-left).
         way: of a versioned table, see ``as_of_join``.
+        past: of a versioned table, looks by what was known at each record's ``_cut``; see
+            ``as_known_join``.
+        max_age: of a versioned table, a version gives no match where ``timestamp - valid_from`` is
+            larger. A tombstone gives none in any case.
+        before: of a versioned table, ``valid_from < timestamp``, else ``<=``.
 
     Returns:
         ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _fate``:
@@ -211,15 +250,19 @@ def join(
     if horizon is None:
         found = _current(stream, table, stream_key, table_key)
     else:
-        found = as_of_join(
-            stream,
-            table,
-            left_key=stream_key,
-            right_key=table_key,
-            horizon=horizon,
-            name=_ROW,
-            way=way,
-        )
+        earlier = F.lit(INSTANT if before else timedelta(0))
+        looking = stream.withColumn(TIMESTAMP, F.col(TIMESTAMP) - earlier) if before else stream
+        about: dict[str, Any] = {"left_key": stream_key, "right_key": table_key, "horizon": horizon}
+        about |= {"name": _ROW, "way": way}
+        if past is None:
+            found = as_of_join(looking, table, **about)
+        else:
+            ends = any(_END.search(expression) for _, expression in columns)
+            found = as_known_join(looking, table, past, ends=ends, **about)
+        if before:
+            found = found.withColumn(TIMESTAMP, F.col(TIMESTAMP) + earlier)
+        if max_age is not None:
+            found = _young(found, max_age)
     if kind == "inner":
         found = found.where(F.col(FOUND))
     rows = found.select(
@@ -240,6 +283,14 @@ def join(
         IS_LATE,
         F.col(FOUND).alias(MATCHED),
         F.lit(Fate.APPLIED).alias(FATE),
+    )
+
+
+def _young(found: DataFrame, max_age: timedelta) -> DataFrame:
+    """Without versions that began longer before the record."""
+    young = F.col(FOUND) & (F.col(TIMESTAMP) - F.lit(max_age) <= F.col(_ROW)[VALID_FROM])
+    return found.withColumn(FOUND, F.coalesce(young, F.lit(False))).withColumn(
+        _ROW, F.when(F.col(FOUND), F.col(_ROW))
     )
 
 

@@ -95,12 +95,21 @@ class Export:
         Raises:
             TopologyError: it does.
         """
-        mine, theirs = _place(self.to), _place(warehouse)
-        if f"{mine}/".startswith(f"{theirs}/") or f"{theirs}/".startswith(f"{mine}/"):
-            raise TopologyError(
-                f"{self.name}: expected a place outside of the warehouse {warehouse}, whose folders "
-                f"are those of its assets, got to={self.to!r}; choose another directory"
-            )
+        require_outside(self.name, self.to, warehouse)
+
+
+def require_outside(name: str, to: str, warehouse: str) -> None:
+    """What is written for others must not lie among the tables of a warehouse, nor around them.
+
+    Raises:
+        TopologyError: it does.
+    """
+    mine, theirs = _place(to), _place(warehouse)
+    if f"{mine}/".startswith(f"{theirs}/") or f"{theirs}/".startswith(f"{mine}/"):
+        raise TopologyError(
+            f"{name}: expected a place outside of the warehouse {warehouse}, whose folders "
+            f"are those of its assets, got to={to!r}; choose another directory"
+        )
 
 
 def _place(path: str) -> str:
@@ -134,39 +143,7 @@ class ExportRun:
         Raises:
             StorageError: something else lies there, or somebody else has written to it.
         """
-        to, name = self.export.to, self.export.name
-        found = delta.last_of_ours(to)
-        if found is None:
-            self._require_empty()
-            return None
-        shape = found.document.get("shape") or {}
-        whose = found.document.get("asset")
-        if _EXPORT not in shape.get("meaning", {}) or whose != name:
-            raise StorageError(
-                f"{name}: expected an empty place or its own table in {to}, got one that {whose!r} "
-                "writes; give the export another directory"
-            )
-        changed = delta.foreign_write(to)
-        if changed is not None:
-            raise StorageError(
-                f"{name}: expected that only this export writes to {to}, got from somebody else: "
-                f"{changed}. RESTORE it to version {found.version}, or remove the directory: the next "
-                "run makes it anew"
-            )
-        delta.files(to, wanted=lambda _: False)  # refuses what an engine of less features cannot read
-        return Commit.model_validate(found.document)
-
-    def _require_empty(self) -> None:
-        to = self.export.to
-        fs, local = delta.filesystem(to)
-        there = fs.ls(local, detail=False, refresh=True) if fs.exists(local) else []
-        others = [n for n in map(posixpath.basename, there) if not _OWN_FOLDER.fullmatch(n)]
-        if others or delta.exists(to):
-            raise StorageError(
-                f"{self.export.name}: expected an empty place or its own table in {to}, got "
-                f"{'a Delta table of somebody else' if delta.exists(to) else sorted(others)[:3]}; give "
-                "the export another directory, or move that away"
-            )
+        return head_in(self.export.to, self.export.name, _EXPORT)
 
     def run(self, run_id: str | None = None) -> Commit | None:
         """Writes what is new: of a log the new rows, of a table the whole, in one Delta commit.
@@ -283,6 +260,50 @@ class ExportRun:
                 f"{self.export.name}: expected the session's catalog to take {statement!r}, got: "
                 f"{one_line(error)}. Create its schema, or give another catalog_table"
             ) from error
+
+
+def head_in(to: str, name: str, kind: str) -> Commit | None:
+    """The last commit of a table that an asset writes for others; None before the first. Does not use
+    Spark.
+
+    Args:
+        kind: what the meaning of its commits has an entry of.
+
+    Raises:
+        StorageError: something else lies there, or somebody else has written to it.
+    """
+    found = delta.last_of_ours(to)
+    if found is None:
+        _require_empty(to, name)
+        return None
+    shape = found.document.get("shape") or {}
+    whose = found.document.get("asset")
+    if kind not in shape.get("meaning", {}) or whose != name:
+        raise StorageError(
+            f"{name}: expected an empty place or its own table in {to}, got one that {whose!r} "
+            "writes; give the export another directory"
+        )
+    changed = delta.foreign_write(to)
+    if changed is not None:
+        raise StorageError(
+            f"{name}: expected that only this export writes to {to}, got from somebody else: "
+            f"{changed}. RESTORE it to version {found.version}, or remove the directory: the next "
+            "run makes it anew"
+        )
+    delta.files(to, wanted=lambda _: False)  # refuses what an engine of less features cannot read
+    return Commit.model_validate(found.document)
+
+
+def _require_empty(to: str, name: str) -> None:
+    fs, local = delta.filesystem(to)
+    there = fs.ls(local, detail=False, refresh=True) if fs.exists(local) else []
+    others = [n for n in map(posixpath.basename, there) if not _OWN_FOLDER.fullmatch(n)]
+    if others or delta.exists(to):
+        raise StorageError(
+            f"{name}: expected an empty place or its own table in {to}, got "
+            f"{'a Delta table of somebody else' if delta.exists(to) else sorted(others)[:3]}; give "
+            "the export another directory, or move that away"
+        )
 
 
 def exported_rows(to: str) -> int:

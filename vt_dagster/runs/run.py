@@ -33,8 +33,8 @@ from vt_dagster.columns import (
     TURN,
 )
 from vt_dagster.core.arrival import Fate, InPlace, by_partition
-from vt_dagster.core.known import Input, Known, Lookup
-from vt_dagster.core.log import log_schema, view_schema
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import prepare
@@ -42,8 +42,9 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import check_share, document, ends_of, recorded, stage_rejected
 from vt_dagster.runs.difference import difference
 from vt_dagster.runs.gate import Passed, gate
-from vt_dagster.runs.join_way import way_of
+from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, timed
+from vt_dagster.runs.past import recorded_if
 from vt_dagster.runs.pin import from_logs, from_source
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
@@ -148,8 +149,8 @@ class Run:
             return store.spark.createDataFrame([], log_schema(node))
         start, after = arrival.before.inputs.get(node.name, {}), self._look_back(node)
         if node.name not in arrival.taken and (after is None or not start):
-            return store.log({}, head).limit(0).drop(RECORDED_AT)
-        return store.log(start, head, after).drop(RECORDED_AT)
+            return recorded_if(self.processor.by_record, store.log({}, head).limit(0))
+        return recorded_if(self.processor.by_record, store.log(start, head, after))
 
     def _look_back(self, node: Stream) -> int | None:
         """As far as any place that the log has among the inputs needs it."""
@@ -211,8 +212,8 @@ class Run:
         with self.store.tuned(self.arrival.small):
             told = judge(judged)
         with self.store.tuned(self._small(told)):
-            lookup, told = self._look_up(told)
-        return Results(processor.look_up(judged, lookup, known), known, told)
+            rows, told = look_up(self.arrival, processor, self.stores, judged, told, self._hold, known)
+        return Results(rows, known, told)
 
     def _known(self, with_tables: bool = False) -> Known:
         arrival, before, store = self.arrival, self.arrival.before, self.store
@@ -249,22 +250,6 @@ class Run:
         empty = self.store.spark.createDataFrame([], log_schema(self.node))
         places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
         return empty.withColumns({**places, FATE: F.lit(Fate.APPLIED)})
-
-    def _look_up(self, judged: Judged) -> tuple[Lookup, Judged]:
-        """The versions of the table that answer for the records, and the way to find them."""
-        table = self.processor.looked_up
-        assert table is not None
-        store, at = self.stores(table), self.arrival.tables.get(table.name)
-        if at is None or judged.span is None:
-            empty = store.spark.createDataFrame([], view_schema(table))
-            return Lookup(empty, by_partition({})), judged
-        since = judged.span[0]
-        rows = store.view_at(at, since).drop(RECORDED_AT)
-        judged = replace(judged, rows_read=at.reach(since))
-        few, versions = self.arrival.few, at.total
-        way, strategy = way_of(table, rows, few, versions, judged.span)
-        lookup = Lookup(rows, by_partition(at.stream_time), way)
-        return lookup, replace(judged, strategy=strategy)
 
     def _small(self, judged: Judged) -> bool:
         return self.arrival.small and is_small(self.arrival.records, judged.rows_read)

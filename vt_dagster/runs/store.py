@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ class Store(Protocol):
         self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
     ) -> Snapshot: ...
     def snapshot(self) -> Snapshot: ...
+    def commits(self) -> Iterable[Commit]: ...
 
     def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame: ...
     def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame: ...

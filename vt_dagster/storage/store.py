@@ -13,7 +13,7 @@ import gzip
 import json
 import math
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from uuid import uuid4
@@ -357,6 +357,10 @@ class AssetStore:
         head = Head(at.head.version, then, later=True)
         ahead = at.base is not None and at.base.checkpoint.batch > then.batch
         return Snapshot(head, None if ahead else at.base)
+
+    def commits(self) -> Iterator[Commit]:
+        """The commits of the log, oldest first, as far as they are known. Without Spark."""
+        return commits.commits(self.root)
 
     def _snapshot(self, head: Head | None, base: Base | None) -> Snapshot:
         if head is None:

@@ -23,7 +23,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.core.log import log_columns, log_schema, view_schema
@@ -46,7 +46,8 @@ class MemoryStore(Store):
         self.node = node
         self.progress = Progress(node.name)
         self._spark = spark
-        self._log = to_arrow_schema(log_schema(node)).empty_table()
+        recorded = StructField(RECORDED_AT, TimestampType())
+        self._log = to_arrow_schema(StructType([*log_schema(node), recorded])).empty_table()
         self._commits: list[tuple[Commit, int]] = []
         """Each with the number of rows in the log after it."""
         self._state: pa.Table | None = None
@@ -81,8 +82,8 @@ class MemoryStore(Store):
 
     @property
     def rows(self) -> pa.Table:
-        """The whole log."""
-        return self._log
+        """The whole log, without the times of record, which are the clock's."""
+        return self._log.drop_columns([RECORDED_AT])
 
     def head(self) -> Head | None:
         """The last commit; None before the first."""
@@ -95,6 +96,9 @@ class MemoryStore(Store):
 
     def snapshot(self) -> Snapshot:
         return self.catch_up()
+
+    def commits(self) -> list[Commit]:
+        return [commit for commit, _ in self._commits]
 
     def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
         ends = [0, *(end for _, end in self._commits)]
@@ -124,7 +128,7 @@ class MemoryStore(Store):
         assert isinstance(self.node, Table)
         if self.head() is None:
             return self.frame(to_arrow_schema(view_schema(self.node)).empty_table())
-        return self.view_at(self.catch_up())
+        return self.view_at(self.catch_up()).drop(RECORDED_AT)
 
     def current_at(self, at: Snapshot) -> DataFrame:
         assert isinstance(self.node, Table)
@@ -171,7 +175,7 @@ class MemoryStore(Store):
         if commit.batch != len(self._commits) + 1:
             raise ConcurrentRunError(f"{self.node.name}: batch {commit.batch} is there; run again")
         new = rows.toArrow().sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
-        new = new.select(log_columns(self.node))
+        new = new.select([*log_columns(self.node), RECORDED_AT])
         if new.num_rows:
             self._log = pa.concat_tables([self._log, new], promote_options="default")
             if self._log.num_rows == new.num_rows:

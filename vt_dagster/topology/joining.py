@@ -19,6 +19,7 @@ from vt_dagster.topology.operators import (
     StreamStreamJoin,
     StreamTableJoin,
 )
+from vt_dagster.topology.operators.stream_table_join import AsKnown, At
 
 S = TypeVar("S")
 """``Stream``."""
@@ -78,6 +79,27 @@ class _Promise:
             )
 
 
+@dataclass(frozen=True)
+class _Match:
+    """What a join with a table is told of versions."""
+
+    as_known: AsKnown
+    max_age: timedelta | None
+    at: At
+
+    def refuse(self, name: str, where: str) -> None:
+        """They have no meaning there."""
+        given = [what for what, value in vars(self).items() if value != getattr(_KAFKAS, what)]
+        if given:
+            raise TopologyError(
+                f"{name}: {' and '.join(given)} is for a join of a stream with a versioned table, not "
+                f"for {where}: leave it out"
+            )
+
+
+_KAFKAS = _Match("now", None, "at_or_before")
+
+
 class StreamJoins(Generic[S, T]):
     """The joins of a stream."""
 
@@ -91,6 +113,9 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ...,
         grace_period: Duration | None = None,
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         **shown: Any,
     ) -> S: ...
 
@@ -130,6 +155,9 @@ class StreamJoins(Generic[S, T]):
         grace_period: Duration | None = None,
         corrected_for: timedelta | None = None,
         key: str | Sequence[str] = (),
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         within: Duration | None = None,
         before: Duration | None = None,
         after: Duration | None = None,
@@ -144,17 +172,20 @@ class StreamJoins(Generic[S, T]):
             grace_period: of a join with a table.
             corrected_for: of a join with a versioned table: how long results follow what it learns.
             key: of a corrected join: columns that name a record; none: its partition and offset.
+            as_known: of a join with a versioned table, among which versions is looked: now,
+                when_recorded, or those recorded until so long after the record's timestamp.
+            max_age: likewise, how long before the record a version may have begun (inclusive).
+            at: likewise, at_or_before or before the record's timestamp.
             within: of a join with a stream: how far before and after a record its matches may lie.
             before, after: the same of one direction; either may be negative. One that is not given is
                 as ``within`` says, else 0.
             grace: how late a record of a stream may be and still find every match; none: not at all.
             shown: description, group, owners and key_prefix of the result.
         """
-        about = _Window(within, before, after, grace)
-        promise = _Promise(corrected_for, key)
-        return self._joined("inner", other, name, tuple(select), grace_period, about, promise).result(
-            **shown
-        )
+        about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
+        told = about, _Promise(corrected_for, key), match
+        made = self._joined("inner", other, name, tuple(select), grace_period, *told)
+        return made.result(**shown)
 
     @overload
     def left_join(
@@ -164,6 +195,9 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ...,
         grace_period: Duration | None = None,
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         **shown: Any,
     ) -> S: ...
 
@@ -203,6 +237,9 @@ class StreamJoins(Generic[S, T]):
         grace_period: Duration | None = None,
         corrected_for: timedelta | None = None,
         key: str | Sequence[str] = (),
+        as_known: AsKnown = "now",
+        max_age: timedelta | None = None,
+        at: At = "at_or_before",
         within: Duration | None = None,
         before: Duration | None = None,
         after: Duration | None = None,
@@ -210,11 +247,10 @@ class StreamJoins(Generic[S, T]):
         **shown: Any,
     ) -> S | T:
         """Left join with a table or a stream; see :meth:`join`."""
-        about = _Window(within, before, after, grace)
-        promise = _Promise(corrected_for, key)
-        return self._joined("left", other, name, tuple(select), grace_period, about, promise).result(
-            **shown
-        )
+        about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
+        told = about, _Promise(corrected_for, key), match
+        made = self._joined("left", other, name, tuple(select), grace_period, *told)
+        return made.result(**shown)
 
     def outer_join(
         self,
@@ -241,6 +277,7 @@ class StreamJoins(Generic[S, T]):
         grace_period: Duration | None,
         about: _Window,
         promise: _Promise = _Promise(),
+        match: _Match = _KAFKAS,
     ) -> StreamTableJoin | StreamStreamJoin:
         if not isinstance(other, Node):
             raise TopologyError(
@@ -249,10 +286,12 @@ class StreamJoins(Generic[S, T]):
         if other.is_table:
             about.refuse_beside_table(name, other)
             if promise.corrected_for is not None:
-                told = promise.corrected_for, promise.names
-                return CorrectedJoin(self, other, kind, name, select, grace_period, *told)
+                match.refuse(name, "a join that is corrected: it follows all that is known")
+                told = {"corrected_for": promise.corrected_for, "key": promise.names}
+                return CorrectedJoin(self, other, kind, name, select, grace_period, **told)
             promise.refuse(name, "a join without corrected_for")
-            return StreamTableJoin(self, other, kind, name, select, grace_period)
+            return StreamTableJoin(self, other, kind, name, select, grace_period, **vars(match))
+        match.refuse(name, f"a join with {other.name!r}, a stream")
         if grace_period is not None:
             raise TopologyError(
                 f"{name}: grace_period lets a stream's records wait for a table's, but {other.name!r} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pyspark.sql.types import StructType
 
@@ -14,6 +14,14 @@ from vt_dagster.topology.durations import Duration, check_duration, pairs, spoke
 from vt_dagster.topology.node import Node, make_node
 from vt_dagster.topology.operators.join import Join, check_keys, check_kind
 from vt_dagster.topology.projection import Side
+
+AsKnown: TypeAlias = Literal["now", "when_recorded"] | timedelta
+"""By when a version must have been recorded, see ``StreamTableJoin``."""
+At: TypeAlias = Literal["at_or_before", "before"]
+"""Whether a version of the record's very own time is found."""
+
+_KAFKAS = {"as_known": "now", "max_age": "None", "at": "at_or_before"}
+"""What was never said of joins before these could be chosen: it is not part of their meaning."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,24 @@ class StreamTableJoin(Join):
         grace_period: a record waits until stream time >= its timestamp + grace period; one that
             arrives later than that is joined at once. Needs a versioned table, and at most its
             history retention. None or 0: nothing waits.
+        as_known: of a versioned table, among which versions the one of the record's timestamp is
+            looked for. ``now``: all. ``when_recorded``: those recorded no later than the stream's
+            record was (``recorded_at`` of both logs, inclusive), which is what a live system could
+            have known. A duration: those recorded no later than timestamp + duration (inclusive);
+            the record has to wait that long, so it needs a ``grace_period`` of at least as much. With
+            stream time and history retention of then: what ``read(as_of=, as_known_at=)`` gives. A
+            row of a log from before times of record were noted counts as known from the start, and
+            such a record of the stream as recorded at its timestamp.
+        max_age: of a versioned table, a version that began longer before the record than this gives no
+            match (exactly that long before does). A deletion never gives an older version.
+        at: of a versioned table, ``at_or_before``: the version that began at the record's timestamp or
+            before; ``before``: only before.
     """
 
     grace_period: Duration | None = None
+    as_known: AsKnown = "now"
+    max_age: timedelta | None = None
+    at: At = "at_or_before"
 
     def __post_init__(self) -> None:
         left, right = self.left, self.right
@@ -59,6 +82,8 @@ class StreamTableJoin(Join):
         check_keys(self.name, left, right)
         if self.grace_period is not None:
             self._check_grace(self.grace_period)
+        check_match(self.name, right, self.as_known, self.max_age, self.at)
+        self._check_waits_until_known()
         self.projection()
 
     @property
@@ -68,7 +93,22 @@ class StreamTableJoin(Join):
 
     @property
     def settings(self) -> dict[str, str]:
-        return {"grace_period": spoken(self.grace_period or timedelta(0))}
+        return {"grace_period": spoken(self.grace_period or timedelta(0)), **self._chosen}
+
+    @property
+    def meaning(self) -> dict[str, str]:
+        told = super().meaning
+        return {name: value for name, value in told.items() if value != _KAFKAS.get(name)}
+
+    @property
+    def _chosen(self) -> dict[str, str]:
+        """What is not as in Kafka Streams, as it is said to people."""
+        told = {"as_known": self.as_known, "max_age": self.max_age, "at": self.at}
+        return {
+            name: spoken(value) if isinstance(value, timedelta) else str(value)
+            for name, value in told.items()
+            if str(value) != _KAFKAS[name]
+        }
 
     @property
     def log_columns(self) -> tuple[str, ...]:
@@ -89,6 +129,25 @@ class StreamTableJoin(Join):
                     f"{self.name}: the grace period {period}{partition} is longer than the history "
                     f"retention {retention} of {self.right.name!r}; records would leave the buffer "
                     "after the versions they need are gone: shorten one or lengthen the other"
+                )
+
+    def _check_waits_until_known(self) -> None:
+        known, grace = self.as_known, self.grace_period or timedelta(0)
+        if known == "when_recorded" and self.waits:
+            raise TopologyError(
+                f"{self.name}: as_known='when_recorded' takes what was recorded before the stream's "
+                "record came, so waiting finds nothing more: leave grace_period out, or let as_known "
+                "be a duration, up to which later records of the table count"
+            )
+        if not isinstance(known, timedelta):
+            return
+        for partition, (length, waited) in pairs(known, grace):
+            if waited < length:
+                raise TopologyError(
+                    f"{self.name}: as_known={known} takes what is recorded until so long after a "
+                    f"record's timestamp, but the record waits {waited}{partition}: what it finds "
+                    "would depend on when runs are; give it a grace_period of at least that, or say "
+                    "as_known='when_recorded'"
                 )
 
     def _side(self, node: Node) -> Side:
@@ -113,4 +172,40 @@ class StreamTableJoin(Join):
         how = "as of its own time" if self.right.versioned else "as it is when the run starts"
         missing = "; without a match it gives nothing" if self.kind == "inner" else ""
         wait = f"; waits {spoken(self.grace_period)} of stream time first" if self.grace_period else ""
-        return f"{self.left.name}, each record with {self.right.name} {how}{missing}{wait}."
+        more = "".join(f"; {name} {value}" for name, value in self._chosen.items())
+        return f"{self.left.name}, each record with {self.right.name} {how}{missing}{wait}{more}."
+
+
+def check_match(name: str, table: Node, as_known: Any, max_age: Any, at: Any) -> None:
+    """Refuses a way to match records with versions that there is not, or not of this table.
+
+    Raises:
+        TopologyError: names the setting and what came.
+    """
+    if at in ("nearest", "forward", "after", "at_or_after"):
+        raise TopologyError(
+            f"{name}: at={at!r} would find versions that begin after a record's own time: it looks "
+            "into the record's future, which nobody knew then; expected 'at_or_before' or 'before'"
+        )
+    if at not in ("at_or_before", "before"):
+        raise TopologyError(f"{name}: at must be 'at_or_before' or 'before', got {at!r}")
+    if isinstance(as_known, timedelta):
+        check_duration(name, "as_known", as_known)
+    elif as_known not in ("now", "when_recorded"):
+        raise TopologyError(
+            f"{name}: as_known must be 'now', 'when_recorded' or a datetime.timedelta after the "
+            f"record's timestamp, got {as_known!r}"
+        )
+    if max_age is not None:
+        if not isinstance(max_age, timedelta):
+            raise TopologyError(
+                f"{name}: max_age must be a datetime.timedelta, got {max_age!r}; write for example "
+                "max_age=timedelta(hours=2)"
+            )
+        check_duration(name, "max_age", max_age)
+    if (as_known, max_age, at) != ("now", None, "at_or_before") and not table.versioned:
+        raise TopologyError(
+            f"{name}: as_known, max_age and at choose among the versions of a table, but "
+            f"{table.name!r} is not versioned: declare it as VersionedTable with a history_retention, "
+            "or leave them out"
+        )

@@ -1,0 +1,194 @@
+"""Training sets: one row a record of the spine, with what was known; pinned, and made again."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+
+import vt_dagster
+from tests.core.test_plans import count, plan
+from tests.test_as_known_joins import EPOCH, KEYS, Log, Row, at, drawn
+from vt_dagster import FeatureView, FilesSource, Stream, VersionedTable, build_training_set
+from vt_dagster.core.log import log_schema, view_schema
+from vt_dagster.core.training_set import Feature, with_features
+from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.runs.run import run_once
+from vt_dagster.runs.training_set import TrainingRun, manifest_of, read_manifest
+from vt_dagster.storage.store import stores_of
+from vt_dagster.topology.training_set import TrainingSet
+
+
+def schema(*names: str) -> StructType:
+    kinds = {"n": IntegerType(), "timestamp": TimestampType()}
+    return StructType([StructField(n, kinds.get(n, StringType())) for n in (*names, "timestamp")])
+
+
+def table(root: Path, name: str) -> VersionedTable:
+    return VersionedTable(
+        name,
+        key="k",
+        schema=schema("k", "n"),
+        tombstone="n is null",
+        history_retention=timedelta(minutes=25),
+        source=FilesSource(str(root / name), max_bad_share=1.0),
+    )
+
+
+def land(root: Path, node: Any, step: int, records: Sequence[Row], spark: SparkSession) -> None:
+    (root / node.name).mkdir(exist_ok=True)
+    lines = [json.dumps(r, default=lambda t: t.isoformat()) for r in records]
+    (root / node.name / f"{step}.json").write_text("\n".join(lines), encoding="utf-8")
+    stores = stores_of(str(root / "warehouse"), spark)
+    run_once(node, stores, recorded_at=at(20 * step + len(node.name)))
+
+
+def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_path: Path) -> None:
+    chance, warehouse, to = random.Random(3), str(tmp_path / "warehouse"), str(tmp_path / "set")
+    rates, shops = table(tmp_path, "rates"), table(tmp_path, "shops")
+    visits = Stream(
+        "visits", key="k", schema=schema("k", "shop"), source=FilesSource(str(tmp_path / "visits"))
+    )
+    young = timedelta(minutes=6)
+    features = [
+        FeatureView(rates, prefix="then_", columns=["n", "valid_from"]),
+        FeatureView(rates, prefix="now_", as_known="now", at="before", max_age=young),
+        FeatureView(shops, key="shop", prefix="shop_", as_known=timedelta(minutes=8)),
+    ]
+    ripe = timedelta(minutes=4)
+    declared = TrainingSet("examples", visits, tuple(features), ripe)
+    for step in range(3):
+        now = 15 * step
+        for node in (rates, shops):
+            land(tmp_path, node, step, drawn(chance, 25, now, 20), spark)
+        if step < 2:
+            some = [{**r, "shop": chance.choice(KEYS)} for r in drawn(chance, 25, now, 25)]
+            some = [{n: r[n] for n in ("k", "shop", "timestamp")} for r in some]
+            land(tmp_path, visits, step, [*some, *some[:5]], spark)
+    way = TrainingRun(declared, to, warehouse, spark)
+    commit = way.run()
+    assert commit is not None
+    made = manifest_of(commit)
+
+    def logged(name: str) -> list[dict[str, Any]]:
+        return vt_dagster.read(name, warehouse=warehouse, what="log").to_pylist()
+
+    logs = {n.name: Log(logged(n.name), n.history_retention) for n in (rates, shops)}
+    last = max(r["timestamp"] for r in logged("visits"))
+    expected = [v for v in logged("visits") if v["timestamp"] + ripe <= last]
+    then = max(r["recorded_at"] for r in logged("rates"))
+
+    def row(visit: Row) -> tuple[Any, ...]:
+        time: datetime = visit["timestamp"]
+        one = logs["rates"].known(visit["k"], time, visit["recorded_at"]) or {}
+        two = logs["rates"].known(visit["k"], time - timedelta(microseconds=1), then) or {}
+        if two and time - two["since"] > young:
+            two = {}
+        three = logs["shops"].known(visit["shop"], time, time + timedelta(minutes=8)) or {}
+        found = one.get("rate"), one.get("since"), two.get("rate"), three.get("rate")
+        return (visit["k"], visit["shop"], time, *found)
+
+    told = pl.read_delta(to)
+    assert told.columns == declared.columns
+    assert sorted(told.rows(), key=repr) == sorted(map(row, expected), key=repr)
+    assert 40 < made.rows == len(told) < 60
+    assert all(0 < told[c].null_count() < len(told) for c in told.columns[3:])
+
+    # Nothing new: nothing is written. A later backfill: another set now, the same when pinned.
+    assert way.run() is None
+    pinned = read_manifest(f"{to}/_manifests/1.json")
+    assert pinned == made
+    for node in (rates, shops):
+        land(tmp_path, node, 9, drawn(chance, 25, 30, 28), spark)
+    again = way.run()
+    assert again is not None
+    assert manifest_of(again).hash != made.hash
+    # What is recorded after a row's cut changes nothing in it.
+    free = ["k", "shop", "timestamp", "then_n", "then_valid_from", "shop_n"]
+    assert sorted(pl.read_delta(to)[free].rows(), key=repr) == sorted(told[free].rows(), key=repr)
+
+    asset = build_training_set(visits, features, name="examples", to=to, matured_after=ripe)
+    config = dg.RunConfig(ops={"examples": {"config": {"manifest": f"{to}/_manifests/1.json"}}})
+    ended = dg.materialize([asset], run_config=config, resources=vt_dagster.build_resources(warehouse))
+    (event,) = ended.get_asset_materialization_events()
+    assert event.materialization.metadata["hash"].value == made.hash
+    assert pl.read_delta(to).sort(pl.all()).equals(told.sort(pl.all()))
+    with pytest.raises(StorageError, match="expected a manifest of a set that is declared as this one"):
+        TrainingRun(TrainingSet("examples", visits, tuple(features[:2])), to, warehouse, spark).run(
+            made
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"features": ()}, "examples: expected features to join, got none"),
+        ({"key": "nothing"}, "that hold the key of 'rates', ['k string'], got ['nothing']"),
+        ({"prefix": "", "columns": ["n", "n"]}, "expected each column once, got ['n'] more often"),
+        ({"columns": ["m"]}, "expected features among ['n', 'valid_from'], got ['m']"),
+        ({"at": "nearest"}, "it looks into the record's future"),
+        ({"at": "forward"}, "it looks into the record's future"),
+        ({"matured_after": -timedelta(1)}, "matured_after must be between 0 and"),
+    ],
+    ids=str,
+)
+def test_refused_when_declared(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    about = dict(change)
+
+    def declare() -> dg.AssetsDefinition:
+        visits = Stream("visits", key="k", schema=schema("k", "shop"))
+        ripe, features = about.pop("matured_after", None), about.pop("features", None)
+        if features is None:
+            features = [FeatureView(table(tmp_path, "rates"), **about)]
+        return build_training_set(visits, features, name="examples", to="set", matured_after=ripe)
+
+    with pytest.raises(TopologyError) as refused:
+        declare()
+    assert said in str(refused.value)
+
+
+def test_the_spine_is_shuffled_once_a_key(spark: SparkSession, tmp_path: Path) -> None:
+    """However many features are of one key: here two of one, one of another."""
+    rates = table(tmp_path, "rates")
+    spine = spark.createDataFrame([], log_schema(Stream("v", key="k", schema=schema("k", "shop"))))
+    spine = spine.withColumns({"_arrival": F.col("offset"), "recorded_at": F.col("timestamp")})
+    rows = spark.createDataFrame([], view_schema(rates))
+    rows = rows.withColumn("recorded_at", F.col("timestamp"))
+    views = [
+        FeatureView(rates, prefix="a_"),
+        FeatureView(rates, prefix="b_", max_age=timedelta(minutes=1), at="before"),
+        FeatureView(rates, prefix="c_", key="shop"),
+    ]
+    held, nothing = list[str](), NothingInDoubt()
+
+    def hold(made: DataFrame) -> DataFrame:
+        held.append(plan(made))
+        return made
+
+    features = [Feature(view, rows, F.lit(EPOCH), nothing) for view in views]
+    assert with_features(spine, features, hold).columns[-3:] == ["a_n", "b_n", "c_n"]
+    assert [count(text)["shuffles"] for text in held] == [2]
+    assert count(held[0])["sorts"] == 2
+
+
+class NothingInDoubt:
+    """A past that is never asked for more."""
+
+    def hold(self, rows: DataFrame) -> DataFrame:
+        return rows
+
+    def log(self, doubtful: DataFrame, ends: bool) -> None:
+        assert not ends
+
+    def horizons(self) -> None:
+        return None

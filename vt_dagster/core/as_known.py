@@ -1,0 +1,287 @@
+"""The version of a table as of each row's time, among those that were known at a time of the row's own:
+its *cut*.
+
+The table's versions, as they are now, answer most rows: the version found among them is the newest of
+all at that time; where it was recorded up to the cut, it is the newest of those known then, too. The
+others are answered by the table's log. Of a key's rows, in the order in which they were recorded,
+those that were known at a cut are the first n. Such a beginning is cut into blocks of 2**l rows, one
+for each binary digit of n that is 1; in each block one sort finds the last row as of the time; and the
+last of these is the version. So each row of a log is in at most log2(rows of its key) blocks, no row is
+compared with all of a key, and any order of arrival will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core.arrival import has_key
+from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
+
+CUT = "_cut"
+"""Of a row that looks for a version: versions recorded later do not count. TIMESTAMP."""
+SINCE, UNTIL, HORIZON = "_since", "_until", "_horizon"
+"""Of ``Past.horizons``: the table's horizon for cuts from the first time to the second."""
+
+_SURE, _DEAD = "_sure", "_dead"
+_AT, _TURN, _ROW = "_at", "_turn", "_version"
+_KNOWN, _NEWEST, _NEXT = "_known", "_newest", "_next"
+_BLOCK, _BEST, _FORGOTTEN = "_block", "_best", "_forgotten"
+PLACES = ("_place0", "_place1")
+ANSWER = "_answer"
+
+
+class Past(Protocol):
+    """What a run has of a table's past, for rows that its versions do not answer."""
+
+    def hold(self, rows: DataFrame) -> DataFrame:
+        """Rows that are wanted several times: computed once."""
+        ...
+
+    def log(self, doubtful: DataFrame, ends: bool) -> DataFrame | None:
+        """The table's log as far as it can answer some rows; None = there are no such rows.
+
+        Args:
+            ends: also when what it answers by ended, which rows of later times tell.
+        """
+        ...
+
+    def horizons(self) -> DataFrame | None:
+        """``partition, _since (inclusive), _until (exclusive, null = for ever), _horizon``: from when
+        on the table answered for the rows of ``log``, at cuts in that time; None = it did for all."""
+        ...
+
+
+def as_known_join(
+    left: DataFrame,
+    versions: DataFrame,
+    past: Past,
+    *,
+    left_key: Sequence[str],
+    right_key: Sequence[str],
+    horizon: Column,
+    name: str,
+    ends: bool,
+    way: Way = "sorted",
+) -> DataFrame:
+    """For each row of ``left`` the version as of its ``timestamp`` (inclusive) among those recorded up
+    to its cut (inclusive), with the horizon of then. A row of the log without a time of record was
+    always known.
+
+    Plan: that of ``as_of_join``, whose result is held. Of rows that it does not answer: one shuffle by
+    key of them and their keys' rows of the log, two sorts there (three with ``ends``), and one shuffle
+    of what they find and of themselves.
+
+    Args:
+        left: ``key columns, timestamp, _cut, partition, _arrival, …``; the last two are unique.
+        versions: as they are now, with ``recorded_at``.
+        ends: whether ``valid_to`` is asked for, which may have been another one at the cut; else it is
+            null in what is found by the log.
+
+    Returns:
+        see ``as_of_join``.
+
+    Source: ``read(as_of, as_known_at)`` of each row.
+    """
+    seen = versions.withColumns({_DEAD: F.col(IS_TOMBSTONE), IS_TOMBSTONE: F.lit(False)})
+    found = as_of_join(
+        left, seen, left_key=left_key, right_key=right_key, horizon=horizon, name=name, way=way
+    )
+    recorded = F.col(name)[RECORDED_AT]
+    sure = F.col(FOUND) & (recorded.isNull() | (recorded <= F.col(CUT)))
+    if ends:
+        sure = sure & F.col(name)[VALID_TO].isNull()
+    told = past.hold(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
+    own = [F.col(f"`{c}`") for c in left.columns]
+    alive = F.col(FOUND) & ~F.col(name)[_DEAD]
+    whole = F.struct(*[F.col(name)[c].alias(c) for c in versions.columns])
+    answered = told.where(_SURE).select(*own, F.when(alive, whole).alias(name), alive.alias(FOUND))
+    doubtful = told.where(~F.col(_SURE)).select(*own)
+    needed = [c for c in versions.columns if c not in (VALID_FROM, VALID_TO, RECORDED_AT)]
+    best = by_log(doubtful, past, needed=needed, left_key=left_key, right_key=right_key, ends=ends)
+    if best is None:
+        return answered
+    types = {f.name: f.dataType for f in versions.schema.fields}
+    keep, row = F.col(ANSWER).isNotNull(), F.col(ANSWER)
+    whole = F.struct(
+        *[
+            (F.lit(None) if c == RECORDED_AT else row[c]).cast(types[c]).alias(c)
+            for c in versions.columns
+        ]
+    )
+    joined = doubtful.join(best, at_place(), "left")
+    return answered.unionByName(joined.select(*own, F.when(keep, whole).alias(name), keep.alias(FOUND)))
+
+
+def at_place() -> Column:
+    """Joins rows with what :func:`by_log` has found of them."""
+    return (F.col(PARTITION) == F.col(PLACES[0])) & (F.col(ARRIVAL) == F.col(PLACES[1]))
+
+
+def by_log(
+    doubtful: DataFrame,
+    past: Past,
+    *,
+    needed: Sequence[str],
+    left_key: Sequence[str],
+    right_key: Sequence[str],
+    ends: bool,
+) -> DataFrame | None:
+    """What the log says of rows: see the head of this file.
+
+    Args:
+        doubtful: ``key columns, timestamp, _cut, partition, _arrival``.
+        needed: columns of the log that are wanted, ``is_tombstone`` and ``partition`` among them.
+
+    Returns:
+        ``_place0, _place1`` (``partition`` and ``_arrival`` of a row) and ``_answer``: a struct of
+        ``valid_from``, ``valid_to`` (null unless asked for) and what is needed; null where the table
+        had no value, or had forgotten it. A row that nothing was known of is not there. None = there
+        are no doubtful rows.
+    """
+    log = past.log(doubtful, ends)
+    if log is None:
+        return None
+    best = _remembered(_known_then(doubtful, log, needed, left_key, right_key, ends), past.horizons())
+    row = F.col(_BEST)
+    answer = F.struct(
+        row[_AT].alias(VALID_FROM),
+        F.col(_NEXT).alias(VALID_TO),
+        *[row[_ROW][c].alias(c) for c in needed],
+    )
+    there = row.isNotNull() & ~row[_ROW][IS_TOMBSTONE] & ~F.col(_FORGOTTEN)
+    return best.select(*PLACES, F.when(there, answer).alias(ANSWER))
+
+
+def _known_then(
+    doubtful: DataFrame,
+    log: DataFrame,
+    needed: Sequence[str],
+    left_key: Sequence[str],
+    right_key: Sequence[str],
+    ends: bool,
+) -> DataFrame:
+    """Of each row the newest row of its key in the log up to its time, among those of up to its cut.
+
+    Returns:
+        ``_place0, _place1`` (partition and order of arrival of the row), ``_best``: what was found;
+        ``_next``: when the one after it begins; ``_newest``: the time of the newest that was known;
+        ``_at`` and ``_cut`` of the row. A row that nothing was known of is not there.
+    """
+    keys = [f"_key{i}" for i in range(len(left_key))]
+    asked = doubtful.select(
+        *[F.col(f"`{k}`").alias(n) for k, n in zip(left_key, keys, strict=True)],
+        F.col(TIMESTAMP).alias(_AT),
+        CUT,
+        *[F.col(c).alias(p) for c, p in zip((PARTITION, ARRIVAL), PLACES, strict=True)],
+    )
+    ever = F.timestamp_micros(F.lit(-(2**62)))
+    rows = log.select(
+        *[F.col(f"`{k}`").alias(n) for k, n in zip(right_key, keys, strict=True)],
+        F.col(TIMESTAMP).alias(_AT),
+        F.coalesce(RECORDED_AT, ever).alias(CUT),
+        F.struct(OFFSET, PARTITION).alias(_TURN),
+        F.struct(*[F.col(f"`{c}`") for c in needed]).alias(_ROW),
+    ).join(asked.select(*keys).distinct(), keys, "left_semi")
+    both = rows.unionByName(asked, allowMissingColumns=True)
+    of_log = F.col(_TURN).isNotNull()
+    # The rows of the log come before those that ask, of one time.
+    in_order = W.partitionBy(*keys).orderBy(CUT, F.asc_nulls_last(_TURN))
+    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+    counted = both.withColumns(
+        {
+            _KNOWN: F.count(F.when(of_log, 1)).over(so_far),
+            _NEWEST: F.max(F.when(of_log, F.col(_AT))).over(so_far),
+            "_all": F.count(F.when(of_log, 1)).over(W.partitionBy(*keys)),
+        }
+    )
+    blocks = counted.withColumn(_BLOCK, F.explode(F.when(of_log, _in_blocks()).otherwise(_blocks())))
+    by_time = W.partitionBy(*keys, _BLOCK).orderBy(_AT, F.asc_nulls_last(_TURN))
+    last = F.when(of_log, F.struct(_AT, _TURN, CUT, _ROW))
+    found = blocks.withColumn(
+        _BEST,
+        F.last(last, ignorenulls=True).over(by_time.rowsBetween(W.unboundedPreceding, W.currentRow)),
+    )
+    following = F.lit(None).cast("timestamp")
+    if ends:
+        back = W.partitionBy(*keys, _BLOCK).orderBy(F.desc(_AT), F.desc_nulls_first(_TURN))
+        back = back.rowsBetween(W.unboundedPreceding, W.currentRow)
+        following = F.last(F.when(of_log, F.col(_AT)), ignorenulls=True).over(back)
+    return (
+        found.withColumn(_NEXT, following)
+        .where(~of_log)
+        .groupBy(*PLACES)
+        .agg(
+            F.max_by(_BEST, F.struct(F.col(_BEST)[_AT], F.col(_BEST)[_TURN])).alias(_BEST),
+            F.min(_NEXT).alias(_NEXT),
+            F.any_value(_NEWEST).alias(_NEWEST),
+            F.any_value(_AT).alias(_AT),
+            F.any_value(CUT).alias(CUT),
+        )
+    )
+
+
+def _levels(number: str) -> Column:
+    """0, 1, … up to the highest binary digit of a number; none of 0."""
+    digits = F.length(F.bin(number)) - 1
+    return F.when(F.col(number) > 0, F.sequence(F.lit(0), digits)).otherwise(
+        F.array().cast("array<int>")
+    )
+
+
+def _blocks() -> Column:
+    """The blocks that the first ``_known`` rows are cut into: level and number."""
+
+    def block(level: Column) -> Column:
+        return F.struct(level.alias("level"), (_shifted(F.col(_KNOWN), level) - 1).alias("number"))
+
+    there = F.filter(_levels(_KNOWN), lambda level: _shifted(F.col(_KNOWN), level) % 2 == 1)
+    return F.transform(there, block)
+
+
+def _in_blocks() -> Column:
+    """Of the ``_known``-th row of the log, the blocks that it is in and that are asked for: left halves
+    that are whole."""
+    place = F.col(_KNOWN) - 1
+
+    def asked(level: Column) -> Column:
+        number = _shifted(place, level)
+        return (number % 2 == 0) & (number < _shifted(F.col("_all"), level))
+
+    def block(level: Column) -> Column:
+        return F.struct(level.alias("level"), _shifted(place, level).alias("number"))
+
+    return F.transform(F.filter(_levels("_all"), asked), block)
+
+
+def _shifted(number: Column, level: Column) -> Column:
+    return F.call_function("shiftright", number, level)
+
+
+def _remembered(best: DataFrame, horizons: DataFrame | None) -> DataFrame:
+    """With ``_forgotten``: whether the table answered no more for the time, as of the cut: only by a
+    version that was its key's newest then."""
+    if horizons is None:
+        return best.withColumn(_FORGOTTEN, F.lit(False))
+    of_then = (
+        (F.col(_BEST)[_TURN][PARTITION] == F.col(PARTITION))
+        & (F.col(CUT) >= F.col(SINCE))
+        & (F.col(UNTIL).isNull() | (F.col(CUT) < F.col(UNTIL)))
+    )
+    told = best.join(F.broadcast(horizons), of_then, "left")
+    old = (F.col(_AT) < F.col(HORIZON)) & (F.col(_BEST)[_AT] < F.col(_NEWEST))
+    return told.withColumn(_FORGOTTEN, F.coalesce(old, F.lit(False)))

@@ -1,0 +1,191 @@
+"""Joins one stream with many versioned tables, each row with each table as of its own time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    IS_TOMBSTONE,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core import store
+from vt_dagster.core.arrival import has_key, union
+from vt_dagster.core.as_known import ANSWER, CUT, PLACES, Past, at_place, by_log
+from vt_dagster.core.stream_table_join import INSTANT, cut_of
+from vt_dagster.topology.training_set import FeatureView
+
+_AT, _SIDE, _HORIZON = "_at", "_side", "_horizon"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A table that is joined, as a run has it.
+
+    Args:
+        rows: its versions, with ``recorded_at``.
+        stream_time: of a row's partition.
+        past: its log.
+    """
+
+    view: FeatureView
+    rows: DataFrame
+    stream_time: Column
+    past: Past
+
+    @property
+    def strictly(self) -> Column:
+        """How much later than a version begins it is found."""
+        return F.lit(INSTANT if self.view.at == "before" else timedelta(0))
+
+
+def with_features(spine: DataFrame, features: Sequence[Feature], hold: store.Hold) -> DataFrame:
+    """The rows of a spine, once each, with the columns of each feature.
+
+    Among the versions known at the row's cut that of its time is chosen, see ``as_known_join``; a null
+    key finds nothing. A version older than ``max_age`` gives nulls, and so does a tombstone.
+
+    Plan: for all features of the same key of the spine together one shuffle and sort of the spine and
+    their versions. Of rows whose cut lies before what was found was recorded: their keys, times and
+    places go to each table's log, and they themselves are shuffled once more.
+
+    Args:
+        spine: log rows with ``partition``, ``_arrival`` and ``recorded_at``.
+        hold: computes rows once: what the versions answer.
+    """
+    found = spine
+    for key in dict.fromkeys(f.view.of_spine for f in features):
+        places = [i for i, f in enumerate(features) if f.view.of_spine == key]
+        found = _as_of_all(found, {i: features[i] for i in places}, key)
+    found = hold(found)
+    own = [F.col(f"`{c}`") for c in spine.columns]
+    answers = {i: best for i, f in enumerate(features) if (best := _by_log(found, i, f)) is not None}
+    values = {_value(i): F.when(F.col(_sure(i)), F.col(_version(i))) for i in range(len(features))}
+    all_sure = F.lit(True)
+    for i in answers:
+        all_sure = all_sure & F.col(_sure(i))
+    told = found.where(all_sure).withColumns(values)
+    if answers:
+        late = found.where(~all_sure)
+        for i, best in answers.items():
+            late = late.join(best, at_place(), "left").drop(*PLACES)
+            values[_value(i)] = F.coalesce(values[_value(i)], F.col(_answer(i)))
+        wanted = [*own, *values]
+        told = told.select(*wanted).unionByName(late.withColumns(values).select(*wanted))
+    columns = [c for i, f in enumerate(features) for c in _columns(i, f)]
+    return told.select(*own, *columns)
+
+
+def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[str]) -> DataFrame:
+    """With the version of each feature, null where it has no value, and whether that is sure."""
+    keys = [f"_key{i}" for i in range(len(key))]
+    every = rows.withColumns(
+        {
+            **{n: F.col(f"`{k}`") for k, n in zip(key, keys, strict=True)},
+            _AT: F.col(TIMESTAMP),
+            _SIDE: F.lit(1),
+        }
+    )
+    for i, f in features.items():
+        kept = [VALID_FROM, VALID_TO, RECORDED_AT, IS_TOMBSTONE, *_values(f)]
+        horizon = store.horizon_of(f.view.table, f.stream_time).alias(_HORIZON)
+        versions = f.rows.select(
+            *[F.col(f"`{k}`").alias(n) for k, n in zip(f.view.table.key, keys, strict=True)],
+            (F.col(VALID_FROM) + f.strictly).alias(_AT),
+            F.lit(0).alias(_SIDE),
+            F.struct(*[F.col(f"`{c}`") for c in kept], horizon).alias(_version(i)),
+        )
+        every = union(every, versions)
+    so_far = W.partitionBy(*keys).orderBy(_AT, _SIDE).rowsBetween(W.unboundedPreceding, W.currentRow)
+    last = {_version(i): F.last(_version(i), ignorenulls=True).over(so_far) for i in features}
+    found = every.withColumns(last).where(F.col(_SIDE) == 1).drop(*keys, _AT, _SIDE)
+    judged = dict[str, Column]()
+    for i, f in features.items():
+        row, asked = F.col(_version(i)), F.col(TIMESTAMP) - f.strictly
+        end, horizon = row[VALID_TO], row[_HORIZON]
+        in_time = end.isNull() | horizon.isNull() | (asked >= horizon)
+        known = row.isNotNull() & in_time
+        if f.view.as_known != "now":
+            cut = cut_of(f.view.as_known)
+            by_then = row[RECORDED_AT].isNull() | (row[RECORDED_AT] <= cut)
+            keyed = has_key([f"`{k}`" for k in key])
+            judged[_sure(i)] = F.coalesce(known & by_then, F.lit(False)) | ~keyed
+        else:
+            judged[_sure(i)] = F.lit(True)
+        keyless = ~has_key([f"`{k}`" for k in key])
+        judged[_version(i)] = F.when(known & ~row[IS_TOMBSTONE] & ~keyless, row)
+    return found.withColumns(judged)
+
+
+def _by_log(found: DataFrame, i: int, feature: Feature) -> DataFrame | None:
+    view = feature.view
+    if view.as_known == "now":
+        return None
+    keys = [f"_key{n}" for n in range(len(view.of_spine))]
+    doubtful = found.where(~F.col(_sure(i))).select(
+        *[F.col(f"`{k}`").alias(n) for k, n in zip(view.of_spine, keys, strict=True)],
+        (F.col(TIMESTAMP) - feature.strictly).alias(TIMESTAMP),
+        cut_of(view.as_known).alias(CUT),
+        PARTITION,
+        ARRIVAL,
+    )
+    needed = [IS_TOMBSTONE, PARTITION, *_values(feature)]
+    best = by_log(
+        doubtful,
+        feature.past,
+        needed=needed,
+        left_key=keys,
+        right_key=view.table.key,
+        ends=False,
+    )
+    if best is None:
+        return None
+    types = cast(StructType, found.schema[_version(i)].dataType)
+    empty = F.lit(None)
+    fields = [
+        (F.col(ANSWER)[f.name] if f.name in (VALID_FROM, *needed) else empty)
+        .cast(f.dataType)
+        .alias(f.name)
+        for f in types.fields
+    ]
+    row = F.when(F.col(ANSWER).isNotNull(), F.struct(*fields))
+    return best.select(*PLACES, row.alias(_answer(i)))
+
+
+def _columns(i: int, feature: Feature) -> list[Column]:
+    row, age = F.col(_value(i)), feature.view.max_age
+    if age is not None:
+        row = F.when(F.col(TIMESTAMP) - F.lit(age) <= row[VALID_FROM], row)
+    return [row[c].alias(name) for name, c in feature.view.named]
+
+
+def _values(feature: Feature) -> list[str]:
+    return [c for c in feature.view.chosen if c != VALID_FROM]
+
+
+def _version(i: int) -> str:
+    return f"_version{i}"
+
+
+def _sure(i: int) -> str:
+    return f"_sure{i}"
+
+
+def _answer(i: int) -> str:
+    return f"_answer{i}"
+
+
+def _value(i: int) -> str:
+    return f"_value{i}"

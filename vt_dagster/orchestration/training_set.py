@@ -1,0 +1,147 @@
+"""The asset that makes a training set: a stream's records with many versioned tables, in one op."""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import dagster as dg
+from typing_extensions import Unpack
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.orchestration.asset import data_version, to_be_told, unchanged
+from vt_dagster.orchestration.metadata import column_schema, positions_of
+from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, tables_key, warehouse_of
+from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
+from vt_dagster.runs.training_set import TrainingRun, manifest_of, read_manifest
+from vt_dagster.storage.positions import Commit
+from vt_dagster.topology.model import Stream
+from vt_dagster.topology.training_set import FeatureView, TrainingSet
+
+
+class TrainingSetConfig(dg.Config):
+    """What a run of a training set may be told."""
+
+    manifest: str = ""
+    """The path of a manifest: the set is made of the positions that it says, and must be the same."""
+
+
+def build_training_set(
+    spine: Stream,
+    features: Sequence[FeatureView],
+    *,
+    name: str,
+    to: str,
+    matured_after: timedelta | None = None,
+    pool: str | None = None,
+    retry_policy: dg.RetryPolicy | None = None,
+    resource_prefix: str = PREFIX,
+    **attributes: Unpack[SpecAttributes],
+) -> dg.AssetsDefinition:
+    """An asset that joins a stream with many versioned tables, each row as of its own time.
+
+    One row for each record of the spine, duplicates included (deleted ones are none), in a Delta table
+    that is written as a whole: the spine's columns, ``timestamp``, and the columns of each feature,
+    null where nothing was known, valid or young enough. Late records of the tables make no difference
+    to what was known when a row was recorded. Each set has a manifest of the positions it is of, in
+    its metadata, its Delta commit, and ``_manifests/<batch>.json`` beside the data; a run with
+    ``config={"manifest": path}`` makes that very set again, or fails. A run with nothing new writes
+    nothing and starts no Spark.
+
+    Args:
+        spine: a stream.
+        features: see ``FeatureView``.
+        to: the directory or URL of the table, outside of the warehouse; nobody else writes there.
+        matured_after: only rows whose timestamp + this is at or before the spine's stream time
+            (inclusive) are given.
+        pool, retry_policy, resource_prefix, attributes: as of :func:`build_asset`.
+
+    Raises:
+        TopologyError: keys, columns or names do not fit.
+    """
+    declared = TrainingSet(name, spine, tuple(features), matured_after)
+    spec = _spec(declared, str(to))
+
+    @dg.asset(
+        **spec_arguments(spec, attributes),
+        pool=pool,
+        retry_policy=retry_policy,
+        required_resource_keys=keys_of(resource_prefix),
+        io_manager_key=tables_key(resource_prefix),
+    )
+    def of_training_set(
+        context: dg.AssetExecutionContext, config: TrainingSetConfig
+    ) -> dg.MaterializeResult[Any]:
+        started, spark = time.monotonic(), spark_of(context, resource_prefix)
+        warehouse = warehouse_of(context, resource_prefix)
+        way = TrainingRun(declared, str(to), warehouse, lambda: spark.spark_session, context.log.info)
+        pinned = read_manifest(config.manifest) if config.manifest else None
+        commit = way.run(pinned, context.run.run_id)
+        if commit is None:
+            commit = way.head()
+            if commit is None or not to_be_told(context, spec.key, commit):
+                return unchanged(context, spec.key, commit)
+        return _materialized(declared, str(to), commit, started)
+
+    return cast(dg.AssetsDefinition, of_training_set)
+
+
+def _spec(declared: TrainingSet, to: str) -> dg.AssetSpec:
+    spine = declared.spine
+    tables = ", ".join(dict.fromkeys(f"`{view.table.name}`" for view in declared.features))
+    return dg.AssetSpec(
+        dg.AssetKey([*spine.path[:-1], declared.name]),
+        deps=[dg.AssetKey(node.path) for node in declared.inputs],
+        description=f"A training set: each record of `{spine.name}` with {tables} as of its own time.",
+        group_name=spine.group,
+        owners=list(spine.owners) or None,
+        kinds={"spark", "deltalake"},
+        metadata={
+            "dagster/column_schema": _columns(declared),
+            "dagster/column_lineage": _lineage(declared),
+            "dagster/storage_kind": "delta",
+            "dagster/uri": to,
+            "vt_dagster/kind": "TrainingSet",
+        },
+    )
+
+
+def _columns(declared: TrainingSet) -> dg.TableSchema:
+    def of(node: Stream, column: str, name: str) -> dg.TableColumn:
+        found = next(c for c in column_schema(node).columns if c.name == column)
+        return dg.TableColumn(name, found.type, description=found.description)
+
+    own = [of(declared.spine, c, c) for c in declared.own]
+    more = [of(v.table, c, name) for v in declared.features for name, c in v.named]
+    return dg.TableSchema(columns=own + more)
+
+
+def _lineage(declared: TrainingSet) -> dg.TableColumnLineage:
+    spine = dg.AssetKey(declared.spine.path)
+    found = {c: [dg.TableColumnDep(spine, c)] for c in declared.own if c != TIMESTAMP}
+    for view in declared.features:
+        up = dg.AssetKey(view.table.path)
+        found |= {name: [dg.TableColumnDep(up, c)] for name, c in view.named}
+    return dg.TableColumnLineage(found)
+
+
+def _materialized(
+    declared: TrainingSet, to: str, commit: Commit, started: float
+) -> dg.MaterializeResult[Any]:
+    made = manifest_of(commit)
+    return dg.MaterializeResult(
+        metadata={
+            "dagster/uri": to,
+            "dagster/row_count": made.rows,
+            "dagster/column_schema": _columns(declared),
+            "dagster/column_lineage": _lineage(declared),
+            "seconds": round(time.monotonic() - started, 3),
+            "hash": made.hash,
+            "manifest": made.model_dump(mode="json"),
+            "records_in": commit.counts["in"],
+            "versions": {"batch": commit.batch},
+            "positions": positions_of(commit),
+            "read_versions": dict(commit.reads),
+        },
+        data_version=data_version(commit),
+    )

@@ -1,0 +1,55 @@
+"""Looks up the records of a run in a table, as of their times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.known import Known, Lookup
+from vt_dagster.core.log import view_schema
+from vt_dagster.core.processor import Processor
+from vt_dagster.core.store import Hold
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.join_way import way_of
+from vt_dagster.runs.past import TablePast, recorded_if
+from vt_dagster.runs.results import Judged
+from vt_dagster.runs.store import Stores
+from vt_dagster.topology.model import VersionedTable
+
+
+def look_up(
+    arrival: Arrival,
+    processor: Processor[Any],
+    stores: Stores,
+    records: DataFrame,
+    judged: Judged,
+    hold: Hold,
+    known: Known,
+) -> tuple[DataFrame, Judged]:
+    """The results of judged records, by the versions of the table that answer for them.
+
+    Args:
+        hold: computes rows at once, and keeps them until the commit.
+
+    Returns:
+        the results, and how they were looked for.
+    """
+    table = processor.looked_up
+    assert table is not None
+    store, at = stores(table), arrival.tables.get(table.name)
+    if at is None or at.head is None or judged.span is None:
+        empty = recorded_if(processor.by_record, store.spark.createDataFrame([], view_schema(table)))
+        return processor.look_up(records, Lookup(empty, by_partition({})), known), judged
+    since = judged.span[0] - processor.looks_before // timedelta(microseconds=1)
+    rows = recorded_if(processor.by_record, store.view_at(at, since))
+    way, strategy = way_of(table, rows, arrival.few, at.total, (since, judged.span[1]))
+    past = None
+    if processor.by_record and isinstance(table, VersionedTable):
+        past = TablePast(table, store, at.head, hold)
+    found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), known)
+    told = strategy if past is None else f"{strategy}; {past.told}"
+    return found, replace(judged, rows_read=at.reach(since), strategy=told)

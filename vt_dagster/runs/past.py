@@ -1,0 +1,101 @@
+"""What a run has of a table's past, to answer by what was known at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import IntegerType, LongType, StructField, StructType
+
+from vt_dagster.columns import PARTITION, RECORDED_AT, TIMESTAMP
+from vt_dagster.core import store as of_table
+from vt_dagster.core.as_known import CUT, HORIZON, SINCE, UNTIL
+from vt_dagster.runs.store import Store
+from vt_dagster.storage.positions import horizons
+from vt_dagster.storage.snapshot import Head
+from vt_dagster.topology.model import VersionedTable
+
+
+@dataclass
+class TablePast:
+    """A table's log and its stream time at each commit, up to the one that a run has pinned.
+
+    Args:
+        holding: computes rows at once, and keeps them.
+    """
+
+    table: VersionedTable
+    store: Store
+    head: Head
+    holding: Callable[[DataFrame], DataFrame]
+    doubtful: int = field(default=0, init=False)
+    """How many rows were answered by the log."""
+    _since: int = field(default=0, init=False)
+    """The smallest time of these."""
+
+    @property
+    def told(self) -> str:
+        """In words, how many."""
+        return f"{self.doubtful:,} records by the log, as to what was known"
+
+    def hold(self, rows: DataFrame) -> DataFrame:
+        return self.holding(rows)
+
+    def log(self, doubtful: DataFrame, ends: bool) -> DataFrame | None:
+        found = doubtful.agg(
+            F.count(F.lit(1)).alias("rows"),
+            F.min(F.unix_micros(TIMESTAMP)).alias("first"),
+            F.max(F.unix_micros(TIMESTAMP)).alias("last"),
+            F.max(F.unix_micros(CUT)).alias("cut"),
+        ).collect()[0]
+        self.doubtful, self._since = found["rows"], found["first"]
+        if not self.doubtful:
+            return None
+        rows = recorded_if(True, self.store.log({}, self.head))
+        known = F.col(RECORDED_AT).isNull() | (F.col(RECORDED_AT) <= _at(found["cut"]))
+        rows = rows.where(known)
+        return rows if ends else rows.where(F.col(TIMESTAMP) <= _at(found["last"]))
+
+    def horizons(self) -> DataFrame | None:
+        retention, now = self.table.history_retention, self.head.commit.stream_time
+        if self._since >= max(horizons(retention, now), default=self._since):
+            return None
+        rows = list[tuple[int, int, int | None, int]]()
+        for partition, steps in self._steps().items():
+            ends = [since for since, _ in steps[1:]]
+            for (since, time), until in zip(steps, [*ends, None], strict=True):
+                rows.append((partition, since, until, time))
+        names = [PARTITION, SINCE, UNTIL, HORIZON]
+        kinds = [IntegerType(), LongType(), LongType(), LongType()]
+        schema = StructType([StructField(n, k) for n, k in zip(names, kinds, strict=True)])
+        told = self.store.spark.createDataFrame(rows, schema)
+        told = told.withColumns({n: F.timestamp_micros(n) for n in names[1:]})
+        return told.withColumn(HORIZON, of_table.horizon_of(self.table, F.col(HORIZON)))
+
+    def _steps(self) -> Mapping[int, list[tuple[int, int]]]:
+        """Of each partition: when its stream time moved, and to where; epoch microseconds."""
+        found = dict[int, list[tuple[int, int]]]()
+        for commit in self.store.commits():
+            if commit.batch > self.head.commit.batch:
+                break
+            for partition, time in commit.stream_time.items():
+                steps = found.setdefault(partition, [])
+                if not steps or steps[-1][1] != time:
+                    steps.append((commit.recorded_at, time))
+        return found
+
+
+def recorded_if(wanted: bool, rows: DataFrame) -> DataFrame:
+    """Rows of a log or view with their time of record, which is null where they are from before it was
+    noted; or without, where it is not wanted."""
+    if not wanted:
+        return rows.drop(RECORDED_AT)
+    if RECORDED_AT in rows.columns:
+        return rows
+    return rows.withColumn(RECORDED_AT, F.lit(None).cast("timestamp"))
+
+
+def _at(micros: int) -> Column:
+    return F.timestamp_micros(F.lit(micros))

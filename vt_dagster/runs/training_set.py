@@ -1,0 +1,272 @@
+"""Makes a training set, and makes it again from the positions that its manifest says.
+
+The set is a Delta table outside of the warehouse, written as a whole in one commit. Its manifest stands
+in that commit, and as ``_manifests/<batch>.json`` beside the data: of which logs it is, up to where,
+what was declared, how many rows it has, and a hash of them that does not depend on their order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, TIMESTAMP
+from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.training_set import Feature, with_features
+from vt_dagster.errors import StorageError
+from vt_dagster.runs.commit import recorded
+from vt_dagster.runs.export import head_in, require_outside
+from vt_dagster.runs.past import TablePast, recorded_if
+from vt_dagster.spark.small_runs import is_small
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.positions import Commit, Offsets
+from vt_dagster.storage.snapshot import Snapshot
+from vt_dagster.storage.store import AssetStore, shape_of
+from vt_dagster.topology.training_set import TrainingSet
+
+_ROWS_OF_A_FILE = 1_000_000
+_KIND, _MANIFEST = "training_set", "manifest"
+
+
+class Position(BaseModel):
+    """A log up to one of its commits."""
+
+    log: str
+    batch: int
+    recorded_at: int
+    next_offset: Offsets
+
+
+class Manifest(BaseModel):
+    """With what a training set was made, and what came out."""
+
+    name: str
+    declared: dict[str, Any]
+    pinned: dict[str, Position]
+    """By asset: the spine, and each table."""
+    rows: int = 0
+    hash: str = ""
+    """Of all rows and columns, in any order."""
+
+
+@dataclass
+class TrainingRun:
+    """Makes a training set.
+
+    Args:
+        to: the directory or URL of the Delta table, outside of the warehouse.
+        spark: a session, or what gives one when it is first needed.
+        tell: is told what has been written, in a line each.
+    """
+
+    declared: TrainingSet
+    to: str
+    warehouse: str
+    spark: SparkSession | Callable[[], SparkSession]
+    tell: Callable[[str], None] | None = None
+    _held: list[DataFrame] = field(default_factory=list[DataFrame], init=False)
+
+    def __post_init__(self) -> None:
+        require_outside(self.declared.name, self.to, self.warehouse)
+
+    def head(self) -> Commit | None:
+        """The last commit of the set; None before the first. Does not use Spark.
+
+        Raises:
+            StorageError: something else lies there, or somebody else has written to it.
+        """
+        return head_in(self.to, self.declared.name, _KIND)
+
+    def run(self, pinned: Manifest | None = None, run_id: str | None = None) -> Commit | None:
+        """Writes the set as a whole, in one Delta commit.
+
+        Args:
+            pinned: makes it of the positions that this says, not of what is there now.
+
+        Returns:
+            the commit; None where the set is of these very positions already, known without Spark.
+
+        Raises:
+            StorageError: the place is somebody else's; or what is pinned is there no more, is declared
+                otherwise, or gave other rows.
+            ConcurrentRunError: another run of the set committed at the same time.
+        """
+        declared, before = self.declared, self.head()
+        if pinned is not None and pinned.declared != declared.declared():
+            raise StorageError(
+                f"{declared.name}: expected a manifest of a set that is declared as this one, "
+                f"{declared.declared()}, got {pinned.declared}; declare it as it was"
+            )
+        stores = {n.name: AssetStore(self.warehouse, n, self.spark, self.tell) for n in declared.inputs}
+        found = {name: self._at(store, pinned) for name, store in stores.items()}
+        spine = found[declared.spine.name]
+        if spine.head is None:
+            return None
+        made = Manifest(
+            name=declared.name,
+            declared=declared.declared(),
+            pinned={name: position_of(at) for name, at in found.items() if at.head is not None},
+        )
+        last = None if before is None else manifest_of(before)
+        if last is not None and (last.declared, last.pinned) == (made.declared, made.pinned):
+            self._write_manifest(before)  # whoever died after the commit may have died before this
+            return None
+        store = stores[declared.spine.name]
+        small = is_small(spine.total, sum(at.total for at in found.values()))
+        try:
+            with store.tuned(small):
+                rows = self._hold(self._rows(stores, found).select(*map(_quoted, declared.columns)))
+                made.rows, made.hash = content_of(rows)
+                if pinned is not None and (made.rows, made.hash) != (pinned.rows, pinned.hash):
+                    raise StorageError(
+                        f"{declared.name}: expected the {pinned.rows} rows with hash {pinned.hash} "
+                        f"that the manifest says, got {made.rows} with {made.hash} of the same "
+                        "positions; a log was changed, or this is another version of the library"
+                    )
+                commit = self._document(found, made, before, run_id)
+                self._write(rows, commit)
+        finally:
+            while self._held:
+                store.release(self._held.pop())
+        self._write_manifest(commit)
+        return commit
+
+    def _at(self, store: AssetStore, pinned: Manifest | None) -> Snapshot:
+        name = store.node.name
+        if pinned is None:
+            return store.snapshot()
+        if name not in pinned.pinned:
+            return Snapshot()  # it had no records yet
+        wanted = pinned.pinned[name]
+        at = store.known_at(wanted.recorded_at)
+        if at.head is None or position_of(at) != wanted:
+            got = "none" if at.head is None else f"batch {at.head.commit.batch} of another log"
+            raise StorageError(
+                f"{self.declared.name}: expected the log of {name} as of batch {wanted.batch}, got "
+                f"{got}: it was made anew since; make the set without a manifest"
+            )
+        return at
+
+    def _hold(self, rows: DataFrame) -> DataFrame:
+        self._held.append(rows.persist())
+        self._held[-1].count()
+        return self._held[-1]
+
+    def _rows(self, stores: Mapping[str, AssetStore], found: Mapping[str, Snapshot]) -> DataFrame:
+        declared = self.declared
+        at = found[declared.spine.name]
+        assert at.head is not None
+        rows = recorded_if(True, stores[declared.spine.name].log({}, at.head))
+        rows = rows.where(f"NOT {IS_TOMBSTONE}").withColumn(ARRIVAL, F.col(OFFSET))
+        if declared.matured_after is not None:
+            ripe = F.col(TIMESTAMP) + F.lit(declared.matured_after) <= by_partition(at.stream_time)
+            rows = rows.where(ripe)
+        features: list[Feature] = []
+        for view in declared.features:
+            table, then = stores[view.table.name], found[view.table.name]
+            if then.head is None:
+                raise StorageError(
+                    f"{declared.name}: expected {view.table.name} to have records, got none; "
+                    "materialize it first"
+                )
+            versions = recorded_if(True, table.view_at(then))
+            past = TablePast(view.table, table, then.head, self._hold)
+            features.append(Feature(view, versions, by_partition(then.stream_time), past))
+        return with_features(rows, features, self._hold)
+
+    def _document(
+        self, found: Mapping[str, Snapshot], made: Manifest, before: Commit | None, run_id: str | None
+    ) -> Commit:
+        heads = {name: at.head for name, at in found.items() if at.head is not None}
+        spine, node = heads[self.declared.spine.name], self.declared.spine
+        said = {_KIND: json.dumps(made.declared), _MANIFEST: made.model_dump_json()}
+        first = Commit(asset=made.name, batch=0, attempt="", shape=shape_of(node))
+        return Commit(
+            asset=made.name,
+            batch=1 if before is None else before.batch + 1,
+            attempt=AssetStore(self.warehouse, node).new_attempt(),
+            shape=shape_of(node).model_copy(update={"meaning": said}),
+            log=spine.commit.log,
+            logs={name: head.commit.log for name, head in heads.items()},
+            run_id=run_id,
+            recorded_at=recorded(before or first, None),
+            inputs={name: head.commit.next_offset for name, head in heads.items()},
+            next_offset=spine.commit.next_offset,
+            stream_time=spine.commit.stream_time,
+            counts={"in": spine.commit.total, "out": made.rows},
+            reads={f"{name}/log": head.version for name, head in heads.items()},
+        )
+
+    def _write(self, rows: DataFrame, commit: Commit) -> None:
+        last = delta.last_of_ours(self.to)
+        parquet.write(
+            rows.coalesce(max(1, math.ceil(commit.counts["out"] / _ROWS_OF_A_FILE))),
+            self.to,
+            document=commit.model_dump(),
+            batch=commit.batch,
+            asset=commit.asset,
+            mode="append" if last is None else "overwrite",
+            over=None if last is None else last.version,
+        )
+
+    def _write_manifest(self, commit: Commit | None) -> None:
+        if commit is None:
+            return
+        path = posixpath.join(self.to, "_manifests", f"{commit.batch}.json")
+        fs, local = delta.filesystem(path)
+        with parquet.writing(path):
+            fs.makedirs(posixpath.dirname(local), exist_ok=True)
+            fs.pipe_file(local, manifest_of(commit).model_dump_json(indent=2).encode("utf-8"))
+
+
+def position_of(at: Snapshot) -> Position:
+    """Where a snapshot stands."""
+    assert at.head is not None
+    commit = at.head.commit
+    told = {n: getattr(commit, n) for n in ("log", "batch", "recorded_at", "next_offset")}
+    return Position(**told)
+
+
+def manifest_of(commit: Commit) -> Manifest:
+    """The manifest of a set's commit."""
+    return Manifest.model_validate_json(commit.shape.meaning[_MANIFEST])
+
+
+def read_manifest(path: str) -> Manifest:
+    """A manifest from its file.
+
+    Raises:
+        StorageError: there is none.
+    """
+    fs, local = delta.filesystem(path)
+    try:
+        return Manifest.model_validate_json(fs.cat_file(local))
+    except (OSError, ValidationError) as error:
+        raise StorageError(
+            f"expected the manifest of a training set in {path}, got {type(error).__name__}; it lies "
+            "in _manifests beside the set's data"
+        ) from error
+
+
+def content_of(rows: DataFrame) -> tuple[int, str]:
+    """How many rows there are, and a hash of them in any order: equal sets have equal ones."""
+    values = list[Column]()
+    for name, kind in rows.dtypes:
+        value = F.col(f"`{name}`")
+        values.append(F.to_json(F.struct(value)) if "map<" in kind else value)
+        values.append(value.isNull())  # the hash of a row leaves out nulls
+    total = F.sum(F.xxhash64(*values).cast("decimal(38,0)"))
+    count, found = rows.agg(F.count(F.lit(1)), total).collect()[0]
+    return count, f"{int(found or 0) % 2**64:016x}"
+
+
+def _quoted(column: str) -> Column:
+    return F.col(f"`{column}`")

@@ -1,0 +1,171 @@
+"""A training set: a stream's records, each with what many versioned tables said as of its own time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from vt_dagster.columns import TIMESTAMP, VALID_FROM
+from vt_dagster.errors import TopologyError
+from vt_dagster.topology.durations import check_duration
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.node import require_name
+from vt_dagster.topology.operators.stream_table_join import AsKnown, At, check_match
+from vt_dagster.topology.schema import same_types
+
+
+@dataclass(frozen=True)
+class FeatureView:
+    """A versioned table as a training set sees it: of each row the version as of the row's time.
+
+    Args:
+        table: the table.
+        key: columns of the spine that hold the table's key, in its order; None = those of its names.
+        columns: the table's columns; none = all values. Also ``valid_from``.
+        prefix: before their names in the set.
+        as_known: see ``StreamTableJoin``; here ``when_recorded`` where nothing is said, so that nothing
+            is in a row that was not known when the row was. A duration needs no grace period.
+        max_age: an older version gives nulls (exactly that old does not).
+        at: ``at_or_before`` or ``before`` the row's time.
+    """
+
+    table: VersionedTable
+    key: Sequence[str] | str | None = None
+    columns: Sequence[str] = ()
+    prefix: str = ""
+    as_known: AsKnown = "when_recorded"
+    max_age: timedelta | None = None
+    at: At = "at_or_before"
+
+    def __post_init__(self) -> None:
+        table: Any = self.table
+        if not isinstance(table, VersionedTable):
+            raise TopologyError(
+                f"expected a VersionedTable whose versions are the features, got {table!r}; declare it "
+                "with a history_retention"
+            )
+        key = table.key if self.key is None else self.key
+        object.__setattr__(self, "key", (key,) if isinstance(key, str) else tuple(key))
+        object.__setattr__(self, "columns", tuple(self.columns))
+        there = [c for c in table.schema.names if c not in table.key and c.lower() != TIMESTAMP]
+        unknown = [c for c in self.columns if c not in (*there, VALID_FROM)]
+        if unknown:
+            raise TopologyError(
+                f"{table.name}: expected features among {[*there, VALID_FROM]}, got {unknown}; correct "
+                "columns"
+            )
+        check_match(table.name, table, self.as_known, self.max_age, self.at)
+
+    @property
+    def of_spine(self) -> tuple[str, ...]:
+        """The spine's columns that hold the table's key."""
+        return tuple(self.key or ())
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Its columns."""
+        table = self.table
+        there = (c for c in table.schema.names if c not in table.key and c.lower() != TIMESTAMP)
+        return tuple(self.columns) or tuple(there)
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """Each with its name in the set before it."""
+        return [(f"{self.prefix}{c}", c) for c in self.chosen]
+
+    def declared(self) -> dict[str, Any]:
+        """What it means, for the manifest."""
+        return {
+            "table": self.table.name,
+            "key": list(self.of_spine),
+            "columns": list(self.chosen),
+            "prefix": self.prefix,
+            "as_known": str(self.as_known),
+            "max_age": None if self.max_age is None else str(self.max_age),
+            "at": self.at,
+        }
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """What a training set is made of.
+
+    Args:
+        spine: the stream whose records are the rows, duplicates included; deleted ones are
+            none.
+        features: what each row gets, by name of column.
+        matured_after: only rows whose timestamp + this is at or before the spine's stream time, in
+            their partition, are given, so that labels have had that long to come.
+
+    Raises:
+        TopologyError: a key, column or name does not fit.
+    """
+
+    name: str
+    spine: Stream
+    features: tuple[FeatureView, ...]
+    matured_after: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        require_name(self.name, "training set")
+        spine: Any = self.spine
+        if not isinstance(spine, Stream) or isinstance(spine, Table):
+            raise TopologyError(
+                f"{self.name}: expected a Stream as the spine, whose records are the rows, got "
+                f"{getattr(spine, 'name', spine)!r}; make a stream of a table by to_stream"
+            )
+        if not self.features:
+            raise TopologyError(f"{self.name}: expected features to join, got none; pass FeatureViews")
+        if self.matured_after is not None:
+            check_duration(self.name, "matured_after", self.matured_after)
+        for view in self.features:
+            self._check_key(view)
+        twice = sorted({n for n in self.columns if self.columns.count(n) > 1})
+        if twice:
+            raise TopologyError(
+                f"{self.name}: expected each column once, got {twice} more often; give the feature "
+                "view a prefix, or choose its columns"
+            )
+
+    def _check_key(self, view: FeatureView) -> None:
+        fields = {f.name: f.dataType for f in self.spine.schema.fields}
+        key = view.of_spine
+        unknown = [k for k in key if k not in fields]
+        if unknown or not same_types([fields[k] for k in key if k in fields], view.table.key_types):
+            wanted = [f"{k} {t.simpleString()}" for k, t in _typed(view.table)]
+            raise TopologyError(
+                f"{self.name}: expected columns of {self.spine.name!r} that hold the key of "
+                f"{view.table.name!r}, {wanted}, got {list(key)}; it has "
+                f"{self.spine.schema.simpleString()}"
+            )
+
+    @property
+    def own(self) -> list[str]:
+        """The spine's columns in the set."""
+        return [*(c for c in self.spine.schema.names if c.lower() != TIMESTAMP), TIMESTAMP]
+
+    @property
+    def columns(self) -> list[str]:
+        """Those of the set, in order."""
+        return [*self.own, *(name for view in self.features for name, _ in view.named)]
+
+    @property
+    def inputs(self) -> list[Stream]:
+        """The spine and the tables, each once."""
+        nodes = [self.spine, *(view.table for view in self.features)]
+        return list({node.name: node for node in nodes}.values())
+
+    def declared(self) -> dict[str, Any]:
+        """What it means, for the manifest."""
+        return {
+            "spine": self.spine.name,
+            "columns": self.columns,
+            "matured_after": None if self.matured_after is None else str(self.matured_after),
+            "features": [view.declared() for view in self.features],
+        }
+
+
+def _typed(table: VersionedTable) -> list[tuple[str, Any]]:
+    return list(zip(table.key, table.key_types, strict=True))
