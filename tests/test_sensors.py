@@ -181,6 +181,6 @@ def test_no_partitions_downstream(market: Market) -> None:
         tick = dg.build_sensor_context(
             repository_def=defs.get_repository_def(), resources=defs.resources
         )
-        (request,) = defs.resolve_sensor_def("prices_sensor").evaluate_tick(tick).run_requests or ()
-        chosen = request.asset_selection
+        requests = defs.resolve_sensor_def("prices_sensor").evaluate_tick(tick).run_requests or []
+        chosen = requests[0].asset_selection
         assert (chosen and [key.to_user_string() for key in chosen]) == expected
