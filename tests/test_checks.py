@@ -11,8 +11,10 @@ import pytest
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from tests.market import Market, checks
+from tests.market import Market, checks, record
 from vt_dagster.runs import audit
+from vt_dagster.storage.snapshot import Snapshot
+from vt_dagster.storage.store import AssetStore
 
 
 def at(text: str) -> Any:
@@ -239,3 +241,23 @@ def test_corrupted_table_is_red_and_holds_downstream(market: Market, tmp_path: P
     assert any(case.names.items() <= row.items() for row in said), said
     assert not result.success
     assert ran == []
+
+
+def test_another_run_commits_meanwhile(market: Market, tmp_path: Path) -> None:
+    """What a check finds while another run commits is looked at again, and is no finding then."""
+    copy = market.copy(tmp_path / "copy")
+
+    class Overtaken(AssetStore):
+        waiting = True
+
+        def snapshot(self) -> Snapshot:
+            there = super().snapshot()
+            if self.waiting:
+                self.waiting = False
+                copy.land("prices", "9.jsonl", record("z", "p9", "2 09:00"))
+                assert copy.run([copy.prices]).success
+            return there
+
+    store = Overtaken(str(copy.warehouse), copy.prices, copy.spark)
+    assert [one.name for one in audit.audit(store) if not one.passed] == []
+    assert not store.waiting

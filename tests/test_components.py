@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import dagster as dg
+import polars as pl
 import pytest
 from dagster.components.testing import create_defs_folder_sandbox
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
@@ -270,6 +271,85 @@ def test_specs_in_yaml(tmp_path: Path) -> None:
         assert "parquet" in spec.kinds
         assert spec.automation_condition == dg.AutomationCondition.eager()
         assert spec.code_version
+
+
+SOURCES = """
+type: vt_dagster.components.TopologyComponent
+attributes:
+  warehouse: {warehouse}
+  assets:
+    - name: rows
+      stream:
+        key: product
+        columns: &columns {{product: string, at: timestamp, n: int}}
+        timestamp: at
+        source:
+          delta: {{path: raw/rows, mode: append, start: 3, upstream: raw/rows}}
+    - name: dumps
+      table:
+        key: product
+        columns: *columns
+        source:
+          snapshots: {{path: raw/dumps, dump_time: "dump_%Y-%m-%d", max_shrink: 0.2, ignore: [n]}}
+    - name: rates
+      versioned_table:
+        key: product
+        columns: *columns
+        timestamp: at
+        history_retention: 1d
+        source:
+          asset: {{key: raw/rates, as_type: polars.DataFrame, metadata: {{columns: [n]}}}}
+    - name: days
+      stream:
+        key: product
+        columns: *columns
+        timestamp: at
+        source:
+          asset: {{key: raw/days, partitions_def: .resources.DAILY, partition_mapping: .resources.SAME}}
+"""
+DAYS = """
+import dagster as dg
+DAILY = dg.DailyPartitionsDefinition("2026-03-02")
+SAME = dg.TimeWindowPartitionMapping()
+
+@dg.definitions
+def upstream():
+    days = dg.AssetSpec(["raw", "days"], partitions_def=DAILY)
+    return dg.Definitions(assets=[days, dg.AssetSpec(["raw", "rates"])])
+"""
+
+
+def test_sources_in_yaml(tmp_path: Path) -> None:
+    """Each source has its YAML; what no YAML can say is named by its Python path."""
+    text = SOURCES.format(warehouse=tmp_path / "warehouse")
+    with project(text, DAYS) as defs:
+        dg.Definitions.validate_loadable(defs)
+        graph = defs.resolve_asset_graph()
+        parents = {
+            name: {k.to_user_string() for k in graph.get(dg.AssetKey(name)).parent_keys}
+            for name in ("rows", "dumps", "rates", "days")
+        }
+        expected = {"rows": {"raw/rows"}, "dumps": set(), "rates": {"raw/rates"}, "days": {"raw/days"}}
+        assert parents == expected
+        assert graph.get(dg.AssetKey("days")).partitions_def == dg.DailyPartitionsDefinition(
+            "2026-03-02"
+        )
+        assert {s.name for s in defs.sensors or ()} == {"rows_sensor", "dumps_sensor"}
+        (asset,) = (
+            a
+            for a in defs.resolve_asset_graph().assets_defs
+            if isinstance(a, dg.AssetsDefinition) and dg.AssetKey("rates") in a.keys
+        )
+        (taken,) = asset.op.ins.values()
+        assert taken.dagster_type.typing_type is pl.DataFrame
+        assert (taken.metadata or {})["columns"] == ["n"]
+
+
+def test_no_sensor_of_an_upstream_asset(tmp_path: Path) -> None:
+    text = SOURCES.format(warehouse=tmp_path / "warehouse")
+    given = text.replace("metadata: {columns: [n]}}\n", "start: x}\n        sensor: {running: true}\n")
+    assert "'start' is not known here; expected key, as_type" in errors(given)
+    assert "expected no sensor of an upstream asset" in errors(given.replace(", start: x", ""))
 
 
 def errors(text: str) -> str:

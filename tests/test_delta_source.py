@@ -189,6 +189,29 @@ def test_changes(take: Any, store: Any, tmp_path: Path) -> None:
     assert all(f.offending == 0 for f in audit(store(alone)))
 
 
+def test_a_restored_table(take: Any, store: Any, tmp_path: Path) -> None:
+    """RESTORE is a commit as any other: a feed has what it undoes, and it appends no rows."""
+    theirs = Theirs(tmp_path / "theirs", **FEED)
+    theirs.append(("a", 1, "x"), ("b", 1, "y"))
+    changed = ours("changed", theirs, "changes", VersionedTable, start="earliest")
+    appended = ours("appended", theirs, "append", Stream, start="earliest")
+    take(appended)
+    theirs.table.update(predicate="id = 'a'", updates={"n": "2"})
+    theirs.table.delete("id = 'b'")
+    theirs.append(("c", 1, "z"))
+    take(changed)
+    theirs.table.restore(0)
+    take(changed)
+    rows = store(changed).read("current").collect()
+    assert {(r["id"], r["n"], r["day"]) for r in rows} == {("a", 1, "x"), ("b", 1, "y")}
+    undone = sorted((r[:4] for r in log_of(store(changed))[-3:]), key=str)
+    assert undone == [("a", 1, "x", False), ("b", 1, "y", False), ("c", None, None, True)]
+    since = ours("since", theirs, "append", Stream, start=4)
+    for node, said in ((appended, r"version 1 \(UPDATE\)"), (since, r"version 4 \(RESTORE\)")):
+        with pytest.raises(SourceError, match=f"{said} removes or rewrites rows"):
+            take(node)
+
+
 def test_without_a_feed(take: Any, tmp_path: Path) -> None:
     theirs = Theirs(tmp_path / "theirs")
     theirs.append(("a", 1, "x"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ WAITING = 3
 """So many orders are less than the grace period of three hours older than the last one."""
 
 
-def report(day: date) -> dict[str, Any]:
-    """What was true at the end of a day, without any of this library."""
+def report(day: date, days: Sequence[date]) -> dict[str, Any]:
+    """What was true at the end of a day, with what came on some days, without any of this library."""
     there = world.customers(day)
     end = datetime(day.year, day.month, day.day, tzinfo=timezone.utc) + timedelta(days=1)
     current = {
         product: price
-        for d in DAYS
+        for d in days
         for product, price, at in sorted(world.prices(d), key=lambda p: p[2])
         if at < end
     }
@@ -41,11 +42,11 @@ def report(day: date) -> dict[str, Any]:
     }
 
 
-def priced() -> dict[str, float | None]:
+def priced(days: Sequence[date]) -> dict[str, float | None]:
     """The price of each order's time, by order."""
-    rows = sorted((at, product, price) for d in DAYS for product, price, at in world.prices(d))
+    rows = sorted((at, product, price) for d in days for product, price, at in world.prices(d))
     made: dict[str, float | None] = {}
-    for order in (o for d in DAYS for o in world.orders(d)):
+    for order in (o for d in days for o in world.orders(d)):
         at, product = datetime.fromisoformat(order["ordered_at"]), order["product"]
         known = [price for since, what, price in rows if what == product and since <= at]
         made[order["order_id"]] = known[-1] if known else None
@@ -78,9 +79,9 @@ def test_three_days_by_hand(
     for day in DAYS:
         make("daily_report", day=day)
         (row,) = json.loads((tmp_path / "reports" / f"{day}.json").read_text())
-        assert row == report(day), day
+        assert row == report(day, DAYS), day
     joined = read("priced_orders", warehouse=str(tmp_path / "warehouse"), into="polars")
-    expected = priced()
+    expected = priced(DAYS)
     assert len(joined) == len(expected) - WAITING
     got = dict(joined.select("order_id", "price").iter_rows())
     assert got == {order: expected[order] for order in got}

@@ -13,7 +13,7 @@ import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 
-from tests.market import Market, checks, materialized, record, unchanged
+from tests.market import RECORD, Market, checks, materialized, record, unchanged
 from vt_dagster import FilesSource, Stream, WarehouseResource, build_definitions, build_sensor
 
 
@@ -159,3 +159,28 @@ assert SparkContext._gateway is None, "a JVM was started"
     )
     assert done.returncode == 0, done.stderr
     assert "batch 2, 11 records consumed" in done.stdout
+
+
+def test_no_partitions_downstream(market: Market) -> None:
+    """A run that a sensor asks for has no partition, so what needs one is not in it."""
+    days = dg.DailyPartitionsDefinition("2024-01-01")
+
+    @dg.asset(deps=["prices"])
+    def plain() -> None: ...
+
+    @dg.asset(deps=["prices"], partitions_def=days)
+    def daily() -> None: ...
+
+    @dg.asset(deps=["daily", "prices"])
+    def summary() -> None: ...
+
+    node = Stream("prices", key="k", schema=RECORD, timestamp="at", source=market.prices.source)
+    for mine, expected in (([plain], None), ([plain, daily, summary], ["plain", "prices"])):
+        made = build_definitions(node, warehouse=str(market.root / "nothing yet"))
+        defs = dg.Definitions.merge(made, dg.Definitions(assets=mine))
+        tick = dg.build_sensor_context(
+            repository_def=defs.get_repository_def(), resources=defs.resources
+        )
+        requests = defs.resolve_sensor_def("prices_sensor").evaluate_tick(tick).run_requests or []
+        chosen = requests[0].asset_selection
+        assert (chosen and [key.to_user_string() for key in chosen]) == expected

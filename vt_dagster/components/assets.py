@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -22,10 +22,11 @@ from vt_dagster.components.parts import (
     part,
 )
 from vt_dagster.errors import TopologyError
-from vt_dagster.orchestration.sensors import build_sensor
+from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.sources.delta_table import DeltaSource
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
+from vt_dagster.sources.frames import AssetSource
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.snapshots import SnapshotSource
@@ -72,6 +73,12 @@ _format = choice(
 )
 _kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
 _start = Field(default=None, description="current, earliest, or a version to begin with.")
+_named = {
+    "as_type": "the class that its IO manager is asked for, for example polars.DataFrame",
+    "partitions_def": "a Dagster partitions definition, which the asset then has",
+    "partition_mapping": "a Dagster partition mapping: which of its partitions belong to a run",
+}
+"""The settings of a source that no YAML can say, but that it can name."""
 _source = choice(
     "Source",
     "Where records come from.",
@@ -80,6 +87,16 @@ _source = choice(
         "kafka": _part("Kafka", KafkaSource, types=_kafka_types),
         "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
         "snapshots": _part("Snapshots", SnapshotSource),
+        "asset": _part(
+            "UpstreamAsset",
+            AssetSource,
+            types={Mapping[str, Any]: dict[str, Any]},
+            key=(str, Field(description="Of the upstream asset, its parts joined by slashes.")),
+            **{
+                name: (optional(str), Field(default=None, description=f"Python path: {what}."))
+                for name, what in _named.items()
+            },
+        ),
     },
 )
 _sensor = _part("Sensor", build_sensor)
@@ -299,6 +316,14 @@ def make_asset(
         values["columns"] = columns
     if values.get("schema") is not None:
         values["schema"] = found("schema", values["schema"])
+    if isinstance(source := values.get("source"), AssetSource):
+        named = {n: path for n in _named if (path := getattr(source, n)) is not None}
+        values["source"] = replace(source, **{n: found(n, path) for n, path in named.items()})
     shown = {n: v for n in _SHOWN[1:] if (v := getattr(given, n)) is not None}
     node = concept.make(given.name, values, dict(inputs), shown)
+    if sensor is not None and not has_sensor(node):
+        raise TopologyError(
+            f"{node.name}: expected no sensor of an upstream asset, whose news Dagster itself sees, "
+            "got one; take it out, and give this asset an automation_condition under post_processing"
+        )
     return node, {} if sensor is None else sensor.values()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -59,7 +59,8 @@ def build_sensor(
     before they were consumed are an error of the tick.
 
     Args:
-        target: what to run; None = the asset and everything downstream of it.
+        target: what to run; None = the asset and everything downstream of it. Assets with partitions,
+            and what is made of those, are left out of its runs, which have none.
         minimum_records: of topics, wait until so many records are there,
         maximum_wait: but not longer than this since a tick first saw some.
         running: whether the sensor is on from the start.
@@ -110,7 +111,8 @@ def build_sensor(
         if unfinished:
             return dg.SkipReason(f"{news.says}: the run {unfinished} is at work")
         tags["vt_dagster/batch"] = str(batch + 1)
-        return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags)])
+        chosen = _without_partitions(context, selection)
+        return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags, chosen)])
 
     return sense
 
@@ -124,13 +126,34 @@ def _watched(node: Stream) -> Watched:
     return cast(Watched, source_of(node))
 
 
-def _request(node: Stream, place: str, config: Any, tags: Mapping[str, str]) -> dg.RunRequest:
+def _without_partitions(
+    context: dg.SensorEvaluationContext, selection: dg.AssetSelection
+) -> list[dg.AssetKey] | None:
+    """What a run that has no partition can make of a selection; None = all of it."""
+    if context.repository_def is None:  # a test calls the sensor without one
+        return None
+    graph = context.repository_def.asset_graph
+    chosen = {key for key in selection.resolve(graph) if graph.get(key).is_executable}
+    parted = [key for key in chosen if graph.get(key).partitions_def is not None]
+    if not parted:
+        return None
+    return sorted(chosen - dg.AssetSelection.assets(*parted).downstream().resolve(graph))
+
+
+def _request(
+    node: Stream,
+    place: str,
+    config: Any,
+    tags: Mapping[str, str],
+    chosen: Sequence[dg.AssetKey] | None,
+) -> dg.RunRequest:
     """A run that takes what is new; one and the same for the same news."""
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
     return dg.RunRequest(
         run_key=f"{node.name}:{place}:{digest}",
         run_config={"ops": {dg.AssetKey(node.path).to_python_identifier(): {"config": config}}},
         tags=tags,
+        asset_selection=chosen,
     )
 
 

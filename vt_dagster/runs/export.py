@@ -8,7 +8,6 @@ the last commit left it writes nothing.
 from __future__ import annotations
 
 import json
-import math
 import posixpath
 import re
 from collections.abc import Callable, Sequence
@@ -172,7 +171,7 @@ class ExportRun:
         last = delta.last_of_ours(export.to)
         with self._store.tuned(is_small(number, 0)):
             written = parquet.write(
-                rows.coalesce(max(1, math.ceil(number / _ROWS_OF_A_FILE))),
+                parquet.packed(rows, number, _ROWS_OF_A_FILE),
                 export.to,
                 document=commit.model_dump(),
                 batch=commit.batch,

@@ -16,7 +16,6 @@ goes on where it stopped. Nothing else may run meanwhile.
 
 from __future__ import annotations
 
-import math
 import posixpath
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -39,7 +38,6 @@ from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, topological
 
 Tell = Callable[[str], None]
-_ROWS_OF_A_FILE = 250_000
 _PLAN, _READY = "plan.json", "ready"
 _BESIDE, _OLD = "new", "old"
 
@@ -189,7 +187,7 @@ class _Restatement:
         kept = F.col(OFFSET) < F.coalesce(by_partition(keep.next_offset, "long"), F.lit(0))
         rows: DataFrame = live.log({}, head).where(kept)
         parquet.write(
-            rows.coalesce(max(1, math.ceil(keep.total / _ROWS_OF_A_FILE))),
+            parquet.packed(rows, keep.total),
             new.log_path,
             document=keep.model_copy(update=more).model_dump(),
             batch=keep.batch,

@@ -82,6 +82,18 @@ class Pinned(Protocol):
         ...
 
 
+class Uncounted:
+    """What one run takes of a source that has no offsets, and counts nothing besides records."""
+
+    @property
+    def taken(self) -> Ranges:
+        return {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {}
+
+
 @runtime_checkable
 class Comparing(Protocol):
     """What one run takes from a source that says what is true, not what has changed: a ``Pinned`` whose

@@ -16,12 +16,13 @@ from vt_dagster.core.arrival import STRIDE, in_order_of_keys
 from vt_dagster.core.change_feed import BUCKETS, CHANGE, VERSION, changes
 from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError
+from vt_dagster.sources.base import Uncounted
 from vt_dagster.sources.csv_text import nullable
 from vt_dagster.sources.delta_log import Change, ForeignTable
 from vt_dagster.sources.dumps import UNREAD, Limits, buckets_of, records_of
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream
 
 DELTA = "delta"
@@ -39,7 +40,7 @@ _BY_STATE = "Set mode='snapshots' of the source for a run, which takes the table
 
 
 @dataclass(frozen=True)
-class PinnedVersions:
+class PinnedVersions(Uncounted):
     """The versions of a table that a run takes.
 
     Args:
@@ -63,14 +64,6 @@ class PinnedVersions:
     max_clock_skew: timedelta
     state: int | None = None
     limits: Limits | None = None
-
-    @property
-    def taken(self) -> Ranges:
-        return {}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {}
 
     @property
     def bytes(self) -> int:

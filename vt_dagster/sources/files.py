@@ -23,7 +23,7 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text
-from vt_dagster.sources.base import News, require_limits
+from vt_dagster.sources.base import News, Uncounted, require_limits
 from vt_dagster.sources.csv_text import header_of, nullable, one_record, read_record
 from vt_dagster.sources.directory import (
     FileInfo,
@@ -36,7 +36,7 @@ from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.values import is_no_text
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
@@ -51,7 +51,7 @@ _LOOKED_AT = 20
 
 
 @dataclass(frozen=True)
-class PinnedFiles:
+class PinnedFiles(Uncounted):
     """The files that a run takes.
 
     Args:
@@ -72,14 +72,6 @@ class PinnedFiles:
     @property
     def max_clock_skew(self) -> timedelta:
         return self.source.max_clock_skew
-
-    @property
-    def taken(self) -> Ranges:
-        return {}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {}
 
     @property
     def bytes(self) -> int:

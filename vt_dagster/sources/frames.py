@@ -20,7 +20,7 @@ from vt_dagster.core.arrival import CHUNK
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, time_of
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.any_frame import Frame, frame_of
-from vt_dagster.sources.base import require_limits
+from vt_dagster.sources.base import Uncounted, require_limits
 from vt_dagster.sources.local_frames import ROW
 from vt_dagster.storage.positions import Commit, Ranges
 from vt_dagster.topology.model import Stream
@@ -227,7 +227,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class PinnedFrames:
+class PinnedFrames(Uncounted):
     """The deliveries that a run takes.
 
     Args:
@@ -262,10 +262,6 @@ class PinnedFrames:
     @property
     def bytes(self) -> None:
         return None
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {}
 
     @property
     def empty(self) -> bool:

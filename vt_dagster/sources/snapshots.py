@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.errors import SourceError, TopologyError
-from vt_dagster.sources.base import News, require_limits
+from vt_dagster.sources.base import News, Uncounted, require_limits
 from vt_dagster.sources.directory import FileInfo, files_in, require_untouched
 from vt_dagster.sources.dumps import (
     UNREAD,
@@ -30,7 +30,7 @@ from vt_dagster.sources.dumps import (
 from vt_dagster.sources.files import FileFormat, FilesSource
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 
@@ -70,7 +70,7 @@ class Dump(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PinnedDump:
+class PinnedDump(Uncounted):
     """The dump that a run takes; None = there is no new one.
 
     Args:
@@ -93,14 +93,6 @@ class PinnedDump:
     @property
     def max_clock_skew(self) -> timedelta:
         return self.source.max_clock_skew
-
-    @property
-    def taken(self) -> Ranges:
-        return {}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {}
 
     @property
     def bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import posixpath
 import re
 import time
@@ -56,6 +57,7 @@ _REFUSALS = (
     "AccessDenied",
 )
 """How file systems say that they take nothing, inside of other errors."""
+_ROWS_OF_A_FILE = 250_000
 _TRIES = 20
 """How often a commit is tried where others commit at the same time."""
 _PROPERTIES: dict[str, str | None] = {
@@ -180,6 +182,15 @@ def write(
         if commit_of(path, batch, document["attempt"]) is None:
             _remove(posixpath.join(path, folder))
         raise
+
+
+def packed(rows: DataFrame, count: int, rows_of_a_file: int = _ROWS_OF_A_FILE) -> DataFrame:
+    """Rows for a commit: few in few files, and many not by one task.
+
+    Args:
+        count: how many they are.
+    """
+    return rows.coalesce(max(1, math.ceil(count / rows_of_a_file)))
 
 
 def _version_of(table: DeltaTable | None, app: str) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import math
 import posixpath
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -57,8 +56,6 @@ from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_path
-
-_ROWS_OF_A_FILE = 250_000
 
 
 def shape_of(node: Stream) -> Shape:
@@ -187,9 +184,8 @@ class AssetStore:
                 self.progress.done(f"! {told}")
         else:
             self._check_name()
-        # Small runs must not leave many small files, and large ones must not wait for one task.
         written = parquet.write(
-            rows.coalesce(max(1, math.ceil(count / _ROWS_OF_A_FILE))),
+            parquet.packed(rows, count),
             self.log_path,
             document=commit.model_dump(),
             batch=commit.batch,
