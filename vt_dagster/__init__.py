@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
     from vt_dagster.orchestration.sensors import build_sensor
     from vt_dagster.orchestration.translator import TopologyTranslator
+    from vt_dagster.provenance.explain import explain
     from vt_dagster.sources.delta_table import DeltaSource
     from vt_dagster.sources.files import FilesSource
     from vt_dagster.sources.frames import AssetSource
@@ -84,6 +85,7 @@ _HOMES = {
     "VersionedTable": "vt_dagster.topology.model",
     "VtDagsterError": "vt_dagster.errors",
     "WarehouseResource": "vt_dagster.orchestration.resource",
+    "explain": "vt_dagster.provenance.explain",
     "read": "vt_dagster.storage.lookup",
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
@@ -136,6 +138,7 @@ __all__ = [
     "build_maintenance",
     "build_resources",
     "build_sensor",
+    "explain",
     "read",
     "stream",
     "table",
