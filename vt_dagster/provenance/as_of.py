@@ -219,6 +219,8 @@ def look_up(
     first = answer(table, then, moment, seen or table.commit)
     last = answer(table, now, moment, table.commit, forgetful=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
+    if first.version is None and last.found is not None and _knows(seen, last.found):
+        first = Answer(None, rules.EXPIRED)
     every = sorted((now_by | then_by).values(), key=lambda v: (v.begin, v.offset))
     chosen = {one.found.place for one in (first, last) if one.found is not None}
     near = [i for i, v in enumerate(every) if v.begin <= moment]
@@ -227,7 +229,7 @@ def look_up(
 
     def candidate(version: Version) -> Candidate:
         place = version.place
-        known = seen is not None and version.offset < seen.next_offset.get(version.partition, 0)
+        known = _knows(seen, version)
         if first.version is not None and first.version.place == place:
             rule = first.rule
         elif place in now_by and place not in then_by:
@@ -247,3 +249,8 @@ def look_up(
 
     shown = [v for i, v in enumerate(every) if i in around or v.place in chosen]
     return Looked(history, first, last, tuple(map(candidate, shown)), len(every))
+
+
+def _knows(commit: Commit | None, version: Version) -> bool:
+    """Whether a table had a version's record in its log by a commit."""
+    return commit is not None and version.offset < commit.next_offset.get(version.partition, 0)

@@ -19,7 +19,7 @@ from vt_dagster.provenance import as_of
 from vt_dagster.provenance.history import Version, place_of
 from vt_dagster.provenance.logs import Condition, Log, as_micros, as_time, both, written
 from vt_dagster.provenance.origins import origin, rejected
-from vt_dagster.provenance.row_by_row import PASSING, origins_of
+from vt_dagster.provenance.row_by_row import PASSING, origins_of, row_before
 from vt_dagster.provenance.values import Explanation, Record, Told
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.durations import parse_time, spoken
@@ -277,9 +277,9 @@ class _Explainer:
         made_of = origins_of(log, inputs, record, commit, told)
         if record.is_tombstone and log.meaning["operator"] == "Filter":
             negated = "not " if log.meaning.get("negate") == "True" else ""
-            told.notes.append(
-                f"a tombstone: its record is one, or not {negated}{log.meaning['predicate']}"
-            )
+            condition = f"{negated}{log.meaning['predicate']}"
+            told.notes.append(f"a tombstone: its record is one, or does not meet: {condition}")
+            made_of = [*row_before(made_of), *made_of]
         explained = tuple(self.of(up, one, depth + 1) for up, one in made_of[:_MOST_OF_A_KIND])
         return replace(found, made_of=explained)
 
@@ -338,7 +338,7 @@ def _tell_looked(looked: as_of.Looked, table: Log, name: str, record: Record, to
         says += f", recorded at {looked.history.record(now.found.place).recorded_at or 'no known time'}"
     if table.head.shape.kind != "versioned":
         told.notes.append(f"{name} is a plain table, which has changed since: now it would be {says}")
-    elif then.rule == rules.HORIZON:
+    elif then.rule in (rules.HORIZON, rules.EXPIRED):
         told.notes.append(f"with a longer history retention of {name} it would be {says}")
     else:
         told.decide(rules.CORRECTED, f"by what is known now it would be {says}")

@@ -105,7 +105,7 @@ def rejected(log: Log, key: Sequence[Any]) -> tuple[list[Rejected], int]:
             text = text.encode() if isinstance(text, str) else text
         options = pc.MatchSubstringOptions(text)
         mentions = pc.call_function("match_substring", [raw], options)
-        rows = rows.filter(pc.call_function("fill_null", [mentions, pa.scalar(False)]))
+        rows = rows.filter(mentions)  # null: no
     rows = rows.sort_by([("batch", "descending")])
     names = ["reason", "source", "position", "raw", "batch"]
     told = rows.slice(0, NAMED).select(names).to_pylist()

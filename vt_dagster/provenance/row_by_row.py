@@ -70,6 +70,20 @@ def origins_of(
     return alike
 
 
+def row_before(found: Sequence[tuple[Log, Record]]) -> list[tuple[Log, Record]]:
+    """Of a plain table's filter: the row that a record replaced; a tombstone goes out since it passed.
+
+    Args:
+        found: the record that a tombstone was made of, or those that look the same.
+    """
+    for log, record in found[:1]:
+        if log.head.shape.kind == "table":
+            place = record.partition
+            earlier = log.records(log.same_key(record.values), end={place: record.offset})
+            return [(log, one) for one in earlier[-1:]]
+    return []
+
+
 def _taken(
     log: Log, source: Log, name: str, record: Record, commit: Commit, passing: Passing
 ) -> list[Record]:
