@@ -12,15 +12,18 @@ from datetime import datetime
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from vt_dagster import rules
-from vt_dagster.columns import OFFSET, PARTITION
+from vt_dagster.columns import OFFSET, PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance import as_of
 from vt_dagster.provenance.history import Version, place_of
 from vt_dagster.provenance.logs import Condition, Log, as_micros, as_time, both, written
 from vt_dagster.provenance.origins import origin, rejected
-from vt_dagster.provenance.row_by_row import PASSING, origins_of, row_before
+from vt_dagster.provenance.row_by_row import PASSING, origins_of
 from vt_dagster.provenance.values import Explanation, Record, Told
+from vt_dagster.storage.folding import micros
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.durations import parse_time, spoken
 
@@ -94,19 +97,19 @@ def _asked(
     condition: Condition = log.of_key(key) if key is not None else both()
     if where is not None:
         return _only(log, condition, where)
-    found = log.records(condition)
-    if not found:
+    rows = log.rows(condition)
+    if not rows.num_rows:
         return None, f"there is no record of {_spoken(key)} in its log"
+    moments = micros(rows, TIMESTAMP)
+    by_time = at is not None or log.head.shape.kind == "versioned"
+    first = moments if by_time else micros(rows, RECORDED_AT)
+    order = np.lexsort((rows.column(OFFSET).to_numpy(), first))
     if at is not None:
-        early = [one for one in found if as_micros(one.timestamp) <= at]
-        if not early:
-            first = min(one.timestamp for one in found)
+        order = order[moments[order] <= at]
+        if not len(order):
+            first = as_time(int(moments.min()))
             return None, f"its first record of {_spoken(key)} is of {first}, after {as_time(at)}"
-        return max(early, key=lambda one: (one.timestamp, one.offset)), ""
-    if log.head.shape.kind == "versioned":
-        return max(found, key=lambda one: (one.timestamp, one.offset)), ""
-    unknown = as_time(0)
-    return max(found, key=lambda one: (one.recorded_at or unknown, one.offset)), ""
+    return log.as_records(rows.slice(int(order[-1]), 1))[0], ""
 
 
 def _parsed(offset: tuple[int, int] | str) -> tuple[int, int]:
@@ -279,7 +282,6 @@ class _Explainer:
             negated = "not " if log.meaning.get("negate") == "True" else ""
             condition = f"{negated}{log.meaning['predicate']}"
             told.notes.append(f"a tombstone: its record is one, or does not meet: {condition}")
-            made_of = [*row_before(made_of), *made_of]
         explained = tuple(self.of(up, one, depth + 1) for up, one in made_of[:_MOST_OF_A_KIND])
         return replace(found, made_of=explained)
 

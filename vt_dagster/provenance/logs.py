@@ -24,7 +24,7 @@ from vt_dagster.columns import (
 from vt_dagster.provenance.values import Record, Written
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at, last_that
-from vt_dagster.storage.folding import micros
+from vt_dagster.storage.folding import micros, values_by_partition
 from vt_dagster.storage.lookup import asset_names, head_of, of_key, rows_of
 from vt_dagster.storage.positions import Commit, Offsets, file_at_or_after, file_before
 from vt_dagster.storage.values import texts
@@ -125,11 +125,10 @@ class Log:
         late, early = file_at_or_after(dict(first), ends), file_before(ends)
         wanted: delta.Wanted = lambda file: late(file) and early(file)  # noqa: E731
         rows = rows_of(self.path, self.version, condition, wanted)
-        places = zip(rows.column(PARTITION).to_pylist(), rows.column(OFFSET).to_pylist(), strict=True)
-        keep = [first.get(p, 0) <= o < ends.get(p, 0) for p, o in places]
-        return rows.filter(pa.array(keep, pa.bool_())).sort_by(
-            [(PARTITION, "ascending"), (OFFSET, "ascending")]
-        )
+        offsets = rows.column(OFFSET).to_numpy()
+        since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
+        keep = (offsets >= since) & (offsets < until)
+        return rows.filter(pa.array(keep)).sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
 
     def as_records(self, rows: pa.Table) -> list[Record]:
         """Rows of the log, or of a table that was folded of it, as records."""

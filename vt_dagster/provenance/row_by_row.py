@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from vt_dagster.provenance.logs import Log, at_time, both
 from vt_dagster.provenance.values import Record, Told
@@ -44,44 +45,61 @@ PASSING = {
 def origins_of(
     log: Log, inputs: Sequence[tuple[str, Log]], record: Record, commit: Commit, told: Told
 ) -> list[tuple[Log, Record]]:
-    """The record that a result was made of, with its log; of several that look the same all.
+    """The record that a result was made of, with its log; of several that look the same all. Before it,
+    where a plain table's filter tells that a row is gone, the row that it replaced.
 
     Args:
         inputs: the operator's inputs, by the names that commits have of them.
         commit: that the result came by.
     """
     passing = PASSING[log.meaning["operator"]]
-    alike = [
+    taken = [
         (source, one)
         for name, source in dict(inputs).items()
         for one in _taken(log, source, name, record, commit, passing)
-        if _alike(log, one, record, passing)
     ]
+    if passing.place and not passing.elements and len(inputs) == 1:
+        results = [one.offset for one in _results(log, record, commit)]
+        if len(results) == len(taken):  # each gave one, in order
+            taken = [taken[results.index(record.offset)]]
+    alike = [(source, one) for source, one in taken if _alike(log, one, record, passing)]
+    befores: list[tuple[Log, Record]] = []
+    if alike and _lets_rows_out(log, alike[0][0], record):
+        rows = rows_before(alike)
+        alike = [(source, one) for source, one in alike if _place(one) in rows]
+        befores = [(source, rows[_place(one)]) for source, one in alike]
     if len(alike) <= 1:
-        return alike
-    mine = _results_alike(log, record, commit, passing)
-    if len(mine) == len(alike) and len(inputs) == 1 and passing.place:
-        return [alike[[one.offset for one in mine].index(record.offset)]]
+        return [*befores, *alike]
     what = "one of them" if not passing.elements else "one of them, or an element of it"
     told.notes.append(
         f"{len(alike)} records of its run look the same from here, and give the same results or none: "
         f"it was made of {what}"
     )
-    return alike
+    both_rows = {_place(one): (source, one) for source, one in (*befores, *alike)}
+    return [both_rows[place] for place in sorted(both_rows)] if befores else alike
 
 
-def row_before(found: Sequence[tuple[Log, Record]]) -> list[tuple[Log, Record]]:
-    """Of a plain table's filter: the row that a record replaced; a tombstone goes out since it passed.
+def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[tuple[int, int], Record]:
+    """Of a plain table's records those that replaced a row, each by its partition and offset with that
+    row: a filter lets a tombstone out where the row before passed.
 
     Args:
-        found: the record that a tombstone was made of, or those that look the same.
+        found: records of one key and partition.
     """
-    for log, record in found[:1]:
-        if log.head.shape.kind == "table":
-            place = record.partition
-            earlier = log.records(log.same_key(record.values), end={place: record.offset})
-            return [(log, one) for one in earlier[-1:]]
-    return []
+    log, last = found[-1]
+    end = {last.partition: last.offset + 1}
+    every = log.records(log.same_key(last.values), end=end)
+    before = {_place(one): row for row, one in pairwise(every) if not row.is_tombstone}
+    return {_place(one): before[_place(one)] for _, one in found if _place(one) in before}
+
+
+def _lets_rows_out(log: Log, source: Log, record: Record) -> bool:
+    plain = source.head.shape.kind == "table"
+    return log.meaning["operator"] == "Filter" and record.is_tombstone and plain
+
+
+def _place(record: Record) -> tuple[int, int]:
+    return record.partition, record.offset
 
 
 def _taken(
@@ -99,21 +117,12 @@ def _taken(
     )
 
 
-def _results_alike(log: Log, record: Record, commit: Commit, passing: Passing) -> list[Record]:
-    before = log.before(commit)
-    place = record.partition
+def _results(log: Log, record: Record, commit: Commit) -> list[Record]:
+    """The results of a run with the key, time and partition of one."""
+    before, place = log.before(commit), record.partition
     first = {place: 0 if before is None else before.next_offset.get(place, 0)}
-    found = log.records(
-        both(log.same_key(record.values), at_time(record.timestamp)),
-        first,
-        {place: commit.next_offset.get(place, 0)},
-    )
-    return [
-        one
-        for one in found
-        if one.is_tombstone == record.is_tombstone
-        and (not passing.values or one.values == record.values)
-    ]
+    same = both(log.same_key(record.values), at_time(record.timestamp))
+    return log.records(same, first, {place: commit.next_offset.get(place, 0)})
 
 
 def _alike(log: Log, source: Record, result: Record, passing: Passing) -> bool:
