@@ -20,12 +20,12 @@ ROOT = Path(__file__).parent.parent
 CONFORMANCE = ROOT / "tests" / "conformance"
 
 LAYERS = [
-    {"errors", "columns"},
+    {"errors", "columns", "rules"},
     {"topology"},
     {"core"},
     {"spark"},
     {"storage"},
-    {"sources"},
+    {"sources", "provenance"},
     {"runs"},
     {"orchestration", "testing"},
     {"conformance", "components"},
@@ -68,6 +68,7 @@ ORDER = {
         kafka_cluster protobuf avro formats kafka_messages kafka kafka_sink
         local_frames any_frame frames
     """,
+    "provenance": "values logs history origins as_of row_by_row explain",
     "runs": """
         arrival own_time contracts store past audit join_way gate commit pin results looking difference
         run replay restate_plan restate export training_set
@@ -79,7 +80,7 @@ ORDER = {
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "lookup tables check spark app",
+    "cli": "lookup explain tables check spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from vt_dagster.orchestration.sensors import build_sensor
     from vt_dagster.orchestration.training_set import build_training_set
     from vt_dagster.orchestration.translator import TopologyTranslator
+    from vt_dagster.provenance.explain import explain
     from vt_dagster.sources.delta_table import DeltaSource
     from vt_dagster.sources.files import FilesSource
     from vt_dagster.sources.frames import AssetSource
@@ -87,6 +88,7 @@ _HOMES = {
     "VersionedTable": "vt_dagster.topology.model",
     "VtDagsterError": "vt_dagster.errors",
     "WarehouseResource": "vt_dagster.orchestration.resource",
+    "explain": "vt_dagster.provenance.explain",
     "read": "vt_dagster.storage.lookup",
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
@@ -142,6 +144,7 @@ __all__ = [
     "build_resources",
     "build_sensor",
     "build_training_set",
+    "explain",
     "read",
     "stream",
     "table",

@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "vt_dagster.cli.tables",
     "get": "vt_dagster.cli.lookup",
     "history": "vt_dagster.cli.lookup",
+    "explain": "vt_dagster.cli.explain",
     "replay": "vt_dagster.cli.tables",
     "compare": "vt_dagster.cli.tables",
     "swap": "vt_dagster.cli.tables",

@@ -14,6 +14,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
+from vt_dagster import rules
 from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION
 from vt_dagster.topology.durations import Duration
 
@@ -34,18 +35,18 @@ _PLACE, _BUCKET = "_place", "_bucket"
 
 
 class Fate:
-    """What became of a record in a run; every record has exactly one fate."""
+    """What became of a record in a run; every record has exactly one fate, see ``rules``."""
 
-    APPLIED = "applied"  # in the log; for a join: joined on arrival or out of the buffer
-    LATE = "late"  # a table refused it; a join with grace joined it at once
-    WAITING = "waiting"  # in the grace buffer; without a match, in a join of streams
-    DROPPED = "dropped"  # of no use: no value or key where one is needed, out of order, window closed
-    NO_RESULT = "no_result"  # an operator took it and had nothing to say
-    AGAIN = "again"  # no new record: joined in a run before, and looked up anew
-    TOO_LATE = "too_late"  # the same, whose row differs and can no longer change
-    CHANGE = "change"  # a table's record, which may correct what has been joined
-    KEPT = "kept"  # no record: what an operator knows from before, and keeps for the next run
-    QUARANTINED = "quarantined"  # not a record: unreadable, no key, no timestamp, far future
+    APPLIED = rules.APPLIED.name
+    LATE = rules.LATE.name
+    WAITING = rules.WAITING.name
+    DROPPED = rules.DROPPED.name
+    NO_RESULT = rules.NO_RESULT.name
+    AGAIN = rules.AGAIN.name
+    TOO_LATE = rules.TOO_LATE.name
+    CHANGE = rules.CHANGE.name
+    KEPT = rules.KEPT.name
+    QUARANTINED = rules.QUARANTINED.name
 
 
 def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:

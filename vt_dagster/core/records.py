@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from vt_dagster import rules
 from vt_dagster.columns import FATE, IS_TOMBSTONE, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import Fate, has_key
 from vt_dagster.topology.model import Stream, Table
@@ -30,19 +31,19 @@ RECORD_TIME = "_record_time"
 
 
 class Reason:
-    """Why a row is no record, or a record is not in the log."""
+    """Why a row is no record, or a record is not in the log, see ``rules``."""
 
-    UNREADABLE = "unreadable"
-    UNREADABLE_FILE = "unreadable_file"
-    UNKNOWN_SCHEMA = "unknown_schema"
-    NULL_KEY = "null_key"
-    NULL_TIMESTAMP = "null_timestamp"
-    FUTURE_TIMESTAMP = "future_timestamp"
-    IMPOSSIBLE_TIMESTAMP = "impossible_timestamp"
-    NULL_PARTITION = "null_partition"
-    NULL_TOMBSTONE = "null_tombstone"
-    DUPLICATE_KEY = "duplicate_key"
-    LATE = "late"
+    UNREADABLE = rules.UNREADABLE.name
+    UNREADABLE_FILE = rules.UNREADABLE_FILE.name
+    UNKNOWN_SCHEMA = rules.UNKNOWN_SCHEMA.name
+    NULL_KEY = rules.NULL_KEY.name
+    NULL_TIMESTAMP = rules.NULL_TIMESTAMP.name
+    FUTURE_TIMESTAMP = rules.FUTURE_TIMESTAMP.name
+    IMPOSSIBLE_TIMESTAMP = rules.IMPOSSIBLE_TIMESTAMP.name
+    NULL_PARTITION = rules.NULL_PARTITION.name
+    NULL_TOMBSTONE = rules.NULL_TOMBSTONE.name
+    DUPLICATE_KEY = rules.DUPLICATE_KEY.name
+    LATE = rules.LATE.name
 
 
 _FIRST, _LAST = "0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z"

@@ -11,7 +11,7 @@ import gzip
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 from uuid import uuid4
@@ -36,13 +36,9 @@ def known_at(root: str, name: str, moment: int) -> Commit:
     Raises:
         StorageError: nothing was recorded by then, or who knows what.
     """
-    path = posixpath.join(root, "log")
-    try:
-        found = _bisected(path, delta.versions(path), moment) or _kept_at(root, moment)
-    except FileNotFoundError:  # a maintenance has removed it, and has it kept by now
-        return known_at(root, name, moment)
+    found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
     if found is not None:
-        return Commit.model_validate(found)
+        return found
     first = next(commits(root))
     since, why = in_utc(first.recorded_at), "an earlier maintenance has removed the commits before that"
     if first.batch == 1:
@@ -54,8 +50,25 @@ def known_at(root: str, name: str, moment: int) -> Commit:
     )
 
 
-def _bisected(path: str, versions: Sequence[int], moment: int) -> dict[str, Any] | None:
-    """The document of our newest commit among some versions that was recorded up to a time."""
+def last_that(root: str, early: Callable[[dict[str, Any]], bool]) -> Commit | None:
+    """The last commit of an asset's log that something holds for; None = there is none that is known.
+
+    Args:
+        root: the directory of the asset's tables.
+        early: what is to hold for its document: of each commit before it it does too.
+    """
+    path = posixpath.join(root, "log")
+    try:
+        found = _bisected(path, delta.versions(path), early) or _kept_that(root, early)
+    except FileNotFoundError:  # a maintenance has removed it, and has it kept by now
+        return last_that(root, early)
+    return None if found is None else Commit.model_validate(found)
+
+
+def _bisected(
+    path: str, versions: Sequence[int], early: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any] | None:
+    """The document of our newest commit among some versions that is early enough."""
 
     @cache
     def ours(place: int) -> dict[str, Any] | None:
@@ -71,7 +84,7 @@ def _bisected(path: str, versions: Sequence[int], moment: int) -> dict[str, Any]
     while low < high:
         middle = (low + high) // 2
         found = ours(middle)
-        if found is None or found["recorded_at"] <= moment:
+        if found is None or early(found):
             low = middle + 1
         else:
             high = middle
@@ -101,10 +114,11 @@ def keep(root: str, versions: Sequence[int]) -> None:
     fs.mv(aside, posixpath.join(folder, name))
 
 
-def _kept_at(root: str, moment: int) -> dict[str, Any] | None:
+def _kept_that(root: str, early: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
     for name in reversed(_kept(root)):
-        if int(name[:20]) <= moment:
-            return [d for d in _documents(root, name) if d["recorded_at"] <= moment][-1]
+        documents = _documents(root, name)
+        if early(documents[0]):
+            return [document for document in documents if early(document)][-1]
     return None
 
 

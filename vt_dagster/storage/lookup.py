@@ -7,7 +7,7 @@ those of ``core.versioned`` and ``core.table``; a test compares both on random t
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
@@ -285,55 +285,86 @@ class _Asset:
         wanted: delta.Wanted = delta.everything,
         like: pa.Schema | None = None,
     ) -> pa.Table:
-        """The rows of a table; of its columns those of ``like`` have the types that they have there."""
-        table = delta.require_table(path, version)
-        columns = _columns_of(table)
-        if like is not None:
-            columns = pa.schema([like.field(f.name) if f.name in like.names else f for f in columns])
-        fs, root = delta.filesystem(path)
-        local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-        where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
-        places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
-        if not places:
-            return columns.empty_table()
-        condition = self._condition(columns)
-        import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
-
-        try:
-            dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
-            return dataset.to_table(filter=condition)
-        except (OSError, pa.ArrowInvalid) as error:
-            name = posixpath.basename(self.root)
-            raise StorageError(
-                f"{name}: expected to read the files of {path}, got: {str(error)[:200]}. Make the view "
-                f"anew (vt-dagster rebuild {name}); files of a log must come from a backup"
-            ) from error
+        return rows_of(path, version, self._condition, wanted, like)
 
     def _condition(self, columns: pa.Schema) -> Any:
-        if self.wanted is None:
-            return None
-        name = posixpath.basename(self.root)
         path = self.log_path if self.shape.kind == "stream" else self.view_path
-        if len(self.wanted) != len(self.key):
+        return None if self.wanted is None else of_key(path, columns, self.key, self.wanted)
+
+
+def rows_of(
+    path: str,
+    version: int,
+    condition: Callable[[pa.Schema], Any],
+    wanted: delta.Wanted = delta.everything,
+    like: pa.Schema | None = None,
+) -> pa.Table:
+    """The rows of an asset's log or view for which a condition holds, which the files are read by.
+
+    Args:
+        path: ``…/name/log`` or ``…/name/view``.
+        version: of the Delta table.
+        condition: makes an Arrow expression of the table's columns; None = all rows.
+        wanted: the files that may have some.
+        like: of the columns those that are there have the types that they have there.
+
+    Raises:
+        StorageError: a file is gone or damaged.
+    """
+    table = delta.require_table(path, version)
+    columns = _columns_of(table)
+    if like is not None:
+        columns = pa.schema([like.field(f.name) if f.name in like.names else f for f in columns])
+    fs, root = delta.filesystem(path)
+    local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+    where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
+    places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
+    if not places:
+        return columns.empty_table()
+    chosen = condition(columns)
+    import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
+
+    try:
+        dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
+        return dataset.to_table(filter=chosen)
+    except (OSError, pa.ArrowInvalid) as error:
+        name = posixpath.basename(posixpath.dirname(path))
+        raise StorageError(
+            f"{name}: expected to read the files of {path}, got: {str(error)[:200]}. Make the view "
+            f"anew (vt-dagster rebuild {name}); files of a log must come from a backup"
+        ) from error
+
+
+def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[Any]) -> Any:
+    """The condition that a row of a log or view is of a key.
+
+    Args:
+        path: ``…/name/log`` or ``…/name/view``, for messages.
+        values: of the key's columns, also as texts.
+
+    Raises:
+        StorageError: they cannot be of that key.
+    """
+    if len(values) != len(key):
+        name = posixpath.basename(posixpath.dirname(path))
+        raise StorageError(
+            f"{name} has the key {list(key)}: give --key once for each, got {list(values)}"
+        )
+    condition: Any = None
+    for column, value in zip(key, values, strict=True):
+        kind = columns.field(column).type
+        if pa.types.is_nested(kind):
             raise StorageError(
-                f"{name} has the key {list(self.key)}: give --key once for each, got "
-                f"{list(self.wanted)}"
+                "expected a key that can be written as plain texts, but the key column "
+                f"{column} is of type {type_name(kind)}; read the Delta table {path} with "
+                "Spark, and select the row there"
             )
-        condition: Any = None
-        for column, value in zip(self.key, self.wanted, strict=True):
-            kind = columns.field(column).type
-            if pa.types.is_nested(kind):
-                raise StorageError(
-                    "expected a key that can be written as plain texts, but the key column "
-                    f"{column} is of type {type_name(kind)}; read the Delta table {path} with "
-                    "Spark, and select the row there"
-                )
-            scalar = as_key(column, value, kind)
-            same = pc.field(column) == scalar
-            if pa.types.is_floating(kind) and scalar.as_py() != scalar.as_py():
-                same = pc.field(column).is_nan()
-            condition = same if condition is None else condition & same
-        return condition
+        scalar = as_key(column, value, kind)
+        same = pc.field(column) == scalar
+        if pa.types.is_floating(kind) and scalar.as_py() != scalar.as_py():
+            same = pc.field(column).is_nan()
+        condition = same if condition is None else condition & same
+    return condition
 
 
 def _columns_of(table: Any) -> pa.Schema:

@@ -1,0 +1,75 @@
+"""One vocabulary of rules: each is shown by a recorded scenario or a test, and told in the README."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.test_layers import CONFORMANCE, ROOT
+from vt_dagster.conformance.scenario import read_scenarios
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.records import Reason
+from vt_dagster.rules import RULES, Rule
+
+SHOWN = {
+    "applied": "kip889-validity-interval",
+    "late": "kip889-grace-rejects-old-writes",
+    "waiting": "kip923-probe-left-in-buffer",
+    "dropped": "kip914-probe-stream-join-nulls-inner-versioned",
+    "no_result": "kip914-filter-unversioned",
+    "again": "test_rows_follow_the_table",
+    "too_late": "test_no_record_is_corrected_after_its_promise",
+    "change": "test_rows_follow_the_table",
+    "kept": "kip328-final-results",
+    "quarantined": "test_each_reason_with_source_position_and_content",
+    "unreadable": "test_each_reason_with_source_position_and_content",
+    "unreadable_file": "test_a_file_that_is_bad_as_a_whole",
+    "unknown_schema": "test_avro_with_a_registry",
+    "null_key": "kip889-probe-null-key",
+    "null_timestamp": "test_each_reason_with_source_position_and_content",
+    "future_timestamp": "test_each_reason_with_source_position_and_content",
+    "impossible_timestamp": "test_an_expression_that_fails_is_the_records_fault",
+    "null_partition": "test_an_expression_that_fails_is_the_records_fault",
+    "null_tombstone": "test_an_expression_that_fails_is_the_records_fault",
+    "duplicate_key": "test_bad_rows",
+    "out_of_order": "kip914-aggregate-count-versioned",
+    "replaced": "kip889-put-replaces-same-timestamp",
+    "as_of": "kip889-validity-interval",
+    "other_time": "kip889-validity-interval",
+    "recorded_since": "test_a_table_record_that_came_late",
+    "latest": "kip889-motivation-unversioned",
+    "no_match": "kip914-probe-stream-join-nulls-left-versioned",
+    "deleted": "kip914-probe-tombstones-left-versioned",
+    "horizon": "kip914-expired-lookup-left",
+    "expired": "kip889-expired-get",
+    "released": "kip923-dequeue-boundary",
+    "window_closed": "kip328-grace-boundary",
+    "suppressed": "kip328-window-final-once",
+    "corrected": "test_a_table_record_that_came_late",
+}
+"""Of each rule a scenario of Kafka Streams' own output, or a test."""
+
+
+def test_each_rule_is_shown() -> None:
+    scenarios = {s.name for s in read_scenarios([CONFORMANCE])}
+    tests = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert set(SHOWN) == set(RULES)
+    assert set(SHOWN.values()) - scenarios - tests == set()
+
+
+@pytest.mark.parametrize("names", [Fate, Reason])
+def test_fates_and_reasons_are_rules(names: type) -> None:
+    told = {value for name, value in vars(names).items() if name.isupper()}
+    assert told
+    assert told <= set(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=str)
+def test_the_readme_tells_each_rule(rule: Rule) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| `{rule.name}` | {rule.says} |" in text

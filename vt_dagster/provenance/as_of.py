@@ -1,0 +1,256 @@
+"""stream-table join: which version answered for a record, and when the record went out."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from vt_dagster import rules
+from vt_dagster.provenance.history import History, Version, horizons_of
+from vt_dagster.provenance.logs import Log, as_micros, as_time, at_time, both
+from vt_dagster.provenance.values import Candidate, Record, Told
+from vt_dagster.storage import delta
+from vt_dagster.storage.commits import last_that
+from vt_dagster.storage.positions import Commit
+from vt_dagster.topology.durations import spoken
+
+_AROUND = 2
+"""So many versions before and after the chosen one are shown."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a table answers for a record.
+
+    Args:
+        version: that is valid at the record's time, maybe a tombstone or forgotten; None = none is.
+        rule: by which it is the answer, or is not.
+    """
+
+    version: Version | None
+    rule: rules.Rule
+
+    @property
+    def found(self) -> Version | None:
+        """The version that is joined; None = nothing is."""
+        return self.version if self.rule in (rules.AS_OF, rules.LATEST) else None
+
+
+# ------------------------------------------------------------------------------- the stream's record
+
+
+def streams_record(log: Log, stream: Log, name: str, record: Record, commit: Commit) -> list[Record]:
+    """The stream's record that a result was made of; of several that cannot be told apart all.
+
+    Results have the record's key, time and partition. Those of one time leave a run in order of their
+    arrival, and are all joined with the same version: so the first is the first.
+
+    Args:
+        log: the result's.
+        name: of the stream, as commits have it.
+        commit: that the result came by.
+    """
+    before = log.before(commit)
+    place = record.partition
+    end = {place: commit.inputs.get(name, {}).get(place, 0)}
+    start: dict[int, int] = {}
+    keyless = any(record.values.get(c) is None for c in log.key)
+    if before is not None and (
+        keyless or as_micros(record.timestamp) <= before.released.get(place, as_micros(_NEVER))
+    ):
+        start = {place: before.inputs.get(name, {}).get(place, 0)}  # what is older had gone out
+    same = both(stream.same_key(record.values, log.key), at_time(record.timestamp))
+    taken = [one for one in stream.records(same, start, end) if not one.is_tombstone]
+    first = {place: 0 if before is None else before.next_offset.get(place, 0)}
+    mine = both(log.same_key(record.values), at_time(record.timestamp))
+    gone_out = log.records(mine, first, {place: commit.next_offset.get(place, 0)})
+    if len(taken) != len(gone_out):
+        return taken
+    return [taken[[one.offset for one in gone_out].index(record.offset)]]
+
+
+_NEVER = datetime.min.replace(tzinfo=as_time(0).tzinfo)
+
+
+def tell_waiting(
+    log: Log, name: str, result: Record, record: Record, commit: Commit, told: Told
+) -> None:
+    """Tells whether a record waited, or was late, in a join with grace.
+
+    Args:
+        name: of the stream.
+        record: the stream's.
+        commit: that the result came by.
+    """
+    place = record.partition
+    grace = grace_of(commit, place)
+    if result.is_late:
+        told.decide(
+            rules.LATE,
+            f"it came when stream time was past {record.timestamp} by more than the grace period of "
+            f"{spoken(grace)}: joined at once",
+        )
+        return
+    if not grace:
+        told.decide(rules.APPLIED, "the join has no grace period: joined by the run that took it")
+        return
+    taken = log.taken_by(name, place, record.offset)
+    if taken is None or taken.batch == commit.batch:
+        when = "within the run that took it"
+    else:
+        when = f"it came with run {taken.batch}, recorded at {as_time(taken.recorded_at)}"
+    told.decide(
+        rules.RELEASED,
+        f"{when}, and went out when stream time was {_moment(commit.stream_time.get(place))}, its own "
+        f"+ {spoken(grace)} or later",
+    )
+
+
+def grace_of(commit: Commit, place: int) -> timedelta:
+    """The grace period of a join, as a commit shows it: how far behind stream time records go out."""
+    released, now = commit.released.get(place), commit.stream_time.get(place)
+    if released is None or now is None:
+        return timedelta(0)
+    return timedelta(microseconds=now - released)
+
+
+def _moment(micros: int | None) -> str:
+    return "not known" if micros is None else str(as_time(micros))
+
+
+# ---------------------------------------------------------------------------------- the table's row
+
+
+def pinned(log: Log, table: Log, name: str, commit: Commit, told: Told) -> Commit | None:
+    """The commit of a table up to which a run saw it; None = it saw none.
+
+    Args:
+        log: of the result; ``commit``: of that run.
+        name: of the table, as commits have it.
+    """
+    asked, batch = commit.reads, None
+    try:
+        if f"{name}/log" in asked:
+            batch = _batch_at(table.path, asked[f"{name}/log"])
+        elif f"{name}/view" in asked:
+            batch = _batch_at(posixpath.join(table.root, "view"), asked[f"{name}/view"])
+        else:
+            return None
+    except FileNotFoundError:
+        batch = None
+    if batch is not None:
+        found = last_that(table.root, lambda one: one["batch"] <= batch)
+        if found is not None:
+            return found
+    told.notes.append(
+        f"the Delta versions of {name} that the run read are gone: what it knew is told by recorded_at"
+    )
+    return last_that(table.root, lambda one: one["recorded_at"] <= commit.recorded_at)
+
+
+def _batch_at(path: str, version: int) -> int | None:
+    """The batch that a version of a log or view has."""
+    while version >= 0:
+        found = delta.our_commit(path, version)
+        if found is not None:
+            return int(found.document["batch"])
+        version -= 1  # a compaction
+    return None
+
+
+def answer(
+    table: Log, found: Sequence[Version], moment: datetime, commit: Commit, forgetful: bool = True
+) -> Answer:
+    """What a table answers for a time, as ``core.as_of_join`` does.
+
+    Args:
+        found: the versions of the key, oldest first; of a plain table its row.
+        forgetful: whether what is older than the horizon is not answered.
+    """
+    if table.head.shape.kind != "versioned":
+        return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
+    valid = next((v for v in reversed(found) if v.begin <= moment), None)
+    if valid is None:
+        return Answer(None, rules.NO_MATCH)
+    horizon = horizons_of(table, commit).get(valid.partition)
+    if forgetful and valid.end is not None and horizon is not None and moment < as_time(horizon):
+        return Answer(valid, rules.HORIZON)
+    if valid.is_tombstone:
+        return Answer(valid, rules.DELETED)
+    return Answer(valid, rules.AS_OF)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a look into a table found.
+
+    Args:
+        history: of the key.
+        then: what it answered when the run looked; now: what it would by all that is known.
+        shown: the candidates around the record's time.
+        count: how many versions the key has in all.
+    """
+
+    history: History
+    then: Answer
+    now: Answer
+    shown: tuple[Candidate, ...]
+    count: int
+
+
+def look_up(
+    table: Log,
+    values: Sequence[object],
+    moment: datetime,
+    seen: Commit | None,
+) -> Looked:
+    """Looks for the versions of a key around a time.
+
+    Args:
+        values: of the key.
+        seen: the table's commit up to which the run saw it; None = it saw none.
+    """
+    key = None if any(one is None for one in values) else table.of_key(values)
+    history = History(table, key)
+    now = history.versions(table.commit, forgotten=False)
+    then = [] if seen is None else history.versions(seen)
+    first = answer(table, then, moment, seen or table.commit)
+    last = answer(table, now, moment, table.commit, forgetful=False)
+    then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
+    if first.version is None and last.found is not None and _knows(seen, last.found):
+        first = Answer(None, rules.EXPIRED)
+    every = sorted((now_by | then_by).values(), key=lambda v: (v.begin, v.offset))
+    chosen = {one.found.place for one in (first, last) if one.found is not None}
+    near = [i for i, v in enumerate(every) if v.begin <= moment]
+    middle = near[-1] if near else 0
+    around = range(max(0, middle - _AROUND), middle + _AROUND + 1)
+
+    def candidate(version: Version) -> Candidate:
+        place = version.place
+        known = _knows(seen, version)
+        if first.version is not None and first.version.place == place:
+            rule = first.rule
+        elif place in now_by and place not in then_by:
+            rule = rules.EXPIRED if known else rules.RECORDED_SINCE
+        else:
+            rule = rules.OTHER_TIME if place in now_by else rules.REPLACED
+        return Candidate(
+            history.record(place),
+            version.begin if table.head.shape.kind == "versioned" else None,
+            then_by[place].end if place in then_by else None,
+            now_by[place].end if place in now_by else None,
+            known,
+            first.found is not None and first.found.place == place,
+            last.found is not None and last.found.place == place,
+            rule.name,
+        )
+
+    shown = [v for i, v in enumerate(every) if i in around or v.place in chosen]
+    return Looked(history, first, last, tuple(map(candidate, shown)), len(every))
+
+
+def _knows(commit: Commit | None, version: Version) -> bool:
+    """Whether a table had a version's record in its log by a commit."""
+    return commit is not None and version.offset < commit.next_offset.get(version.partition, 0)

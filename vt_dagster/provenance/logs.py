@@ -1,0 +1,262 @@
+"""An asset's log, a few records of it: by key, time and offset, which the files are read by."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+)
+from vt_dagster.provenance.values import Record, Written
+from vt_dagster.storage import delta
+from vt_dagster.storage.commits import known_at, last_that
+from vt_dagster.storage.folding import micros, values_by_partition
+from vt_dagster.storage.lookup import asset_names, head_of, of_key, rows_of
+from vt_dagster.storage.positions import Commit, Offsets, file_at_or_after, file_before
+from vt_dagster.storage.values import texts
+
+_EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
+_OURS = (IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT)
+Condition = Callable[[pa.Schema], Any]
+
+
+def as_time(micros: int) -> datetime:
+    """Epoch microseconds as a datetime, UTC."""
+    return _EPOCH + micros * _MICROSECOND
+
+
+def as_micros(moment: datetime) -> int:
+    """The same the other way round."""
+    return (moment - _EPOCH) // _MICROSECOND
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log as of one of its commits, the last one or an earlier.
+
+    Args:
+        warehouse: the directory or URL of the tables.
+        name: the asset's, with the folders that it is in.
+        version: a Delta version that has the commit's rows.
+        commit: as of which it is looked at.
+        head: the last commit.
+    """
+
+    warehouse: str
+    name: str
+    version: int
+    commit: Commit
+    head: Commit
+
+    @classmethod
+    def open(cls, warehouse: str, name: str, known: int | None = None) -> Log:
+        """A log by what was recorded up to a time (inclusive, epoch microseconds); None = now.
+
+        Raises:
+            StorageError: there is none, or nothing was known by then.
+        """
+        version, head = head_of(warehouse, name)
+        commit = head
+        if known is not None and known < head.recorded_at:
+            commit = known_at(posixpath.join(str(warehouse), name), name, known)
+        return cls(str(warehouse), name, version, commit, head)
+
+    def input(self, name: str) -> Log | None:
+        """The log of an input by its name without folders; None = it is not in the warehouse, or is
+        another one than that which was consumed."""
+        beside = posixpath.join(posixpath.dirname(self.name), name)
+        others = [one for one in asset_names(self.warehouse) if posixpath.basename(one) == name]
+        for place in sorted(others, key=lambda one: one != beside):
+            found = Log.open(self.warehouse, place)
+            if self.head.logs.get(name, found.head.log) == found.head.log:
+                return found
+        return None
+
+    @property
+    def root(self) -> str:
+        return posixpath.join(self.warehouse, self.name)
+
+    @property
+    def path(self) -> str:
+        return posixpath.join(self.root, "log")
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return tuple(self.commit.shape.key)
+
+    @property
+    def meaning(self) -> Mapping[str, str]:
+        """What its operator computes, as the last commit says; of a source empty."""
+        return self.head.shape.meaning
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def records(
+        self, condition: Condition, start: Offsets | None = None, end: Offsets | None = None
+    ) -> list[Record]:
+        """Records in order of arrival in each partition.
+
+        Args:
+            condition: makes an Arrow expression of the log's columns; None = all.
+            start: the first offset of each partition; of others 0.
+            end: the first offset that is not asked for; of others nothing is. None = as of ``commit``.
+        """
+        return self.as_records(self.rows(condition, start, end))
+
+    def rows(
+        self, condition: Condition, start: Offsets | None = None, end: Offsets | None = None
+    ) -> pa.Table:
+        """The same as an Arrow table."""
+        ends, first = self.commit.next_offset if end is None else end, start or {}
+        late, early = file_at_or_after(dict(first), ends), file_before(ends)
+        wanted: delta.Wanted = lambda file: late(file) and early(file)  # noqa: E731
+        rows = rows_of(self.path, self.version, condition, wanted)
+        offsets = rows.column(OFFSET).to_numpy()
+        since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
+        keep = (offsets >= since) & (offsets < until)
+        return rows.filter(pa.array(keep)).sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
+
+    def as_records(self, rows: pa.Table) -> list[Record]:
+        """Rows of the log, or of a table that was folded of it, as records."""
+        declared = self.head.shape.columns
+        own = [c for c in rows.column_names if c not in _OURS and (declared is None or c in declared)]
+        values = texts(rows.select(own))
+
+        def flags(column: str) -> list[Any]:
+            there = column in rows.column_names
+            return rows.column(column).to_pylist() if there else [None] * rows.num_rows
+
+        recorded = flags(RECORDED_AT)
+        moments = micros(rows, TIMESTAMP).tolist()
+        told = zip(
+            rows.column(PARTITION).to_pylist(),
+            rows.column(OFFSET).to_pylist(),
+            map(as_time, moments),
+            recorded,
+            rows.column(IS_TOMBSTONE).to_pylist(),
+            values or [{}] * rows.num_rows,
+            flags(IS_LATEST),
+            flags(IS_LATE),
+            strict=True,
+        )
+        return [Record(self.name, *one) for one in told]
+
+    def of_key(self, key: Sequence[Any]) -> Condition:
+        """The condition that a record is of a key; its values may be texts."""
+        return lambda columns: of_key(self.path, columns, self.key, key)
+
+    def same_key(self, values: Mapping[str, Any], names: Sequence[str] | None = None) -> Condition:
+        """The condition that a record has a key of another record.
+
+        Args:
+            values: of that record.
+            names: what the key's columns are called there; None = as here.
+        """
+        given = [values[c] for c in (names or self.key)]
+
+        def condition(columns: pa.Schema) -> Any:
+            found: Any = None
+            for column, value in zip(self.key, given, strict=True):
+                if pa.types.is_nested(columns.field(column).type):
+                    continue  # Arrow compares none; whoever asks compares values
+                one = (
+                    pc.field(column).is_null()
+                    if value is None
+                    else of_key(self.path, pa.schema([columns.field(column)]), [column], [value])
+                )
+                found = one if found is None else found & one
+            return found
+
+        return condition
+
+    def one(self, partition: int, offset: int) -> Record | None:
+        """The record at an offset; None where there is none."""
+        found = self.records(
+            lambda _: (pc.field(PARTITION) == partition) & (pc.field(OFFSET) == offset),
+            {partition: offset},
+            {partition: offset + 1},
+        )
+        return found[0] if found else None
+
+    # -- commits -----------------------------------------------------------------------------------
+
+    def commit_of(self, record: Record) -> Commit | None:
+        """The commit that a record came by; None where it is not known any more."""
+        place = str(record.partition)
+
+        def before(commit: Mapping[str, Any]) -> bool:
+            return commit.get("next_offset", {}).get(place, 0) <= record.offset
+
+        return self._after(before)
+
+    def taken_by(self, name: str, partition: int, offset: int) -> Commit | None:
+        """The commit by which a record of an input was taken; None = it was not yet."""
+        place = str(partition)
+
+        def before(commit: Mapping[str, Any]) -> bool:
+            return commit.get("inputs", {}).get(name, {}).get(place, 0) <= offset
+
+        if self.head.inputs.get(name, {}).get(partition, 0) <= offset:
+            return None
+        return self._after(before)
+
+    def batch(self, number: int) -> Commit | None:
+        """The commit of a batch; None where there is none, or it is not known any more."""
+        found = last_that(self.root, lambda commit: commit["batch"] <= number)
+        return found if found is not None and found.batch == number else None
+
+    def before(self, commit: Commit) -> Commit | None:
+        """The commit before another one."""
+        return None if commit.batch <= 1 else self.batch(commit.batch - 1)
+
+    def _after(self, before: Callable[[Mapping[str, Any]], bool]) -> Commit | None:
+        """The first commit for which something does not hold, of those before it, which does."""
+        last = last_that(self.root, before)
+        return self.batch(1 if last is None else last.batch + 1)
+
+
+def written(commit: Commit | None) -> Written | None:
+    """A commit as an explanation has it."""
+    if commit is None:
+        return None
+    return Written(commit.batch, commit.run_id, as_time(commit.recorded_at))
+
+
+def both(*conditions: Condition | None) -> Condition:
+    """All of some conditions."""
+
+    def condition(columns: pa.Schema) -> Any:
+        found: Any = None
+        for one in conditions:
+            told = None if one is None else one(columns)
+            if told is not None:
+                found = told if found is None else found & told
+        return found
+
+    return condition
+
+
+def at_time(moment: datetime) -> Condition:
+    """The condition that a record has a timestamp."""
+
+    def condition(columns: pa.Schema) -> Any:
+        kind = columns.field(TIMESTAMP).type
+        return pc.field(TIMESTAMP) == pa.scalar(as_micros(moment), pa.int64()).cast(
+            pa.timestamp("us", kind.tz)
+        )
+
+    return condition

@@ -1,0 +1,141 @@
+"""filter, map_values, to_table, to_stream, merge, select_key: the record that a result was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from vt_dagster.provenance.logs import Log, at_time, both
+from vt_dagster.provenance.values import Record, Told
+from vt_dagster.storage.positions import Commit
+
+
+@dataclass(frozen=True)
+class Passing:
+    """How the results of an operator look like the records that they are made of.
+
+    Args:
+        key: whether they have their key.
+        values: whether they have their values, but for a key of their own.
+        place: whether they have their partition.
+        tombstone: whether a tombstone is made of a tombstone alone, and nothing else of it.
+        elements: whether a record may give several results.
+    """
+
+    key: bool = True
+    values: bool = True
+    place: bool = True
+    tombstone: bool = True
+    elements: bool = False
+
+
+PASSING = {
+    "Filter": Passing(tombstone=False),
+    "MapValues": Passing(values=False),
+    "ToTable": Passing(),
+    "ToStream": Passing(),
+    "Merge": Passing(place=False),
+    "SelectKey": Passing(key=False, place=False),
+    "FlatMapValues": Passing(values=False, tombstone=False, elements=True),
+}
+"""The operators that make results of a record alone, by the names that commits have of them."""
+
+
+def origins_of(
+    log: Log, inputs: Sequence[tuple[str, Log]], record: Record, commit: Commit, told: Told
+) -> list[tuple[Log, Record]]:
+    """The record that a result was made of, with its log; of several that look the same all. Before it,
+    where a plain table's filter tells that a row is gone, the row that it replaced.
+
+    Args:
+        inputs: the operator's inputs, by the names that commits have of them.
+        commit: that the result came by.
+    """
+    passing = PASSING[log.meaning["operator"]]
+    taken = [
+        (source, one)
+        for name, source in dict(inputs).items()
+        for one in _taken(log, source, name, record, commit, passing)
+    ]
+    if passing.place and not passing.elements and len(inputs) == 1:
+        results = [one.offset for one in _results(log, record, commit)]
+        if len(results) == len(taken):  # each gave one, in order
+            taken = [taken[results.index(record.offset)]]
+    alike = [(source, one) for source, one in taken if _alike(log, one, record, passing)]
+    befores: list[tuple[Log, Record]] = []
+    if alike and _lets_rows_out(log, alike[0][0], record):
+        rows = rows_before(alike)
+        alike = [(source, one) for source, one in alike if _place(one) in rows]
+        befores = [(source, rows[_place(one)]) for source, one in alike]
+    if len(alike) <= 1:
+        return [*befores, *alike]
+    what = "one of them" if not passing.elements else "one of them, or an element of it"
+    told.notes.append(
+        f"{len(alike)} records of its run look the same from here, and give the same results or none: "
+        f"it was made of {what}"
+    )
+    both_rows = {_place(one): (source, one) for source, one in (*befores, *alike)}
+    return [both_rows[place] for place in sorted(both_rows)] if befores else alike
+
+
+def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[tuple[int, int], Record]:
+    """Of a plain table's records those that replaced a row, each by its partition and offset with that
+    row: a filter lets a tombstone out where the row before passed.
+
+    Args:
+        found: records of one key and partition.
+    """
+    log, last = found[-1]
+    end = {last.partition: last.offset + 1}
+    every = log.records(log.same_key(last.values), end=end)
+    before = {_place(one): row for row, one in pairwise(every) if not row.is_tombstone}
+    return {_place(one): before[_place(one)] for _, one in found if _place(one) in before}
+
+
+def _lets_rows_out(log: Log, source: Log, record: Record) -> bool:
+    plain = source.head.shape.kind == "table"
+    return log.meaning["operator"] == "Filter" and record.is_tombstone and plain
+
+
+def _place(record: Record) -> tuple[int, int]:
+    return record.partition, record.offset
+
+
+def _taken(
+    log: Log, source: Log, name: str, record: Record, commit: Commit, passing: Passing
+) -> list[Record]:
+    """What the run took of an input that has the result's time."""
+    ranges = commit.taken.get(name, {})
+    if passing.place:
+        ranges = {p: r for p, r in ranges.items() if p == record.partition}
+    same = source.same_key(record.values, log.key) if passing.key else None
+    return source.records(
+        both(same, at_time(record.timestamp)),
+        {p: start for p, (start, _) in ranges.items()},
+        {p: end for p, (_, end) in ranges.items()},
+    )
+
+
+def _results(log: Log, record: Record, commit: Commit) -> list[Record]:
+    """The results of a run with the key, time and partition of one."""
+    before, place = log.before(commit), record.partition
+    first = {place: 0 if before is None else before.next_offset.get(place, 0)}
+    same = both(log.same_key(record.values), at_time(record.timestamp))
+    return log.records(same, first, {place: commit.next_offset.get(place, 0)})
+
+
+def _alike(log: Log, source: Record, result: Record, passing: Passing) -> bool:
+    """Whether a result may be made of a record."""
+    if passing.tombstone and source.is_tombstone != result.is_tombstone:
+        return False
+    if not passing.tombstone and source.is_tombstone and not result.is_tombstone:
+        return passing.elements
+    if not passing.values or result.is_tombstone:
+        return True
+    own = () if passing.key else log.key
+    return all(
+        source.values[c] == value
+        for c, value in result.values.items()
+        if c in source.values and c not in own
+    )

@@ -1,0 +1,101 @@
+"""The rules that decide something, each with its name and a sentence: one vocabulary for what becomes
+of a record (``core.arrival.Fate``), the reasons of the quarantine, explanations and the README.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that decides what becomes of a record.
+
+    Args:
+        name: as counts, the quarantine and explanations have it.
+        says: what it decides, in a sentence.
+    """
+
+    name: str
+    says: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+RULES: dict[str, Rule] = {}
+"""All rules by name."""
+
+
+def _rule(name: str, says: str) -> Rule:
+    RULES[name] = Rule(name, says)
+    return RULES[name]
+
+
+# -- what becomes of a record: each has one of these fates ---------------------------------------
+
+APPLIED = _rule("applied", "it is in the log; of a join: it was joined, at once or out of the buffer")
+LATE = _rule(
+    "late",
+    "it came when stream time was past its timestamp by more than the history retention (a table "
+    "refuses it) or the grace period (a join joins it at once)",
+)
+WAITING = _rule("waiting", "stream time has not passed its timestamp by the grace period: it is held")
+DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or is out of order")
+NO_RESULT = _rule("no_result", "the operator took it, and had nothing to say")
+AGAIN = _rule("again", "no new record: it was joined in a run before, and is looked up anew")
+TOO_LATE = _rule("too_late", "the same, whose row would differ and can no longer change")
+CHANGE = _rule("change", "a record of a table, which may correct what has been joined")
+KEPT = _rule("kept", "no record: what an operator knows from before, and keeps for the next run")
+QUARANTINED = _rule("quarantined", "it is no record, and is kept aside with its reason")
+
+# -- why a row is no record ----------------------------------------------------------------------
+
+UNREADABLE = _rule("unreadable", "the row cannot be read as the schema says")
+UNREADABLE_FILE = _rule("unreadable_file", "the file cannot be read as a whole")
+UNKNOWN_SCHEMA = _rule("unknown_schema", "the registry does not have the schema that the message names")
+NULL_KEY = _rule("null_key", "a column of the key is null")
+NULL_TIMESTAMP = _rule("null_timestamp", "the timestamp is null, or cannot be computed")
+FUTURE_TIMESTAMP = _rule(
+    "future_timestamp", "the timestamp is further than max_clock_skew ahead of the clock"
+)
+IMPOSSIBLE_TIMESTAMP = _rule("impossible_timestamp", "the timestamp is outside the years 1 to 9999")
+NULL_PARTITION = _rule("null_partition", "partition_by gives null, or cannot be computed")
+NULL_TOMBSTONE = _rule("null_tombstone", "the tombstone condition cannot be computed")
+DUPLICATE_KEY = _rule("duplicate_key", "the key is there twice in a dump")
+
+# -- what decides in an operator -----------------------------------------------------------------
+
+OUT_OF_ORDER = _rule(
+    "out_of_order",
+    "its timestamp is before that of its key's latest record: it is put in its place in the history "
+    "and triggers no result of a table-table join or an aggregate",
+)
+REPLACED = _rule("replaced", "a later record of the key and the same timestamp took its place")
+AS_OF = _rule(
+    "as_of",
+    "the version of the key that is valid at the record's timestamp: from valid_from (inclusive) to "
+    "valid_to (exclusive)",
+)
+OTHER_TIME = _rule("other_time", "the version is valid at other times than the record's timestamp")
+RECORDED_SINCE = _rule("recorded_since", "it was recorded after the run had looked")
+LATEST = _rule("latest", "the row that the key has, by arrival, when the run looks")
+NO_MATCH = _rule("no_match", "the other side has no row of the key then: nulls, or no result")
+DELETED = _rule("deleted", "the version that is valid then is a tombstone: as without a match")
+HORIZON = _rule(
+    "horizon",
+    "the record is older than stream time - history retention of the table: only the current version "
+    "may still answer",
+)
+EXPIRED = _rule("expired", "the version ended at stream time - history retention or before")
+RELEASED = _rule(
+    "released", "it waited until stream time was its timestamp + grace period or later, and went out"
+)
+WINDOW_CLOSED = _rule(
+    "window_closed",
+    "stream time has passed the end of its window by the grace period",
+)
+SUPPRESSED = _rule("suppressed", "the update is held until a time limit, or until its window closes")
+CORRECTED = _rule(
+    "corrected", "what has been recorded since gives another answer than the one that was given then"
+)
