@@ -59,7 +59,7 @@ ORDER = {
     "spark": "settings small_runs jars launch session server",
     "storage": """
         delta positions commits values folding lookup evolution transaction parquet segments
-        offsets progress view snapshot store maintenance
+        offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
@@ -69,7 +69,7 @@ ORDER = {
     """,
     "runs": """
         arrival own_time contracts store audit join_way gate commit pin results difference run replay
-        restate_plan restate export
+        restate_plan restate export erase_plan certificate erase
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
