@@ -25,7 +25,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, TIMESTAMP
 from vt_dagster.core.arrival import Fate, by_partition
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unreachable
 from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.erase_plan import Places, derived, key_of, require_free
@@ -148,13 +148,16 @@ class _Erase:
     def _log(self, store: AssetStore, head: Head, one: Places, marked: Marked) -> int:
         found = erasing.find(self.spark, store.log_path, head.version, marked)
         attempt, commit = store.new_attempt(), head.commit
-        state = store.state(head)
-        if state is not None:
-            if {*one.columns.values()} <= {*state.columns}:
-                state = erasing.without(state, marked)
-            store.stage_state(attempt, state)
-        if commit.files:
-            store.stage_files(attempt, store.consumed_files(head))
+        try:
+            self._stage(store, head, one, marked, attempt)
+        except StorageError:
+            now = store.head()
+            if now is None or now.commit.batch == commit.batch:
+                raise
+            raise ConcurrentRunError(
+                f"{one.name}: expected that nothing runs while a key is erased, but batch "
+                f"{now.commit.batch} was committed meanwhile: run the erase again, while nothing runs"
+            ) from None
         after = self._after(commit, attempt, one, found)
         # What an earlier try has done and did not come to note.
         again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
@@ -174,6 +177,16 @@ class _Erase:
         found.rows += before
         self._tell(f"{one.name}/log", found)
         return after.batch
+
+    def _stage(self, store: AssetStore, head: Head, one: Places, marked: Marked, attempt: str) -> None:
+        """Keeps for the next run what the last one has left for it, without the key."""
+        state = store.state(head)
+        if state is not None:
+            if {*one.columns.values()} <= {*state.columns}:
+                state = erasing.without(state, marked)
+            store.stage_state(attempt, state)
+        if head.commit.files:
+            store.stage_files(attempt, store.consumed_files(head))
 
     def _after(self, commit: Commit, attempt: str, one: Places, found: Found) -> Commit:
         """What the commit of the erase says: where the last one stood, and what is missing."""

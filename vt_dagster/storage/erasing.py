@@ -222,7 +222,8 @@ def purge(path: str, batch: int) -> int:
         folder, base = posixpath.split(place)
         data = posixpath.join(folder, re.sub(r"^\.(.+)\.crc$", r"\1", base))
         own = _FOLDER.match(place)
-        if data not in live and (own is None or int(own[1]) <= batch):
+        is_data = data.endswith(".parquet") and data not in live
+        if is_data and (own is None or int(own[1]) <= batch):
             fs.rm_file(name)
             removed += base.endswith(".parquet")
     ours = delta.last_of_ours(path)
