@@ -38,6 +38,10 @@ from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 Tell = Callable[[str], None]
+_KEPT = (
+    "derived without the key's columns: what it counted stays, and so do groups that a value of the "
+    "key names, until it is made anew (vt-dagster replay and swap, or restate)"
+)
 _ROWS = "rows_erased"
 """Among the counts of an erase's commit."""
 
@@ -108,7 +112,7 @@ class _Erase:
     def run(self) -> Certificate:
         for one in self.plan:
             if not one.columns:
-                self.done.kept[one.name] = "derived without the key's columns: what it counted stays"
+                self.done.kept[one.name] = _KEPT
                 continue
             self._asset(one)
         for path, one in self.exports.items():
