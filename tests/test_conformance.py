@@ -123,7 +123,7 @@ def test_the_plans_of_large_runs_are_identical_too(
         (side_times, "FINE", 2),
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
-        (processor, "_HOUR", 5_000),
+        (arrival, "HOUR", 5_000),
     ):
         monkeypatch.setattr(module, name, value)
     lines: list[str] = []

@@ -60,7 +60,7 @@ ORDER = {
     "spark": "settings small_runs jars launch session server",
     "storage": """
         delta positions commits values folding lookup evolution transaction parquet segments
-        offsets progress view snapshot store maintenance
+        offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
@@ -71,7 +71,7 @@ ORDER = {
     "provenance": "values logs history origins as_of row_by_row explain",
     "runs": """
         arrival own_time contracts store past audit join_way gate commit pin results looking difference
-        run replay restate_plan restate export training_set
+        run replay restate_plan restate export training_set erase_plan certificate erase
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """

@@ -1,4 +1,4 @@
-"""``vt-dagster demo``, ``replay``, ``compare``, ``swap``, ``restate`` and ``rebuild``."""
+"""``vt-dagster demo``, ``replay``, ``compare``, ``swap``, ``restate``, ``rebuild`` and ``erase``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
+import dagster as dg
 import typer
 
 from vt_dagster.cli.lookup import Warehouse
 from vt_dagster.errors import TopologyError, VtDagsterError
+from vt_dagster.runs import erase as erasure
 from vt_dagster.runs import replay as replays
 from vt_dagster.runs import restate as restatement
 from vt_dagster.sources.kafka_messages import as_offsets
 from vt_dagster.spark.session import build_session
+from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import parse_time
-from vt_dagster.topology.model import Stream
+from vt_dagster.topology.model import Stream, topological
 
 
 def demo(
@@ -111,6 +114,68 @@ def restate(
 def rebuild(asset: str, warehouse: Warehouse = "data/warehouse") -> None:
     """Make a table's view anew from its log: where files of it are lost, damaged or somebody's else."""
     AssetStore.open(warehouse, asset, build_session("vt-dagster"), typer.echo).rebuild_view()
+
+
+def erase(
+    asset: Annotated[str, typer.Argument(help="The asset whose key it is.")],
+    reason: Annotated[
+        str, typer.Option(help="Goes into the certificate: do not write the key into it.")
+    ],
+    key: Annotated[
+        list[str] | None,
+        typer.Option("--key", help="Value of the key; repeat it for a composite key."),
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option(help="A SQL condition over the key columns, of many keys.")
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            help="The module that has it, and all that consumes it, and exports as variables."
+        ),
+    ] = None,
+    export: Annotated[
+        list[str] | None, typer.Option("--export", help="The directory of a further export; repeat it.")
+    ] = None,
+    warehouse: Warehouse = "data/warehouse",
+) -> None:
+    """Remove a key from an asset, from what is derived from it under that key, and from exports, while
+    nothing runs; writes a certificate. What was interrupted goes on."""
+    spark = build_session("vt-dagster")
+    if module is None:
+        node, known, found = AssetStore.open(warehouse, asset, spark).node, [], []
+    else:
+        node, known, found = _node(module, asset), [*_nodes(module).values()], _exports(module, asset)
+    done = erasure.erase(
+        warehouse,
+        node,
+        spark,
+        reason=reason,
+        key=key,
+        where=where,
+        among=known,
+        exports=[*dict.fromkeys([*found, *(export or [])])],
+        tell=typer.echo,
+    )
+    erased = sum(one.erased for one in done.searched.values())
+    typer.echo(f"erased {erased} rows of {len(done.searched)} tables; certificate: {done.path}")
+
+
+def _exports(module: str, asset: str) -> list[str]:
+    """Where a module's exports of an asset, and of what is made of it, have been written to."""
+    nodes = _nodes(module)
+    made = [nodes[asset]]
+    for node in topological([*nodes.values()]):
+        if any(up.name in {one.name for one in made} for up in node.inputs):
+            made.append(node)
+    keys = {dg.AssetKey(node.path) for node in made}
+    found: list[str] = []
+    for value in vars(import_module(module)).values():
+        for spec in value.specs if isinstance(value, dg.AssetsDefinition) else ():
+            mine = spec.metadata.get("vt_dagster/kind") == "Export"
+            if mine and any(dep.asset_key in keys for dep in spec.deps):
+                found.append(str(spec.metadata["dagster/uri"]))
+    return [path for path in found if delta.exists(path)]
 
 
 def _node(module: str, name: str) -> Stream:

@@ -24,6 +24,9 @@ CHUNK = 100_000
 FINE = 1_000
 """Arrivals of which something is told together, as long as that is enough."""
 
+HOUR = 3_600_000_000
+"""Microseconds of arrivals handled by one task at a time, where that goes by time."""
+
 STRIDE = 1 << 30
 """More rows than a file has, or a bucket of :func:`in_order_of_keys`."""
 MOST_BUCKETS = 64
@@ -96,6 +99,11 @@ def duration(value: Duration) -> Column:
 def arrival_chunk() -> Column:
     """The chunk of a record by its order of arrival."""
     return F.floor(F.col(ARRIVAL) / F.lit(CHUNK))
+
+
+def hour_of_arrival() -> Column:
+    """The chunk where ``_arrival`` is a time."""
+    return F.floor(F.col(ARRIVAL) / F.lit(HOUR))
 
 
 def has_key(key: Sequence[str]) -> Column:

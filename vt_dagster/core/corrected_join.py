@@ -32,7 +32,7 @@ from vt_dagster.columns import (
     REVISION,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival import Fate, arrival_chunk, has_key, micros, union
+from vt_dagster.core.arrival import HOUR, Fate, arrival_chunk, has_key, micros, union
 from vt_dagster.core.changes import columns, match_names
 from vt_dagster.core.corrections import BY, EDGE, FROM, TO, beside, changed_times, same
 from vt_dagster.core.grace import moves_stream_time
@@ -53,7 +53,6 @@ _CARRIED = (_AGAIN, _ROW, _GONE, _TOO_OLD, CAUSE)
 _LOOKED_UP = (Fate.APPLIED, Fate.LATE, Fate.AGAIN)
 _LATER = 1 << 40
 """More chunks than there are of corrections."""
-_HOUR = 3_600_000_000
 
 
 class CorrectedJoinProcessor(StreamTableJoinProcessor):
@@ -298,7 +297,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         if few:
             return None
         waits = self.operator.waits
-        place = F.floor(F.unix_micros(TIMESTAMP) / F.lit(_HOUR)) if waits else arrival_chunk()
+        place = F.floor(F.unix_micros(TIMESTAMP) / F.lit(HOUR)) if waits else arrival_chunk()
         return place + F.when(F.col(_AGAIN), 0).otherwise(_LATER)
 
     # -- counts ----------------------------------------------------------------------------------

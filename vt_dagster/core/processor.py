@@ -35,6 +35,7 @@ from vt_dagster.core.arrival import (
     Fate,
     InPlace,
     arrival_chunk,
+    hour_of_arrival,
     number,
     number_in_place,
 )
@@ -51,8 +52,6 @@ from vt_dagster.core.stream_time import (
     with_stream_time,
 )
 from vt_dagster.topology.model import Stream, Table
-
-_HOUR = 3_600_000_000
 
 Counts = Mapping[str, int]
 
@@ -141,11 +140,7 @@ class Processor(ABC, Generic[O]):
         return None
 
     def reaches_back(self, place: int, marks: Mapping[str, Mapping[int, int]]) -> int | None:
-        """The same as ``look_back``, by what the run itself brings.
-
-        Args:
-            marks: after the run, see :meth:`marks`; empty until they are told.
-        """
+        """The same by what the run brings: its :meth:`marks`, empty until they are told."""
         return None
 
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
@@ -219,12 +214,8 @@ class Processor(ABC, Generic[O]):
     def marks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
     ) -> dict[str, dict[int, int]]:
-        """Other times that it keeps from run to run, by name and partition: epoch microseconds.
-
-        Args:
-            found: the rows of ``own_time``.
-            before: the same before the run.
-        """
+        """Other times that it keeps from run to run, by name and partition: epoch microseconds; from
+        the rows of ``own_time``, and what they were before."""
         return {}
 
     def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
@@ -373,7 +364,12 @@ class Processor(ABC, Generic[O]):
             found: of its results, by fate, and ``tallies``.
             judged: of the records that it judged, by fate.
         """
-        return {"in": taken, "out": found[Fate.APPLIED], **_of(found, Fate.LATE, Fate.DROPPED)}
+        return {
+            "in": taken,
+            "out": found[Fate.APPLIED],
+            Fate.LATE: found[Fate.LATE],
+            Fate.DROPPED: found[Fate.DROPPED],
+        }
 
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
         """How full its buffer is: ``partition, records, bytes``; None where it has none."""
@@ -405,12 +401,3 @@ class Processor(ABC, Generic[O]):
             ("records in = positions of the inputs", taken, totals.get("in", 0)),
             ("records out = rows in the log", totals.get("out", 0), rows),
         ]
-
-
-def hour_of_arrival() -> Column:
-    """The chunk where ``_arrival`` is a time."""
-    return F.floor(F.col(ARRIVAL) / F.lit(_HOUR))
-
-
-def _of(counts: Counts, *names: str) -> dict[str, int]:
-    return {name: counts[name] for name in names}

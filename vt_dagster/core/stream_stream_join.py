@@ -30,12 +30,12 @@ from vt_dagster.columns import (
     SEQUENCE,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival import Fate, micros, union
+from vt_dagster.core.arrival import Fate, hour_of_arrival, micros, union
 from vt_dagster.core.changes import columns, match_columns, match_names
 from vt_dagster.core.grace import moves_stream_time
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
-from vt_dagster.core.processor import Counts, Processor, hour_of_arrival
+from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.side_times import largest_by_chunk, largest_in_time, with_largest
 from vt_dagster.core.within import (
     AT,

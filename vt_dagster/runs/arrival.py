@@ -41,6 +41,7 @@ class Arrival:
         in_time: whether it was told that no record is late.
         gauges: what pinning has told of the records.
         view_rows: how many current rows the asset's own table has.
+        erased: how many of the records of logs that it takes have been erased, and are not there.
         rows_read: how many rows of tables the run reads, as far as one knows before it.
         state_bytes: of what an operator keeps from run to run.
         held: rows that are held until the commit.
@@ -60,6 +61,7 @@ class Arrival:
     in_time: bool = False
     gauges: dict[str, float] = field(default_factory=dict[str, float])
     view_rows: int = 0
+    erased: int = 0
     rows_read: int = 0
     state_bytes: int = 0
     held: list[DataFrame] = field(default_factory=list[DataFrame])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -327,22 +328,28 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
         F.count_distinct(OFFSET).alias("offsets"),
     )
     there = {r[PARTITION]: r for r in spots.collect()}
+    erased, gone = head.commit.erased, sum(head.commit.erased.values())
     problems: list[dict[str, Any]] = []
     lost = doubled = 0
     for partition, end in sorted(head.commit.next_offset.items()):
         row, first = there.get(partition), scope.start.get(partition, 0)
         rows, offsets = (row["rows"], row["offsets"]) if row else (0, 0)
-        lost += max(0, end - first - offsets)
+        # An erase is a batch of its own: in what a later one changed nothing is missing.
+        wanted = end - first - (0 if scope.start else erased.get(partition, 0))
+        lost += max(0, wanted - offsets)
         doubled += rows - offsets
-        if rows != end - first or offsets != end - first:
+        if rows != wanted or offsets != wanted:
             problems += _gaps(log.where(F.col(PARTITION) == partition), partition, first, end)
     numbers = {f"records_{k}": n for k, n in totals.items()}
     numbers.update(rows_in_log=_stored_log(store).count(), rows_lost=lost)
-    taken = sum(sum(ends.values()) for ends in head.commit.inputs.values())
-    short = processor_of(node).accounts(totals, taken, numbers["rows_in_log"])
+    if gone:
+        numbers["rows_erased"] = gone
+    taken = sum(sum(ends.values()) for ends in head.commit.inputs.values()) - totals.get("erased", 0)
+    short = processor_of(node).accounts(totals, taken, numbers["rows_in_log"] + gone)
     if node.operator is None:
         rejected = _rejected_counts(store)
         numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})
+        rejected = Counter(rejected) + Counter(store.erased_rejected())
         late = rejected.get(Reason.LATE, 0)
         others = sum(rejected.values()) - late
         short += [
@@ -351,7 +358,7 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
         ]
         if scope.start:
             applied = totals.get("applied", 0)
-            short.append(("records applied = rows in the log", applied, numbers["rows_in_log"]))
+            short.append(("records applied = rows in the log", applied, numbers["rows_in_log"] + gone))
         elif isinstance(node, VersionedTable):
             keys = log.agg(F.count_distinct(F.struct(*node.key, TIMESTAMP))).collect()[0][0]
             numbers["records_duplicate"] = numbers["rows_in_log"] - keys

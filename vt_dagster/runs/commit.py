@@ -129,6 +129,8 @@ def document(
         released=arrival.released,
         marks=arrival.marks,
         disorder=before.disorder_with(passed.earliest),
+        erased=before.erased,
+        erased_before=before.erased_before,
         counts=counts,
         totals=totals,
         totals_by_partition=_totals_by_partition(before, fates),

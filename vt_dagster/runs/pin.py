@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from vt_dagster.core.processors import processor_of
-from vt_dagster.errors import SourceError
+from vt_dagster.errors import ConcurrentRunError, SourceError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Source
-from vt_dagster.storage.snapshot import Snapshot
+from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream, Table
 
 
@@ -65,7 +65,7 @@ def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arriv
         pinned.taken,
         at.reach(),
     )
-    names = {up.name for up in processor.consumed}
+    erased, names = 0, {up.name for up in processor.consumed}
     for up in {up.name: up for up in node.inputs}.values():
         found = stores(up).snapshot()
         if found.head is None:
@@ -80,12 +80,35 @@ def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arriv
         ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
         if ranges:
             taken[up.name] = ranges
+            erased += _erased(stores(up), found.head, ranges)
     return replace(
         pinned,
+        erased=erased,
         inputs=inputs,
         tables=tables,
         taken=taken,
         view_rows=at.reach(),
         rows_read=rows_read,
         stream_time=dict(pinned.before.stream_time),
+    )
+
+
+def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> int:
+    """How many offsets of ranges that end with a log have no row any more. Uses Spark only where
+    something was erased after the ranges' begin."""
+    before = head.commit.erased_before
+    if all(start >= before.get(p, 0) for p, (start, _) in ranges.items()):
+        return 0
+    start = dict(head.commit.next_offset) | {p: first for p, (first, _) in ranges.items()}
+    there = store.log(start, head).count()
+    return sum(end - first for first, end in ranges.values()) - there
+
+
+def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:
+    """What to say where a file of a log or view that was pinned is not there any more."""
+    if "FAILED_READ_FILE.FILE_NOT_EXIST" not in str(error):
+        return None
+    return ConcurrentRunError(
+        f"{node.name}: expected the tables' files of when the run started, but some are gone: "
+        "a key was erased meanwhile, or a clean-up kept too little. Nothing was committed: run again"
     )

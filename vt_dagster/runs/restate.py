@@ -25,7 +25,7 @@ from uuid import uuid4
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import OFFSET
+from vt_dagster.columns import OFFSET, PARTITION
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.replay import as_far_as
@@ -183,9 +183,19 @@ class _Restatement:
             if there is not None:
                 logs[up.name] = there.commit.log
         name = uuid4().hex
-        more = {"log": name, "attempt": name, "logs": logs, "run_id": whose, "rejected": False}
+        more: dict[str, Any] = {
+            "log": name,
+            "attempt": name,
+            "logs": logs,
+            "run_id": whose,
+            "rejected": False,
+        }
         kept = F.col(OFFSET) < F.coalesce(by_partition(keep.next_offset, "long"), F.lit(0))
         rows: DataFrame = live.log({}, head).where(kept)
+        if head.commit.erased:
+            there = {r[PARTITION]: r["count"] for r in rows.groupBy(PARTITION).count().collect()}
+            gone = {p: end - there.get(p, 0) for p, end in keep.next_offset.items()}
+            more |= {"erased": gone, "erased_before": keep.next_offset}
         parquet.write(
             parquet.packed(rows, keep.total),
             new.log_path,

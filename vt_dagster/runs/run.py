@@ -45,7 +45,7 @@ from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, timed
 from vt_dagster.runs.past import recorded_if
-from vt_dagster.runs.pin import from_logs, from_source
+from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Comparing, Pinned, Source
@@ -301,10 +301,10 @@ class Run:
             yield
         except BaseException as error:
             self._release()
-            source = self.arrival.source
-            if source is None or not isinstance(error, PySparkException | Py4JJavaError):
+            if not isinstance(error, PySparkException | Py4JJavaError):
                 raise
-            gone = source.explain(error)
+            source = self.arrival.source
+            gone = gone_meanwhile(self.node, error) if source is None else source.explain(error)
             if gone is None:
                 raise
             raise gone from error
@@ -331,7 +331,8 @@ class Run:
         before, judged = arrival.before, results.judged
         passed = gate(processor, rows)
         processor.check(passed.by_partition)
-        counts = processor.counts(arrival.new_records, passed.counts, judged.counts)
+        counts = processor.counts(arrival.new_records - arrival.erased, passed.counts, judged.counts)
+        counts |= {"erased": arrival.erased} if arrival.erased else {}
         state = processor.state_after(rows, results.known)
         buffer = processor.fullness(state)
         gauges = dict(arrival.gauges)

@@ -130,6 +130,7 @@ def write(
     parted: bool = False,
     over: int | None = None,
     replaced: Wanted = everything,
+    pinned: bool = False,
 ) -> Committed:
     """One commit with a document. A batch is written once: another run's is a conflict.
 
@@ -139,6 +140,7 @@ def write(
         parted: whether files are kept apart by ``history_segment``.
         over: of an overwrite the version that the rows were made from; None = there was no table.
         replaced: an overwrite takes the place of these files alone.
+        pinned: whether a compaction since ``over`` is a conflict too.
 
     Returns:
         the commit.
@@ -167,6 +169,8 @@ def write(
                     break
                 last = last_of_ours(path)
                 if mode == "overwrite" and last is not None and (over is None or last.version > over):
+                    break
+                if pinned and _of(table) != over:
                     break
                 try:
                     _commit(path, table, adds, columns, mode, parted, replaced, about)

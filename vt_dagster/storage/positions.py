@@ -114,6 +114,10 @@ class Commit(BaseModel):
     """Whether the attempt's directory holds records to be put into quarantine."""
     state: bool = False
     """Whether the attempt's directory holds what an operator keeps from run to run."""
+    erased: Offsets = Field(default_factory=dict)
+    """How many rows of each partition have been erased: so many offsets of the log are missing."""
+    erased_before: Offsets = Field(default_factory=dict)
+    """All of those are before these offsets."""
 
     @property
     def total(self) -> int:
@@ -192,6 +196,8 @@ class Checkpoint(BaseModel):
     """Of a versioned table's view: with which it was written. What has expired is not there."""
     written: int = 0
     """When it was committed: epoch microseconds of the writer's clock."""
+    erased: dict[str, int] = Field(default_factory=dict)
+    """Of a quarantine: how many rows of each reason have been erased."""
 
     @property
     def total(self) -> int:

@@ -413,7 +413,12 @@ class AssetStore:
         rows, commit = self._unpublished(head), head.commit
         if rows is None:
             return
-        checkpoint = Checkpoint(asset=commit.asset, batch=commit.batch, attempt=commit.attempt)
+        checkpoint = Checkpoint(
+            asset=commit.asset,
+            batch=commit.batch,
+            attempt=commit.attempt,
+            erased=self.erased_rejected(),
+        )
         count = commit.counts.get("late", 0) + commit.counts.get("quarantined", 0)
         with small_run(self.spark, is_small(count, 0)):
             parquet.write(
@@ -423,6 +428,11 @@ class AssetStore:
                 batch=commit.batch,
                 asset=commit.asset,
             )
+
+    def erased_rejected(self) -> dict[str, int]:
+        """How many rows of the quarantine table have been erased, by reason. Does not use Spark."""
+        done = delta.last_commit(self.quarantine_path)
+        return {} if done is None else Checkpoint.model_validate(done.document).erased
 
     def _unpublished(self, head: Head) -> DataFrame | None:
         """What the last run has rejected and is not in the quarantine table yet; None = nothing."""

@@ -1,0 +1,367 @@
+"""A key is gone from every file, nobody else's answers change, and what was interrupted goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
+from typer.testing import CliRunner
+
+from vt_dagster import FilesSource, Stream, TumblingWindow, VersionedTable
+from vt_dagster.cli.app import app
+from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.runs import erase as erasure
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.certificate import FOLDER, Certificate
+from vt_dagster.runs.erase import erase
+from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.storage import delta, erasing
+from vt_dagster.storage.commits import commits
+from vt_dagster.storage.lookup import head_of, look_up
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.model import Table
+
+ERIN, NAME = "erin-6b1f2a", "Erin-Somebody-91"
+OTHERS = ["ada", "bob", "cyd"]
+EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
+
+
+def schema(*names: str) -> StructType:
+    texts = [StructField(name, StringType()) for name in names]
+    return StructType([*texts, StructField("timestamp", TimestampType())])
+
+
+class Shop:
+    """Customers and what is derived from them and their orders, under their key and under others."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.warehouse = root, str(root / "warehouse")
+        self.customers = VersionedTable(
+            "customers",
+            key="customer",
+            schema=schema("customer", "name", "city"),
+            tombstone="name is null",
+            history_retention=timedelta(minutes=40),
+            source=FilesSource(str(root / "landing" / "customers"), max_bad_share=1.0),
+        )
+        self.orders = Stream(
+            "orders",
+            key="customer",
+            schema=schema("customer", "note"),
+            source=FilesSource(str(root / "landing" / "orders")),
+        )
+        self.items = VersionedTable(
+            "items",
+            key="item",
+            schema=schema("item", "owner"),
+            history_retention=timedelta(minutes=40),
+            source=FilesSource(str(root / "landing" / "items")),
+        )
+        self.placed = self.orders.left_join(
+            self.customers,
+            name="placed",
+            select=["left.*", "right.name as buyer"],
+            grace_period=timedelta(minutes=5),
+        )
+        self.owned = self.items.left_join(
+            self.customers, foreign_key="owner", name="owned", select=["left.*", "right.name"]
+        )
+        self.cities = self.customers.group_by("city").count(name="cities")
+        window = TumblingWindow(timedelta(minutes=10), grace=timedelta(minutes=5))
+        self.hourly = self.orders.group_by().windowed_by(window).count(name="hourly")
+        self.nodes: list[Stream] = [
+            *(self.customers, self.orders, self.items),
+            *(self.placed, self.owned, self.cities, self.hourly),
+        ]
+
+    def land(self, name: str, file: str, records: list[dict[str, Any]]) -> None:
+        folder = self.root / "landing" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [
+            json.dumps({**one, "timestamp": (EPOCH + timedelta(minutes=one["timestamp"])).isoformat()})
+            for one in records
+        ]
+        (folder / file).write_text("\n".join(lines) + "\n")
+
+    def land_some(self, chance: random.Random, place: int) -> None:
+        """Records at random: out of order, late, deleted, of everybody."""
+        who = [ERIN, *OTHERS]
+
+        def moment() -> float:
+            return 20 * place + chance.randint(-25 if place else 0, 20)
+
+        people = [(c, NAME if c == ERIN else c.upper()) for c in chance.choices(who, k=12)]
+        self.land(
+            "customers",
+            f"{place}.jsonl",
+            [
+                {
+                    "customer": c,
+                    "name": None if chance.random() < 0.2 else f"{name} {place}",
+                    "city": chance.choice(["rome", "bern"]),
+                    "timestamp": moment(),
+                }
+                for c, name in people
+            ]
+            # one that is late, and one with nothing to say whose it is
+            + [{"customer": ERIN, "name": NAME, "city": "rome", "timestamp": -600}] * (place > 0)
+            + [{"customer": None, "name": "nobody", "city": "rome", "timestamp": 1}],
+        )
+        orders = [{"customer": c, "note": f"of {c}", "timestamp": moment()} for c in who * 2]
+        self.land("orders", f"{place}.jsonl", orders)
+        items = [
+            {"item": f"i{n}", "owner": chance.choice(who), "timestamp": moment()} for n in range(4)
+        ]
+        self.land("items", f"{place}.jsonl", items)
+
+    def run(self, spark: SparkSession, *nodes: Stream) -> None:
+        for node in nodes or self.nodes:
+            while run_once(node, stores_of(self.warehouse, spark)).commit is not None:
+                pass
+
+    def erase(self, spark: SparkSession, node: Stream, **more: Any) -> Certificate:
+        about: dict[str, Any] = {"key": [ERIN], "reason": "asked to", "among": self.nodes, **more}
+        return erase(self.warehouse, node, spark, **about)
+
+    def answers(self) -> dict[str, list[Any]]:
+        """All that anybody can ask of the tables about others, now and as known at each commit."""
+        found: dict[str, list[Any]] = {}
+        for node in self.nodes:
+            when = [c.recorded_at for c in commits(f"{self.warehouse}/{node.name}") if not _erase(c)]
+            kinds = ["log"] + ["current"] * isinstance(node, Table) + ["versions"] * node.versioned
+            for what in kinds:
+                for known in (None, *(in_utc(moment) for moment in when)):
+                    rows = look_up(self.warehouse, node.name, what, as_known_at=known)
+                    found[f"{node.name} {what} {known}"] = _of_others(rows)
+        return found
+
+    def findings(self, spark: SparkSession, *nodes: Stream) -> list[Any]:
+        found = [
+            (node.name, one)
+            for node in nodes or self.nodes
+            for one in audit(AssetStore(self.warehouse, node, spark))
+        ]
+        return [one for one in found if not one[1].passed]
+
+
+def _erase(commit: Any) -> bool:
+    return (commit.run_id or "").startswith("erase:")
+
+
+def _of_others(rows: pa.Table) -> list[Any]:
+    whose = [c for c in ("customer", "owner") if c in rows.column_names]
+    found = [row for row in rows.to_pylist() if all(row[c] not in (ERIN, None) for c in whose)]
+    for row in found:
+        if isinstance(row.get("old"), dict) and row["old"].get("owner") in (ERIN, None):
+            row["old"] = None  # of an item that was hers before
+    return sorted(map(repr, found))
+
+
+def left(folder: Path, *without: str) -> list[str]:
+    """The files below a folder that have the key or a value of hers, as bytes or in what they hold."""
+    found: list[str] = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        place = str(path.relative_to(folder))
+        if place.split("/")[0] in without:
+            continue
+        content = path.read_bytes()
+        if path.name.endswith(".gz"):
+            content += gzip.decompress(content)
+        if path.name.endswith(".parquet"):
+            content += repr(pq.read_table(path, partitioning=None).to_pylist()).encode()
+        if any(text.encode() in content for text in (ERIN, NAME)):
+            found.append(place)
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Shop:
+    shop, chance = Shop(tmp_path_factory.mktemp("shop")), random.Random(7)
+    shop.land_some(chance, 0)
+    shop.run(spark)
+    shop.land_some(chance, 1)
+    shop.run(spark, shop.customers, shop.orders, shop.items)
+    # Spark's statistics name the key
+    spark.sql(f"OPTIMIZE delta.`{shop.warehouse}/customers/quarantine`")
+    return shop
+
+
+@pytest.fixture
+def shop(made: Shop, tmp_path: Path) -> Shop:
+    shutil.copytree(made.root / "warehouse", tmp_path / "warehouse")
+    copy = Shop(tmp_path)
+    (tmp_path / "landing").symlink_to(made.root / "landing")
+    return copy
+
+
+def test_no_byte_is_left_and_nobody_else_notices(shop: Shop, spark: SparkSession) -> None:
+    exports = [
+        export_of(shop.customers, "versions", str(shop.root / "exported" / "customers")),
+        export_of(shop.placed, "log", str(shop.root / "exported" / "placed")),
+    ]
+    for export in exports:
+        ExportRun(export, shop.warehouse, spark).run()
+    before, warehouse = shop.answers(), shop.root / "warehouse"
+    exported = {e.to: _of_others(delta.require_table(e.to).to_pyarrow_table()) for e in exports}
+    assert any(place.startswith("customers/quarantine/_delta_log") for place in left(warehouse))
+    for node in (shop.customers, shop.orders):
+        done = shop.erase(spark, node, exports=[exports[node is shop.orders].to])
+        assert done.finished
+    assert left(warehouse, "items") == []
+    assert left(shop.root / "exported") == []
+    for export in exports:
+        table = delta.require_table(export.to)
+        assert _of_others(table.to_pyarrow_table()) == exported[export.to]
+        assert (table.protocol().min_reader_version, table.protocol().reader_features) == (1, None)
+        assert ExportRun(export, shop.warehouse, spark).run() is None
+    assert shop.answers() == before
+    assert shop.findings(spark) == []
+    # what had not been taken when she went is taken without her, and the accounts still hold
+    behind = (shop.placed, shop.owned, shop.hourly)
+    shop.run(spark, *behind)
+    assert shop.findings(spark, *behind) == []
+    replay(shop.warehouse, shop.hourly, "hourly_anew", spark)
+    anew, live = (head_of(shop.warehouse, name)[1] for name in ("hourly_anew", "hourly"))
+    assert anew.totals["erased"] == head_of(shop.warehouse, "orders")[1].erased[0]
+    assert 0 < live.totals["erased"] < anew.totals["erased"]
+    assert left(warehouse, "items") == []
+
+
+def test_the_certificate(shop: Shop, spark: SparkSession) -> None:
+    done = shop.erase(spark, shop.customers)
+    (path,) = (shop.root / "warehouse" / FOLDER).glob("*.json")
+    told = json.loads(path.read_text())
+    assert told == json.loads(done.model_dump_json())
+    assert ERIN not in path.read_text()
+    assert told["reason"] == "asked to"
+    assert told["searched"]["customers/log"]["erased"] > 0
+    assert told["searched"]["customers/quarantine"]["erased"] > 0
+    assert told["searched"]["owned/view"]["erased"] >= 0
+    assert set(told["kept"]) == {"cities"}
+    assert any(line.startswith("items: ") and "owner" in line for line in told["elsewhere"])
+    assert any(line.startswith("orders: ") for line in told["elsewhere"])
+    assert any("customers/0.jsonl" in line for line in told["unreachable"])
+    assert any("event storage" in line for line in told["unreachable"])
+    # again: nothing to do, and it says so
+    again = shop.erase(spark, shop.customers)
+    assert again.id != done.id
+    assert {one.erased for one in again.searched.values()} == {0}
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_it_goes_on(shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = shop.answers()
+
+    def armed(function: Any, place: int, steps: Iterator[int]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done = function(*args, **kwargs)
+            if next(steps) == place:
+                raise Killed
+            return done
+
+        return call
+
+    # after the commit of the log, of one more; after attempts are gone; after a log was cleaned
+    for place in (0, 1, 2, 4):
+        with monkeypatch.context() as patch:
+            steps = iter(range(100))
+            for owner, name in (
+                (erasing, "rewrite"),
+                (erasing, "purge"),
+                (erasure, "_forget_attempts"),
+            ):
+                patch.setattr(owner, name, armed(getattr(owner, name), place, steps))
+            with pytest.raises(Killed):
+                shop.erase(spark, shop.orders)
+    done = shop.erase(spark, shop.orders)
+    assert done.finished
+    assert len(list((shop.root / "warehouse" / FOLDER).glob("*.json"))) == 1
+    for name in ("orders", "placed"):
+        gone = head_of(shop.warehouse, name)[1].erased
+        assert done.searched[f"{name}/log"].erased == gone[0] > 0
+    assert left(shop.root / "warehouse", "items", "customers", "owned") == []
+    assert shop.answers() == before
+    assert shop.findings(spark, shop.orders, shop.placed, shop.hourly) == []
+
+
+def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = stores_of(shop.warehouse, spark)
+    run = Run.pin(shop.placed, stores)
+    results = run.operate(run.read())
+    shop.erase(spark, shop.orders)
+    with pytest.raises(ConcurrentRunError, match="a key was erased meanwhile"):
+        run.commit(results)
+    # and the other way round: the erase is refused, and can be made again
+    shop.land("orders", "9.jsonl", [{"customer": "ada", "note": "late", "timestamp": 70}])
+    find = erasing.find
+
+    def beside(*args: Any) -> Any:
+        found = find(*args)
+        with monkeypatch.context() as patch:
+            patch.setattr(erasing, "find", find)
+            run_once(shop.orders, stores)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(erasing, "find", beside)
+        with pytest.raises(ConcurrentRunError):
+            shop.erase(spark, shop.orders, key=["bob"])
+    assert shop.erase(spark, shop.orders, key=["bob"]).finished
+
+
+def test_what_is_refused(shop: Shop, spark: SparkSession) -> None:
+    with pytest.raises(StorageError, match="definitions of all that consumes it, got none of"):
+        shop.erase(spark, shop.customers, among=[])
+    with pytest.raises(StorageError, match="over the key columns"):
+        shop.erase(spark, shop.customers, key=None, where="city = 'rome'")
+    with pytest.raises(StorageError, match="got none; give --key"):
+        shop.erase(spark, shop.customers, key=None)
+    with pytest.raises(StorageError, match="once for each"):
+        shop.erase(spark, shop.customers, key=["a", "b"])
+    with pytest.raises(StorageError, match="expected a reason"):
+        shop.erase(spark, shop.customers, reason=" ")
+
+
+def test_by_a_condition_from_the_shell(
+    shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shop.root / "erased_shop.py").write_text(
+        "from pathlib import Path\n"
+        "from tests.storage.test_erase import Shop\n"
+        "from vt_dagster import build_export\n"
+        f"shop = Shop(Path({str(shop.root)!r}))\n"
+        "globals().update({node.name: node for node in shop.nodes})\n"
+        "exported = build_export(shop.items, 'versions', to=str(shop.root / 'exported'))\n"
+    )
+    monkeypatch.syspath_prepend(str(shop.root))
+    to = str(shop.root / "exported")
+    ExportRun(export_of(shop.items, "versions", to), shop.warehouse, spark).run()
+    asked = ["--where", "item in ('i1', 'i2')", "--reason", "test data", "--module", "erased_shop"]
+    done = CliRunner().invoke(app, ["erase", "items", *asked, "--warehouse", shop.warehouse])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"^items/log: [1-9]\d* of \d+ rows", done.output, re.MULTILINE)
+    assert FOLDER in done.output
+    for rows in (
+        look_up(shop.warehouse, "owned", "current"),
+        delta.require_table(to).to_pyarrow_table(),
+    ):
+        assert set(rows.column("item").to_pylist()) == {"i0", "i3"}
+    assert shop.findings(spark, shop.items, shop.owned) == []

@@ -1,0 +1,209 @@
+"""What an erase tells of itself: what was searched, what is left elsewhere, and no value of the key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel, Field, PrivateAttr
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StringType, StructType
+
+from vt_dagster.columns import OLD
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.erasing import Key
+from vt_dagster.storage.lookup import asset_names
+from vt_dagster.storage.store import AssetStore
+
+FOLDER = "erased.certificates"
+"""Of a warehouse: no asset has such a name."""
+_NAMED = 20
+
+
+class Searched(BaseModel):
+    """What was found in one table: over all tries, where one was killed.
+
+    Args:
+        rows: that were looked at; ``erased``: that were removed, or emptied of all but another key;
+            ``old``: whose old row was.
+        version: of the table after it, where it was written anew.
+    """
+
+    rows: int = 0
+    erased: int = 0
+    old: int = 0
+    version: int | None = None
+
+    def __init__(
+        self, rows: int = 0, erased: int = 0, old: int = 0, version: int | None = None
+    ) -> None:
+        super().__init__(rows=rows, erased=erased, old=old, version=version)
+
+
+class Certificate(BaseModel):
+    """The document of one erase."""
+
+    id: str
+    asset: str
+    reason: str
+    salt: str
+    key_sha256: str
+    """Of the salt and the JSON of ``[asset, key, where]``."""
+    started: str
+    finished: str | None = None
+    """None = it was interrupted: run it again."""
+    searched: dict[str, Searched] = Field(default_factory=dict)
+    """By table of the warehouse (``prices/log``), or export."""
+    files_removed: int = 0
+    kept: dict[str, str] = Field(default_factory=dict)
+    """What is derived from the asset and was not searched, and why."""
+    elsewhere: list[str] = Field(default_factory=list)
+    """Where the key's value still is in other assets of the warehouse."""
+    unreachable: list[str] = Field(default_factory=list)
+    """Where copies may be that no erase reaches, and what helps there."""
+    waiting: dict[str, int] = Field(default_factory=dict)
+    """While it goes on: how many of the records that a join holds back are about to go."""
+    _path: str = PrivateAttr("")
+
+    @property
+    def path(self) -> str:
+        """Where it lies."""
+        return self._path
+
+    def add(self, table: str, found: Searched) -> None:
+        """Notes what was found in a table, beside what an earlier try found."""
+        before = self.searched.get(table, Searched())
+        sums = {"erased": before.erased + found.erased, "old": before.old + found.old}
+        self.searched[table] = found.model_copy(update=sums)
+        self.save()
+
+    def finish(self) -> None:
+        """Says that it has come to its end."""
+        self.finished = _now()
+        self.save()
+
+    def save(self) -> None:
+        """Writes the document, as a whole."""
+        fs, local = delta.filesystem(self._path)
+        with parquet.writing(self._path):
+            fs.makedirs(posixpath.dirname(local), exist_ok=True)
+            fs.pipe_file(f"{local}.part", self.model_dump_json(indent=2).encode())
+            fs.mv(f"{local}.part", local)
+
+
+def begun(warehouse: str, asset: str, asked: Sequence[Any], reason: str) -> Certificate:
+    """The certificate of an erase: the one that an interrupted try has begun, or a new one."""
+    folder = posixpath.join(warehouse, FOLDER)
+    fs, local = delta.filesystem(folder)
+    names = fs.ls(local, detail=False) if fs.exists(local) else []
+    for name in sorted(map(posixpath.basename, names)):
+        if not name.endswith(".json"):
+            continue
+        found = Certificate.model_validate_json(fs.cat_file(posixpath.join(local, name)))
+        if found.finished is None and found.key_sha256 == _hash(found.salt, asked):
+            found._path = posixpath.join(folder, name)
+            return found
+    salt, ident = uuid4().hex, uuid4().hex
+    made = Certificate(
+        id=ident,
+        asset=asset,
+        reason=reason,
+        salt=salt,
+        key_sha256=_hash(salt, asked),
+        started=_now(),
+    )
+    made._path = posixpath.join(folder, f"{made.started[:19].replace(':', '')}-{ident}.json")
+    made.save()
+    return made
+
+
+def _hash(salt: str, asked: Sequence[Any]) -> str:
+    return hashlib.sha256((salt + json.dumps(asked, default=str)).encode()).hexdigest()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def elsewhere(warehouse: str, key: Key, spark: SparkSession) -> list[str]:
+    """Where the logs of a warehouse still have the key: in columns of its names; of a single text, in
+    any column.
+
+    Plan: one pass over these columns of each log.
+    """
+    found: list[str] = []
+    for name in asset_names(warehouse):
+        path = posixpath.join(warehouse, name, "log")
+        columns = _suspects(parquet.schema(path), key)
+        if not columns:
+            continue
+        rows = parquet.read(spark, path)
+        counted = [F.count_if(hit).alias(told) for told, hit in columns.items()]
+        counts = rows.agg(*counted).collect()[0]
+        found += [
+            f"{name}: {counts[told]} rows have it in {told}, which is not derived from what was "
+            f"erased: erase it there too (vt-dagster erase … {name}), or make that anew"
+            for told in columns
+            if counts[told]
+        ]
+    return found
+
+
+def _suspects(columns: StructType, key: Key) -> dict[str, Column]:
+    """By column, whether a row has the key there."""
+    types = {f.name: f.dataType for f in columns.fields}
+    if key.values is not None and [*map(type, key.values)] == [str]:
+        inside = types.get(OLD)
+        texts = [f"`{name}`" for name, kind in types.items() if isinstance(kind, StringType)]
+        if isinstance(inside, StructType):
+            texts += [f"{OLD}.`{f.name}`" for f in inside if isinstance(f.dataType, StringType)]
+        return {c.replace("`", ""): F.col(c).eqNullSafe(F.lit(key.values[0])) for c in texts}
+    if not {*key.types} <= {*types}:
+        return {}
+    return {", ".join(key.types): key.condition()}
+
+
+def unreachable(stores: Sequence[AssetStore], key: Key) -> list[str]:
+    """What no erase reaches, and what helps there."""
+    found: list[str] = []
+    for store in stores:
+        head, node = store.head(), store.node
+        if head is None:
+            continue
+        again = "a replay would bring it back"
+        if head.commit.topics:
+            names = ", ".join(sorted(head.commit.topics))
+            found.append(
+                f"what {node.name} was read from, {names}: delete it there, {again}. In a compacted "
+                "topic a tombstone removes it"
+            )
+        if head.commit.files:
+            names = _named([*store.consumed_files(head)], key)
+            found.append(
+                f"what {node.name} was read from, {names}: delete it there, {again}. A file that is "
+                "changed in place is taken as a new one: put it elsewhere"
+            )
+    found.append(
+        "Dagster's event storage, where samples of failed checks and pictures may have it: delete the "
+        "runs of before of these assets (DagsterInstance.delete_run), and their compute logs"
+    )
+    found.append(
+        "topics that these assets are published to: publish a tombstone of the key where they are "
+        "compacted, else their retention decides; and backups, and copies that others have made"
+    )
+    return found
+
+
+def _named(names: Sequence[str], key: Key) -> str:
+    """Some names of files, without the key."""
+    told = sorted(names)[:_NAMED]
+    for value in key.values or ():
+        told = [name.replace(str(value), "…") for name in told] if isinstance(value, str) else told
+    more = len(names) - len(told)
+    return ", ".join(told) + (f" and {more:,} more" if more else "")

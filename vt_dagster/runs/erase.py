@@ -1,0 +1,371 @@
+"""Erases a key: from an asset, from what is derived from it under that key, and from exports.
+
+**What becomes of its rows.** A row of its log is removed, and the commit says how many are missing
+(``erased``); offsets of all others, stream times and what was known when stay as they are. So positions
+of consumers mean what they meant, and no answer for another key changes. A placeholder would need a key
+of its own, and every operator would have to know it. Where the key is among the values of a table with
+another key, the row stays as a tombstone, for that key's versions must not move.
+
+**How it takes place.** Inputs first, each table in one commit that is a batch of its own: a run that
+started before it is refused. Each step finds nothing to do or is done again, and the certificate counts
+what each has done, so that a killed erase is brought to its end by the same call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from uuid import uuid4
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import OFFSET, TIMESTAMP
+from vt_dagster.core.arrival import Fate, by_partition
+from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unreachable
+from vt_dagster.runs.commit import recorded
+from vt_dagster.runs.erase_plan import Places, derived, key_of, require_free
+from vt_dagster.storage import delta, erasing
+from vt_dagster.storage.erasing import Found, Key, Marked
+from vt_dagster.storage.maintenance import is_older
+from vt_dagster.storage.positions import Checkpoint, Commit
+from vt_dagster.storage.snapshot import Head
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+Tell = Callable[[str], None]
+_KEPT = (
+    "derived without the key's columns: what it counted stays, and so do groups that a value of the "
+    "key names, until it is made anew (vt-dagster replay and swap, or restate)"
+)
+_ROWS = "rows_erased"
+"""Among the counts of an erase's commit."""
+
+
+def erase(
+    warehouse: str,
+    node: Stream,
+    spark: SparkSession,
+    *,
+    reason: str,
+    key: Sequence[object] | None = None,
+    where: str | None = None,
+    among: Sequence[Stream] = (),
+    exports: Sequence[str] = (),
+    tell: Tell | None = None,
+) -> Certificate:
+    """Removes a key from an asset, from what is derived from it under that key, and from exports.
+
+    Logs, views, ``old``, states, attempts and quarantine; files and commits that had it are removed at
+    once, so that no older version can be read. What an aggregate has counted under another key stays
+    counted. Let nothing run meanwhile: a run in between is refused, or the erase is. What was
+    interrupted is brought to its end by the same call.
+
+    Args:
+        reason: goes into the certificate: do not write the key into it.
+        key: the values of the key columns, also as texts; None = ``where`` alone says which keys.
+        where: a SQL condition over the key columns; quarantined records are searched by ``key`` alone.
+        among: the streams and tables in which to look for what consumes it.
+        exports: the directories of exports of any of these (``build_export``).
+        tell: is told what was found, in a line each.
+
+    Returns:
+        the certificate, which is also in the warehouse, in ``erased.certificates/``.
+
+    Raises:
+        StorageError: the asset has never run, has no such key, or what consumes it is not among them; a
+            restatement is under way.
+        ConcurrentRunError: a run committed meanwhile. Run it again.
+    """
+    return _Erase(str(warehouse), node, spark, reason, key, where, among, exports, tell).run()
+
+
+class _Erase:
+    def __init__(
+        self,
+        warehouse: str,
+        node: Stream,
+        spark: SparkSession,
+        reason: str,
+        key: Sequence[object] | None,
+        where: str | None,
+        among: Sequence[Stream],
+        exports: Sequence[str],
+        tell: Tell | None,
+    ) -> None:
+        self.warehouse, self.node, self.spark = warehouse, node, spark
+        self.say = tell or (lambda _: None)
+        if not reason.strip():
+            raise StorageError("expected a reason for the erase, got none; give one, without the key")
+        self.key = key_of(AssetStore(warehouse, node, spark), key, where)
+        self.plan = derived(warehouse, node, [node, *among])
+        for one in self.plan:
+            require_free(warehouse, one.node)
+        self.exports = {path: self._exported(path) for path in exports}
+        asked = [posixpath.join(*node.path), self.key.values, where]
+        self.done = begun(warehouse, posixpath.join(*node.path), asked, reason)
+
+    def run(self) -> Certificate:
+        for one in self.plan:
+            if not one.columns:
+                self.done.kept[one.name] = _KEPT
+                continue
+            self._asset(one)
+        for path, one in self.exports.items():
+            self._export(path, one)
+        self.done.elsewhere = elsewhere(self.warehouse, self.key, self.spark)
+        stores = [AssetStore(self.warehouse, one.node, self.spark) for one in self.plan]
+        self.done.unreachable = unreachable(stores, self.key)
+        self.done.waiting = {}
+        self.done.finish()
+        for line in (*self.done.elsewhere, *self.done.unreachable):
+            self.say(f"! {line}")
+        return self.done
+
+    # -- an asset --------------------------------------------------------------------------------
+
+    def _asset(self, one: Places) -> None:
+        store = AssetStore(self.warehouse, one.node, self.spark, None)
+        store.catch_up(now=True)
+        head = store.head()
+        if head is None:
+            return
+        marked = _marked(self.key, one.columns)
+        self._note_waiting(store, head, marked)
+        batch = self._log(store, head, one, marked)
+        committed = time.time()
+        if isinstance(one.node, Table) and delta.exists(store.view_path):
+            self._view(store, batch, one, marked)
+        if delta.exists(store.quarantine_path) and one.node is self.node and self.key.values:
+            self._quarantine(store, batch)
+        removed = _forget_attempts(store, committed)
+        for path in (store.log_path, store.view_path, store.quarantine_path):
+            if delta.exists(path):
+                removed += erasing.purge(path, batch)
+        self.done.files_removed += removed
+        self.done.save()
+
+    def _log(self, store: AssetStore, head: Head, one: Places, marked: Marked) -> int:
+        found = erasing.find(self.spark, store.log_path, head.version, marked)
+        attempt, commit = store.new_attempt(), head.commit
+        try:
+            self._stage(store, head, one, marked, attempt)
+        except StorageError:
+            now = store.head()
+            if now is None or now.commit.batch == commit.batch:
+                raise
+            raise ConcurrentRunError(
+                f"{one.name}: expected that nothing runs while a key is erased, but batch "
+                f"{now.commit.batch} was committed meanwhile: run the erase again, while nothing runs"
+            ) from None
+        after = self._after(commit, attempt, one, found)
+        # What an earlier try has done and did not come to note.
+        again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
+        before = commit.counts.get(_ROWS, 0) if again else 0
+        after.counts[_ROWS] = found.rows + before
+        erasing.rewrite(
+            self.spark,
+            store.log_path,
+            head.version,
+            found,
+            marked,
+            one.way_of_log,
+            one.values,
+            document=after.model_dump(),
+            asset=one.node.name,
+        )
+        found.rows += before
+        self._tell(f"{one.name}/log", found)
+        return after.batch
+
+    def _stage(self, store: AssetStore, head: Head, one: Places, marked: Marked, attempt: str) -> None:
+        """Keeps for the next run what the last one has left for it, without the key."""
+        state = store.state(head)
+        if state is not None:
+            if {*one.columns.values()} <= {*state.columns}:
+                state = erasing.without(state, marked)
+            store.stage_state(attempt, state)
+        if head.commit.files:
+            store.stage_files(attempt, store.consumed_files(head))
+
+    def _after(self, commit: Commit, attempt: str, one: Places, found: Found) -> Commit:
+        """What the commit of the erase says: where the last one stood, and what is missing."""
+        gone = found.by_partition if one.way_of_log == "remove" else {}
+        counts, totals = dict.fromkeys(commit.counts, 0), dict(commit.totals)
+        waiting = commit.counts.get(Fate.WAITING, 0)
+        run_id = f"erase:{self.done.id}"
+        told = 0 if commit.run_id == run_id else self.done.waiting.get(one.name, 0)
+        lost = min(waiting, told)
+        if waiting:
+            counts[Fate.WAITING] = waiting - lost
+        if lost:
+            totals[Fate.WAITING] = totals.get(Fate.WAITING, 0) - lost
+            totals["in"] = totals.get("in", 0) - lost
+            totals["erased"] = totals.get("erased", 0) + lost
+        ends = {p: commit.next_offset.get(p, 0) for p in gone}
+        update = {
+            "batch": commit.batch + 1,
+            "attempt": attempt,
+            "run_id": run_id,
+            "recorded_at": recorded(commit, None),
+            "taken": {},
+            "gaps": {},
+            "rejected": False,
+            "counts": counts,
+            "totals": totals,
+            "erased": {p: commit.erased.get(p, 0) + gone.get(p, 0) for p in {*commit.erased, *gone}},
+            "erased_before": {**commit.erased_before, **ends},
+        }
+        return commit.model_copy(update=update)
+
+    def _note_waiting(self, store: AssetStore, head: Head, marked: Marked) -> None:
+        """Counts, for the accounts of joins, the records that wait there and are about to go."""
+        for other in self.plan:
+            there = AssetStore(self.warehouse, other.node, self.spark).head()
+            if there is None or not there.commit.counts.get(Fate.WAITING) or not there.commit.released:
+                continue
+            taken = there.commit.inputs.get(store.node.name)
+            if taken is None:
+                continue
+            out = by_partition(there.commit.released, "long")
+            waits = F.coalesce(F.unix_micros(TIMESTAMP) > out, F.lit(True))
+            ours = F.col(OFFSET) < F.coalesce(by_partition(taken, "long"), F.lit(0))
+            count = marked(store.log({}, head)).where("_hit").where(waits & ours).count()
+            if count:
+                self.done.waiting[other.name] = count
+                self.done.save()
+
+    def _view(self, store: AssetStore, batch: int, one: Places, marked: Marked) -> None:
+        there = delta.last_commit(store.view_path)
+        assert there is not None
+        found = erasing.find(self.spark, store.view_path, there.version, marked)
+        if found.places:
+            then = Checkpoint.model_validate(there.document)
+            about = {"batch": batch, "attempt": uuid4().hex, "written": int(time.time() * 1e6)}
+            erasing.rewrite(
+                self.spark,
+                store.view_path,
+                there.version,
+                found,
+                marked,
+                one.way_of_view,
+                one.values,
+                document=then.model_copy(update=about).model_dump(),
+                asset=f"{one.node.name}:view",
+                parted=isinstance(one.node, VersionedTable),
+            )
+        self._tell(f"{one.name}/view", found)
+
+    def _quarantine(self, store: AssetStore, batch: int) -> None:
+        there = delta.last_commit(store.quarantine_path)
+        assert there is not None
+        found = erasing.find(self.spark, store.quarantine_path, there.version, self.key.in_text)
+        if found.places:
+            then = Checkpoint.model_validate(there.document)
+            rows = store.quarantine()
+            assert rows is not None
+            hits = self.key.in_text(rows).where("_hit").groupBy("reason").count().collect()
+            erased = dict(then.erased)
+            for row in hits:
+                erased[row["reason"]] = erased.get(row["reason"], 0) + row["count"]
+            about = {"batch": batch, "attempt": uuid4().hex, "erased": erased}
+            erasing.rewrite(
+                self.spark,
+                store.quarantine_path,
+                there.version,
+                found,
+                self.key.in_text,
+                "remove",
+                (),
+                document=then.model_copy(update=about).model_dump(),
+                asset=store.node.name,
+            )
+        self._tell(f"{posixpath.join(*store.node.path)}/quarantine", found)
+
+    # -- an export -------------------------------------------------------------------------------
+
+    def _exported(self, path: str) -> Places:
+        """What an export is of."""
+        found = delta.last_commit(path)
+        whose = [] if found is None else [*Commit.model_validate(found.document).logs]
+        exported = next((one for one in self.plan if one.node.name in whose), None)
+        if exported is None:
+            raise StorageError(
+                f"expected an export of one of {[one.name for one in self.plan]} in {path}, got "
+                f"{'one of ' + ', '.join(whose) if whose else 'none'}; leave it out, or erase there too"
+            )
+        return exported
+
+    def _export(self, path: str, one: Places) -> None:
+        there = delta.last_commit(path)
+        assert there is not None
+        columns = {*delta.require_table(path).schema().to_arrow().names}
+        if not one.columns or not {*one.columns.values()} <= columns:
+            self.done.kept[path] = (
+                "it has not got the key's columns: remove it, its next run makes it anew"
+            )
+            return
+        marked = _marked(self.key, one.columns)
+        found = erasing.find(self.spark, path, there.version, marked)
+        then = Commit.model_validate(there.document)
+        about = {
+            "batch": then.batch + 1,
+            "attempt": uuid4().hex,
+            "run_id": f"erase:{self.done.id}",
+            "taken": {},
+            "counts": {"in": 0},
+        }
+        erasing.rewrite(
+            self.spark,
+            path,
+            there.version,
+            found,
+            marked,
+            "remove",
+            (),
+            document=then.model_copy(update=about).model_dump(),
+            asset=then.asset,
+        )
+        self._tell(path, found)
+        self.done.files_removed += erasing.purge(path, then.batch + 1)
+        self.done.save()
+
+    def _tell(self, table: str, found: Found) -> None:
+        self.done.add(
+            table,
+            Searched(rows=found.searched, erased=found.rows, old=found.old, version=found.version),
+        )
+        self.say(f"{table}: {found.rows} of {found.searched} rows, {found.old} old rows")
+
+
+def _marked(key: Key, columns: Mapping[str, str]) -> Marked:
+    def marked(rows: DataFrame) -> DataFrame:
+        return key.within(rows, columns)
+
+    return marked
+
+
+def _forget_attempts(store: AssetStore, until: float) -> int:
+    """Removes what earlier runs had prepared; the last commit's is what the next run goes on from.
+
+    Args:
+        until: when the erase was committed: whoever prepares something after it may be allowed to.
+    """
+    head = store.head()
+    assert head is not None
+    fs, attempts = delta.filesystem(posixpath.join(store.root, "attempts"))
+    removed = 0
+    if not fs.exists(attempts):
+        return 0
+    for path in fs.ls(attempts, detail=False, refresh=True):
+        name = posixpath.basename(path.rstrip("/"))
+        age = timedelta(seconds=max(0.0, time.time() - until))
+        if name != head.commit.attempt and is_older(posixpath.join(store.root, "attempts", name), age):
+            with contextlib.suppress(FileNotFoundError):
+                removed += sum(name.endswith(".parquet") for name in fs.find(path))
+                fs.rm(path, recursive=True)
+    return removed
