@@ -54,8 +54,6 @@ from vt_dagster.core.stream_time import (
 from vt_dagster.topology.model import Stream, Table
 
 Counts = Mapping[str, int]
-
-
 O = TypeVar("O", covariant=True)  # noqa: E741
 
 
@@ -168,9 +166,8 @@ class Processor(ABC, Generic[O]):
     @property
     def chunk(self) -> Column | None:
         """Ascends with the order of what it takes, so that a long partition is not one task's."""
-        if self.few:
-            return None
-        return hour_of_arrival() if self.merges else arrival_chunk()
+        place = hour_of_arrival() if self.merges else arrival_chunk()
+        return None if self.few else place
 
     # -- its own stream time ---------------------------------------------------------------------
 
@@ -311,9 +308,8 @@ class Processor(ABC, Generic[O]):
 
     def result_chunk(self, few: bool) -> Column | None:
         """Ascends with that order."""
-        if few:
-            return None
-        return hour_of_arrival() if self.merges else arrival_chunk()
+        place = hour_of_arrival() if self.merges else arrival_chunk()
+        return None if few else place
 
     @property
     def keeps_order(self) -> bool:
