@@ -105,8 +105,8 @@ def test_each_row_is_as_known_then(spark: SparkSession, seed: int) -> None:
         source = None if node.operator else Records(store, list(records))
         run_once(node, lambda one: stores[one.name], source, recorded_at=recorded)
 
+    now = 0
     for step in range(4):
-        now = step * chance.choice([5, 30])
         run(RATES, at(now + 3), drawn(chance, 40, now, 20))
         if step in (1, 2):
             run(
@@ -115,6 +115,7 @@ def test_each_row_is_as_known_then(spark: SparkSession, seed: int) -> None:
                 [*drawn(chance, 60, now, 30), {"k": None, "n": 1, "timestamp": EPOCH}],
             )
             run(made["recorded"])
+        now += chance.choice([5, 30])
     for node in made.values():
         run(node)
 
@@ -251,5 +252,5 @@ def test_refused_beside_what_has_no_versions(about: dict[str, Any]) -> None:
     with pytest.raises(TopologyError, match="'plain' is not versioned"):
         ORDERS.left_join(plain, name="x", **about)
     (what,) = about
-    with pytest.raises(TopologyError, match=f"{what} is for a join with a versioned table"):
+    with pytest.raises(TopologyError, match=f"{what} is for a join of a stream with a versioned table"):
         ORDERS.left_join(Stream("more", key="k", schema=SCHEMA), name="x", within=DAY, **about)

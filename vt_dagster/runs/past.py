@@ -56,11 +56,19 @@ class TablePast:
         rows = recorded_if(True, self.store.log({}, self.head))
         known = F.col(RECORDED_AT).isNull() | (F.col(RECORDED_AT) <= _at(found["cut"]))
         rows = rows.where(known)
-        return rows if ends else rows.where(F.col(TIMESTAMP) <= _at(found["last"]))
+        # Whether a version has been forgotten is told by whether its key has a later one.
+        if ends or self._forgets:
+            return rows
+        return rows.where(F.col(TIMESTAMP) <= _at(found["last"]))
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether a row may be of a time that the table had forgotten by its cut."""
+        retention, now = self.table.history_retention, self.head.commit.stream_time
+        return self._since < max(horizons(retention, now), default=self._since)
 
     def horizons(self) -> DataFrame | None:
-        retention, now = self.table.history_retention, self.head.commit.stream_time
-        if self._since >= max(horizons(retention, now), default=self._since):
+        if not self._forgets:
             return None
         rows = list[tuple[int, int, int | None, int]]()
         for partition, steps in self._steps().items():
