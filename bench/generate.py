@@ -148,15 +148,26 @@ def arrivals(spark: SparkSession, rows: int, keys: int) -> Path:
     return cached(f"arrivals-{rows}-{keys}", prepared)
 
 
-def json_lines(spark: SparkSession, first: int, rows: int, total: int, keys: int) -> Path:
+def json_lines(
+    spark: SparkSession,
+    first: int,
+    rows: int,
+    total: int,
+    keys: int,
+    late: int = 5,
+    reach: int | None = None,
+) -> Path:
     """One file of JSON lines: arrivals ``first`` to ``first + rows`` of ``total``.
 
     A feed is as late as it is, however much history a table has: by up to 20,000 records.
+
+    Args:
+        late, reach: one of so many records is late, by up to the time of so many.
     """
-    reach = min(total // 5, 20_000)
-    path = DATA / f"lines-{first}-{rows}-{total}-{keys}-{reach}-v{LAYOUT}.jsonl"
+    reach = min(total // 5, 20_000) if reach is None else reach
+    path = DATA / f"lines-{first}-{rows}-{total}-{keys}-{late}-{reach}-v{LAYOUT}.jsonl"
     if not path.exists():
-        records = _arrivals(spark, first, rows, total, keys, 1, reach)
+        records = _arrivals(spark, first, rows, total, keys, 1, reach, late)
         whole = records.drop("id").withColumn(
             "at", F.date_format("at", "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'")
         )
@@ -168,15 +179,22 @@ def json_lines(spark: SparkSession, first: int, rows: int, total: int, keys: int
 
 
 def _arrivals(
-    spark: SparkSession, first: int, rows: int, total: int, keys: int, files: int, reach: int
+    spark: SparkSession,
+    first: int,
+    rows: int,
+    total: int,
+    keys: int,
+    files: int,
+    reach: int,
+    one_in: int = 5,
 ) -> DataFrame:
     """``id, key, price, grade, at``; no two records of a key have the same time.
 
     Args:
-        reach: every fifth record is late, by up to the time of so many.
+        reach: one record in ``one_in`` is late, by up to the time of so many.
     """
     step = SPAN // total
-    late = F.when(noise(9, "id") % 5 == 0, 1 + noise(10, "id") % reach).otherwise(F.lit(0))
+    late = F.when(noise(9, "id") % one_in == 0, 1 + noise(10, "id") % reach).otherwise(F.lit(0))
     return spark.range(first, first + rows, 1, files).select(
         "id",
         (noise(4, "id") % keys).alias("key"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import as_of_join
+import corrections
 import incremental_run
 import kafka_throughput
 import operators
@@ -86,6 +87,7 @@ PARTS: dict[str, Callable[[SparkSession, Sizes, int, Outputs], tuple[list[Result
     "put": lambda s, n, repeat, out: versioned_put.run(s, n.put, repeat, out),
     "snapshot": lambda s, n, repeat, out: snapshot_diff.run(s, n.put, repeat, out),
     "operators": lambda s, n, repeat, out: operators.run(s, n.operators, repeat, out),
+    "corrections": lambda s, n, repeat, out: corrections.run(s, n.operators, repeat, out),
     "dagster": lambda s, n, repeat, out: through_dagster.run(s, n.operators // 4, repeat, out),
     "gates": lambda s, n, repeat, out: upkeep.gates(s, n.tables[0], n.new, repeat, out),
     "expiry": lambda s, n, repeat, out: upkeep.expiry(s, n.tables[:2], n.new, repeat, out),
