@@ -49,8 +49,8 @@ class StreamTableJoin(Join):
         as_known: of a versioned table, among which versions the one of the record's timestamp is
             looked for. ``now``: all. ``when_recorded``: those recorded no later than the stream's
             record was (``recorded_at`` of both logs, inclusive), which is what a live system could
-            have known. A duration: those recorded no later than timestamp + duration (inclusive);
-            the record has to wait that long, so it needs a ``grace_period`` of at least as much. With
+            have known. A duration: those recorded no later than timestamp + duration (inclusive)
+            that are there when the run starts; a ``grace_period`` lets the record wait for them. With
             stream time and history retention of then: what ``read(as_of=, as_known_at=)`` gives. A
             row of a log from before times of record were noted counts as known from the start, and
             such a record of the stream as recorded at its timestamp.
@@ -83,7 +83,7 @@ class StreamTableJoin(Join):
         if self.grace_period is not None:
             self._check_grace(self.grace_period)
         check_match(self.name, right, self.as_known, self.max_age, self.at)
-        self._check_waits_until_known()
+        self._check_waits_for_nothing()
         self.projection()
 
     @property
@@ -131,24 +131,13 @@ class StreamTableJoin(Join):
                     "after the versions they need are gone: shorten one or lengthen the other"
                 )
 
-    def _check_waits_until_known(self) -> None:
-        known, grace = self.as_known, self.grace_period or timedelta(0)
-        if known == "when_recorded" and self.waits:
+    def _check_waits_for_nothing(self) -> None:
+        if self.as_known == "when_recorded" and self.waits:
             raise TopologyError(
                 f"{self.name}: as_known='when_recorded' takes what was recorded before the stream's "
                 "record came, so waiting finds nothing more: leave grace_period out, or let as_known "
                 "be a duration, up to which later records of the table count"
             )
-        if not isinstance(known, timedelta):
-            return
-        for partition, (length, waited) in pairs(known, grace):
-            if waited < length:
-                raise TopologyError(
-                    f"{self.name}: as_known={known} takes what is recorded until so long after a "
-                    f"record's timestamp, but the record waits {waited}{partition}: what it finds "
-                    "would depend on when runs are; give it a grace_period of at least that, or say "
-                    "as_known='when_recorded'"
-                )
 
     def _side(self, node: Node) -> Side:
         ends = (VALID_FROM, VALID_TO) if node.versioned else ()
