@@ -19,8 +19,7 @@ from vt_dagster.core.as_of_join import Way
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import SourceError
 from vt_dagster.runs import arrival as arrivals
-from vt_dagster.runs import gate
-from vt_dagster.runs import run as runs
+from vt_dagster.runs import gate, looking
 from vt_dagster.runs.join_way import tiles_of
 from vt_dagster.topology.model import Table
 
@@ -88,7 +87,7 @@ def test_the_other_ways_to_join_are_identical_too(
         asked.append(chosen)
         return chosen, "forced"
 
-    monkeypatch.setattr(runs, "way_of", way_of)
+    monkeypatch.setattr(looking, "way_of", way_of)
     lines: list[str] = []
     report = run(
         [SCENARIOS / "worked"],
