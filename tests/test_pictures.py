@@ -15,7 +15,7 @@ import pytest
 from tests.market import Market, materialized, record, unchanged
 from vt_dagster.orchestration import pictures
 from vt_dagster.orchestration.pictures import Lane, histogram, timeline
-from vt_dagster.storage import store
+from vt_dagster.storage import parquet
 
 HOUR = 3_600_000_000
 
@@ -82,7 +82,7 @@ def test_of_many_files_and_records(
 ) -> None:
     copy = market.copy(tmp_path / "copy")
     monkeypatch.setattr(pictures, "SAMPLE", 100)
-    monkeypatch.setattr(store, "_ROWS_OF_A_FILE", 50)
+    monkeypatch.setattr(parquet, "ROWS_OF_A_FILE", 50)
     hours = [record("a", f"h{n}", f"{3 + n // 24} {n % 24:02d}:00") for n in range(240)]
     copy.land("prices", "3.jsonl", *hours)
     said = materialized(copy.run([copy.prices]), "prices")

@@ -28,7 +28,6 @@ from vt_dagster.storage.positions import Commit, choose
 from vt_dagster.storage.store import AssetStore, Snapshot, shape_of
 from vt_dagster.topology.model import Stream, Table
 
-_ROWS_OF_A_FILE = 1_000_000
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")
 """What lies where a first run was killed."""
 _EXPORT = "export"
@@ -171,7 +170,7 @@ class ExportRun:
         last = delta.last_of_ours(export.to)
         with self._store.tuned(is_small(number, 0)):
             written = parquet.write(
-                parquet.packed(rows, number, _ROWS_OF_A_FILE),
+                parquet.packed(rows, number, for_others=True),
                 export.to,
                 document=commit.model_dump(),
                 batch=commit.batch,

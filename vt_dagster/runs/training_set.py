@@ -8,7 +8,6 @@ what was declared, how many rows it has, and a hash of them that does not depend
 from __future__ import annotations
 
 import json
-import math
 import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +31,6 @@ from vt_dagster.storage.snapshot import Snapshot
 from vt_dagster.storage.store import AssetStore, shape_of
 from vt_dagster.topology.training_set import TrainingSet
 
-_ROWS_OF_A_FILE = 1_000_000
 _KIND, _MANIFEST = "training_set", "manifest"
 
 
@@ -208,7 +206,7 @@ class TrainingRun:
     def _write(self, rows: DataFrame, commit: Commit) -> None:
         last = delta.last_of_ours(self.to)
         parquet.write(
-            rows.coalesce(max(1, math.ceil(commit.counts["out"] / _ROWS_OF_A_FILE))),
+            parquet.packed(rows, commit.counts["out"], for_others=True),
             self.to,
             document=commit.model_dump(),
             batch=commit.batch,

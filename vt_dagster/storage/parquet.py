@@ -57,7 +57,8 @@ _REFUSALS = (
     "AccessDenied",
 )
 """How file systems say that they take nothing, inside of other errors."""
-_ROWS_OF_A_FILE = 250_000
+ROWS_OF_A_FILE, ROWS_FOR_OTHERS = 250_000, 1_000_000
+"""Of a log or view, whose files are looked for by key and time; and of what is read as a whole."""
 _TRIES = 20
 """How often a commit is tried where others commit at the same time."""
 _PROPERTIES: dict[str, str | None] = {
@@ -188,13 +189,15 @@ def write(
         raise
 
 
-def packed(rows: DataFrame, count: int, rows_of_a_file: int = _ROWS_OF_A_FILE) -> DataFrame:
+def packed(rows: DataFrame, count: int, for_others: bool = False) -> DataFrame:
     """Rows for a commit: few in few files, and many not by one task.
 
     Args:
         count: how many they are.
+        for_others: whether they are a table that other engines read as a whole.
     """
-    return rows.coalesce(max(1, math.ceil(count / rows_of_a_file)))
+    of_a_file = ROWS_FOR_OTHERS if for_others else ROWS_OF_A_FILE
+    return rows.coalesce(max(1, math.ceil(count / of_a_file)))
 
 
 def _version_of(table: DeltaTable | None, app: str) -> int:
