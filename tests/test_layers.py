@@ -39,7 +39,7 @@ Those of one layer know nothing of each other."""
 
 ORDER = {
     "topology": """
-        durations schema accumulators projection windowing node
+        durations schema renames accumulators projection windowing node
         operators.base operators.join operators.aggregate operators.row_by_row
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join
@@ -59,7 +59,7 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions commits values folding lookup evolution transaction parquet segments
+        delta positions commits values folding names lookup evolution transaction parquet segments
         offsets progress view snapshot store maintenance erasing
         """,
     "sources": """

@@ -26,6 +26,9 @@ VALID_FROM = "valid_from"
 """Start of a version, inclusive: the record's timestamp."""
 VALID_TO = "valid_to"
 """End of a version, exclusive: the next version's ``valid_from``; null = current."""
+WAS = "vt_dagster.was"
+"""In the metadata of a table's field: the names that the column had before, the newest first. Rows of
+before have it under these."""
 SEGMENT = "history_segment"
 """The part of a versioned table's view that a row is stored in: INT, a Delta partition; null = current.
 The library's own reads leave it out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pyspark.sql.types import (
     BooleanType,
@@ -31,6 +31,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.renames import named
 
 _TYPES: dict[str, DataType] = {
     TIMESTAMP: TimestampType(),
@@ -72,12 +73,12 @@ def log_columns(node: Stream) -> list[str]:
 
 
 def log_schema(node: Stream) -> StructType:
-    """The columns of a node's log with their types."""
+    """The columns of a node's log with their types, and the names that they had before."""
     return _schema(node, log_columns(node))
 
 
 def view_schema(node: Table) -> StructType:
-    """The columns of a table's view with their types."""
+    """The same of a table's view."""
     names = [n for n in log_columns(node) if n not in (IS_LATEST, OLD)]
     ends = [VALID_FROM, VALID_TO] if isinstance(node, VersionedTable) else []
     return _schema(node, [*names, *ends])
@@ -88,5 +89,9 @@ def _schema(node: Stream, names: Sequence[str]) -> StructType:
     added = node.operator.log_columns if node.operator is not None else ()
     own |= {n: kind for n, kind in _OF_CORRECTIONS.items() if n in added}
     old = [*value_columns(node), TIMESTAMP]
-    own[OLD] = StructType([StructField(n, _TYPES.get(n) or own[n]) for n in old])
-    return StructType([StructField(n, _TYPES.get(n) or own[n]) for n in names])
+    own[OLD] = StructType([_field(node, n, own) for n in old])
+    return StructType([_field(node, n, own) for n in names])
+
+
+def _field(node: Stream, name: str, own: Mapping[str, DataType]) -> StructField:
+    return named(name, _TYPES.get(name) or own[name], node.earlier.get(name, ()))

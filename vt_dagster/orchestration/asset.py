@@ -25,6 +25,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import Run
+from vt_dagster.sources.base import delivered
 from vt_dagster.sources.frames import FrameSource
 from vt_dagster.sources.kafka import PinnedTopics
 from vt_dagster.storage.positions import Commit
@@ -143,7 +144,7 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
         records = ", ".join(f"{number:,} of {log}" for log, number in taken.items())
         log.info(f"{name}: takes records: {records}")
     else:
-        for line in arrival.source.describe(arrival.node.schema):
+        for line in arrival.source.describe(delivered(arrival.node)):
             tell = log.warning if line.startswith("!") else log.info
             tell(f"{name}: {line.removeprefix('!')}")
 

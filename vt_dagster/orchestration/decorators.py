@@ -38,6 +38,7 @@ class StreamAttributes(TypedDict, total=False):
     partitions: int
     partition_by: str | None
     null_key: Literal["quarantine", "keep"]
+    renamed: Mapping[str, str]
     description: str | None
     group: str | None
     owners: Sequence[str]

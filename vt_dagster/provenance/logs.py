@@ -6,6 +6,8 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +28,7 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at, last_that
 from vt_dagster.storage.folding import micros, values_by_partition
 from vt_dagster.storage.lookup import asset_names, head_of, of_key, rows_of
+from vt_dagster.storage.names import names_of
 from vt_dagster.storage.positions import Commit, Offsets, file_at_or_after, file_before
 from vt_dagster.storage.values import texts
 
@@ -173,11 +176,11 @@ class Log:
             for column, value in zip(self.key, given, strict=True):
                 if pa.types.is_nested(columns.field(column).type):
                     continue  # Arrow compares none; whoever asks compares values
-                one = (
-                    pc.field(column).is_null()
-                    if value is None
-                    else of_key(self.path, pa.schema([columns.field(column)]), [column], [value])
-                )
+                if value is None:
+                    nulls = [pc.field(name).is_null() for name in names_of(columns, column)]
+                    one = reduce(and_, nulls)
+                else:
+                    one = of_key(self.path, columns, [column], [value])
                 found = one if found is None else found & one
             return found
 

@@ -22,6 +22,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import by_partition, has_key
+from vt_dagster.core.log import log_schema
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import Reason
 from vt_dagster.spark.small_runs import is_small, small_run
@@ -30,7 +31,7 @@ from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Segments
 from vt_dagster.storage.segments import segment_of
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
-from vt_dagster.storage.view import Base
+from vt_dagster.storage.view import Base, stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 SAMPLE = 10
@@ -244,7 +245,8 @@ def _versions(
         segment = file.segment
         return segment is None or first is None or segment >= first or segment < layout.first
 
-    rows = parquet.read(store.spark, store.view_path, wanted=wanted, parted=True)
+    like = stored_as(node, store.log_path)
+    rows = parquet.read(store.spark, store.view_path, wanted=wanted, parted=True, like=like)
     in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
     following = F.col("_next")
     horizon = of_table.horizon_of(node, by_partition(checkpoint.stream_time))
@@ -270,14 +272,14 @@ def _versions(
 
 
 def _rows(store: AssetStore, node: Table) -> list[Finding]:
-    rows = parquet.read(store.spark, store.view_path)
+    rows = parquet.read(store.spark, store.view_path, like=stored_as(node, store.log_path))
     counted = rows.withColumn("_count", F.count(F.lit(1)).over(W.partitionBy(*node.key)))
     shown = [*node.key, TIMESTAMP, PARTITION, OFFSET]
     return _in_one_pass(counted, {ONE_ROW.name: F.col("_count") > 1}, lambda bad: bad.select(*shown))
 
 
 def _stored_log(store: AssetStore) -> DataFrame:
-    return parquet.read(store.spark, store.log_path)
+    return parquet.read(store.spark, store.log_path, like=log_schema(store.node))
 
 
 def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: str) -> DataFrame:

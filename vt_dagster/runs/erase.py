@@ -25,6 +25,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, TIMESTAMP
 from vt_dagster.core.arrival import Fate, by_partition
+from vt_dagster.core.log import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unreachable
 from vt_dagster.runs.commit import recorded
@@ -35,6 +36,7 @@ from vt_dagster.storage.maintenance import is_older
 from vt_dagster.storage.positions import Checkpoint, Commit
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 Tell = Callable[[str], None]
@@ -150,7 +152,7 @@ class _Erase:
         self.done.save()
 
     def _log(self, store: AssetStore, head: Head, one: Places, marked: Marked) -> int:
-        found = erasing.find(self.spark, store.log_path, head.version, marked)
+        found = erasing.find(self.spark, store.log_path, head.version, marked, log_schema(one.node))
         attempt, commit = store.new_attempt(), head.commit
         try:
             self._stage(store, head, one, marked, attempt)
@@ -242,7 +244,8 @@ class _Erase:
     def _view(self, store: AssetStore, batch: int, one: Places, marked: Marked) -> None:
         there = delta.last_commit(store.view_path)
         assert there is not None
-        found = erasing.find(self.spark, store.view_path, there.version, marked)
+        like = stored_as(one.node, store.log_path)
+        found = erasing.find(self.spark, store.view_path, there.version, marked, like)
         if found.places:
             then = Checkpoint.model_validate(there.document)
             about = {"batch": batch, "attempt": uuid4().hex, "written": int(time.time() * 1e6)}

@@ -86,7 +86,9 @@ def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None
         return Key(types, None, where)
     stored = pa.schema(delta.require_table(store.log_path).schema().to_arrow())
     given = zip(types, values, strict=True)
-    typed = tuple(as_key(k, v, stored.field(k).type).as_py() for k, v in given)
+    names = {k: {k, *node.earlier.get(k, ())} for k in types}
+    kinds = {k: next(f.type for f in stored if f.name in known) for k, known in names.items()}
+    typed = tuple(as_key(k, v, kinds[k]).as_py() for k, v in given)
     return Key(types, typed, where)
 
 

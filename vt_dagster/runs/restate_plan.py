@@ -16,7 +16,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.positions import Commit, Offsets, horizons
-from vt_dagster.storage.store import AssetStore, shape_of
+from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -108,7 +108,7 @@ class Planner:
         table = processor.looked_up
         if last.state:
             return None, "it keeps a state, and has that of its last run only"
-        if last.shape.meaning and last.shape.meaning != shape_of(node).meaning:
+        if node.changed_meaning(last.shape.meaning):
             return None, "it is declared as something else than before"
         if table is not None and not isinstance(table, VersionedTable):
             return None, f"{table.name} has only its present"

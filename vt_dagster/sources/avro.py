@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyspark.sql import Column
@@ -22,6 +22,7 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.errors import SourceError
+from vt_dagster.topology.renames import was
 
 READ = "_vt_read"
 """Of a row: whether the message could be read."""
@@ -63,23 +64,43 @@ def row_of(value: Column, schema: str, wanted: StructType, newest: str = "null")
     """The wanted fields of what ``read_avro`` made, and whether it could be read.
 
     Args:
-        newest: has defaults of fields that the schema lacks.
+        newest: has defaults of fields that the schema lacks, and aliases of those that it has by
+            another name.
     """
     declared = json.loads(schema)
     if not _is_record(declared):
         only = value.cast(wanted.fields[0].dataType)
         return F.struct(only.alias(wanted.names[0]), value.isNotNull().alias(READ))
     names = {one["name"] for one in declared["fields"]}
-    filled = {name: default for name, default in _defaults(newest).items() if name not in names}
-    fields = _projected(value, declared, wanted, {})
-    together = zip(wanted.fields, fields, strict=True)
-    columns = [
-        F.lit(filled[f.name]).cast(f.dataType).alias(f.name)
-        if f.name in filled and isinstance(f.dataType, _PLAIN)
-        else column
-        for f, column in together
-    ]
+    groups = [*_aliases(declared), *_aliases(json.loads(newest))]
+    written = [_written_as(f.name, names, groups) for f in wanted.fields]
+    asked = StructType(
+        [StructField(n, f.dataType) for n, f in zip(written, wanted.fields, strict=True)]
+    )
+    defaults = _defaults(newest)
+    columns: list[Column] = []
+    for f, name, column in zip(
+        wanted.fields, written, _projected(value, declared, asked, {}), strict=True
+    ):
+        there = name in names or names & {*was(f)}
+        if not there and f.name in defaults and isinstance(f.dataType, _PLAIN):
+            column = F.lit(defaults[f.name]).cast(f.dataType)
+        columns.append(column.alias(f.name))
     return F.struct(*columns, value[READ].alias(READ))
+
+
+def _aliases(declared: Any) -> list[set[str]]:
+    """The names of each field of a record that has others besides."""
+    fields = declared["fields"] if _is_record(declared) else []
+    return [{one["name"], *one["aliases"]} for one in fields if one.get("aliases")]
+
+
+def _written_as(column: str, names: set[str], groups: Sequence[set[str]]) -> str:
+    """The name by which a record's schema has a column: its own, or one of it by an alias."""
+    if column in names:
+        return column
+    found = {n for group in groups if column in group for n in group & names}
+    return min(found, default=column)
 
 
 def _defaults(schema: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from vt_dagster.sources.directory import FileInfo
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.evolution import widens
+from vt_dagster.topology.renames import earlier_names, was
 
 _COMPRESSED = (".gz", ".bz2")
 _CHUNK = 1 << 20
@@ -121,7 +122,12 @@ def _fault_of_header(
 
 
 def _missing(there: Sequence[str], schema: StructType, optional: Sequence[str]) -> str | None:
-    missing = [c for c in schema.names if c not in there and c not in optional]
+    names, before = {*there}, earlier_names(schema)
+    missing = [
+        f.name
+        for f in schema.fields
+        if not names & {f.name, *was(f)} and f.name not in (*optional, *before)
+    ]
     if not missing:
         return None
     return (

@@ -8,11 +8,12 @@ from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.errors import SourceError
 from vt_dagster.storage.positions import Commit, Ranges
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.renames import named, was
 
 
 class Pinned(Protocol):
@@ -80,6 +81,14 @@ class Pinned(Protocol):
     def explain(self, error: Exception) -> SourceError | None:
         """What happened, where it was the source that did not give its records."""
         ...
+
+
+def delivered(node: Stream) -> StructType:
+    """The columns by which a node's records may come: its own, and of those that had other names before
+    these too, since what delivers them may not have followed yet."""
+    own = [named(f.name, f.dataType, node.earlier.get(f.name, ())) for f in node.schema.fields]
+    before = [StructField(name, f.dataType) for f in own for name in was(f)]
+    return StructType([*own, *before]) if before else node.schema
 
 
 class Uncounted:

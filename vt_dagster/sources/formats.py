@@ -170,8 +170,9 @@ class Avro(Format):
     Args:
         schema: the schema (JSON) that messages are written with, without framing; or
         registry: where the schemas of messages in Confluent's framing are. A message whose schema is
-            not the subject's goes to quarantine. A column that a message's schema lacks has the default
-            of the subject's newest schema, if that is a text, a number or a boolean; else it is null.
+            not the subject's goes to quarantine. A column that a message's schema has by another name
+            is known by the aliases of that schema and of the subject's newest one. One that it lacks
+            has the newest one's default, if that is a text, a number or a boolean; else it is null.
         subject: the registry's name for them; None = ``<topic>-value`` or ``<topic>-key``.
     """
 

@@ -19,10 +19,11 @@ from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, St
 from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.records import DELETED, POSITION, RAW, RAW_KEY, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
-from vt_dagster.sources.base import News, require_limits
+from vt_dagster.sources.base import News, delivered, require_limits
 from vt_dagster.sources.formats import Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
+from vt_dagster.storage.evolution import by_newest_names
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 
@@ -79,7 +80,10 @@ class PinnedTopics:
         return not self.taken
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        return self.source.read(spark, self.records, key=node.key, schema=node.schema)
+        columns = delivered(node)
+        key = [*node.key, *(n for k in node.key for n in node.earlier.get(k, ()))]
+        rows = self.source.read(spark, self.records, key=key, schema=columns)
+        return by_newest_names(rows, columns)
 
     def consumed(self) -> None:
         """Offsets tell."""

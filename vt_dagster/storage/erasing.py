@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from deltalake import DeltaTable
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import DataType
+from pyspark.sql.types import DataType, StructType
 
 from vt_dagster.columns import IS_TOMBSTONE, OLD, PARTITION
 from vt_dagster.storage import delta, parquet
@@ -97,6 +97,7 @@ class Found:
         by_partition: the same of ``rows``.
         places: the files that had them.
         version: of the table after it.
+        like: the columns as they are declared now.
     """
 
     searched: int = 0
@@ -105,6 +106,7 @@ class Found:
     by_partition: dict[int, int] = field(default_factory=dict[int, int])
     places: set[str] = field(default_factory=set[str])
     version: int | None = None
+    like: StructType | None = None
 
     def wanted(self, file: delta.File) -> bool:
         """Whether a file had some."""
@@ -114,17 +116,20 @@ class Found:
 Marked = Callable[[DataFrame], DataFrame]
 
 
-def find(spark: SparkSession, path: str, version: int, marked: Marked) -> Found:
+def find(
+    spark: SparkSession, path: str, version: int, marked: Marked, like: StructType | None = None
+) -> Found:
     """Which files of a table have rows with the key, and how many.
 
     Args:
         marked: gives rows with ``_hit`` and ``_old_hit``.
+        like: the columns as they are declared now.
     """
     files = delta.files(path, version)
-    found = Found(sum(file.rows for file in files))
+    found = Found(sum(file.rows for file in files), like=like)
     if not files:
         return found
-    rows = parquet.read(spark, path, version).withColumn(_FILE, F.col("_metadata.file_path"))
+    rows = parquet.read(spark, path, version, like=like).withColumn(_FILE, F.col("_metadata.file_path"))
     partition = F.col(PARTITION) if PARTITION in rows.columns else F.lit(0)
     told = (
         marked(rows)
@@ -168,7 +173,7 @@ def rewrite(
     Raises:
         ConcurrentRunError: somebody else has written to the table since.
     """
-    rows = parquet.read(spark, path, version, found.wanted, parted=parted)
+    rows = parquet.read(spark, path, version, found.wanted, parted=parted, like=found.like)
     if found.places:
         rows = _without(marked(rows), way, values)
     done = parquet.write(
@@ -182,6 +187,7 @@ def rewrite(
         over=version,
         replaced=found.wanted,
         pinned=True,
+        like=found.like,
     )
     found.version = done.version
 

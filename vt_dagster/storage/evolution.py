@@ -6,8 +6,10 @@ a shorter number gives that number. Tried with Spark, Arrow, ``deltalake``, Pola
 
 - whole numbers of more bytes, float to double, a decimal with more digits before the point: all read
   them. More digits *behind* the point Polars refuses to read, so that is refused here.
-- A name is all that a file knows a column by. Without column mapping, which few engines read, a
-  renamed column would be null in rows of before for everybody but this library: refused.
+- A name is all that a file knows a column by, and column mapping few engines read. So a column that is
+  renamed is another one to the table, of which the new field notes the old names; readers of this
+  library give the value of whichever a row has, by the new name. A name is of one column for ever: else
+  rows of before would have two of one name.
 - A column that is left out stays in the table, null in new rows. Were it taken out, one that is
   declared under its name later would bring its old values back.
 - What is within a struct, an array or a map stays as it is, but for ``old``, which has the columns.
@@ -16,10 +18,12 @@ a shorter number gives that number. Tried with Spark, Arrow, ``deltalake``, Pola
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
 from pyspark.sql.types import (
     ByteType,
     DataType,
@@ -37,11 +41,13 @@ from pyspark.sql.types import (
 from vt_dagster.columns import OLD
 from vt_dagster.errors import StorageError
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.renames import Names, earlier_names, named, was
 
 _WHOLE: tuple[type[DataType], ...] = (ByteType, ShortType, IntegerType, LongType)
 _FOLLOWED = (
     "What a log follows: a new nullable column, a whole number of more bytes, float to double, "
-    "a decimal with more digits before the point, another order, a column that is left out"
+    "a decimal with more digits before the point, another order, a column that is left out, one that "
+    "is declared as renamed={'before': 'now'}"
 )
 
 
@@ -54,6 +60,7 @@ class Evolution:
         added: the new ones.
         widened: those that have a longer type then, ``price: int -> bigint``.
         dropped: those that were declared before and are not now.
+        renamed: those that have another name then, ``price -> cost``.
         refused: why it cannot be, in words; empty = it can.
     """
 
@@ -61,6 +68,7 @@ class Evolution:
     added: tuple[str, ...] = ()
     widened: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
     @property
@@ -68,6 +76,7 @@ class Evolution:
         """What changes, in a sentence; empty where nothing does."""
         parts = [f"new and null in rows before: {', '.join(self.added)}"] if self.added else []
         parts += [f"now longer: {', '.join(self.widened)}"] if self.widened else []
+        parts += [f"renamed: {', '.join(self.renamed)}"] if self.renamed else []
         parts += [f"null from now on: {', '.join(self.dropped)}"] if self.dropped else []
         return f"columns change: {'; '.join(parts)}" if parts else ""
 
@@ -84,53 +93,112 @@ def evolve(
     """What becomes of a table's columns.
 
     Args:
-        then: the columns that it has.
-        now: those of the rows to come; a type that only Spark can tell (NullType) fits.
+        then: the columns that it has, with the names that they had before.
+        now: those of the rows to come, likewise; a type that only Spark can tell (NullType) fits.
         fixed: columns that keep their type: of the key, and what else says where a record belongs.
         required: columns that may not be null, so that rows before cannot lack them.
         declared: the user's columns before; None = not known, all of ``then``.
         derived: whether they follow from the columns of inputs, of which each was asked itself whether
             one was renamed.
     """
-    there = {f.name.lower(): f for f in then.fields}
-    names = {f.name.lower() for f in now.fields}
+    table, names = _Columns(then), {f.name.lower() for f in now.fields}
     before = {f.name for f in then.fields} if declared is None else set(declared)
-    dropped = [f for f in then.fields if f.name in before and f.name.lower() not in names]
-    kept = {f.name: f for f in then.fields}
     added: list[StructField] = []
-    widened: list[str] = []
-    refused: list[str] = []
+    told: dict[str, list[str]] = {"widened": [], "renamed": [], "refused": []}
     for field in now.fields:
-        old = there.get(field.name.lower())
-        if isinstance(field.dataType, NullType):
-            continue
-        if old is None:
-            added.append(StructField(field.name, field.dataType))
-            if field.name in required:
-                refused.append(f"{field.name} is new and may not be null, but is in no row before")
-        elif old.name != field.name:
-            refused.append(f"{old.name} is {field.name} now, which to most engines is another column")
-        elif old.name == OLD:
-            inner = evolve(_struct(old), _struct(field), declared=())
-            kept[OLD] = StructField(OLD, inner.columns)
-            refused += [one for one in inner.refused if one not in refused]
-        elif not same(old.dataType, field.dataType):
-            change = _said(field.name, old.dataType, field.dataType)
-            if not widens(old.dataType, field.dataType):
-                refused.append(change)
-            elif field.name in fixed:
-                refused.append(f"{change}, by which records find their key or partition")
+        home, wrong = table.home(field, names)
+        if wrong:
+            told["refused"].append(wrong)
+        elif home is None:
+            if not isinstance(field.dataType, NullType):
+                added.append(StructField(field.name, field.dataType))
+                if field.name in required:
+                    told["refused"].append(
+                        f"{field.name} is new and may not be null, but is in no row before"
+                    )
+        elif home.name == OLD:
+            inner = evolve(_struct(home), _struct(field), declared=())
+            table.kept[OLD] = StructField(OLD, inner.columns)
+            told["refused"] += [one for one in inner.refused if one not in told["refused"]]
+        else:
+            kind = field.dataType
+            if isinstance(kind, NullType) or same(home.dataType, kind):
+                kind = home.dataType
             else:
-                kept[field.name] = StructField(field.name, field.dataType)
-                widened.append(change)
-    refused += [] if derived else _renamed(dropped, added)
+                change = _said(field.name, home.dataType, kind)
+                if not widens(home.dataType, kind):
+                    told["refused"].append(change)
+                elif field.name in fixed:
+                    told["refused"].append(f"{change}, by which records find their key or partition")
+                else:
+                    told["widened"].append(change)
+            if home.name != field.name:
+                told["renamed"].append(f"{home.name} -> {field.name}")
+            table.put(home, field.name, kind)
+    gone = [f for f in then.fields if f.name in before and not table.known(f.name, names)]
+    told["refused"] += [] if derived else _renamed(gone, added)
     return Evolution(
-        StructType([*kept.values(), *added]),
+        StructType([*table.kept.values(), *added]),
         tuple(f.name for f in added),
-        tuple(widened),
-        tuple(f.name for f in dropped),
-        tuple(dict.fromkeys(refused)),
+        dropped=tuple(f.name for f in gone),
+        **{what: tuple(dict.fromkeys(said)) for what, said in told.items()},
     )
+
+
+class _Columns:
+    """The columns of a table, each with the names by which rows of before know it."""
+
+    def __init__(self, then: StructType) -> None:
+        self.kept = {f.name: f for f in then.fields}
+        self._names = {f.name.lower(): f.name for f in then.fields}
+        self._homes = {name.lower(): f.name for f in then.fields for name in was(f)}
+
+    def home(self, field: StructField, now: Collection[str]) -> tuple[StructField | None, str]:
+        """The column that a declared one is, by its name or an earlier one; and why it cannot be."""
+        name, before = field.name, {n.lower() for n in was(field)}
+        there = self._names.get(name.lower())
+        if there is not None and there != name:
+            return None, f"{there} is {name} now, which to most engines is another column"
+        asked = [name.lower(), *before]
+        homes = dict.fromkeys(self._homes.get(n, self._names.get(n)) for n in asked)
+        found = [self.kept[home] for home in homes if home is not None]
+        if len(found) > 1:
+            return None, (
+                f"{' and '.join(f.name for f in found)} are to be one column, {name}, but are two, and "
+                "each has values of its own"
+            )
+        if not found:
+            return None, ""
+        (home,) = found
+        if home.name != name and home.name.lower() in now:
+            return None, (
+                f"{name} is the name by which rows of before know {home.name}, and no other column can "
+                "have it"
+            )
+        if home.name != name and home.name.lower() not in before and not before & self._known_as(home):
+            return None, (
+                f"{home.name} is gone and {name} is there again, by which rows of before know it: if "
+                f"it has that name again, declare renamed={{{home.name!r}: {name!r}}}"
+            )
+        return home, ""
+
+    def put(self, home: StructField, name: str, kind: DataType) -> None:
+        """A column with the name and type that it has from now on."""
+        if home.name == name:
+            self.kept[name] = named(name, kind, was(home))
+            return
+        self.kept[home.name] = StructField(home.name, home.dataType)
+        others = [n for n in (home.name, *was(home)) if n != name]
+        self.kept[name] = named(name, kind, others)
+        self._homes |= {n.lower(): name for n in others}
+        self._homes.pop(name.lower(), None)
+
+    def known(self, name: str, now: Collection[str]) -> bool:
+        """Whether a column is there by a name of now."""
+        return self._homes.get(name.lower(), name).lower() in now
+
+    def _known_as(self, home: StructField) -> set[str]:
+        return {n.lower() for n in was(home)}
 
 
 def evolved(name: str, then: StructType, now: StructType, **about: Any) -> Evolution:
@@ -167,6 +235,92 @@ def never_null(node: Stream) -> set[str]:
     return {f.name for f in node.schema.fields if not f.nullable}
 
 
+def without_earlier_names(columns: StructType) -> StructType:
+    """A table's columns as its readers see them, each under its newest name."""
+    gone = earlier_names(columns)
+    kept = [f for f in columns.fields if f.name not in gone]
+    return StructType(
+        [
+            StructField(OLD, without_earlier_names(_struct(f)))
+            if f.name == OLD and isinstance(f.dataType, StructType)
+            else StructField(f.name, f.dataType)
+            for f in kept
+        ]
+    )
+
+
+def by_newest_names(rows: DataFrame, columns: StructType) -> DataFrame:
+    """Rows as files have them, with each column under its newest name.
+
+    Plan: a projection, where a column has been renamed; a row has a value under one of its names.
+
+    Args:
+        columns: those of the rows, with the names that they had before.
+    """
+    told: dict[str, Column] = {}
+    for field in columns.fields:
+        if was(field):
+            told[field.name] = _newest(F.col, field, columns)
+        elif field.name == OLD and isinstance(field.dataType, StructType):
+            inner, old = field.dataType, F.col(OLD)
+            gone = earlier_names(inner)
+            if gone:
+                parts = [f for f in inner.fields if f.name not in gone]
+                whole = F.struct(*[_newest(old.getField, f, inner).alias(f.name) for f in parts])
+                told[OLD] = F.when(old.isNotNull(), whole)
+    return rows.withColumns(told).drop(*earlier_names(columns)) if told else rows
+
+
+def _newest(value: Callable[[str], Column], field: StructField, among: StructType) -> Column:
+    names = [n for n in (field.name, *was(field)) if n in among.names]
+    return F.coalesce(*[value(n).cast(field.dataType) for n in names])
+
+
+def kept_by_newest_names(state: DataFrame, names: Names) -> DataFrame:
+    """What an operator has kept, where columns have been renamed since; within an aggregate of rows too.
+
+    Args:
+        names: by column those that it had before.
+    """
+    now = {old: new for new, before in names.items() for old in before}
+    if not now:
+        return state
+
+    def one(field: StructField) -> Column:
+        column = F.col(f"`{field.name}`")
+        if isinstance(field.dataType, StructType):
+            inner = [StructField(now.get(f.name, f.name), f.dataType) for f in field.dataType.fields]
+            column = column.cast(StructType(inner))
+        return column.alias(now.get(field.name, field.name))
+
+    return state.select(*[one(f) for f in state.schema.fields])
+
+
+def require_said(name: str, found: Evolution, inputs: Sequence[StructType]) -> None:
+    """What an input's column has been renamed to must still be declared when the result follows.
+
+    Args:
+        found: what becomes of the result's columns.
+        inputs: the columns of the inputs' logs.
+
+    Raises:
+        StorageError: it is not, so that rows before would have null.
+    """
+    renamed = {
+        old: f.name
+        for columns in inputs
+        for f in columns.fields
+        for old in was(f)
+        if f.name in found.added and old in found.dropped
+    }
+    if renamed:
+        raise StorageError(
+            f"{name}: expected that its input still says which columns it has renamed, got no word of "
+            f"{renamed}, but its rows have the old names: declare renamed={renamed} there again, until "
+            "this has run"
+        )
+
+
 def mentions(expression: str, column: str) -> bool:
     """Whether SQL text has a column's name in it."""
     return re.search(rf"(?<!\w){re.escape(column)}(?!\w)", expression, re.IGNORECASE) is not None
@@ -194,10 +348,10 @@ def _renamed(dropped: Sequence[StructField], added: Sequence[StructField]) -> li
         for new in added:
             if same(old.dataType, new.dataType) or widens(old.dataType, new.dataType):
                 found.append(
-                    f"{old.name} is gone and {new.name} is new: a column cannot be renamed in place, "
-                    f"as rows before would have null for {new.name}; keep {old.name} here and rename "
-                    f"it downstream ('{old.name} as {new.name}'), or, if they are two things, leave "
-                    "one out in one run and add the other in a later one"
+                    f"{old.name} is gone and {new.name} is new: if it is the same column, declare "
+                    f"renamed={{{old.name!r}: {new.name!r}}}, as rows before would have null for "
+                    f"{new.name}; if they are two things, leave one out in one run and add the other "
+                    "in a later one"
                 )
     return found
 

@@ -32,6 +32,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at
 from vt_dagster.storage.folding import fold, micros, values_by_partition
+from vt_dagster.storage.names import by_newest_names, names_of, seen_as
 from vt_dagster.storage.positions import (
     Checkpoint,
     Commit,
@@ -304,9 +305,9 @@ def rows_of(
     Args:
         path: ``…/name/log`` or ``…/name/view``.
         version: of the Delta table.
-        condition: makes an Arrow expression of the table's columns; None = all rows.
+        condition: makes an Arrow expression of the columns that files have; None = all rows.
         wanted: the files that may have some.
-        like: of the columns those that are there have the types that they have there.
+        like: the columns that are there have the types and names that they have there.
 
     Raises:
         StorageError: a file is gone or damaged.
@@ -314,19 +315,19 @@ def rows_of(
     table = delta.require_table(path, version)
     columns = _columns_of(table)
     if like is not None:
-        columns = pa.schema([like.field(f.name) if f.name in like.names else f for f in columns])
+        columns = seen_as(columns, like)
     fs, root = delta.filesystem(path)
     local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
     where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
     if not places:
-        return columns.empty_table()
+        return by_newest_names(columns.empty_table(), columns)
     chosen = condition(columns)
     import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
 
     try:
         dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
-        return dataset.to_table(filter=chosen)
+        return by_newest_names(dataset.to_table(filter=chosen), columns)
     except (OSError, pa.ArrowInvalid) as error:
         name = posixpath.basename(posixpath.dirname(path))
         raise StorageError(
@@ -360,10 +361,12 @@ def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[A
                 "Spark, and select the row there"
             )
         scalar = as_key(column, value, kind)
-        same = pc.field(column) == scalar
-        if pa.types.is_floating(kind) and scalar.as_py() != scalar.as_py():
-            same = pc.field(column).is_nan()
-        condition = same if condition is None else condition & same
+        nan = pa.types.is_floating(kind) and scalar.as_py() != scalar.as_py()
+        one: Any = None
+        for name in names_of(columns, column):
+            same = pc.field(name).is_nan() if nan else pc.field(name) == scalar
+            one = same if one is None else one | same
+        condition = one if condition is None else condition & one
     return condition
 
 

@@ -42,8 +42,9 @@ from vt_dagster.storage.delta import (
     open_table,
     require_table,
 )
-from vt_dagster.storage.evolution import evolved, nullable
+from vt_dagster.storage.evolution import by_newest_names, evolved, nullable, without_earlier_names
 from vt_dagster.storage.transaction import commit_with_columns
+from vt_dagster.topology.renames import noted
 
 _REFUSALS = (
     "Permission denied",
@@ -78,7 +79,14 @@ _SEGMENT_OF_FILE = (
 
 
 def schema(path: str, version: int | None = None) -> StructType:
-    """The columns of a table, without the one that parts its files. Does not use Spark."""
+    """The columns of a table as its readers see them, without the one that parts its files. Does not
+    use Spark."""
+    return without_earlier_names(stored_schema(path, version))
+
+
+def stored_schema(path: str, version: int | None = None) -> StructType:
+    """The same as its files have them: of a renamed column those of all its names, and the newest says
+    which these are. Does not use Spark."""
     return _schema_of(require_table(path, version))
 
 
@@ -95,12 +103,13 @@ def read(
     parted: bool = False,
     like: StructType | None = None,
 ) -> DataFrame:
-    """A table, as of one of its versions where given, as far as its files are wanted.
+    """A table, as of one of its versions where given, as far as its files are wanted, with each column
+    under its newest name.
 
     Args:
         parted: whether ``history_segment``, which parts the files of a view, is among the columns.
         like: columns as they are declared now: those that the table has not got yet are null, and
-            others are of the type that they will have; see ``evolution``.
+            others are of the type and name that they will have; see ``evolution``.
 
     Raises:
         StorageError: what is stored cannot be read by those.
@@ -111,9 +120,9 @@ def read(
         columns = evolved(path, columns, like, declared=()).columns
     places = [literal(posixpath.join(path, file.place)) for file in files_of(table, wanted)]
     if not places:
-        none = spark.createDataFrame([], columns)
+        none = spark.createDataFrame([], without_earlier_names(columns))
         return none.withColumn(SEGMENT, F.lit(None).cast("int")) if parted else none
-    rows = spark.read.schema(columns).parquet(*places)
+    rows = by_newest_names(spark.read.schema(columns).parquet(*places), columns)
     return rows.withColumn(SEGMENT, F.expr(_SEGMENT_OF_FILE)) if parted else rows
 
 
@@ -132,6 +141,7 @@ def write(
     over: int | None = None,
     replaced: Wanted = everything,
     pinned: bool = False,
+    like: StructType | None = None,
 ) -> Committed:
     """One commit with a document. A batch is written once: another run's is a conflict.
 
@@ -142,6 +152,7 @@ def write(
         over: of an overwrite the version that the rows were made from; None = there was no table.
         replaced: an overwrite takes the place of these files alone.
         pinned: whether a compaction since ``over`` is a conflict too.
+        like: says by which names rows of before know columns of these.
 
     Returns:
         the commit.
@@ -164,6 +175,7 @@ def write(
                 max_commit_retries=0,
             )
             columns = StructType.fromJson(nullable(rows.schema.jsonValue()))
+            columns = columns if like is None else noted(columns, like)
             for _ in range(_TRIES):
                 table = open_table(path)
                 if _version_of(table, app) >= batch:
@@ -224,7 +236,7 @@ def _commit(
     about: CommitProperties,
 ) -> None:
     parts = [SEGMENT] if parted else None
-    schema = Schema.from_json(json.dumps(columns.jsonValue()))
+    schema = Schema.from_json(json.dumps(nullable(columns.jsonValue())))
     if table is None:
         # Of wide tables Spark's compaction would count the first columns only.
         counted = ",".join(_COUNTED) if {*_COUNTED} <= {*columns.names} else None

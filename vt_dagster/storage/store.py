@@ -37,7 +37,14 @@ from vt_dagster.core.log import log_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import commits, delta, parquet
-from vt_dagster.storage.evolution import Evolution, evolved, mentions, never_null
+from vt_dagster.storage.evolution import (
+    Evolution,
+    evolved,
+    kept_by_newest_names,
+    mentions,
+    never_null,
+    require_said,
+)
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.offsets import at_or_after, before
 from vt_dagster.storage.positions import (
@@ -56,6 +63,7 @@ from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.node import require_path
+from vt_dagster.topology.renames import noted
 
 
 def shape_of(node: Stream) -> Shape:
@@ -94,7 +102,7 @@ class AssetStore:
         self.view_path = posixpath.join(self.root, "view")
         self.quarantine_path = posixpath.join(self.root, "quarantine")
         self._spark = spark
-        self._view = View(node, self.view_path, self.progress)
+        self._view = View(node, self.view_path, self.log_path, self.progress)
 
     @classmethod
     def open(
@@ -179,7 +187,7 @@ class AssetStore:
         """
         if commit.batch > 1:
             self._check_nobody_else()
-            told = self._columns(rows.schema, self.head()).told
+            told = self._columns(noted(rows.schema, log_schema(self.node)), self.head()).told
             if told:
                 self.progress.done(f"! {told}")
         else:
@@ -190,6 +198,7 @@ class AssetStore:
             document=commit.model_dump(),
             batch=commit.batch,
             asset=self.node.name,
+            like=log_schema(self.node),
         )
         self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
         return Head(written.version, commit)
@@ -229,15 +238,20 @@ class AssetStore:
         """
         node = self.node
         placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
-        return evolved(
+        found = evolved(
             node.name,
-            parquet.schema(self.log_path, None if head is None else head.version),
+            parquet.stored_schema(self.log_path, None if head is None else head.version),
             now,
             fixed={*node.key, *placed},
             required=never_null(node),
             declared=None if head is None else head.commit.shape.columns,
             derived=node.operator is not None,
         )
+        if found.added and found.dropped:
+            logs = [posixpath.join(self.warehouse, *up.path, "log") for up in node.inputs]
+            stored = [parquet.stored_schema(path) for path in logs if delta.exists(path)]
+            require_said(node.name, found, stored)
+        return found
 
     # -- what a run prepares beside its rows -----------------------------------------------------
 
@@ -284,7 +298,7 @@ class AssetStore:
         """What an operator knew after a commit; None where it keeps nothing."""
         if head is None or not head.commit.state:
             return None
-        return self._read_staged(head.commit, "state")
+        return kept_by_newest_names(self._read_staged(head.commit, "state"), self.node.earlier)
 
     def state_bytes(self, head: Head | None) -> int:
         """How large that is. Does not use Spark."""
@@ -388,20 +402,18 @@ class AssetStore:
 
     def _check_shape(self, shape: Shape) -> None:
         declared = shape_of(self.node)
-        if (shape.kind, shape.key) != (declared.kind, declared.key):
+        earlier = self.node.earlier
+        keys = zip(shape.key, declared.key, strict=False)
+        same_key = len(shape.key) == len(declared.key) and all(
+            then in (now, *earlier.get(now, ())) for then, now in keys
+        )
+        if shape.kind != declared.kind or not same_key:
             raise StorageError(
                 f"{self.node.name}: declared as {declared.kind} keyed by "
                 f"{declared.key}, but its tables were written as {shape.kind} keyed by "
                 f"{shape.key}; declare it as it was, or give the new one another name"
             )
-        now, then = declared.meaning, shape.meaning
-        if not now or not then:
-            return
-        changed = [
-            f"{name} was {then.get(name)!r}, is {now.get(name)!r}"
-            for name in now | then
-            if now.get(name) != then.get(name)
-        ]
+        changed = self.node.changed_meaning(shape.meaning)
         if changed:
             raise StorageError(
                 f"{self.node.name}: declared as something else than its log was made as: "

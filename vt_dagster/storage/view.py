@@ -9,6 +9,7 @@ from datetime import timedelta
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType
 
 from vt_dagster.columns import SEGMENT
 from vt_dagster.core import store, versioned
@@ -23,6 +24,7 @@ from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import plan, segment_of
 from vt_dagster.topology.durations import in_micros, in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.renames import with_all_names
 
 EACH_RUN = 100_000
 """A view with so many rows at most is written by each run: nobody notices."""
@@ -61,12 +63,20 @@ class Base:
         return sum(n for segment, n in self.sizes.items() if segment is None or segment >= first)
 
 
+def stored_as(node: Stream, log_path: str) -> StructType:
+    """The columns of a table's view as they are declared, with all names by which it may have them: the
+    log knows which have been renamed since the view was written."""
+    assert isinstance(node, Table)
+    return with_all_names(view_schema(node), parquet.stored_schema(log_path))
+
+
 class View:
     """The view of one table."""
 
-    def __init__(self, node: Stream, path: str, progress: Progress) -> None:
+    def __init__(self, node: Stream, path: str, log_path: str, progress: Progress) -> None:
         self.node = node
         self.path = path
+        self.log_path = log_path
         self._progress = progress
 
     def base(self) -> Base | None:
@@ -89,8 +99,10 @@ class View:
         self, spark: SparkSession, base: Base, wanted: delta.Wanted = delta.everything
     ) -> DataFrame:
         """The rows as they lie there, of the files that are wanted, with the columns as declared."""
-        assert isinstance(self.node, Table)
-        return parquet.read(spark, self.path, base.version, wanted, like=view_schema(self.node))
+        return parquet.read(spark, self.path, base.version, wanted, like=self._schema())
+
+    def _schema(self) -> StructType:
+        return stored_as(self.node, self.log_path)
 
     def remembered(self, rows: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
         """Rows without versions that have expired."""
@@ -227,6 +239,7 @@ class View:
                 parted=segment is not None,
                 over=None if there is None else there.version,
                 replaced=replaced if done is not None else delta.everything,
+                like=self._schema(),
             )
 
     def rows(

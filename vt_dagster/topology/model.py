@@ -59,6 +59,10 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
         source: where the records come from; None for the result of an operator.
         null_key: what becomes of a source record without a key: ``quarantine`` (default), or
             ``keep`` so that a left join can emit it with nothing on the right.
+        renamed: ``{"before": "now"}``: columns that had another name before. Rows of then have their
+            values under the new name, here and in what is made of it, and so have files and messages
+            that still come with the old one. It is noted with the rows: once all that is downstream
+            has run, it may be left out.
         description, group, owners: shown in Dagster.
         key_prefix: what stands before the name in its key in Dagster, and the folders in which its
             tables are: ``"shop/eu"`` or ``["shop", "eu"]``. Names are unique whatever their prefix.

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from pyspark.sql.types import DataType, StructType
@@ -18,6 +19,7 @@ from pyspark.sql.types import DataType, StructType
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.renames import Names, names_before, same_meaning
 from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp
 from vt_dagster.topology.windowing import Window
 
@@ -210,6 +212,7 @@ class Node:
     owners: tuple[str, ...] = field(default=(), kw_only=True)
     key_prefix: Sequence[str] = field(default=(), kw_only=True)
     freshness: Freshness = field(default="on_growth", kw_only=True)
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str], kw_only=True)
     operator: Operator | None = field(default=None, kw_only=True, repr=False)
     contract: Any = field(default=None, kw_only=True, repr=False)
 
@@ -243,6 +246,7 @@ class Node:
         if self.source is not None:
             self.source.check(self.name, key, self.schema)
             self._check_kind(self.source)
+        names_before(self.name, self.renamed, self.schema)
         if self.partitions < 1:
             raise TopologyError(f"{self.name}: partitions must be 1 or more, got {self.partitions}")
         if self.null_key not in ("quarantine", "keep"):
@@ -294,6 +298,35 @@ class Node:
     def rekeyed(self) -> bool:
         """Whether its records have been brought to another key, see ``Operator.rekeyed``."""
         return self.operator is not None and self.operator.rekeyed
+
+    @cached_property
+    def earlier(self) -> Names:
+        """By column the names that it had before: as declared, and as it has them of an input's column
+        of the same name."""
+        found = dict(names_before(self.name, self.renamed, self.schema))
+        known = {up.name: up.earlier for up in self.inputs}
+        if self.operator is None or not any(known.values()):
+            return found
+        for column, made_of in self.operator.lineage().items():
+            of_inputs = [known.get(a, {}).get(c, ()) for a, c in made_of if c == column]
+            names = dict.fromkeys((*found.get(column, ()), *(n for some in of_inputs for n in some)))
+            others = tuple(n for n in names if n not in self.schema.names)
+            if others and column in self.schema.names:
+                found[column] = others
+        return found
+
+    def changed_meaning(self, then: Mapping[str, str]) -> list[str]:
+        """What its operator means now and did not mean by a commit, in words; columns that have been
+        renamed since mean the same."""
+        now = {} if self.operator is None else self.operator.meaning
+        if not now or not then:
+            return []
+        sides = [up.earlier for up in self.inputs]
+        return [
+            f"{name} was {then.get(name)!r}, is {now.get(name)!r}"
+            for name in {**now, **then}
+            if not same_meaning(now.get(name, ""), then.get(name, ""), sides, self.earlier)
+        ]
 
     @property
     def key_types(self) -> tuple[DataType, ...]:
