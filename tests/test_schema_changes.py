@@ -308,7 +308,7 @@ class Priced(pa_model.DataFrameModel):
         ({"price": DecimalType(14, 4)}, "price: decimal(12,2) -> decimal(14,4)"),
         ({"share": DecimalType(12, 2)}, "share: double -> decimal(12,2)"),
         ({"k": LongType()}, "k: string -> bigint"),
-        ({"cat": None, "category": StringType()}, "cat is gone and category is new: a column cannot"),
+        ({"cat": None, "category": StringType()}, "cat is gone and category is new: if it is the same"),
         ({"note": None, "Note": StringType()}, "note is Note now"),
         ({"gone": StringType()}, "gone: boolean -> string"),
     ],

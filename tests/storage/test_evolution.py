@@ -99,7 +99,7 @@ def test_a_column_comes_back() -> None:
         (columns(k=IntegerType(), n=StringType()), "n: bigint -> string"),
         (columns(k=IntegerType(), N=LongType()), "n is N now"),
         (columns(k=IntegerType(), n=LongType(), must=DateType()), "must is new and may not be null"),
-        (columns(k=IntegerType(), m=LongType()), "n is gone and m is new: a column cannot be renamed"),
+        (columns(k=IntegerType(), m=LongType()), "n is gone and m is new: if it is the same column"),
     ],
 )
 def test_what_is_refused(now: StructType, said: str) -> None:

@@ -4,13 +4,10 @@ gives recorded answers of Confluent's API; Avro bytes are Spark's, Protobuf's ar
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from decimal import Decimal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.avro.functions import to_avro
 from pyspark.sql.types import ArrayType, StringType, StructType
 
+from tests.registry import Registry, framed
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import (
     Avro,
@@ -54,10 +52,6 @@ _NEWER: list[dict[str, Any]] = [
 ]
 V3 = {**V2, "fields": [*V2["fields"], *_NEWER]}
 AT = datetime(2024, 5, 1, 12, 0, 0, 250_000)
-
-
-def framed(number: int, message: bytes) -> bytes:
-    return struct.pack(">bI", 0, number) + message
 
 
 def decoded(
@@ -104,40 +98,9 @@ ORDER = {"id": 7, "name": "x", "at": AT}
 @pytest.fixture
 def registry() -> Iterator[str]:
     """``/subjects/orders-value``: version 1 is schema 11, and so on."""
-    answers = {
-        "/subjects/orders-value/versions": [1, 2, 3],
-        **{
-            f"/subjects/orders-value/versions/{v}": {
-                "subject": "orders-value",
-                "version": v,
-                "id": 10 + v,
-                "schema": json.dumps(schema),
-            }
-            for v, schema in ((1, V1), (2, V2), (3, V3))
-        },
-    }
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.split("?")[0]
-            missing = {"error_code": 40401, "message": f"Subject '{path.split('/')[2]}' not found."}
-            body = json.dumps(answers.get(path, missing)).encode()
-            self.send_response(200 if path in answers else 404)
-            self.send_header("Content-Type", "application/vnd.schemaregistry.v1+json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with Registry() as running:
+        running.subjects["orders-value"] = [V1, V2, V3]
+        yield running.url
 
 
 def test_json(spark: SparkSession) -> None:
@@ -219,6 +182,25 @@ def test_avro_fills_in_what_is_newer(
     found = decoded(spark, Avro(registry=SchemaRegistry(registry)), messages, wanted)
     filled = {"size": 40, "shape": "round", "height": None}
     assert found == [{"id": 7, **filled, "colour": None}, {"id": 7, **filled, "colour": "red"}]
+
+
+def test_avro_fields_have_other_names(spark: SparkSession, orders: tuple[bytes, bytes]) -> None:
+    """By the aliases of the newest schema or the message's own; and what a column cannot have is no
+    value that it has."""
+    later = {**V2, "fields": [{"name": "hue", "type": "string", "default": "", "aliases": ["colour"]}]}
+    made = avro(spark, later, "'blue' as hue")
+    with Registry() as other:
+        other.subjects["orders-value"] = [V1, V2, later]
+        format_ = Avro(registry=SchemaRegistry(other.url))
+        wanted = StructType().add("hue", "string").add("colour", "string").add("id", "byte")
+        messages = [framed(12, orders[1]), framed(13, made), framed(11, orders[0])]
+        assert decoded(spark, format_, messages, wanted) == [
+            {"hue": "red", "colour": "red", "id": 7},
+            {"hue": "blue", "colour": "blue", "id": None},
+            {"hue": "", "colour": None, "id": 7},
+        ]
+        large = avro(spark, V1, "'x' as name", "700L as id", "timestamp_millis(0) as at")
+        assert decoded(spark, format_, [framed(11, large)], wanted) == [{"reason": "unreadable"}]
 
 
 def test_unreachable_registry() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from pyspark.sql import Column
@@ -78,15 +80,14 @@ def row_of(value: Column, schema: str, wanted: StructType, newest: str = "null")
         [StructField(n, f.dataType) for n, f in zip(written, wanted.fields, strict=True)]
     )
     defaults = _defaults(newest)
-    columns: list[Column] = []
-    for f, name, column in zip(
-        wanted.fields, written, _projected(value, declared, asked, {}), strict=True
-    ):
+    columns, lost = list[Column](), [F.lit(False)]
+    fields = _projected(value, declared, asked, {}, lost)
+    for f, name, column in zip(wanted.fields, written, fields, strict=True):
         there = name in names or names & {*was(f)}
         if not there and f.name in defaults and isinstance(f.dataType, _PLAIN):
             column = F.lit(defaults[f.name]).cast(f.dataType)
         columns.append(column.alias(f.name))
-    return F.struct(*columns, value[READ].alias(READ))
+    return F.struct(*columns, F.when(~reduce(or_, lost), value[READ]).alias(READ))
 
 
 def _aliases(declared: Any) -> list[set[str]]:
@@ -115,9 +116,17 @@ def _is_record(kind: Any) -> bool:
 
 
 def _projected(
-    row: Column, record: Mapping[str, Any], wanted: StructType, known: dict[str, Any]
+    row: Column,
+    record: Mapping[str, Any],
+    wanted: StructType,
+    known: dict[str, Any],
+    lost: list[Column],
 ) -> list[Column]:
-    """The wanted fields of an Avro record by name, whatever their order and further fields."""
+    """The wanted fields of an Avro record by name, whatever their order and further fields.
+
+    Args:
+        lost: takes whether a field has a value that its column cannot have.
+    """
     kinds: dict[str, Any] = {}
     known[record["name"]] = record
     known[f"{record.get('namespace', '')}.{record['name']}"] = record
@@ -129,16 +138,23 @@ def _projected(
                 known[kind["name"]] = kinds[one["name"]] = kind
                 known[f"{record.get('namespace', '')}.{kind['name']}"] = kind
     names = {one["name"] for one in record["fields"]}
-    return [_cast(row, f, names, kinds, known).alias(f.name) for f in wanted.fields]
+    return [_cast(row, f, names, kinds, known, lost).alias(f.name) for f in wanted.fields]
 
 
 def _cast(
-    row: Column, wanted: StructField, names: set[str], records: Mapping[str, Any], known: dict[str, Any]
+    row: Column,
+    wanted: StructField,
+    names: set[str],
+    records: Mapping[str, Any],
+    known: dict[str, Any],
+    lost: list[Column],
 ) -> Column:
     if wanted.name not in names:
         return F.lit(None).cast(wanted.dataType)
     value = row[wanted.name]
     if wanted.name in records and isinstance(wanted.dataType, StructType):
-        inner = _projected(value, records[wanted.name], wanted.dataType, known)
+        inner = _projected(value, records[wanted.name], wanted.dataType, known, lost)
         return F.when(value.isNotNull(), F.struct(*inner))
-    return value.cast(wanted.dataType)
+    found = value.try_cast(wanted.dataType)
+    lost.append(value.isNotNull() & found.isNull())
+    return found

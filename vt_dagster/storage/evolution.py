@@ -277,7 +277,7 @@ def _newest(value: Callable[[str], Column], field: StructField, among: StructTyp
 
 
 def kept_by_newest_names(state: DataFrame, names: Names) -> DataFrame:
-    """What an operator has kept, where columns have been renamed since; within an aggregate of rows too.
+    """What an operator has kept, where columns have been renamed since; within aggregated rows too.
 
     Args:
         names: by column those that it had before.

@@ -1,0 +1,127 @@
+"""Avro's schema of a topic changes while the table that is made of it lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
+
+from tests.kafka.topics import Topics
+from tests.registry import Registry, framed
+from vt_dagster import Stream, Table
+from vt_dagster.kafka import Avro, KafkaSource, SchemaRegistry
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import AssetStore, stores_of
+
+V1 = {
+    "type": "record",
+    "name": "Order",
+    "fields": [
+        {"name": "k", "type": "string"},
+        {"name": "n", "type": "int"},
+        {"name": "gone", "type": "string"},
+        {"name": "name", "type": "string"},
+    ],
+}
+V2 = {
+    "type": "record",
+    "name": "Order",
+    "fields": [
+        {"name": "note", "type": ["null", "string"], "default": None},
+        {"name": "label", "type": "string", "default": "none", "aliases": ["name"]},
+        {"name": "k", "type": "string"},
+        {"name": "n", "type": "long"},
+    ],
+}
+"""Another order; ``note`` is new, ``name`` is renamed, ``n`` is longer, ``gone`` is left out."""
+BIG = 2**40
+
+
+def whole(value: int) -> bytes:
+    rest, found = (value << 1) ^ (value >> 63), bytearray()
+    while rest > 0x7F:
+        found.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return bytes([*found, rest])
+
+
+def text(value: str) -> bytes:
+    return whole(len(value)) + value.encode()
+
+
+def first(k: str, n: int, name: str) -> dict[str, Any]:
+    return {"key": k, "value": framed(11, text(k) + whole(n) + text("g") + text(name))}
+
+
+def second(k: str, n: int, label: str, note: str | None) -> dict[str, Any]:
+    said = whole(0) if note is None else whole(1) + text(note)
+    return {"key": k, "value": framed(12, said + text(label) + text(k) + whole(n))}
+
+
+@pytest.fixture
+def registry() -> Any:
+    with Registry() as running:
+        yield running
+
+
+def test_a_schema_changes_while_the_table_lives(
+    topics: Topics, registry: Registry, tmp_path: Path, spark: SparkSession
+) -> None:
+    topic = topics.create()
+    stores = stores_of(str(tmp_path), spark)
+
+    def declared(name: str, *, after: bool) -> list[Stream]:
+        label = "label" if after else "name"
+        more = {"note": StringType()} if after else {"gone": StringType()}
+        kinds = {"k": StringType(), "n": LongType() if after else IntegerType(), label: StringType()}
+        table = Table(
+            name,
+            key="k",
+            schema=StructType([StructField(n, kind) for n, kind in {**kinds, **more}.items()]),
+            source=KafkaSource(
+                topics.cluster, topic, value=Avro(registry=SchemaRegistry(registry.url))
+            ),
+            renamed={"name": "label"} if after else {},
+        )
+        return [table, table.group_by(label).count(name=f"{name}_by_label")]
+
+    def run(nodes: list[Stream]) -> None:
+        for node in nodes:
+            run_once(node, stores)
+
+    registry.subjects[f"{topic}-value"] = [V1]
+    topics.produce(topic, [first("a", 1, "x"), first("b", 2, "y")])
+    before = declared("orders", after=False)
+    run(before)
+    # Its writers go first: what the table does not know yet it leaves out.
+    registry.subjects[f"{topic}-value"].append(V2)
+    topics.produce(topic, [second("a", 3, "z", "lost")])
+    run(before[:1])
+    (row,) = AssetStore(str(tmp_path), before[0], spark).read().where("k = 'a'").collect()
+    assert (row["n"], row["name"], row["gone"]) == (3, "z", None)
+    topics.produce(topic, [first("b", 5, "y"), second("d", BIG, "z", "new")])
+    live, anew = declared("orders", after=True), declared("anew", after=True)
+    run(live)
+    run(anew)
+    for one, other in zip(live, anew, strict=True):
+        for what in ("log", "current"):
+            mine, theirs = (AssetStore(str(tmp_path), n, spark).read(what) for n in (one, other))
+            # Of a record that came before it was declared the table has never had it.
+            names = [c for c in theirs.columns if c not in ("recorded_at", "note", "old")]
+            names += ["old.label", "old.n"] if what == "log" and one is live[0] else []
+            assert sorted(map(tuple, mine.select(*names).collect()), key=str) == sorted(
+                map(tuple, theirs.select(*names).collect()), key=str
+            )
+    current = (
+        AssetStore(str(tmp_path), live[0], spark).read().orderBy("k").select("k", "n", "label", "note")
+    )
+    assert list(map(tuple, current.collect())) == [
+        ("a", 3, "z", None),
+        ("b", 5, "y", None),
+        ("d", BIG, "z", "new"),
+    ]
+    groups = AssetStore(str(tmp_path), live[1], spark).read()
+    assert {r["label"]: r["count"] for r in groups.collect()} == {"x": 0, "y": 1, "z": 2}

@@ -1,0 +1,62 @@
+"""A schema registry of a test's own, by recorded answers of Confluent's API."""
+
+from __future__ import annotations
+
+import json
+import struct
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+
+def framed(number: int, message: bytes) -> bytes:
+    """A message in Confluent's framing."""
+    return struct.pack(">bI", 0, number) + message
+
+
+class Registry:
+    """Answers for ``subjects``, whose schemas by version are numbered from 11 on."""
+
+    def __init__(self) -> None:
+        self.subjects: dict[str, list[Any]] = {}
+        registry = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                found = registry.answer(self.path.split("?")[0])
+                subject = self.path.split("/")[2]
+                missing = {"error_code": 40401, "message": f"Subject '{subject}' not found."}
+                body = json.dumps(missing if found is None else found).encode()
+                self.send_response(404 if found is None else 200)
+                self.send_header("Content-Type", "application/vnd.schemaregistry.v1+json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def answer(self, path: str) -> Any:
+        """What it says to a GET; None = it has no such thing."""
+        for subject, schemas in self.subjects.items():
+            versions = f"/subjects/{subject}/versions"
+            if path == versions:
+                return list(range(1, len(schemas) + 1))
+            for version, schema in enumerate(schemas, 1):
+                if path == f"{versions}/{version}":
+                    about = {"subject": subject, "version": version, "id": 10 + version}
+                    return {**about, "schema": json.dumps(schema)}
+        return None
+
+    def __enter__(self) -> Registry:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,490 @@
+"""Columns of live tables are renamed, and others change beside them: what is there and what is made of
+it goes on in place, and equals what is made anew; joins of tables, by key and foreign key, among it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+from pyspark.sql.types import (
+    DataType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+import vt_dagster
+from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.replay import compare, replay
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage import view
+from vt_dagster.storage.evolution import kept_by_newest_names
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.operators import UntilTimeLimit
+
+EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
+RENAMED = {"k": "product", "n": "amount", "cat": "category", "maker": "vendor"}
+OF_SUPPLIERS = {"city": "town", "heads": "staff"}
+BIG = 2**40
+
+
+def schema(**kinds: DataType) -> StructType:
+    return StructType([StructField(name, kind) for name, kind in kinds.items()])
+
+
+class Live:
+    """``prices``, ``orders`` and ``suppliers``, and what is made of them, before or after columns of
+    all three were renamed, got longer types and a new one beside them."""
+
+    def __init__(self, root: Path, *, after: bool, warehouse: str = "warehouse") -> None:
+        self.root, self.warehouse = root, str(root / warehouse)
+        k, n, cat, maker = RENAMED.values() if after else RENAMED
+        town, staff = OF_SUPPLIERS.values() if after else OF_SUPPLIERS
+        more: dict[str, DataType] = {"note": StringType()} if after else {}
+        whole, real = (LongType(), DoubleType()) if after else (IntegerType(), FloatType())
+        columns = schema(
+            **{k: StringType(), cat: StringType(), maker: StringType(), n: whole},
+            **{"share": real, "at": TimestampType()},
+            **more,
+        )
+        about: dict[str, Any] = {"key": k, "schema": columns, "timestamp": "at"}
+        about["renamed"] = RENAMED if after else {}
+        self.prices = VersionedTable(
+            "prices",
+            history_retention=timedelta(hours=1),
+            tombstone=f"{cat} is null",
+            source=self.source("prices"),
+            **about,
+        )
+        self.orders = Stream("orders", source=self.source("orders"), **about)
+        self.suppliers = Table(
+            "suppliers",
+            key="s",
+            schema=schema(
+                **{"s": StringType(), town: StringType(), staff: whole, "at": TimestampType()}, **more
+            ),
+            timestamp="at",
+            source=self.source("suppliers"),
+            renamed=OF_SUPPLIERS if after else {},
+        )
+        positive = self.prices.filter(f"{n} > 0", name="positive")
+        groups = self.prices.group_by(cat).aggregate(
+            {"rows": "count(*)", "total": f"sum({n})", "share": "avg(share)"}, name="groups"
+        )
+        self.nodes: list[Stream] = [
+            self.prices,
+            self.orders,
+            self.suppliers,
+            self.orders.left_join(
+                self.prices,
+                name="priced",
+                select=["left.*", f"right.{n} as table_n"],
+                grace_period=timedelta(minutes=5),
+            ),
+            positive,
+            self.prices.left_join(
+                positive,
+                name="both",
+                select=["left.*", f"right.{n} as right_n", "right.share as of_it"],
+            ),
+            # The column that comes of the right side keeps its name.
+            self.prices.left_join(
+                self.suppliers,
+                foreign_key=maker,
+                name="supplied",
+                select=["left.*", "right.town as city" if after else "right.city", f"right.{staff}"],
+            ),
+            groups,
+            groups.suppress(UntilTimeLimit(timedelta(minutes=10)), name="held"),
+        ]
+
+    def source(self, name: str) -> FilesSource:
+        return FilesSource(str(self.root / name))
+
+    def land(self, name: str, file: str, *records: Mapping[str, Any]) -> None:
+        (self.root / name).mkdir(parents=True, exist_ok=True)
+        lines = [
+            json.dumps({**r, "at": (EPOCH + timedelta(minutes=r["at"])).isoformat()}) for r in records
+        ]
+        (self.root / name / file).write_text("\n".join(lines) + "\n")
+
+    def run(self, spark: SparkSession, told: list[str] | None = None) -> None:
+        for node in self.nodes:
+            run_once(node, stores_of(self.warehouse, spark, None if told is None else told.append))
+
+    def store(self, spark: SparkSession, name: str) -> AssetStore:
+        return AssetStore(self.warehouse, next(n for n in self.nodes if n.name == name), spark)
+
+
+def land_first(live: Live) -> None:
+    for name in ("prices", "orders"):
+        live.land(
+            name,
+            "1.jsonl",
+            *(
+                {"k": k, "cat": cat, "maker": maker, "n": n, "share": 0.5, "at": at}
+                for k, cat, maker, n, at in [
+                    *(("a", "x", "m", 1, 0), ("b", "y", "m", 2, 1), ("c", "x", "l", -3, 2)),
+                    ("a", "y", "l", 4, 4),
+                ]
+            ),
+        )
+    live.land("suppliers", "1.jsonl", {"s": "m", "city": "Rome", "heads": 7, "at": 0})
+
+
+def land_second(live: Live) -> None:
+    """By the new names: of known keys, out of order, of a new key, and deleted; and a file that comes
+    by the old ones still."""
+    for name in ("prices", "orders"):
+        live.land(
+            name,
+            "2.jsonl",
+            *(
+                {"product": k, "category": cat, "vendor": v, "amount": n, "share": 0.1, "at": at}
+                | {"note": "new"}
+                for k, cat, v, n, at in [
+                    *(("a", "x", "m", BIG, 30), ("a", "x", "m", 7, 3), ("d", "y", "l", BIG + 1, 31)),
+                    ("b", None if name == "prices" else "y", "m", 8, 40),
+                ]
+            ),
+        )
+        live.land(
+            name, "3.jsonl", {"k": "c", "cat": "y", "maker": "m", "n": 5, "share": 0.25, "at": 41}
+        )
+    live.land(
+        "suppliers",
+        "2.jsonl",
+        {"s": "m", "town": "Bonn", "staff": BIG, "note": "moved", "at": 50},
+        {"s": "l", "town": "Oslo", "staff": 1, "at": 51},
+    )
+
+
+@dataclass(frozen=True)
+class Changed:
+    live: Live
+    anew: Live
+    told: list[str]
+
+
+@pytest.fixture(scope="module")
+def changed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changed]:
+    """Tables after a run with the first names and one with the new ones, their views still of the
+    first; and the same records by tables that had the new names from the start."""
+    root = tmp_path_factory.mktemp("renamed")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(view, "EACH_RUN", 0)
+    patch.setattr(view, "SHARE", 100)
+    first = Live(root, after=False)
+    land_first(first)
+    first.run(spark)
+    exported(first, spark)
+    live, anew = Live(root, after=True), Live(root, after=True, warehouse="anew")
+    land_second(live)
+    told: list[str] = []
+    live.run(spark, told)
+    anew.run(spark)
+    yield Changed(live, anew, told)
+    patch.undo()
+
+
+def exported(live: Live, spark: SparkSession) -> None:
+    export = export_of(live.prices, "versions", str(live.root / "export"))
+    ExportRun(export, live.warehouse, spark).run()
+
+
+NAMES = ["prices", "orders", "suppliers", "priced", "positive", "both", "supplied", "groups", "held"]
+HELD_BACK = ("priced", "held")
+
+
+def rows(table: pa.Table, *but: str) -> list[str]:
+    """Rows whatever their order and that of columns, within ``old`` too."""
+    flat = table.flatten() if "old" in table.column_names else table
+    left_out = {"recorded_at", *but}
+    names = sorted(n for n in flat.column_names if n.removeprefix("old.") not in left_out)
+    return [str(names), *sorted(map(repr, flat.select(names).to_pylist()))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_that_follows_equals_what_is_made_anew(
+    changed: Changed, spark: SparkSession, name: str
+) -> None:
+    """Log, current rows and versions, by Spark, without it, and by the tables alone."""
+    live, anew = changed.live.store(spark, name), changed.anew.store(spark, name)
+    but = ("offset",) if name in HELD_BACK else ()
+    kinds = ["log", *(["current"] if live.node.is_table else []), *(["versions"] * live.node.versioned)]
+    for what in kinds:
+        expected = rows(anew.read(what).toArrow(), *but)
+        assert rows(live.read(what).toArrow(), *but) == expected
+        assert (
+            rows(vt_dagster.read(name, warehouse=changed.live.warehouse, what=what), *but) == expected
+        )
+    opened = AssetStore.open(changed.live.warehouse, name, spark)
+    assert rows(opened.read("log").toArrow(), *but) == rows(anew.read("log").toArrow(), *but)
+    if live.node.is_table and name != "held":
+        base = live.snapshot().base
+        assert base is not None
+        assert base.checkpoint.batch == 1
+
+
+@pytest.mark.parametrize("key", ["a", "b", "c", "d"])
+def test_a_key_is_looked_up_by_its_new_name(changed: Changed, key: str) -> None:
+    """Without Spark: as of a time, and by what was known before the new names, too."""
+    first = DeltaTable(str(Path(changed.live.warehouse, "prices", "log")), version=0)
+    known = datetime.fromtimestamp(first.history(1)[0]["timestamp"] / 1000, timezone.utc)
+    known += timedelta(seconds=0.5)
+    asked: list[dict[str, Any]] = [
+        {},
+        {"as_of": EPOCH + timedelta(minutes=3, seconds=30)},
+        {"what": "log"},
+        {"what": "versions"},
+    ]
+    for one in asked:
+        found, expected = (
+            vt_dagster.read("prices", warehouse=t.warehouse, key=key, partial=True, **one)
+            for t in (changed.live, changed.anew)
+        )
+        assert rows(found) == rows(expected)
+    then = vt_dagster.read(
+        "prices", warehouse=changed.live.warehouse, key=key, as_known_at=known, what="versions"
+    )
+    assert "amount" in then.column_names
+    amounts = {"a": [1, 4], "b": [2], "c": [-3], "d": []}
+    assert sorted(then.column("amount").to_pylist()) == amounts[key]
+
+
+def test_as_known_by_spark(changed: Changed, spark: SparkSession) -> None:
+    prices = changed.live.store(spark, "prices")
+    first = next(prices.commits())
+    moment = (EPOCH + timedelta(microseconds=first.recorded_at - EPOCH.timestamp() * 1e6)).isoformat()
+    found = prices.read("versions", as_known_at=moment).toArrow()
+    without = vt_dagster.read(
+        "prices", warehouse=changed.live.warehouse, what="versions", as_known_at=moment
+    )
+    assert rows(found) == rows(without)
+    assert sorted(found.column("amount").to_pylist()) == [-3, 1, 2, 4]
+
+
+def test_the_commit_says_what_was_renamed(changed: Changed) -> None:
+    """In the commit that first uses the names, without a file rewritten."""
+    (said,) = [line for line in changed.told if line.startswith("prices: ! columns change: ")]
+    assert "n: int -> bigint" in said or "amount: int -> bigint" in said
+    assert "renamed: k -> product, cat -> category, maker -> vendor, n -> amount" in said
+    log = Path(changed.live.warehouse, "prices", "log")
+    text = (log / "_delta_log" / f"{1:020}.json").read_text()
+    assert "remove" not in [next(iter(json.loads(line))) for line in text.splitlines()]
+    notes = {f.name: f.metadata for f in DeltaTable(str(log)).schema().fields}
+    assert notes["amount"] == {"vt_dagster.was": ["n"]}
+
+
+def test_a_view_is_written_again(changed: Changed, spark: SparkSession) -> None:
+    """In part, where files by the old names stay; checks look at it."""
+    for name in ("prices", "supplied"):
+        live, anew = changed.live.store(spark, name), changed.anew.store(spark, name)
+        live.catch_up(now=True)
+        anew.catch_up(now=True)
+        what = "versions" if name == "prices" else "current"
+        assert rows(live.read(what).toArrow()) == rows(anew.read(what).toArrow())
+        found = vt_dagster.read(name, warehouse=changed.live.warehouse, what=what)
+        assert rows(found) == rows(anew.read(what).toArrow())
+        assert [one for one in audit(live) if not one.passed] == []
+    spark.sql(f"OPTIMIZE delta.`{changed.live.warehouse}/prices/log`")
+    log = changed.live.store(spark, "prices").read("log").toArrow()
+    assert rows(log) == rows(changed.anew.store(spark, "prices").read("log").toArrow())
+
+
+def test_an_export_has_the_new_names_alone(changed: Changed, spark: SparkSession) -> None:
+    exported(changed.live, spark)
+    found = DeltaTable(str(changed.live.root / "export")).to_pyarrow_dataset().to_table()
+    assert {*RENAMED.values()} < {*found.column_names}
+    assert not {*RENAMED} & {*found.column_names}
+    versions = changed.anew.store(spark, "prices").read("versions").where("not is_tombstone")
+    assert rows(found) == rows(versions.select(*found.column_names).toArrow())
+
+
+def test_a_replay_is_the_same(changed: Changed, spark: SparkSession) -> None:
+    live = changed.live.store(spark, "prices")
+    copy = replay(changed.live.warehouse, live.node, "prices_anew", spark)
+    found = compare(live, copy)
+    assert (found.missing, found.extra) == (0, 0)
+
+
+def test_a_row_is_explained(changed: Changed) -> None:
+    told = vt_dagster.explain("priced", key="a", warehouse=changed.live.warehouse)
+    assert "table_n" in str(told)
+
+
+def renamed_again(live: Live, before: str, now: str) -> Stream:
+    kinds = {now if f.name == before else f.name: f.dataType for f in live.orders.schema.fields}
+    key = now if before == "product" else "product"
+    return replace(live.orders, key=key, schema=schema(**kinds), renamed={before: now}, tombstone=None)
+
+
+@pytest.mark.parametrize("now", ["value", "n"])
+def test_renamed_again_and_back(changed: Changed, spark: SparkSession, now: str) -> None:
+    """Whoever reads sees it before a run has written it."""
+    node = renamed_again(changed.live, "amount", now)
+    found = AssetStore(changed.live.warehouse, node, spark).read("log").toArrow()
+    expected = changed.anew.store(spark, "orders").read("log").toArrow()
+    names = [now if n == "amount" else n for n in expected.column_names]
+    assert rows(found) == rows(expected.rename_columns(names))
+
+
+def test_back_and_on(tmp_path: Path, spark: SparkSession) -> None:
+    """a, then b, then a again, then c, each with a run; what is noted follows."""
+    warehouse, landing = str(tmp_path / "warehouse"), tmp_path / "landing"
+    landing.mkdir()
+    renamed: list[dict[str, str]] = [{}, {"a": "b"}, {"b": "a"}, {"b": "a", "a": "c"}]
+    for i, said in enumerate(renamed):
+        name = ["a", "b", "a", "c"][i]
+        (landing / f"{i}.jsonl").write_text(
+            json.dumps({"k": "x", name: i, "at": "2020-01-01T00:00:00Z"}) + "\n"
+        )
+        node = Table(
+            "t",
+            key="k",
+            schema=schema(k=StringType(), **{name: LongType()}, at=TimestampType()),
+            timestamp="at",
+            source=FilesSource(str(landing)),
+            renamed=said,
+        )
+        run_once(node, stores_of(warehouse, spark))
+        log = vt_dagster.read("t", warehouse=warehouse, what="log")
+        assert sorted(log.column(name).to_pylist()) == list(range(i + 1))
+        by_spark = AssetStore(warehouse, node, spark).read("log").toArrow()
+        assert rows(log) == rows(by_spark)
+        assert vt_dagster.read("t", warehouse=warehouse).column(name).to_pylist() == [i]
+    columns = {f.name: f.metadata for f in DeltaTable(f"{warehouse}/t/log").schema().fields}
+    assert columns["c"] == {"vt_dagster.was": ["a", "b"]}
+    assert not columns["a"]
+    assert not columns["b"]
+    left_out = replace(node, renamed={})
+    assert rows(AssetStore(warehouse, left_out, spark).read("log").toArrow()) == rows(log)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "renamed", "said"),
+    [
+        ({"amount": None, "n": LongType()}, {}, "amount is gone and n is there again"),
+        ({"n": LongType()}, {}, "n is the name by which rows of before know amount"),
+        ({"amount": None, "cost": LongType()}, {}, "declare renamed={'amount': 'cost'}"),
+        ({"amount": None, "cost": IntegerType()}, {"amount": "cost"}, "cost: bigint -> int"),
+        ({"amount": None, "cost": StringType()}, {"amount": "cost"}, "cost: bigint -> string"),
+        (
+            {"amount": None, "share": None, "cost": DoubleType()},
+            {"amount": "cost", "share": "cost"},
+            "share and amount are to be one column, cost, but are two",
+        ),
+        ({"amount": None, "share": LongType()}, {"amount": "share"}, "are two"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused_when_a_run_starts(
+    changed: Changed, kinds: Mapping[str, DataType | None], renamed: Mapping[str, str], said: str
+) -> None:
+    """Without Spark, with column, both types and the way out."""
+    there: dict[str, DataType | None] = {f.name: f.dataType for f in changed.live.prices.schema.fields}
+    found = {name: kind for name, kind in {**there, **kinds}.items() if kind is not None}
+    refused(changed, replace(changed.live.prices, schema=schema(**found), renamed=renamed), said)
+
+
+def refused(changed: Changed, node: Stream, said: str) -> None:
+    def no_spark() -> SparkSession:
+        raise AssertionError("Spark is asked for")
+
+    with pytest.raises(StorageError) as raised:
+        Run.pin(node, stores_of(changed.live.warehouse, no_spark))
+    assert said in str(raised.value)
+    assert "vt-dagster replay" in str(raised.value)
+
+
+def test_left_out_before_all_have_run(tmp_path: Path, spark: SparkSession) -> None:
+    """What is downstream would have null in rows before, were it not told."""
+    first, live = Live(tmp_path, after=False), Live(tmp_path, after=True)
+    land_first(first)
+    stores = stores_of(first.warehouse, spark)
+    (joined,) = [n for n in first.nodes if n.name == "priced"]
+    for node in (first.prices, first.orders, joined):
+        run_once(node, stores)
+    land_second(live)
+    for node in (live.prices, live.orders):
+        run_once(node, stores)
+    silent = replace(live.orders, renamed={})
+    of_them = silent.left_join(
+        live.prices,
+        name="priced",
+        select=["left.*", "right.amount as table_n"],
+        grace_period=timedelta(minutes=5),
+    )
+    with pytest.raises(
+        StorageError, match=r"declare renamed=.*'n': 'amount'.* there again, until this"
+    ):
+        Run.pin(of_them, stores)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "names"),
+    [
+        ({"a": "b"}, ["a", "b"]),
+        ({"a": "z"}, ["b"]),
+        ({"a": "b", "b": "a"}, ["b"]),
+        ({"a": "timestamp"}, ["b"]),
+    ],
+)
+def test_declared_wrongly(renamed: dict[str, str], names: list[str]) -> None:
+    kinds: dict[str, DataType] = {name: StringType() for name in names}
+    about = schema(k=StringType(), timestamp=TimestampType(), **kinds)
+    with pytest.raises(TopologyError, match="expected renamed to say by which names columns went"):
+        Stream("s", key="k", schema=about, renamed=renamed)
+
+
+def test_other_files(tmp_path: Path, spark: SparkSession) -> None:
+    """CSV and Parquet that come by an earlier name; it is no column too many."""
+    at = pa.array([datetime(2020, 1, 1)], pa.timestamp("us", "UTC"))
+    for format_ in ("csv", "parquet"):
+        folder = tmp_path / format_
+        folder.mkdir()
+        if format_ == "csv":
+            (folder / "1.csv").write_text("k,price,at\na,1,2020-01-01T00:00:00Z\n")
+            (folder / "2.csv").write_text("at,cost,k\n2020-01-01T00:00:00Z,2,b\n")
+        else:
+            for file, column, key, n in (("1", "price", "a", 1), ("2", "cost", "b", 2)):
+                values = {"k": [key], column: pa.array([n], pa.int64()), "at": at}
+                pq.write_table(pa.table(values), folder / f"{file}.parquet")
+        node = Stream(
+            format_,
+            key="k",
+            schema=schema(k=StringType(), cost=LongType(), at=TimestampType()),
+            timestamp="at",
+            source=FilesSource(str(folder), format=format_),
+            renamed={"price": "cost"},
+        )
+        assert node.source is not None
+        found = node.source.pin(None).read(spark, node)
+        assert sorted(map(tuple, found.select("k", "cost").collect())) == [("a", 1), ("b", 2)]
+        assert "price" not in found.columns
+
+
+def test_what_an_operator_keeps(spark: SparkSession) -> None:
+    """Columns, and those of a row that a function has aggregated."""
+    kept = spark.sql("select 'a' as k, named_struct('price', 1, 'x', 2) as _acc, 3 as price")
+    found = kept_by_newest_names(kept, {"product": ("k",), "cost": ("price",)})
+    assert found.first() == (("a", (1, 2), 3))
+    assert found.schema.simpleString() == "struct<product:string,_acc:struct<cost:int,x:int>,cost:int>"
