@@ -282,6 +282,7 @@ attributes:
       stream:
         key: product
         columns: &columns {{product: string, at: timestamp, n: int}}
+        renamed: {{product_id: product}}
         timestamp: at
         source:
           delta: {{path: raw/rows, mode: append, start: 3, upstream: raw/rows}}
