@@ -216,14 +216,18 @@ def _add_bars(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: Versio
     found = delta.last_commit(view.view_path)
     fs, _ = delta.filesystem(view.view_path)
     files = [] if found is None else _files(view.view_path, found.document["batch"])
-    wanted = [*node.key, VALID_FROM, VALID_TO, IS_TOMBSTONE]
     first = {key[0] for key in lanes}
     for name, size in files:
         if size > _LARGEST_FILE or sum(size for _, size in files) > 2 * _LARGEST_FILE:
             continue
         with fs.open(name, "rb") as opened:
-            rows = pq.read_table(opened, columns=wanted, filters=[(node.key[0], "in", first)])
-        keys = zip(*(rows.column(k).to_pylist() for k in node.key), strict=True)
+            there = set(pq.read_schema(opened).names)
+            # A key may have been renamed since the view was written.
+            known = [(k, *node.earlier.get(k, ())) for k in node.key]
+            names = [next(n for n in some if n in there) for some in known]
+            wanted = [*names, VALID_FROM, VALID_TO, IS_TOMBSTONE]
+            rows = pq.read_table(opened, columns=wanted, filters=[(names[0], "in", first)])
+        keys = zip(*(rows.column(k).to_pylist() for k in names), strict=True)
         ends = zip(
             _micros(rows.column(VALID_FROM)),
             _micros(rows.column(VALID_TO)),
