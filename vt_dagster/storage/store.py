@@ -411,7 +411,7 @@ class AssetStore:
             raise StorageError(
                 f"{self.node.name}: declared as {declared.kind} keyed by "
                 f"{declared.key}, but its tables were written as {shape.kind} keyed by "
-                f"{shape.key}; declare it as it was (a column that has another name as renamed), or give "
+                f"{shape.key}; declare it as it was (a renamed column as such), or give "
                 "the new one another name"
             )
         changed = self.node.changed_meaning(shape.meaning)
