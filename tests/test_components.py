@@ -298,6 +298,7 @@ attributes:
         columns: *columns
         timestamp: at
         history_retention: 1d
+        ready: 2026-03-02T00:00:00Z
         source:
           asset: {{key: raw/rates, as_type: polars.DataFrame, metadata: {{columns: [n]}}}}
     - name: days
@@ -344,6 +345,8 @@ def test_sources_in_yaml(tmp_path: Path) -> None:
         (taken,) = asset.op.ins.values()
         assert taken.dagster_type.typing_type is pl.DataFrame
         assert (taken.metadata or {})["columns"] == ["n"]
+        ready = asset.metadata_by_key[dg.AssetKey("rates")]["vt_dagster/ready"]
+        assert ready == "2026-03-02 00:00:00+00:00"
 
 
 def test_no_sensor_of_an_upstream_asset(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -18,6 +18,7 @@ from vt_dagster.components.parts import (
     Texts,
     as_duration,
     choice,
+    is_template,
     optional,
     part,
 )
@@ -120,6 +121,27 @@ _until = choice(
 )
 
 
+def _as_ready(value: Any) -> Any:
+    if not isinstance(value, str) or value == "first_end" or is_template(value):
+        return value
+    try:
+        return datetime.fromisoformat(value.replace("Z", "+00:00"))
+    except ValueError:
+        raise ValueError(
+            f"expected first_end or a time like 2024-06-01T00:00:00Z, got {value!r}"
+        ) from None
+
+
+_READY: Any = (
+    optional(Annotated[datetime | str, BeforeValidator(_as_ready, json_schema_input_type=str)]),
+    Field(
+        default=None,
+        description="From when on joins look into it, and take nothing before: first_end, once it has "
+        "all that its first run found, or a time that its stream time has come to.",
+    ),
+)
+
+
 def _as_known(value: Any) -> Any:
     return value if value in ("now", "when_recorded") else as_duration(value)
 
@@ -148,6 +170,7 @@ def _declared(name: str, kind: type[Stream]) -> type[Part]:
         columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
         source=(_source, Field(description="Where its records come from.")),
         sensor=(optional(_sensor), Field(default=None, description="How its sensor looks for more.")),
+        **({"ready": _READY} if kind is VersionedTable else {}),
     )
 
 

@@ -72,29 +72,23 @@ def build_asset(
     about |= {"pool": pool, "retry_policy": retry_policy}
     about |= {"required_resource_keys": keys_of(resource_prefix)}
     about |= {"io_manager_key": tables_key(resource_prefix)}
-    if node.operator is not None:
-
-        @dg.asset(**about)
-        def of_operator(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
-            return _run(context, node, resource_prefix, {})
-
-        return cast(dg.AssetsDefinition, of_operator)
-    try:
-        source: Any = source_of(node)
-    except SourceError as error:
-        raise TopologyError(str(error)) from None
-    if isinstance(source, FrameSource):
-        return _of_frames(node, source, about, resource_prefix)
-    config_type = config_of(source)
+    if node.operator is None:
+        try:
+            source: Any = source_of(node)
+        except SourceError as error:
+            raise TopologyError(str(error)) from None
+        if isinstance(source, FrameSource):
+            return _of_frames(node, source, about, resource_prefix)
+    config_type = config_of(node)
 
     @dg.asset(**about)
-    def of_source(
+    def run(
         context: dg.AssetExecutionContext,
         config: config_type,  # pyright: ignore[reportInvalidTypeForm]
     ) -> dg.MaterializeResult[Any]:
         return _run(context, node, resource_prefix, config.asked())
 
-    return cast(dg.AssetsDefinition, of_source)
+    return cast(dg.AssetsDefinition, run)
 
 
 def _of_frames(
@@ -137,7 +131,13 @@ def _run(
 def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
     """Tells what a run takes, or that nothing is new."""
     name = arrival.node.name
-    if arrival.empty:
+    if arrival.not_ready:
+        tables, some = " and ".join(arrival.not_ready), f"{arrival.waiting:,} record(s)"
+        said = (
+            f"holds {some} until {tables} is ready" if arrival.empty else f"goes on before {tables} is"
+        )
+        log.warning(f"{name}: {said}{'' if arrival.empty else ' ready, as it was told'}")
+    elif arrival.empty:
         log.info(f"{name}: nothing new since batch {arrival.before.batch}, so there is no commit")
     elif arrival.source is None:
         taken = {n: sum(e - s for s, e in r.values()) for n, r in arrival.taken.items()}
@@ -158,7 +158,7 @@ def materialized(
     if receipt.commit is None and partitions_of(node) is not None:
         return _of_partition(context, key, last)
     if receipt.commit is None and (head is None or not to_be_told(context, key, head.commit)):
-        return unchanged(context, key, last)
+        return unchanged(context, key, last, arrival)
     if receipt.commit is None and head is not None:
         receipt = Receipt(head.commit, head.version)
     commit = receipt.commit
@@ -222,13 +222,18 @@ def _standing(last: Commit | None) -> dict[str, Any]:
     return {"versions": {"batch": last.batch}, "positions": positions_of(last)}
 
 
-def unchanged(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.MaterializeResult[Any]:
-    """What the op of an asset returns where its run found nothing new.
+def unchanged(
+    context: Any, key: dg.AssetKey, last: Commit | None, arrival: Arrival | None = None
+) -> dg.MaterializeResult[Any]:
+    """What the op of an asset returns where its run found nothing new, or held back what it found.
 
     An output that is left out would skip all that is downstream, also what has news of another input;
     one that is given is a materialization. With Dagster's mark it is neither. Should Dagster give that
     up, it is a materialization again.
     """
     said: dict[str, Any] = {"status": "nothing new: no commit", **_standing(last)}
+    if arrival is not None and arrival.not_ready:
+        said["status"] = f"held until {' and '.join(arrival.not_ready)} is ready: no commit"
+        said["records_held"] = arrival.waiting
     context.log_event(dg.AssetObservation(key, metadata=said))
     return dg.MaterializeResult(metadata={_NO_EVENT: True})

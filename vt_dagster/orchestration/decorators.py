@@ -13,7 +13,7 @@ from typing_extensions import Required, TypedDict, Unpack
 from vt_dagster.orchestration.deliveries import function_parameters
 from vt_dagster.sources.frames import FunctionSource
 from vt_dagster.topology.durations import Duration
-from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.model import Ready, Stream, Table, VersionedTable
 from vt_dagster.topology.node import Freshness
 
 N = TypeVar("N", bound=Stream)
@@ -64,6 +64,7 @@ class VersionedTableAttributes(StreamAttributes, total=False):
     freshness: Freshness
     history_retention: Required[Duration]
     segment_interval: timedelta | None
+    ready: Ready
 
 
 def stream(**about: Unpack[StreamAttributes]) -> Callable[[Callable[..., Any]], Stream]:

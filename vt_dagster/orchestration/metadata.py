@@ -98,6 +98,8 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     }
     if isinstance(node, VersionedTable):
         metadata["vt_dagster/history_retention"] = spoken(node.history_retention)
+        if node.ready is not None:
+            metadata["vt_dagster/ready"] = str(node.ready)
     if node.operator is not None:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
         metadata |= {f"vt_dagster/{name}": said for name, said in node.operator.settings.items()}

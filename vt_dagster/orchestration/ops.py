@@ -94,7 +94,7 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
         required_resource_keys=keys_of(resource_prefix),
     )
 
-    config_type = config_of(source)
+    config_type = config_of(node)
 
     @op
     def read(

@@ -4,11 +4,13 @@ from typing import Any
 
 import dagster as dg
 
+from vt_dagster.runs.ready import waits
 from vt_dagster.sources.delta_table import DeltaSource
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_messages import as_ranges
 from vt_dagster.sources.snapshots import SnapshotSource
+from vt_dagster.topology.model import Stream
 
 
 class SourceConfig(dg.Config):
@@ -61,6 +63,14 @@ class DumpConfig(SourceConfig):
     """Take one that is empty, or deletes more than ``max_shrink``."""
 
 
+class JoinConfig(SourceConfig):
+    """Whether a run waits for tables to be ready."""
+
+    accept_not_ready: bool = False
+    """Join with tables that are not ready, or that have forgotten the times of records that waited; the
+    commit records which."""
+
+
 _CONFIGS: dict[type[Any], type[SourceConfig]] = {
     DeltaSource: VersionsConfig,
     FilesSource: FilesConfig,
@@ -69,6 +79,9 @@ _CONFIGS: dict[type[Any], type[SourceConfig]] = {
 }
 
 
-def config_of(source: object) -> type[SourceConfig]:
-    """The config that a source takes; of one that is not known here an empty one."""
+def config_of(node: Stream) -> type[SourceConfig]:
+    """The config that an asset takes; where nothing can be asked, an empty one."""
+    if node.operator is not None:
+        return JoinConfig if node.operator.waits_for and waits(node) else SourceConfig
+    source: object = node.source
     return next((_CONFIGS[kind] for kind in type(source).__mro__ if kind in _CONFIGS), SourceConfig)

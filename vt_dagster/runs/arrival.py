@@ -13,7 +13,7 @@ from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned
 from vt_dagster.spark.small_runs import is_small
-from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.storage.store import shape_of
 from vt_dagster.topology.model import Stream
@@ -45,6 +45,10 @@ class Arrival:
         rows_read: how many rows of tables the run reads, as far as one knows before it.
         state_bytes: of what an operator keeps from run to run.
         held: rows that are held until the commit.
+        ready: of each input where its log stood when it became ready, see ``ready.upstream``.
+        not_ready: the tables that a join looks into and that are not ready; it then takes nothing,
+            unless it was told to.
+        waiting: how many records it does not take for that reason.
     """
 
     node: Stream
@@ -65,6 +69,9 @@ class Arrival:
     rows_read: int = 0
     state_bytes: int = 0
     held: list[DataFrame] = field(default_factory=list[DataFrame])
+    ready: dict[str, Offsets | None] = field(default_factory=dict[str, "Offsets | None"])
+    not_ready: list[str] = field(default_factory=list[str])
+    waiting: int = 0
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reas
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.gate import Passed
+from vt_dagster.runs.ready import after_run
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.positions import Commit
@@ -116,6 +117,8 @@ def document(
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
     if Fate.WAITING in counts:
         totals[Fate.WAITING] = counts[Fate.WAITING]
+    inputs = {**before.inputs, **inputs}
+    ready = after_run(arrival.node, before, arrival.source, inputs, arrival.ready, offsets, times)
     return Commit(
         asset=arrival.node.name,
         batch=before.batch + 1,
@@ -123,7 +126,7 @@ def document(
         shape=shape_of(arrival.node),
         log=before.log or arrival.attempt,
         logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
-        inputs={**before.inputs, **inputs},
+        inputs=inputs,
         next_offset=offsets,
         stream_time=times,
         released=arrival.released,
@@ -135,6 +138,8 @@ def document(
         totals=totals,
         totals_by_partition=_totals_by_partition(before, fates),
         reads=arrival.reads,
+        not_ready=arrival.not_ready,
+        **ready,
         **more,
     )
 

@@ -9,8 +9,10 @@ from typing import Any
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ConcurrentRunError, SourceError
 from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.ready import upstream
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Source
+from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream, Table
 
@@ -54,8 +56,14 @@ def from_source(
     )
 
 
-def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arrival:
-    """What is new in the logs of an operator's inputs, and the views that it looks into."""
+def from_logs(
+    node: Stream, store: Store, at: Snapshot, stores: Stores, accept_not_ready: bool = False
+) -> Arrival:
+    """What is new in the logs of an operator's inputs, and the views that it looks into.
+
+    Args:
+        accept_not_ready: take it also where a table is not ready, or remembers too little.
+    """
     processor = processor_of(node)
     pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
     start = pinned.before.inputs
@@ -66,10 +74,12 @@ def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arriv
         at.reach(),
     )
     erased, names = 0, {up.name for up in processor.consumed}
+    heads: dict[str, Commit] = {}
     for up in {up.name: up for up in node.inputs}.values():
         found = stores(up).snapshot()
         if found.head is None:
             continue
+        heads[up.name] = found.head.commit
         if isinstance(up, Table) and (processor.reads_tables or up.name not in names):
             tables[up.name] = found
             rows_read += found.reach() if up.name in names else 0
@@ -81,8 +91,17 @@ def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arriv
         if ranges:
             taken[up.name] = ranges
             erased += _erased(stores(up), found.head, ranges)
+    ready = upstream(node, pinned.before, lambda up: _last(up, heads, stores))
+    assert node.operator is not None
+    not_ready = [up.name for up in node.operator.waits_for if ready.get(up.name, {}) is None]
+    waiting = sum(e - s for ranges in taken.values() for s, e in ranges.values())
+    if not_ready and not accept_not_ready:
+        taken = {}
     return replace(
         pinned,
+        ready=ready,
+        not_ready=not_ready,
+        waiting=0 if taken else waiting,
         erased=erased,
         inputs=inputs,
         tables=tables,
@@ -91,6 +110,13 @@ def from_logs(node: Stream, store: Store, at: Snapshot, stores: Stores) -> Arriv
         rows_read=rows_read,
         stream_time=dict(pinned.before.stream_time),
     )
+
+
+def _last(node: Stream, pinned: Mapping[str, Commit], stores: Stores) -> Commit | None:
+    if node.name in pinned:
+        return pinned[node.name]
+    head = stores(node).snapshot().head
+    return None if head is None else head.commit
 
 
 def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> int:

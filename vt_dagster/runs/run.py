@@ -46,6 +46,7 @@ from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, timed
 from vt_dagster.runs.past import recorded_if
 from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
+from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Comparing, Pinned, Source
@@ -91,17 +92,22 @@ class Run:
 
         Args:
             source: of a source asset; None = the node's own.
-            asked: what is asked of the source, see its ``pin``.
+            asked: what is asked of the source, see its ``pin``, or of an operator, see ``from_logs``.
 
         Raises:
             SourceError: the source is not there, or the asset has none.
+            RefusedRecordsError: a table has forgotten the times of records that have waited for it.
         """
         store = stores(node)
         at = store.catch_up()
         if node.operator is None:
             return cls(from_source(node, store, at, source, asked), stores)
-        run = cls(from_logs(node, store, at, stores), stores)
-        return run if run.arrival.empty else replace(run, arrival=run._timed())
+        run = cls(from_logs(node, store, at, stores, **asked), stores)
+        if run.arrival.empty:
+            return run
+        if not asked.get("accept_not_ready"):
+            require_covered(run.arrival, stores)
+        return replace(run, arrival=run._timed())
 
     def _timed(self) -> Arrival:
         """With the operator's own stream time at the end of the run, and how late its records are."""

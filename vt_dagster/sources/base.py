@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.errors import SourceError
-from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.renames import named, was
+
+End: TypeAlias = dict[str, Offsets] | str
+"""The end of a source, as it tells places: offsets, or the last name."""
 
 
 class Pinned(Protocol):
@@ -51,6 +54,19 @@ class Pinned(Protocol):
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         """The records, as ``core.records.prepare`` takes them."""
+        ...
+
+    @property
+    def source_end(self) -> End:
+        """The end of all that was there when the run started, whatever of it the run takes."""
+        ...
+
+    def reaches(self, end: End) -> bool:
+        """Whether all up to an end is taken after the run.
+
+        Args:
+            end: of this run or an earlier one.
+        """
         ...
 
     def consumed(self) -> dict[str, Any] | None:
@@ -101,6 +117,13 @@ class Uncounted:
     @property
     def counts(self) -> dict[str, int]:
         return {}
+
+    @property
+    def source_end(self) -> End:
+        return {}
+
+    def reaches(self, end: End) -> bool:
+        return True
 
 
 @runtime_checkable

@@ -16,13 +16,13 @@ from vt_dagster.core.arrival import STRIDE, in_order_of_keys
 from vt_dagster.core.change_feed import BUCKETS, CHANGE, VERSION, changes
 from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError
-from vt_dagster.sources.base import Uncounted
+from vt_dagster.sources.base import End, Uncounted
 from vt_dagster.sources.csv_text import nullable
 from vt_dagster.sources.delta_log import Change, ForeignTable
 from vt_dagster.sources.dumps import UNREAD, Limits, buckets_of, records_of
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.topology.model import Stream
 
 DELTA = "delta"
@@ -74,6 +74,15 @@ class PinnedVersions(Uncounted):
     @property
     def empty(self) -> bool:
         return self.end == self.first
+
+    @property
+    def source_end(self) -> dict[str, Offsets]:
+        return {DELTA: {0: self.table.version + 1}}
+
+    def reaches(self, end: End) -> bool:
+        assert not isinstance(end, str)
+        left = range(self.end, end.get(DELTA, {}).get(0, 0))
+        return not any(self.table.change(version).changes_rows for version in left)
 
     def consumed(self) -> None:
         """Versions tell."""

@@ -147,6 +147,50 @@ class Memory:
         return any(_same(file, before) for before in self._by_name.get(file.name, ()))
 
 
+def unconsumed(
+    directory: str, there: Sequence[FileInfo], consumed: Mapping[str, Any]
+) -> list[FileInfo]:
+    """The files that no run has consumed yet.
+
+    Args:
+        consumed: see :class:`Memory`.
+
+    Raises:
+        SourceError: a consumed file is there with another content.
+    """
+    memory = Memory(consumed)
+    changed = {f.name: said for f in there if (said := memory.changed(f)) is not None}
+    if changed:
+        name, said = next(iter(changed.items()))
+        raise SourceError(
+            f"{len(changed)} file(s) in {directory} changed after they were consumed, for "
+            f"example {name}: {said}; a file is consumed once, so deliver what is new in a file of "
+            "its own and put the old one back"
+        )
+    return [f for f in there if not memory.has(f)]
+
+
+def chosen(
+    directory: str, new: Sequence[FileInfo], consumed: Mapping[str, Any], only: Sequence[str] | None
+) -> list[FileInfo]:
+    """Of files that are new those that a run asks for; what it asks for and was consumed is left out.
+
+    Args:
+        only: their names; None = all.
+
+    Raises:
+        SourceError: it asks for one that is not there.
+    """
+    if only is None:
+        return list(new)
+    memory = Memory(consumed)
+    missing = sorted(set(only) - {f.name for f in new if f.name in only})
+    missing = [name for name in missing if name not in memory]
+    if missing:
+        raise SourceError(f"{directory}: the run asks for {missing}, which are not there")
+    return [f for f in new if f.name in only]
+
+
 def remembered(
     before: Mapping[str, Any], taken: Sequence[FileInfo], there: Sequence[FileInfo], batch: int
 ) -> dict[str, Any]:

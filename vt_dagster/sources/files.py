@@ -23,14 +23,16 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text
-from vt_dagster.sources.base import News, Uncounted, delivered, require_limits
+from vt_dagster.sources.base import End, News, Uncounted, delivered, require_limits
 from vt_dagster.sources.csv_text import header_of, nullable, one_record, read_record
 from vt_dagster.sources.directory import (
     FileInfo,
     Memory,
+    chosen,
     files_in,
     remembered,
     require_untouched,
+    unconsumed,
 )
 from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.values import is_no_text
@@ -59,12 +61,21 @@ class PinnedFiles(Uncounted):
         source: their directory.
         files: in order of arrival.
         before: the files consumed by earlier runs, see ``directory.Memory``.
+        left: the names of those that wait for later runs.
     """
 
     source: FilesSource
     files: Sequence[FileInfo]
     before: Mapping[str, Any]
     batch: int
+    left: Sequence[str] = ()
+
+    @property
+    def source_end(self) -> str:
+        return max((*(f.name for f in self.files), *self.left), default="")
+
+    def reaches(self, end: End) -> bool:
+        return not any(name <= str(end) for name in self.left)
 
     @property
     def max_bad_share(self) -> float:
@@ -213,8 +224,13 @@ class FilesSource:
         consumed: Mapping[str, Any] = {},
     ) -> PinnedFiles:
         """The files that a run takes; see :meth:`pending`. Does not use Spark."""
-        batch = 1 if before is None else before.batch + 1
-        return PinnedFiles(self, self.pending(consumed, only), consumed, batch)
+        batch, new = (
+            1 if before is None else before.batch + 1,
+            unconsumed(self.path, self.files(), consumed),
+        )
+        taken = chosen(self.path, new, consumed, only)[: self.max_files_per_run]
+        left = {f.name for f in new} - {f.name for f in taken}
+        return PinnedFiles(self, taken, consumed, batch, sorted(left))
 
     def taken_by(self, consumed: Mapping[str, Any]) -> dict[str, int | None]:
         """The run that consumed each file that is there, by name: see ``directory.Memory.batch_of``."""
@@ -236,22 +252,7 @@ class FilesSource:
         Raises:
             SourceError: a consumed file is there with another content.
         """
-        there, memory = self.files(), Memory(consumed)
-        changed = {f.name: said for f in there if (said := memory.changed(f)) is not None}
-        if changed:
-            name, said = next(iter(changed.items()))
-            raise SourceError(
-                f"{len(changed)} file(s) in {self.path} changed after they were consumed, for "
-                f"example {name}: {said}; a file is consumed once, so deliver what is new in a file of "
-                "its own and put the old one back"
-            )
-        if only is not None:
-            names = {f.name for f in there}
-            missing = sorted(n for n in set(only) - names if n not in memory)
-            if missing:
-                raise SourceError(f"{self.path}: the run asks for {missing}, which are not there")
-        new = [f for f in there if (only is None or f.name in only) and not memory.has(f)]
-        return new[: self.max_files_per_run]
+        return list(self.pin(None, only, consumed=consumed).files)
 
     def read(self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType) -> DataFrame:
         """The rows of some files, in order of arrival.

@@ -19,10 +19,10 @@ from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, St
 from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.records import DELETED, POSITION, RAW, RAW_KEY, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
-from vt_dagster.sources.base import News, delivered, require_limits
+from vt_dagster.sources.base import End, News, delivered, require_limits
 from vt_dagster.sources.formats import Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
-from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
+from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, reached, read_messages
 from vt_dagster.storage.evolution import by_newest_names
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
@@ -121,6 +121,13 @@ class PinnedTopics:
             f"the {self.source.describe()} could not be read to their end: {said[1].strip()}; nothing "
             "was committed: run again, and see what the topic's retention is"
         )
+
+    @property
+    def source_end(self) -> dict[str, Offsets]:
+        return self.ends
+
+    def reaches(self, end: End) -> bool:
+        return not isinstance(end, str) and reached(self.ranges, end)
 
     @property
     def behind(self) -> int:

@@ -14,7 +14,7 @@ from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.records import POSITION, RECORD_TIME, SOURCE
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
-from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.storage.positions import Commit, Offsets, Ranges
 
 _MESSAGE = (
     "key binary, value binary, topic string, partition int, offset long, timestamp timestamp, "
@@ -113,6 +113,12 @@ def as_offsets(text: str) -> dict[str, dict[int, int]]:
         raise SourceError(
             f'expected offsets like {{"topic": {{"0": 100}}}}, got {text!r}; correct the text'
         ) from None
+
+
+def reached(ranges: Ranges, ends: Mapping[str, Offsets]) -> bool:
+    """Whether ranges come to the ends of topics; a partition that is not there any more does."""
+    places = [(t, p, end) for t, some in ends.items() for p, end in some.items()]
+    return all(ranges.get(t, {}).get(p, (0, end))[1] >= end for t, p, end in places)
 
 
 def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) -> str:

@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.errors import SourceError, TopologyError
-from vt_dagster.sources.base import News, Uncounted, require_limits
+from vt_dagster.sources.base import End, News, Uncounted, require_limits
 from vt_dagster.sources.directory import FileInfo, files_in, require_untouched
 from vt_dagster.sources.dumps import (
     UNREAD,
@@ -74,7 +74,7 @@ class PinnedDump(Uncounted):
     """The dump that a run takes; None = there is no new one.
 
     Args:
-        waiting: how many come after it.
+        waiting: the names of those that come after it.
         consumed: the dumps of earlier runs: name -> its files' sizes and its time.
         accepted: whether it may be empty, or delete more than usual.
         learned: its time, once it has been read.
@@ -82,7 +82,7 @@ class PinnedDump(Uncounted):
 
     source: SnapshotSource
     dump: Dump | None
-    waiting: int
+    waiting: Sequence[str]
     before: Mapping[str, Any]
     accepted: bool
     learned: dict[str, int] = field(default_factory=dict[str, int])
@@ -101,6 +101,13 @@ class PinnedDump(Uncounted):
     @property
     def empty(self) -> bool:
         return self.dump is None
+
+    @property
+    def source_end(self) -> str:
+        return max((*self.waiting, "" if self.dump is None else self.dump.name))
+
+    def reaches(self, end: End) -> bool:
+        return not any(name <= str(end) for name in self.waiting)
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         """All rows of the dump, as ``records_of`` takes them."""
@@ -164,7 +171,7 @@ class PinnedDump(Uncounted):
 
     def describe(self, schema: StructType) -> list[str]:
         assert self.dump is not None
-        more = f"; {self.waiting:,} more wait, each for a run of its own" if self.waiting else ""
+        more = f"; {len(self.waiting):,} more wait, each for a run of its own" if self.waiting else ""
         lines = [f"takes the dump {self.dump.name}, {self.dump.size / 1000:,.1f} kB{more}"]
         if self.accepted:
             lines.append("!takes it however much it deletes, as it was told")
@@ -322,14 +329,15 @@ class SnapshotSource:
             self.require_order(one, self.time_of(one), consumed)
         asked = [d for d in new if dump is None or d.name <= dump]
         first = asked[0] if asked else None
-        return PinnedDump(self, first, max(0, len(new) - 1), consumed, accept_shrink)
+        waiting = [d.name for d in new if d is not first]
+        return PinnedDump(self, first, waiting, consumed, accept_shrink)
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """The name of the next dump. Does not use Spark."""
         pinned = self.pin(before, consumed=consumed)
         if pinned.dump is None:
             return News()
-        return News({"dump": pinned.dump.name}, f"{pinned.waiting + 1} new dump(s)")
+        return News({"dump": pinned.dump.name}, f"{len(pinned.waiting) + 1} new dump(s)")
 
     def time_of(self, dump: Dump) -> int | None:
         """A dump's time, epoch microseconds; None = its rows tell.

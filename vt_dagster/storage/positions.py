@@ -108,6 +108,13 @@ class Commit(BaseModel):
     deliveries: dict[str, str] = Field(default_factory=dict)
     """Of a source of DataFrames: which runs, partitions or materializations this run took, and what is
     remembered of each; of many, some."""
+    first_end: dict[str, Offsets] | str | None = None
+    """Of a table whose ``ready`` is the end that its first run has pinned: that end, as the source says
+    it. None = there was none to note, also of runs before ``ready`` was declared."""
+    ready_at: Offsets | None = None
+    """Where this log stood when all that it is made of was ready; None = it is not, or need not be."""
+    not_ready: list[str] = Field(default_factory=list)
+    """Of this run: tables that were joined with before they were ready, as the run was told to."""
     files: bool = False
     """Whether the attempt's directory holds the list of files, or of deliveries, consumed so far."""
     rejected: bool = False

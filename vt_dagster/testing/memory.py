@@ -30,7 +30,8 @@ from vt_dagster.core.log import log_columns, log_schema, view_schema
 from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, home_of
 from vt_dagster.errors import ConcurrentRunError, ContractError
 from vt_dagster.runs.store import Store
-from vt_dagster.storage.positions import Commit, Offsets, Ranges
+from vt_dagster.sources.base import Uncounted
+from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream, Table
@@ -192,7 +193,7 @@ class MemoryStore(Store):
 
 
 @dataclass(frozen=True)
-class Records:
+class Records(Uncounted):
     """Records that a test gives, as a source that is taken whole."""
 
     store: MemoryStore
@@ -208,14 +209,6 @@ class Records:
     @property
     def max_clock_skew(self) -> timedelta | None:
         return None
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    @property
-    def taken(self) -> Ranges:
-        return {}
 
     @property
     def bytes(self) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, Literal, cast
+from datetime import datetime, timedelta
+from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration
@@ -33,6 +33,9 @@ from vt_dagster.topology.operators import (
     UntilTimeLimit,
     UntilWindowCloses,
 )
+
+Ready: TypeAlias = Literal["first_end"] | datetime | None
+"""From when on joins look into a table, see ``VersionedTable``."""
 
 
 @dataclass(frozen=True)
@@ -319,10 +322,16 @@ class VersionedTable(Table, kind="versioned_table"):
             that old is accepted.
         segment_interval: Kafka's name for the width of a piece of stored history. It never changes
             a result.
+        ready: from when on joins may look into it; until then they, and those with what is made of it,
+            take nothing, so that no record is joined with the first part of a table that is still being
+            loaded. ``first_end``: once it has taken all that its first run found in the source. A time
+            (with a time zone): once stream time has come to it, inclusive, in each partition that has
+            records. None: at once, as in Kafka Streams. Of a table with a source.
     """
 
     history_retention: Duration = field(kw_only=True)
     segment_interval: timedelta | None = field(default=None, kw_only=True)
+    ready: Ready = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
@@ -338,6 +347,21 @@ class VersionedTable(Table, kind="versioned_table"):
             raise TopologyError(
                 f"{self.name}: segment_interval must be longer than 0, got {self.segment_interval}; "
                 "leave it out for the default"
+            )
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        given: object = self.ready
+        timed = isinstance(given, datetime) and given.tzinfo is not None
+        if given is not None and given != "first_end" and not timed:
+            raise TopologyError(
+                f"{self.name}: ready must be 'first_end', a datetime with a time zone or None, got "
+                f"{given!r}"
+            )
+        if given is not None and self.operator is not None:
+            raise TopologyError(
+                f"{self.name}: expected ready of a table with a source, got it of the result of an "
+                "operator, which is ready when what it is made of is: declare it there"
             )
 
     @property

@@ -124,6 +124,11 @@ class Operator(ABC):
     def inputs(self) -> tuple[Input, ...]:
         """The streams and tables whose logs it consumes or whose views it reads."""
 
+    @property
+    def waits_for(self) -> tuple[Input, ...]:
+        """The tables that it takes nothing without before they are ready, see ``VersionedTable``."""
+        return ()
+
     @abstractmethod
     def result(self, **shown: Any) -> Any:
         """The stream or table that it makes; ``shown``: description, group, owners, key_prefix,

@@ -29,6 +29,10 @@ class Join(Operator, ABC):
     def inputs(self) -> tuple[Input, ...]:
         return (self.left, self.right)
 
+    @property
+    def waits_for(self) -> tuple[Input, ...]:
+        return tuple(side for side in self.inputs if side.is_table)
+
     def projection(self) -> Projection:
         """The columns of the result, checked against both sides."""
         sides = {"left": self._side(self.left), "right": self._side(self.right)}

@@ -1,0 +1,44 @@
+"""A join with a table of a topic that is loaded a part a run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from tests.kafka.pipeline import Pipeline
+from tests.kafka.topics import SCHEMA, Topics, records
+from vt_dagster import Stream, VersionedTable
+from vt_dagster.runs.run import run_once
+
+
+def test_a_join_waits_for_the_end_that_the_first_run_has_pinned(
+    topics: Topics, tmp_path: Path, spark: SparkSession
+) -> None:
+    pipeline = Pipeline(tmp_path, spark)
+    topic, other = topics.create(partitions=2), topics.create(partitions=2)
+    for partition in (0, 1):
+        topics.produce(topic, records(range(4), partition=partition))
+    topics.produce(other, records(range(2), partition=1))
+    table = VersionedTable(
+        "t",
+        key="k",
+        schema=SCHEMA,
+        timestamp="at",
+        history_retention=timedelta(days=30),
+        source=pipeline.source(topics, topic, max_records_per_run=4),
+        ready="first_end",
+    )
+    stream = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, other))
+    join = stream.left_join(table, select=("left.n", "right.n as found"), name="j")
+    for node in (stream, table):
+        run_once(node, pipeline.store)
+    assert run_once(join, pipeline.store).commit is None
+    topics.produce(topic, records(range(4, 40), partition=0))
+    run_once(table, pipeline.store)
+    head = pipeline.head(table)
+    assert head.first_end == {topic: {0: 4, 1: 4}}
+    commit = run_once(join, pipeline.store).commit
+    assert commit is not None
+    assert commit.counts["in"] == 2

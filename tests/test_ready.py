@@ -1,0 +1,203 @@
+"""Joins with a table that is still being loaded: they hold their records until it is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.market import RECORD, lines, materialized, record, run
+from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable, build_asset
+from vt_dagster.errors import RefusedRecordsError
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.store import stores_of
+
+DAY = timedelta(days=1)
+AGAIN = [
+    ("a", *pair) for pair in (("a1", "a1"), ("a2", "a1"), ("a2", "a2"), ("a3", "a2"), ("a3", "a3"))
+]
+
+
+@dataclass
+class Shop:
+    """Prices that are loaded a file a run, and sales that are joined with them."""
+
+    root: Path
+    spark: SparkSession
+    ready: Any = "first_end"
+    per_run: int | None = 1
+    retention: timedelta = 30 * DAY
+    prices: VersionedTable = field(init=False)
+    sales: Stream = field(init=False)
+    sold: Stream = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("prices", "sales"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
+        about: dict[str, Any] = {"key": "k", "schema": RECORD, "timestamp": "at"}
+        source = FilesSource(str(self.root / "prices"), max_files_per_run=self.per_run)
+        self.prices = VersionedTable(
+            *("prices",),
+            **about,
+            tombstone="v is null",
+            history_retention=self.retention,
+            source=source,
+            ready=self.ready,
+        )
+        self.sales = Stream("sales", **about, source=FilesSource(str(self.root / "sales")))
+        select = ("left.v", "right.v as price")
+        self.sold = self.sales.left_join(self.prices, select=select, name="sold")
+        self.stores = stores_of(str(self.root / "warehouse"), self.spark)
+
+    def land(self, name: str, file: int, *rows: Any) -> None:
+        (self.root / name / f"{file}.jsonl").write_text(lines(*rows))
+
+    def land_all(self) -> None:
+        for day in (1, 2, 3):
+            self.land("prices", day, record("a", f"a{day}", f"{day} 00:00"))
+        self.land("sales", 1, record("a", "s1", "1 12:00"), record("a", "s2", "3 12:00"))
+
+    def run(self, node: Stream, **asked: Any) -> Commit | None:
+        """What a run of one asset commits, if anything."""
+        return run_once(node, self.stores, **asked).commit
+
+    def rows(self, node: Stream | None = None) -> list[tuple[Any, ...]]:
+        node = node or self.sold
+        store = self.stores(node)
+        head = store.head()
+        if head is None:
+            return []
+        columns = ("partition", "offset", "k", *node.value_columns, "timestamp", "is_tombstone")
+        return sorted(tuple(r) for r in store.log({}, head).select(*columns).collect())
+
+
+Made = Callable[..., Shop]
+
+
+@pytest.fixture
+def shop(tmp_path: Path, spark: SparkSession) -> Made:
+    def made(name: str = "shop", **about: Any) -> Shop:
+        return Shop(tmp_path / name, spark, **about)
+
+    return made
+
+
+def test_a_join_takes_nothing_before_its_table_has_come_to_its_first_end(shop: Made) -> None:
+    one = shop()
+    one.land_all()
+    at_once = replace(one.prices, ready=None)
+    early = one.sales.left_join(at_once, select=("left.v", "right.v as price"), name="early")
+    for node in (one.prices, one.sales, early):
+        one.run(node)
+    assert [row[4] for row in one.rows(early)] == ["a1", "a1"], "joined for ever with the first part"
+    # What comes after the first run has pinned its end is not waited for.
+    one.land("prices", 4, record("a", "a4", "4 00:00"))
+    for _ in range(2):
+        assert one.run(one.sold) is None
+        one.run(one.prices)
+    commit = one.run(one.sold)
+    assert commit is not None
+    assert (commit.counts["in"], commit.not_ready) == (2, [])
+    assert [row[4] for row in one.rows()] == ["a1", "a3"]
+    # And never again: the rest of the table is loaded beside the stream, as ever.
+    one.land("sales", 2, record("a", "s3", "3 13:00"))
+    one.run(one.sales)
+    assert one.run(one.sold) is not None
+
+
+def test_what_is_made_of_a_table_is_ready_once_it_has_taken_it(shop: Made) -> None:
+    one = shop()
+    one.land_all()
+    dear: Table = one.prices.filter("v > 'a0'", name="dear")
+    sold = one.sales.left_join(dear, select=("left.v", "right.v as price"), name="sold")
+    again = dear.join(one.prices, select=("left.v", "right.v as other"), name="again")
+    for node in (one.prices, one.sales, dear, sold, again, one.prices, one.prices, sold, again):
+        commit = one.run(node)
+        assert commit is None or node not in (sold, again)
+    assert one.run(dear) is not None
+    for node in (sold, again):
+        commit = one.run(node)
+        assert commit is not None
+        assert commit.ready_at == commit.next_offset
+    assert [row[4] for row in one.rows(sold)] == ["a1", "a3"]
+    # Both tables have waited: their updates are those of one run with all that there is.
+    assert [row[2:5] for row in one.rows(again)] == AGAIN
+
+
+def test_a_table_that_was_begun_before_counts_as_loaded(shop: Made) -> None:
+    before = shop(ready=None)
+    before.land_all()
+    before.run(before.prices)
+    after = shop()
+    after.run(after.sales)
+    assert after.run(after.sold) is not None
+    after.run(after.prices)
+    assert (head := after.stores(after.prices).head()) is not None
+    assert head.commit.ready_at == {0: 1}
+
+
+def test_held_records_are_told_and_skipping_is_recorded(shop: Made) -> None:
+    one = shop()
+    one.land_all()
+    made = [build_asset(node) for node in (one.prices, one.sales, one.sold)]
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = run(made, one.root / "warehouse", instance=instance, raise_on_error=True)
+        told = [
+            e.asset_observation_data.asset_observation for e in result.get_asset_observation_events()
+        ]
+        (held,) = (one.metadata for one in told if one.asset_key == dg.AssetKey("sold"))
+        assert held["status"].value == "held until prices is ready: no commit"
+        assert held["records_held"].value == 2
+        config = {"ops": {"sold": {"config": {"accept_not_ready": True}}}}
+        result = run(made[2:], one.root / "warehouse", instance=instance, run_config=config)
+        assert materialized(result, "sold")["records_in"] == 2
+    head = one.stores(one.sold).head()
+    assert head is not None
+    assert (head.commit.not_ready, head.commit.ready_at) == (["prices"], None)
+
+
+def test_a_table_may_be_ready_from_a_time_on_but_must_remember_what_has_waited(shop: Made) -> None:
+    one = shop(retention=DAY, ready=datetime(2024, 1, 3, tzinfo=timezone.utc))
+    one.land_all()
+    for node in (one.sales, one.prices, one.prices):
+        one.run(node)
+    assert one.run(one.sold) is None
+    one.run(one.prices)
+    said = (
+        "sold: expected prices to remember the times of all records .* the first of them is of "
+        "2024-01-01T12:00:00Z .* it remembers 1 day, from 2024-01-02T00:00:00Z on.* accept_not_ready"
+    )
+    with pytest.raises(RefusedRecordsError, match=said):
+        one.run(one.sold)
+    commit = one.run(one.sold, accept_not_ready=True)
+    assert commit is not None
+    assert commit.ready_at == commit.next_offset
+
+
+@pytest.mark.parametrize("given", ["soon", datetime(2024, 1, 1)])
+def test_what_ready_is_not(shop: Made, given: Any) -> None:
+    with pytest.raises(
+        TopologyError, match="prices: ready must be 'first_end', a datetime with a time"
+    ):
+        shop(ready=given)
+
+
+def test_ready_is_said_of_a_source(shop: Made) -> None:
+    one = shop()
+    with pytest.raises(TopologyError, match="kept: expected ready of a table with a source"):
+        one.prices.__class__(
+            "kept",
+            key="k",
+            schema=RECORD,
+            timestamp="at",
+            history_retention=DAY,
+            operator=one.sold.operator,
+            ready="first_end",
+        )

@@ -1,0 +1,151 @@
+"""Whether tables are ready to be looked into, see ``VersionedTable.ready``.
+
+A source table's commits say when it has become so; what is made of it is ready once it has taken all up
+to there. Both are told by offsets of the logs, so that it does not matter how runs were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from typing import Any, TypeAlias
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import PARTITION, TIMESTAMP
+from vt_dagster.core.processors import processor_of
+from vt_dagster.errors import RefusedRecordsError
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.store import Stores
+from vt_dagster.sources.base import Pinned
+from vt_dagster.storage.positions import Commit, Offsets, horizons
+from vt_dagster.topology.durations import in_utc, spoken
+from vt_dagster.topology.model import Stream, VersionedTable, topological
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+Heads: TypeAlias = Callable[[Stream], Commit | None]
+"""The last commit of a log; None before the first."""
+
+
+def waits(node: Stream) -> bool:
+    """Whether anything that an asset is made of, or it itself, is to be ready first."""
+    return any(isinstance(up, VersionedTable) and up.ready is not None for up in topological([node]))
+
+
+def upstream(node: Stream, before: Commit, heads: Heads) -> dict[str, Offsets | None]:
+    """Of each input of an operator where its log stood when it became ready; None = it has not.
+
+    Args:
+        before: the operator's last commit. Once that says that all was ready, nothing is asked: empty.
+    """
+    if before.ready_at is not None or not waits(node):
+        return {}
+    return {up.name: _ready_at(up, heads(up), heads) for up in node.inputs}
+
+
+def _ready_at(node: Stream, commit: Commit | None, heads: Heads) -> Offsets | None:
+    if not waits(node):
+        return {}
+    if commit is None or commit.ready_at is not None:
+        return None if commit is None else commit.ready_at
+    if node.operator is None:
+        # Of a table that was begun before this was declared, no end was noted: it counts as loaded.
+        ready = _begun(node, commit) or _timely(node, commit.stream_time)
+        return commit.next_offset if ready else None
+    ready = _taken(node, commit.inputs, upstream(node, commit, heads))
+    return commit.next_offset if ready else None
+
+
+def after_run(
+    node: Stream,
+    before: Commit,
+    source: Pinned | None,
+    inputs: Mapping[str, Offsets],
+    ready: Mapping[str, Offsets | None],
+    offsets: Offsets,
+    times: Mapping[int, int],
+) -> dict[str, Any]:
+    """What a commit says of it: the fields ``first_end`` and ``ready_at``.
+
+    Args:
+        source: what the run takes of a source.
+        inputs: how far all runs have come in each input after the run.
+        ready: see :func:`upstream`.
+        offsets, times: the log's next offsets and stream time after the run.
+    """
+    if before.ready_at is not None or not waits(node):
+        return {"first_end": before.first_end, "ready_at": before.ready_at}
+    if source is None:
+        return {"ready_at": dict(offsets) if _taken(node, inputs, ready) else None}
+    if _begun(node, before):
+        return {"ready_at": before.next_offset}
+    if isinstance(node, VersionedTable) and node.ready == "first_end":
+        end = source.source_end if before.first_end is None else before.first_end
+        return {"first_end": end, "ready_at": dict(offsets) if source.reaches(end) else None}
+    return {"ready_at": dict(offsets) if _timely(node, times) else None}
+
+
+def _begun(node: Stream, commit: Commit) -> bool:
+    """Whether a table with ``first_end`` had runs before that was declared."""
+    wanted = isinstance(node, VersionedTable) and node.ready == "first_end"
+    return wanted and commit.batch > 0 and commit.first_end is None
+
+
+def _timely(node: Stream, stream_time: Mapping[int, int]) -> bool:
+    if not isinstance(node, VersionedTable) or not isinstance(node.ready, datetime):
+        return False
+    moment = (node.ready - _EPOCH).total_seconds() * 1_000_000
+    return bool(stream_time) and min(stream_time.values()) >= moment
+
+
+def _taken(node: Stream, inputs: Mapping[str, Offsets], ready: Mapping[str, Offsets | None]) -> bool:
+    """Whether all inputs are ready, and those that are consumed have been up to there."""
+    consumed = {up.name for up in processor_of(node).consumed}
+    for name, ends in ready.items():
+        if ends is None:
+            return False
+        taken = inputs.get(name, {})
+        if name in consumed and any(taken.get(p, 0) < end for p, end in ends.items()):
+            return False
+    return True
+
+
+def require_covered(arrival: Arrival, stores: Stores) -> None:
+    """Refuses a join's first run with tables that are ready now, where one of them has forgotten the
+    times of records that have waited for it.
+
+    Raises:
+        RefusedRecordsError: names the earliest record, and the time that the table remembers from.
+    """
+    node = arrival.node
+    streams = [up for up in node.inputs if up.name in arrival.taken and not up.is_table]
+    if node.operator is None or not arrival.ready or not streams:
+        return
+    start = arrival.before.inputs.get(streams[0].name, {})
+    rows = stores(streams[0]).log(start, arrival.inputs[streams[0].name])
+    for table in node.operator.waits_for:
+        if waits(table) and table.retention is not None:
+            _require_remembered(node, table, arrival.tables[table.name].stream_time, rows)
+
+
+def _require_remembered(
+    node: Stream, table: Stream, stream_time: Mapping[int, int], rows: DataFrame
+) -> None:
+    retention = table.retention
+    assert retention is not None
+    known = {p: horizons(retention, {p: now})[0] for p, now in stream_time.items()}
+    earliest = rows.groupBy(PARTITION).agg(F.unix_micros(F.min(TIMESTAMP)).alias("first"))
+    found = {r[PARTITION]: r["first"] for r in earliest.collect()}
+    forgotten = {p: first for p, first in found.items() if first < known.get(p, first)}
+    if not forgotten:
+        return
+    partition, first = min(forgotten.items(), key=lambda one: one[1])
+    raise RefusedRecordsError(
+        f"{node.name}: expected {table.name} to remember the times of all records that have waited for "
+        f"it to be ready, but the first of them is of {in_utc(first)} (partition {partition}), and it "
+        f"remembers {spoken(retention)}, from {in_utc(known[partition])} on; nothing was committed. "
+        f"Keep a longer history_retention of {table.name}, or run once with accept_not_ready: true to "
+        "join them with what is left",
+        sorted(forgotten),
+    )
