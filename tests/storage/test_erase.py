@@ -78,6 +78,12 @@ class Shop:
             select=["left.*", "right.name as buyer"],
             grace_period=timedelta(minutes=5),
         )
+        self.followed = self.orders.left_join(
+            self.customers,
+            name="followed",
+            select=["left.*", "right.name as buyer"],
+            corrected_for=timedelta(minutes=30),
+        )
         self.owned = self.items.left_join(
             self.customers, foreign_key="owner", name="owned", select=["left.*", "right.name"]
         )
@@ -86,7 +92,7 @@ class Shop:
         self.hourly = self.orders.group_by().windowed_by(window).count(name="hourly")
         self.nodes: list[Stream] = [
             *(self.customers, self.orders, self.items),
-            *(self.placed, self.owned, self.cities, self.hourly),
+            *(self.placed, self.followed, self.owned, self.cities, self.hourly),
         ]
 
     def land(self, name: str, file: str, records: list[dict[str, Any]]) -> None:
@@ -232,7 +238,7 @@ def test_no_byte_is_left_and_nobody_else_notices(shop: Shop, spark: SparkSession
     assert shop.answers() == before
     assert shop.findings(spark) == []
     # what had not been taken when she went is taken without her, and the accounts still hold
-    behind = (shop.placed, shop.owned, shop.hourly)
+    behind = (shop.placed, shop.followed, shop.owned, shop.hourly)
     shop.run(spark, *behind)
     assert shop.findings(spark, *behind) == []
     replay(shop.warehouse, shop.hourly, "hourly_anew", spark)
