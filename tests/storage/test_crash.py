@@ -55,10 +55,8 @@ def undisturbed(
     for name in names:
         topology.run(name, spark)
     found = {name: topology.tables(name, spark) for name in names}
-    assert [found["corrected"]["commit"][-1][n] for n in ("corrected", "corrections_too_late")] == [
-        1,
-        1,
-    ]
+    totals = found["corrected"]["commit"][-1]
+    assert (totals["corrected"], totals["corrections_too_late"]) == (1, 1)
     assert len(found["corrected"]["quarantine"]) == 1
     return found
 

@@ -257,7 +257,7 @@ class Table(Stream, kind="table"):
         if "corrected_for" in shown:
             raise TopologyError(
                 f"{name}: corrected_for is for a stream's join with a versioned table, which is as of "
-                f"each record's own time; the join of the tables {self.name!r} and {table.name!r} is of "
+                f"each record's own time; a join of the tables {self.name!r} and {table.name!r} is of "
                 "their latest rows, and follows every change of both already: leave corrected_for out"
             )
         if foreign_key is None:
