@@ -12,6 +12,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -234,6 +235,10 @@ def test_no_byte_is_left_and_nobody_else_notices(shop: Shop, spark: SparkSession
         table = delta.require_table(export.to)
         assert _of_others(table.to_pyarrow_table()) == exported[export.to]
         assert (table.protocol().min_reader_version, table.protocol().reader_features) == (1, None)
+        assert not [name for name in table.metadata().configuration if "columnMapping" in name]
+        rows = table.to_pyarrow_table().num_rows
+        assert pl.read_delta(export.to).height == rows
+        assert spark.read.format("delta").load(export.to).count() == rows
         assert ExportRun(export, shop.warehouse, spark).run() is None
     assert shop.answers() == before
     assert shop.findings(spark) == []

@@ -249,7 +249,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     def _decided(self, rows: DataFrame) -> DataFrame:
         """What becomes of each answer: a row, an update of one, its end, or nothing."""
         node, values = self.node, value_columns(self.node)
-        again, applied = F.col(_AGAIN), F.lit(Fate.APPLIED)
+        again = F.col(_AGAIN)
         has = F.col(MATCHED) | F.lit(self.operator.kind == "left")
         fate = F.when(has, Fate.APPLIED).otherwise(Fate.NO_RESULT)
         old = F.when(F.lit(False), F.struct(*columns(values), TIMESTAMP))
@@ -258,9 +258,9 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             row, types = F.col(_ROW), dict(rows.dtypes)
             existed = row.isNotNull()
             alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
-            corrected = F.when(alike | ~(has | existed), Fate.NO_RESULT)
-            corrected = F.when(F.col(_TOO_OLD), Fate.TOO_LATE).otherwise(F.coalesce(corrected, applied))
-            fate = F.when(again, corrected).otherwise(fate)
+            corrected = F.when(F.col(_TOO_OLD), Fate.TOO_LATE)
+            corrected = corrected.when(alike | ~(has | existed), Fate.NO_RESULT)
+            fate = F.when(again, corrected.otherwise(Fate.APPLIED)).otherwise(fate)
             before = [row.getField(c).alias(c) for c in (*values, TIMESTAMP)]
             old = F.when(existed, F.struct(*before))
             gone = F.col(_GONE) + 1 if _GONE in rows.columns else F.lit(0)
