@@ -41,6 +41,9 @@ attributes:
         right: prices
         grace_period: 1h
         select: [left.*, right.price, right.valid_from as priced_from]
+    - name: followed
+      left_join:
+        {{left: orders, right: prices, corrected_for: 7d, key: ordered_at, select: right.price}}
     - name: prices
       description: What things cost.
       owners: team:shop
@@ -229,6 +232,9 @@ def test_everything_is_there(shop: str) -> None:
         assert joined.group_name == "joined"
         assert joined.metadata["vt_dagster/grace_period"] == "1 hour"
         assert {k.to_user_string() for k in joined.parent_keys} == {"orders", "prices"}
+        followed = graph.get(dg.AssetKey("followed"))
+        assert followed.metadata["vt_dagster/corrected_for"] == "7 days"
+        assert followed.metadata["dagster/column_schema"].columns[0].name == "ordered_at"
         assert graph.get(dg.AssetKey("euros")).metadata["vt_dagster/kind"] == "Table"
         assert graph.get(dg.AssetKey("cheap")).metadata["vt_dagster/kind"] == "VersionedTable"
         sensor = defs.resolve_sensor_def("prices_sensor")

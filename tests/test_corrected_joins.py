@@ -202,6 +202,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: orders().join(prices(), name="j", corrected_for=MS, select=["left.amount as revision"]),
         "other names than \\['revision'\\]",
     ),
+    "a join of tables": (
+        lambda: prices().left_join(prices(), name="j", corrected_for=MS),
+        "follows every change of both already: leave corrected_for out",
+    ),
     "a key without a promise": (
         lambda: orders().join(prices(), name="j", key="order_id"),
         "key is for a corrected join with a versioned table",

@@ -40,7 +40,7 @@ class World(Topology):
         self.counted = self.joined.group_by().count(name="counted")
 
     @property
-    def nodes(self) -> list[Stream]:
+    def nodes(self) -> list[Stream]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return [self.rates, self.orders, self.joined, self.priced, self.moved, self.counted]
 
     def run_all(self) -> None:

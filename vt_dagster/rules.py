@@ -44,7 +44,9 @@ WAITING = _rule("waiting", "stream time has not passed its timestamp by the grac
 DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or is out of order")
 NO_RESULT = _rule("no_result", "the operator took it, and had nothing to say")
 AGAIN = _rule("again", "no new record: it was joined in a run before, and is looked up anew")
-TOO_LATE = _rule("too_late", "the same, whose row would differ and can no longer change")
+TOO_LATE = _rule(
+    "too_late", "the same, for which a record of the table came too late: the row can no longer change"
+)
 CHANGE = _rule("change", "a record of a table, which may correct what has been joined")
 KEPT = _rule("kept", "no record: what an operator knows from before, and keeps for the next run")
 QUARANTINED = _rule("quarantined", "it is no record, and is kept aside with its reason")

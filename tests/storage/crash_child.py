@@ -1,4 +1,5 @@
-"""Runs one asset of the topology and kills itself at a named point: ``ROOT ASSET POINT``.
+"""Runs one asset of the topology and kills itself at a named point: ``ROOT ASSET POINT``. At
+``purge`` it erases the key ``b`` from the asset instead.
 
 A point is ``before:FUNCTION`` or ``after:FUNCTION``; ``during:FUNCTION`` kills some milliseconds after
 the function has begun.
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.storage.topology import Topology
+from vt_dagster.runs.erase import erase
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage import parquet
+from vt_dagster.storage import erasing, parquet
 from vt_dagster.storage.store import AssetStore
 
 
@@ -51,10 +53,17 @@ def main() -> None:
     when, function = point.split(":")
     if function in ("log", "view", "quarantine"):
         arm(parquet, "write", when, lambda rows, path, **_: path.endswith(function))
+    elif function == "purge":
+        arm(erasing, function, when, lambda *_: True)
     else:
         arm(AssetStore, function, when, lambda *_, **__: True)
     spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})
-    Topology(Path(root)).run(asset, spark)
+    topology = Topology(Path(root))
+    if function == "purge":
+        node, about = getattr(topology, asset), {"key": ["b"], "among": topology.nodes}
+        erase(topology.warehouse, node, spark, reason="asked to", **about)
+    else:
+        topology.run(asset, spark)
     print("survived")
 
 

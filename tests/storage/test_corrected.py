@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.market import checks, materialized, run
 from tests.storage.topology import Topology
+from vt_dagster import build_asset, build_checks
 from vt_dagster.runs.audit import audit
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.lookup import look_up
 from vt_dagster.storage.store import AssetStore, stores_of
@@ -68,3 +74,51 @@ def test_corrections_on_delta(
     told = {n: head.commit.counts[n] for n in ("in", "changes", "corrected", "corrections_too_late")}
     assert told == {"in": 4, "changes": 3, "corrected": 3, "corrections_too_late": 1}
     assert [f.name for f in audit(store) if not f.passed] == []
+
+
+def test_through_dagster_and_made_anew(tmp_path: Path, spark: SparkSession) -> None:
+    topology = Topology(tmp_path)
+    nodes, warehouse = (topology.rates, topology.orders, topology.corrected), topology.warehouse
+    assets = [*map(build_asset, nodes), *map(build_checks, nodes)]
+    topology.land("rates", "1.jsonl", [("a", 1, 0)])
+    topology.land("orders", "1.jsonl", [("a", 1, 1), ("a", 2, 4), ("b", 3, 4), ("a", 4, 8)])
+    with dg.DagsterInstance.ephemeral() as instance:
+        first = run(assets, warehouse, instance=instance)
+        assert materialized(first, "corrected")["records_corrections_too_late"] == 0
+        # The rate of minute 3.5 comes in time for what it covers, that of 3.2 after the promise.
+        topology.land("rates", "2.jsonl", [("a", 3, 3.5), ("b", 4, 10), ("a", 7, 3.2), ("a", 8, 4)])
+        topology.land("orders", "2.jsonl", [("a", 5, 9)])
+        second = run(assets, warehouse, instance=instance)
+    told = materialized(second, "corrected")
+    names = ("corrected", "corrections_too_late", "in", "out")
+    assert [told[f"records_{n}"] for n in names] == [2, 1, 5, 3]
+    assert all(one.passed for one in checks(second).values())
+    rows = _rates(topology, spark, "corrected")
+    # Order 2 has the rate that came in time, not the one of its own minute that came after it.
+    assert rows == {1: (1, 0), 2: (3, 1), 3: (None, 0), 4: (8, 1), 5: (8, 0)}
+    store = AssetStore(warehouse, topology.corrected, spark)
+    listed = _listed(store)
+    assert listed == [("too_late", "orders", 1, {"table": "rates", "partition": 0, "offset": 4})]
+    # From a time on, in place: what the batches before it have refused is still told.
+    restate(warehouse, topology.orders, "2020-01-01T00:09:00Z", spark, nodes)
+    assert _rates(topology, spark, "corrected") == rows
+    assert _listed(AssetStore(warehouse, topology.corrected, spark)) == listed
+    made = restate(warehouse, topology.corrected, "2020-01-01T00:09:00Z", spark, nodes)
+    assert made == ["corrected"]
+    assert _rates(topology, spark, "corrected") == rows
+    # As a whole: of what was final, it is what the table says now.
+    replay(warehouse, topology.corrected, "anew", spark)
+    assert _rates(topology, spark, "anew") == {
+        n: (8 if n == 2 else rate, 0) for n, (rate, _) in rows.items()
+    }
+
+
+def _rates(topology: Topology, spark: SparkSession, name: str) -> dict[int, tuple[int | None, int]]:
+    rows = AssetStore.open(topology.warehouse, name, spark).read().collect()
+    return {r["n"]: (r["rate"], r["revision"]) for r in rows}
+
+
+def _listed(store: AssetStore) -> list[tuple[Any, ...]]:
+    rows = store.quarantine()
+    assert rows is not None
+    return [(r["reason"], r["source"], r["position"], r["cause"].asDict()) for r in rows.collect()]

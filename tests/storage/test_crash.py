@@ -14,6 +14,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.storage.topology import Topology, land_first, land_second
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.certificate import FOLDER
+from vt_dagster.runs.erase import erase
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +27,7 @@ SOURCE_POINTS = [
     "during:view",
     "before:forget",
 ]
-JOIN_POINTS = ["before:log", "after:log"]
+JOIN_POINTS = [("priced", "before:log"), ("corrected", "after:log")]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> P
     root = tmp_path_factory.mktemp("prepared")
     topology = Topology(root)
     land_first(topology)
-    for name in ("rates", "orders", "priced"):
+    # one that is corrected later, and one that a rate comes too late for
+    topology.land("orders", "1b.jsonl", [("a", 8, 3.5), ("b", 9, 4.5)])
+    for name in ("rates", "orders", "priced", "corrected"):
         topology.run(name, spark)
     land_second(topology)
+    topology.land("rates", "2b.jsonl", [("b", 7, 4.2)])
     topology.run("orders", spark)
     return root
 
@@ -45,9 +51,14 @@ def undisturbed(
     prepared: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
 ) -> dict[str, Any]:
     topology = _copy(prepared, tmp_path_factory.mktemp("undisturbed"))
-    for name in ("rates", "priced"):
+    names = ("rates", "priced", "corrected")
+    for name in names:
         topology.run(name, spark)
-    return {name: topology.tables(name, spark) for name in ("rates", "priced")}
+    found = {name: topology.tables(name, spark) for name in names}
+    totals = found["corrected"]["commit"][-1]
+    assert (totals["corrected"], totals["corrections_too_late"]) == (1, 1)
+    assert len(found["corrected"]["quarantine"]) == 1
+    return found
 
 
 def _copy(prepared: Path, target: Path) -> Topology:
@@ -78,16 +89,21 @@ def test_a_killed_source_run_leaves_no_trace(
     assert topology.run("rates", spark).commit is None
 
 
-@pytest.mark.parametrize("point", JOIN_POINTS)
+@pytest.mark.parametrize(("asset", "point"), JOIN_POINTS)
 def test_a_killed_join_run_leaves_no_trace(
-    point: str, prepared: Path, undisturbed: dict[str, Any], tmp_path: Path, spark: SparkSession
+    asset: str,
+    point: str,
+    prepared: Path,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    spark: SparkSession,
 ) -> None:
     topology = _copy(prepared, tmp_path)
     topology.run("rates", spark)
-    _killed(topology, "priced", point)
-    topology.run("priced", spark)
-    assert topology.tables("priced", spark) == undisturbed["priced"]
-    assert topology.run("priced", spark).commit is None
+    _killed(topology, asset, point)
+    topology.run(asset, spark)
+    assert topology.tables(asset, spark) == undisturbed[asset]
+    assert topology.run(asset, spark).commit is None
 
 
 def test_a_reader_repairs_what_a_dead_run_left(
@@ -100,3 +116,26 @@ def test_a_reader_repairs_what_a_dead_run_left(
     topology.run("priced", spark)
     assert topology.tables("priced", spark) == undisturbed["priced"]
     assert topology.tables("rates", spark) == undisturbed["rates"]
+
+
+def test_a_killed_erase_goes_on(
+    prepared: Path, undisturbed: dict[str, Any], tmp_path: Path, spark: SparkSession
+) -> None:
+    """The log of the stream is without the key then, and nothing else is."""
+    topology = _copy(prepared, tmp_path)
+    for name in ("rates", "priced", "corrected"):
+        topology.run(name, spark)
+    _killed(topology, "orders", "before:purge")
+    about: dict[str, Any] = {"key": ["b"], "reason": "asked to", "among": topology.nodes}
+    done = erase(topology.warehouse, topology.orders, spark, **about)
+    assert done.finished
+    assert [p.stem for p in (tmp_path / "warehouse" / FOLDER).glob("*.json")] == [Path(done.path).stem]
+    for name in ("orders", "priced", "corrected"):
+        assert done.searched[f"{name}/log"].erased > 0
+        store = topology.store(name, spark)
+        assert {r["k"] for r in store.read("log").collect()} == {"a", "c", "z", None} - (
+            set() if name == "corrected" else {None}
+        )
+        assert [f for f in audit(store) if not f.passed] == []
+    others = [r for r in undisturbed["corrected"]["view"] if r["k"] != "b"]
+    assert topology.tables("corrected", spark)["view"] == others

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -78,6 +79,12 @@ class Shop:
             select=["left.*", "right.name as buyer"],
             grace_period=timedelta(minutes=5),
         )
+        self.followed = self.orders.left_join(
+            self.customers,
+            name="followed",
+            select=["left.*", "right.name as buyer"],
+            corrected_for=timedelta(minutes=30),
+        )
         self.owned = self.items.left_join(
             self.customers, foreign_key="owner", name="owned", select=["left.*", "right.name"]
         )
@@ -86,7 +93,7 @@ class Shop:
         self.hourly = self.orders.group_by().windowed_by(window).count(name="hourly")
         self.nodes: list[Stream] = [
             *(self.customers, self.orders, self.items),
-            *(self.placed, self.owned, self.cities, self.hourly),
+            *(self.placed, self.followed, self.owned, self.cities, self.hourly),
         ]
 
     def land(self, name: str, file: str, records: list[dict[str, Any]]) -> None:
@@ -228,11 +235,15 @@ def test_no_byte_is_left_and_nobody_else_notices(shop: Shop, spark: SparkSession
         table = delta.require_table(export.to)
         assert _of_others(table.to_pyarrow_table()) == exported[export.to]
         assert (table.protocol().min_reader_version, table.protocol().reader_features) == (1, None)
+        assert not [name for name in table.metadata().configuration if "columnMapping" in name]
+        rows = table.to_pyarrow_table().num_rows
+        assert pl.read_delta(export.to).height == rows
+        assert spark.read.format("delta").load(export.to).count() == rows
         assert ExportRun(export, shop.warehouse, spark).run() is None
     assert shop.answers() == before
     assert shop.findings(spark) == []
     # what had not been taken when she went is taken without her, and the accounts still hold
-    behind = (shop.placed, shop.owned, shop.hourly)
+    behind = (shop.placed, shop.followed, shop.owned, shop.hourly)
     shop.run(spark, *behind)
     assert shop.findings(spark, *behind) == []
     replay(shop.warehouse, shop.hourly, "hourly_anew", spark)

@@ -29,7 +29,8 @@ EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 
 
 class Topology:
-    """``rates`` (versioned, 10 minutes), ``orders`` (stream), ``priced`` (left join, 2 minutes)."""
+    """``rates`` (versioned, 10 minutes), ``orders`` (stream), ``priced`` (left join, 2 minutes), and
+    ``corrected`` (the same, corrected for 5 minutes)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,6 +50,16 @@ class Topology:
             select=["left.*", "right.n as rate"],
             grace_period=timedelta(minutes=2),
         )
+        self.corrected = self.orders.left_join(
+            self.rates,
+            name="corrected",
+            select=["left.*", "right.n as rate"],
+            corrected_for=timedelta(minutes=5),
+        )
+
+    @property
+    def nodes(self) -> list[Stream]:
+        return [self.rates, self.orders, self.priced, self.corrected]
 
     def land(
         self, name: str, file: str, records: Sequence[tuple[str | None, int | None, float]]
@@ -76,6 +87,9 @@ class Topology:
         found = {"log": _rows(store.read("log"))}
         if name == "rates":
             found["view"] = _rows(store.read("versions"))
+        if name == "corrected":
+            found["view"] = _rows(store.read())
+        if name != "priced":
             quarantine = store.quarantine()
             found["quarantine"] = [] if quarantine is None else _rows(quarantine)
         head = store.head()

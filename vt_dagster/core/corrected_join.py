@@ -3,7 +3,8 @@
 A table's record changes what is true from its timestamp to its key's next version. Of the stream
 records that have been joined already, those of its key in that time are looked up again, with whatever
 else the run takes; they are found by key and time in the range of the stream's log that the run's table
-records reach back to. No table record, no such range: then it is a plain stream-table join.
+records reach back to. The answer is the table's record itself, which the run has read: no version is
+looked up for it. No table record, no such range: then it is a plain stream-table join.
 """
 
 from __future__ import annotations
@@ -33,13 +34,25 @@ from vt_dagster.columns import (
     TIMESTAMP,
 )
 from vt_dagster.core.arrival import HOUR, Fate, arrival_chunk, has_key, micros, union
+from vt_dagster.core.as_of_join import FOUND
 from vt_dagster.core.changes import columns, match_names
-from vt_dagster.core.corrections import BY, EDGE, FROM, TO, beside, changed_times, same
+from vt_dagster.core.corrections import (
+    ANSWER,
+    BY,
+    EDGE,
+    FROM,
+    TO,
+    UNTIL,
+    beside,
+    changed_times,
+    same,
+)
 from vt_dagster.core.grace import moves_stream_time
 from vt_dagster.core.known import Input, Known, Lookup
 from vt_dagster.core.log import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import Counts
-from vt_dagster.core.stream_table_join import MATCHED, StreamTableJoinProcessor
+from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
+from vt_dagster.core.stream_table_join import MATCHED, StreamTableJoinProcessor, answered
 from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import CorrectedJoin, JoinKind
@@ -49,8 +62,8 @@ _TABLE, _CHANGED = "table", "changed"
 _UNMATCHED, _AGAIN_COUNT = "unmatched", "joined_again"
 _AGAIN, _ROW, _GONE, _TOO_OLD = "_again", "_row_before", "_revision_gone", "_too_old"
 _RECORD, _TWICE, _TWICE_AT, _SEEN, _PRODUCED = "_record", "_twice", "_twice_at", "_seen", "_produced"
+_TOLD, _TOLD_OF = "_told", "_told_of"
 _CARRIED = (_AGAIN, _ROW, _GONE, _TOO_OLD, CAUSE)
-_LOOKED_UP = (Fate.APPLIED, Fate.LATE, Fate.AGAIN)
 _LATER = 1 << 40
 """More chunks than there are of corrections."""
 
@@ -60,12 +73,11 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     what that changes of their rows.
 
     Its stream time is the stream's. Within a run the table's records go first, so corrections are made
-    by the promise as it was before the run, and have their place in the log before new rows.
+    by the stream's promise as it was before the run, and have their place in the log before new rows.
     """
 
-    reads_tables = True
-    reads_versions = True
     holds = True
+    refuses = (Fate.TOO_LATE,)
     counted = (
         *("in", "out", "late", "dropped", _UNMATCHED, Fate.WAITING),
         *(CORRECTED, TOO_LATE),
@@ -105,7 +117,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
     def reaches_back(self, place: int, marks: Mapping[str, Mapping[int, int]]) -> int | None:
         changed = marks.get(_CHANGED)
-        return None if place or not changed else min(changed.values()) - 1
+        return min(changed.values()) - 1 if changed else None
 
     def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
         stream, table = (one.rows for one in inputs)
@@ -153,31 +165,50 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return union(union(new, again if known.hold is None else known.hold(again)), changes)
 
     def _again(self, earlier: DataFrame, table: Input, known: Known) -> DataFrame:
-        """Records that have been joined already and are to be joined anew, with their rows."""
-        operator, promised = self.operator, micros(self.operator.corrected_for)
-        right = operator.right
-        edge = known.marks_after.get(_TABLE, _nothing()) - promised
-        times = changed_times(table.rows, table.table, key=right.key, edge=edge)
+        """Records that have been joined already and that the table's new ones cover: those to be joined
+        anew, with their rows, and those that they came too late for."""
+        operator, right = self.operator, self.operator.right
+        times = changed_times(
+            table.rows,
+            table.earlier,
+            key=right.key,
+            values=sorted({*right.key, *operator.projection().right_columns()}),
+            promised=micros(operator.corrected_for),
+            stream_time=known.marks.get(_TABLE, _nothing()),
+            chunk=None if table.few else arrival_chunk(),
+            few=table.few,
+        )
         times = F.broadcast(times) if table.few else times
         joined = earlier.where(
             moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= known.released)
         )
-        within = (F.col(TIMESTAMP) >= F.col(FROM)) & (
-            F.col(TO).isNull() | (F.col(TIMESTAMP) < F.col(TO))
-        )
+        at = F.col(TIMESTAMP)
+        within = (at >= F.col(FROM)) & (F.col(TO).isNull() | (at < F.col(TO)))
         for k, n in zip(operator.left.key, match_names(right.key), strict=True):
             within = within & (F.col(f"`{k}`") == F.col(n))
         final = F.greatest(known.marks.get(FINAL, _nothing()), F.col(EDGE))
-        too_old = F.coalesce(F.unix_micros(TIMESTAMP) < final, F.lit(False))
+        late = F.coalesce(F.unix_micros(TIMESTAMP) < final, F.lit(False))
         cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
-        met = joined.join(times, within).select(
+        met = joined.join(times, within & (~late | F.col(UNTIL).isNull() | (at < F.col(UNTIL))))
+        met = met.select(
             *columns(earlier.columns),
             F.col(OFFSET).alias(ARRIVAL),
-            F.lit(Fate.AGAIN).alias(FATE),
-            too_old.alias(_TOO_OLD),
+            F.when(late, Fate.TOO_LATE).otherwise(Fate.AGAIN).alias(FATE),
+            late.alias(_TOO_OLD),
             cause.cast(POSITION_TYPE).alias(CAUSE),
+            ANSWER,
         )
-        return self._with_rows(met, known)
+        return self._with_rows(self._first_refused(met, known), known)
+
+    def _first_refused(self, met: DataFrame, known: Known) -> DataFrame:
+        """Without those that a table's record has come too late for before: each is told once."""
+        if known.refused is None:
+            return met
+        told = known.refused.where(F.col("reason") == Fate.TOO_LATE)
+        told = told.select(F.col(PARTITION).alias(_TOLD_OF), F.col("position").alias(_TOLD))
+        same_record = (F.col(PARTITION) == F.col(_TOLD_OF)) & (F.col(OFFSET) == F.col(_TOLD))
+        found = met.join(told, F.col(_TOO_OLD) & same_record, "left").where(F.col(_TOLD).isNull())
+        return found.drop(_TOLD_OF, _TOLD)
 
     def _with_rows(self, records: DataFrame, known: Known) -> DataFrame:
         """With the row of each record, and if it has been deleted, how often that was corrected."""
@@ -203,13 +234,17 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return [*self.operator.columns, (_RECORD, f"left.`{OFFSET}`"), *carried]
 
     def look_up(self, judged: DataFrame, lookup: Lookup, known: Known) -> DataFrame:
-        wanted = judged.where(F.col(FATE).isin(*_LOOKED_UP))
-        again = F.col(FATE) == Fate.AGAIN
-        told = wanted.withColumns(
-            {_AGAIN: again, FATE: F.when(again, Fate.APPLIED).otherwise(F.col(FATE))}
-        )
-        found = self._decided(super().look_up(told, lookup, known))
-        return found if not self.operator.key else self._with_twice(found, wanted, known)
+        again = F.col(FATE).isin(Fate.AGAIN, Fate.TOO_LATE)
+        told = judged.withColumn(_AGAIN, again)
+        found = super().look_up(told, lookup, known)
+        if ANSWER in judged.columns:
+            has = told.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
+            found = found.unionByName(answered(has, told.columns, ANSWER, self.chosen(told)))
+        found = self._decided(found)
+        if not self.operator.key:
+            return found
+        asked = judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE, Fate.AGAIN))
+        return self._with_twice(found, asked, known)
 
     def _decided(self, rows: DataFrame) -> DataFrame:
         """What becomes of each answer: a row, an update of one, its end, or nothing."""
@@ -223,14 +258,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             row, types = F.col(_ROW), dict(rows.dtypes)
             existed = row.isNotNull()
             alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
-            corrected = F.when(alike | ~(has | existed), Fate.NO_RESULT)
-            corrected = corrected.when(F.col(_TOO_OLD), Fate.TOO_LATE).otherwise(Fate.APPLIED)
-            fate = F.when(again, corrected).otherwise(fate)
+            corrected = F.when(F.col(_TOO_OLD), Fate.TOO_LATE)
+            corrected = corrected.when(alike | ~(has | existed), Fate.NO_RESULT)
+            fate = F.when(again, corrected.otherwise(Fate.APPLIED)).otherwise(fate)
             before = [row.getField(c).alias(c) for c in (*values, TIMESTAMP)]
             old = F.when(existed, F.struct(*before))
             gone = F.col(_GONE) + 1 if _GONE in rows.columns else F.lit(0)
             revision = F.coalesce(row.getField(REVISION) + 1, gone, F.lit(0))
-            told = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: has | existed}
+            produced = (has | existed) & ~F.coalesce(F.col(_TOO_OLD), F.lit(False))
+            told = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: produced}
         there = {c: F.when(has, F.col(f"`{c}`")).alias(c) for c in values}
         return rows.select(
             *[
@@ -249,8 +285,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             again.alias(_AGAIN),
             fate.alias(FATE),
             F.col(_RECORD),
-            *([_ROW] if _ROW in rows.columns else []),
+            *([_ROW, *self._place()] if _ROW in rows.columns else []),
         )
+
+    def _place(self) -> list[Column]:
+        """What the quarantine says of a row that is refused a correction: no value of anybody's."""
+        nothing = F.lit(None).cast("string")
+        source, reason = F.lit(self.operator.left.name), F.lit(Fate.TOO_LATE)
+        told = {REASON: reason, SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
+        return [c.alias(name) for name, c in told.items()]
 
     def _with_twice(self, rows: DataFrame, judged: DataFrame, known: Known) -> DataFrame:
         """With whether another record has a row of the same key.
@@ -306,7 +349,6 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         told = {
             _UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
             CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(FATE) == Fate.APPLIED)),
-            TOO_LATE: F.count_if(F.col(FATE) == Fate.TOO_LATE),
         }
         if _TWICE not in columns:
             return told
@@ -330,7 +372,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
         counts = {"in": taken, **{fate: judged.get(fate, 0) for fate in fates}}
-        told = {name: found[name] for name in (_UNMATCHED, CORRECTED, TOO_LATE)}
+        told = {name: found[name] for name in (_UNMATCHED, CORRECTED)}
+        told[TOO_LATE] = found[Fate.TOO_LATE]
         counts |= {CHANGES: judged.get(Fate.CHANGE, 0), _AGAIN_COUNT: judged.get(Fate.AGAIN, 0)}
         return {**counts, "out": found[Fate.APPLIED], **told}
 

@@ -21,8 +21,8 @@ class Input:
     Args:
         rows: the log rows of the run; of a source, its prepared records.
         table: of a table that is looked into, what it has of each key at the end of ``rows`` (of a
-            versioned one also tombstones), or its versions, see ``reads_versions``; None = every row
-            of it is among ``rows``, or it is not looked into.
+            versioned one also tombstones); None = every row of it is among ``rows``, or it is not
+            looked into.
         earlier: log rows of runs before, as far back as ``look_back`` or ``reaches_back`` asked for;
             None = none.
         few: whether ``rows`` are so few that each task may have them all.
@@ -49,6 +49,7 @@ class Known:
         marks, marks_after: before and after the run, see ``Processor.marks``.
         bounds: of the processor's own stream time, where it was told by them.
         in_time: whether it was told that none of the run's records is late.
+        refused: its quarantine, where the processor keeps one and reaches back; None = nothing.
         since: the records of the run reach back to what has a larger timestamp, epoch microseconds;
             None = to nothing of earlier runs.
     """
@@ -65,6 +66,7 @@ class Known:
     marks: Mapping[str, Column] = field(default_factory=dict[str, Column])
     marks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
     since: int | None = None
+    refused: DataFrame | None = None
 
     @classmethod
     def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:

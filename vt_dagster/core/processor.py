@@ -68,8 +68,8 @@ class Processor(ABC, Generic[O]):
 
     reads_tables = False
     """Whether it looks into its inputs' tables, not only at their changes."""
-    reads_versions = False
-    """Whether it looks at all versions that they have in the time that it reaches back."""
+    refuses: tuple[str, ...] = ()
+    """The fates of results that are kept in the quarantine."""
     merges = False
     """Whether a result's partition has records of several logs or partitions."""
     goes_by_time = False

@@ -27,6 +27,7 @@ class SourceProcessor(Processor[None]):
     """
 
     counted = ("in", *_FATES)
+    refuses = (Fate.LATE, Fate.QUARANTINED)
 
     @property
     def consumed(self) -> tuple[Stream, ...]:

@@ -265,9 +265,22 @@ def join(
             found = _young(found, max_age)
     if kind == "inner":
         found = found.where(F.col(FOUND))
+    return answered(found, stream.columns, _ROW, columns)
+
+
+def answered(
+    found: DataFrame, left: Sequence[str], row: str, columns: Sequence[tuple[str, str]]
+) -> DataFrame:
+    """The results of records that have been looked up.
+
+    Args:
+        found: the records with the table's row, and ``_found``.
+        left: the columns of the records; ``row``: that of the table's row, a struct.
+        columns, returns: see :func:`join`.
+    """
     rows = found.select(
-        F.struct(*[F.col(f"`{c}`") for c in stream.columns]).alias(LEFT),
-        F.col(_ROW).alias(RIGHT),
+        F.struct(*[F.col(f"`{c}`") for c in left]).alias(LEFT),
+        F.col(row).alias(RIGHT),
         TIMESTAMP,
         PARTITION,
         ARRIVAL,

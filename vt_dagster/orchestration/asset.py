@@ -13,6 +13,7 @@ import dagster as dg
 from typing_extensions import Unpack
 
 from vt_dagster.core.arrival import Fate
+from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
 from vt_dagster.orchestration.deliveries import Inputs, given, partitions_of
 from vt_dagster.orchestration.metadata import lag_metadata, positions_of, run_metadata
@@ -171,6 +172,12 @@ def materialized(
         context.log.warning(
             f"{node.name}: {bad:,} bad record(s) went to quarantine; which, and why: "
             f"{store.quarantine_path}, where batch = {commit.batch}"
+        )
+    late = commit.counts.get(TOO_LATE, 0)
+    if late:
+        context.log.warning(
+            f"{node.name}: for {late:,} row(s) a record of the table came after corrected_for; which, "
+            f"and what record: {store.quarantine_path}, where batch = {commit.batch}"
         )
     if not arrival.empty:
         metadata |= pictures(store, arrival, receipt, context.log)

@@ -27,6 +27,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.arrival import Fate
+from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.core.log import log_columns
 from vt_dagster.core.processors import processor_of
 from vt_dagster.runs.results import Receipt
@@ -202,7 +203,8 @@ def _told(node: Stream, name: str, state: Commit) -> bool:
     elif name == Fate.WAITING:
         promised = waits
     else:
-        promised = name in ("in", "out", Fate.APPLIED, Fate.QUARANTINED, "late_records_dropped")
+        always = ("in", "out", Fate.APPLIED, Fate.QUARANTINED, "late_records_dropped", TOO_LATE)
+        promised = name in always
     return promised or state.totals.get(name, 0) > 0
 
 

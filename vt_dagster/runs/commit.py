@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, FATE, PARTITION, TIMESTAMP
+from vt_dagster.columns import ARRIVAL, CAUSE, FATE, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason
 from vt_dagster.errors import ContractError
@@ -24,11 +24,9 @@ from vt_dagster.storage.store import shape_of
 _NOT_IN_LOG = (Fate.LATE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
 
 
-def stage_rejected(store: Store, attempt: str, rows: DataFrame, counts: Mapping[str, int]) -> bool:
-    """Keeps a source's records that are not in the log; whether there are any."""
-    if not counts[Fate.LATE] + counts[Fate.QUARANTINED]:
-        return False
-    rejected = rows.where(F.col(FATE).isin(Fate.LATE, Fate.QUARANTINED))
+def stage_rejected(store: Store, attempt: str, rows: DataFrame, fates: Sequence[str]) -> None:
+    """Keeps what is not in the log: results of some fates."""
+    rejected = rows.where(F.col(FATE).isin(*fates))
     store.stage_rejected(
         attempt,
         rejected.select(
@@ -37,11 +35,11 @@ def stage_rejected(store: Store, attempt: str, rows: DataFrame, counts: Mapping[
             F.col(POSITION).alias("position"),
             F.col(RAW).alias("raw"),
             *([F.col(RAW_KEY).alias("raw_key")] if RAW_KEY in rows.columns else []),
+            *([CAUSE] if CAUSE in rows.columns else []),
             TIMESTAMP,
             PARTITION,
         ),
     )
-    return True
 
 
 def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:

@@ -142,7 +142,9 @@ class _Erase:
         committed = time.time()
         if isinstance(one.node, Table) and delta.exists(store.view_path):
             self._view(store, batch, one, marked)
-        if delta.exists(store.quarantine_path) and one.node is self.node and self.key.values:
+        # An operator's has places of records alone.
+        of_source = one.node is self.node and one.node.operator is None
+        if of_source and delta.exists(store.quarantine_path) and self.key.values:
             self._quarantine(store, batch)
         removed = _forget_attempts(store, committed)
         for path in (store.log_path, store.view_path, store.quarantine_path):

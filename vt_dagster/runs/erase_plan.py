@@ -147,9 +147,10 @@ def _joined(node: Stream, up: Any, column: str) -> str | None:
         return None
     place = up.key.index(column)
     foreign: tuple[str, ...] = getattr(operator, "foreign_key", ())
-    if not foreign:
+    if not foreign and node.key == operator.left.key:
         return str(node.key[place])
-    left = (operator.left.name, foreign[place].strip("`"))
+    # A corrected join's rows have another key than the records that they are of.
+    left = (operator.left.name, (foreign or operator.left.key)[place].strip("`"))
     return next((c for c, of in operator.lineage().items() if of == [left]), None)
 
 

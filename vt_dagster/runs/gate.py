@@ -13,7 +13,7 @@ from vt_dagster.core.arrival import CHUNK, Fate
 from vt_dagster.core.processor import Processor
 from vt_dagster.runs.contracts import Rule, contract_of, refuse
 
-_COUNTED = (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.QUARANTINED)
+_COUNTED = (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.QUARANTINED, Fate.TOO_LATE)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ConcurrentRunError, SourceError
 from vt_dagster.runs.arrival import Arrival
@@ -80,7 +81,7 @@ def from_logs(
         if found.head is None:
             continue
         heads[up.name] = found.head.commit
-        if isinstance(up, Table) and (processor.reads_tables or up.name not in names):
+        if isinstance(up, Table) and _looks_into(processor, up, names):
             tables[up.name] = found
             rows_read += found.reach() if up.name in names else 0
         if up.name not in names:
@@ -117,6 +118,12 @@ def _last(node: Stream, pinned: Mapping[str, Commit], stores: Stores) -> Commit 
         return pinned[node.name]
     head = stores(node).snapshot().head
     return None if head is None else head.commit
+
+
+def _looks_into(processor: Processor[Any], table: Table, consumed: Collection[str]) -> bool:
+    looked_up = processor.looked_up
+    of_times = looked_up is not None and looked_up.name == table.name
+    return processor.reads_tables or of_times or table.name not in consumed
 
 
 def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> int:

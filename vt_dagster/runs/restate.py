@@ -32,7 +32,7 @@ from vt_dagster.runs.replay import as_far_as
 from vt_dagster.runs.restate_plan import Plan, Planner, Step, path_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.positions import Checkpoint, Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, topological
@@ -203,6 +203,15 @@ class _Restatement:
             batch=keep.batch,
             asset=node.name,
         )
+        told = live.quarantine()
+        if told is not None:  # of an operator: what its kept batches have refused
+            parquet.write(
+                told.where(F.col("batch") <= keep.batch),
+                new.quarantine_path,
+                document=Checkpoint(asset=node.name, batch=keep.batch, attempt=name).model_dump(),
+                batch=keep.batch,
+                asset=node.name,
+            )
 
     # -- exchange --------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class Planner:
         if head is None or not isinstance(table, VersionedTable):
             return
         horizon = max(horizons(table.history_retention, head.commit.stream_time), default=None)
-        (up,) = processor_of(node).consumed
+        up = processor_of(node).consumed[0]
         store = self._live(up)
         last = store.head()
         if horizon is None or last is None:
@@ -172,8 +172,9 @@ class Planner:
         """Refuses to keep what would come out otherwise today: joined before a record of the table came
         that it would find now."""
         table = processor_of(node).looked_up
-        if table is None or not isinstance(table, VersionedTable):
-            return
+        consumed = {up.name for up in processor_of(node).consumed}
+        if not isinstance(table, VersionedTable) or table.name in consumed:
+            return  # what takes the table's records too corrects what it has joined
         store = self._live(table)
         head = store.head()
         if head is None:

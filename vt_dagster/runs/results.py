@@ -71,7 +71,7 @@ def judge(records: DataFrame) -> Judged:
     for row in found:
         counts[row[FATE]] = counts.get(row[FATE], 0) + row["records"]
         homes.setdefault(row[PARTITION], {})[row[FATE]] = row["records"]
-    sought = [row for row in found if row[FATE] in (Fate.APPLIED, Fate.LATE, Fate.AGAIN)]
+    sought = [row for row in found if row[FATE] in (Fate.APPLIED, Fate.LATE)]
     span = None
     if sought:
         span = min(row["oldest"] for row in sought), max(row["newest"] for row in sought)

@@ -179,10 +179,7 @@ class Run:
             # Where nothing was consumed before, every row of the table is among the changes.
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 store, at = self.stores(node), self.arrival.tables[node.name]
-                versions = self.processor.reads_versions
-                since = self.processor.reaches_back(0, self.arrival.marks)
-                table = store.view_at(at, since) if versions else store.current_at(at)
-                table = table.drop(RECORDED_AT)
+                table = store.current_at(at).drop(RECORDED_AT)
             if start and self._look_back(node) is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
@@ -228,6 +225,8 @@ class Run:
             state = store.state(arrival.previous)
             view = store.current() if isinstance(self.node, Table) else None
             view = None if view is None else view.drop(RECORDED_AT)
+        since = self.processor.reaches_back(0, arrival.marks)
+        asked = with_tables and since is not None and self.processor.refuses
         many = arrival.few and arrival.view_rows > MANY_ROWS
         return Known(
             hold=self._hold if with_tables and (many or self.processor.holds) else None,
@@ -241,7 +240,8 @@ class Run:
             in_time=arrival.in_time,
             marks=known_marks(before.marks),
             marks_after=known_marks(arrival.marks),
-            since=self.processor.reaches_back(0, arrival.marks),
+            since=since,
+            refused=store.quarantine() if asked else None,
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
@@ -353,7 +353,9 @@ class Run:
         store.progress.done(f"decided: {in_words(counts)}")
         if state is not None:
             store.stage_state(arrival.attempt, state)
-        rejected = arrival.source is not None and stage_rejected(store, arrival.attempt, rows, counts)
+        refused = any(passed.counts[fate] for fate in processor.refuses)
+        if refused:
+            stage_rejected(store, arrival.attempt, rows, processor.refuses)
         consumed = None if arrival.source is None else arrival.source.consumed()
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
@@ -367,7 +369,7 @@ class Run:
             gauges=gauges,
             strategy=judged.strategy,
             state=state is not None,
-            rejected=rejected,
+            rejected=refused,
             run_id=run_id,
             recorded_at=recorded(before, recorded_at),
             **position,

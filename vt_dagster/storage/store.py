@@ -432,7 +432,7 @@ class AssetStore:
             attempt=commit.attempt,
             erased=self.erased_rejected(),
         )
-        count = commit.counts.get("late", 0) + commit.counts.get("quarantined", 0)
+        count = sum(commit.counts.get(n, 0) for n in ("late", "quarantined", "corrections_too_late"))
         with small_run(self.spark, is_small(count, 0)):
             parquet.write(
                 rows,

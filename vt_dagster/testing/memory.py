@@ -58,6 +58,7 @@ class MemoryStore(Store):
         """The results of the last run, also those that are not in the log."""
         self.rejected: list[tuple[int, str]] = []
         """Partition and reason of each record of a source that is not in the log."""
+        self._refused: pa.Table | None = None
 
     def saved(self) -> dict[str, Any]:
         """All that it holds, for ``restore``; Arrow tables never change."""
@@ -139,6 +140,9 @@ class MemoryStore(Store):
         at = self.catch_up()
         return None if at.head is None else self.current_at(at)
 
+    def quarantine(self) -> DataFrame | None:
+        return None if self._refused is None else self.frame(self._refused)
+
     def state(self, head: Head | None) -> DataFrame | None:
         return None if self._state is None else self.frame(self._state)
 
@@ -164,7 +168,7 @@ class MemoryStore(Store):
         return f"{self.node.name}-{len(self._commits)}"
 
     def stage_rejected(self, attempt: str, rows: DataFrame) -> None:
-        self._staged["rejected"] = rows.select(PARTITION, "reason").toArrow()
+        self._staged["rejected"] = rows.toArrow()
 
     def stage_state(self, attempt: str, rows: DataFrame) -> None:
         self._staged["state"] = rows.toArrow()
@@ -184,8 +188,12 @@ class MemoryStore(Store):
         self._commits.append((commit, self._log.num_rows))
         self._state = self._staged.get("state") if commit.state else None
         if commit.rejected:
-            columns = self._staged["rejected"].to_pydict()
-            self.rejected += zip(columns[PARTITION], columns["reason"], strict=True)
+            new = self._staged["rejected"]
+            every = [new] if self._refused is None else [self._refused, new]
+            self._refused = pa.concat_tables(every, promote_options="default")
+            if self.node.operator is None:
+                columns = new.select([PARTITION, "reason"]).to_pydict()
+                self.rejected += zip(*columns.values(), strict=True)
         return Head(len(self._commits), commit)
 
     def forget(self, previous: Head | None) -> None:

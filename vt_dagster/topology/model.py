@@ -261,6 +261,12 @@ class Table(Stream, kind="table"):
                 f"{name}: a grace period lets a stream's records wait, but a join of the tables "
                 f"{self.name!r} and {table.name!r} is made anew at each change: leave grace_period out"
             )
+        if "corrected_for" in shown:
+            raise TopologyError(
+                f"{name}: corrected_for is for a stream's join with a versioned table, which is as of "
+                f"each record's own time; a join of the tables {self.name!r} and {table.name!r} is of "
+                "their latest rows, and follows every change of both already: leave corrected_for out"
+            )
         if foreign_key is None:
             return TableTableJoin(self, table, kind, name, **about).result(**shown)
         keys = (foreign_key,) if isinstance(foreign_key, str) else tuple(foreign_key)

@@ -30,8 +30,12 @@ class CorrectedJoin(StreamTableJoin):
 
     Late: a stream record is never too late for its row. A correction is, where the row's timestamp is
     before the stream time of its partition, as it was before the run, less ``corrected_for``; or before
-    the stream time of the table record's partition less ``corrected_for``: it is counted, and the row
-    stays as it is. Null key: as in ``StreamTableJoin``; a record without a value in a column of ``key``
+    the stream time of the table record's partition, as it was on that record's arrival, less
+    ``corrected_for``. Then the row stays as it is, is counted once (``corrections_too_late``, whatever
+    the record says) and listed in the asset's quarantine (``too_late``): its record's place as
+    ``source``, ``partition`` and ``position``, and ``cause``. Records of the table that came before
+    still correct it. So nothing but how often a row was corrected depends on how what arrives is cut
+    into runs. Null key: as in ``StreamTableJoin``; a record without a value in a column of ``key``
     is dropped and counted. Tombstone: of the stream, dropped and counted; of the table, a row loses its
     match (left) or is deleted (inner).
 
