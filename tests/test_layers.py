@@ -59,7 +59,7 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions commits values folding lookup evolution transaction parquet segments
+        delta positions kept commits values folding lookup evolution transaction parquet segments
         offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
@@ -71,7 +71,7 @@ ORDER = {
     "provenance": "values logs history origins as_of row_by_row explain",
     "runs": """
         arrival own_time contracts store past audit join_way gate commit pin results looking difference
-        run replay restate_plan restate export training_set erase_plan certificate erase
+        run replay restate_plan restate export training_set erase_plan certificate erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """

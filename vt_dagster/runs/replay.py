@@ -173,6 +173,11 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
 
 def _comparable(store: AssetStore, what: str | None) -> DataFrame:
     rows, head = store.read(what), store.head()
+    if head is not None and head.commit.cut is not None and not store.node.is_table:
+        raise StorageError(
+            f"{store.node.name}: expected a stream with its whole log to compare, but "
+            f"{head.commit.cut.told()}"
+        )
     declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
     own = [
         c for c in rows.columns if c in declared or c in (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)

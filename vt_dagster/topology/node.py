@@ -17,7 +17,7 @@ from pyspark.sql.types import DataType, StructType
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.durations import Duration, check_duration, spoken
 from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp
 from vt_dagster.topology.windowing import Window
 
@@ -160,6 +160,16 @@ class Operator(ABC):
         return ()
 
     @property
+    def reads_back(self) -> dict[str, timedelta]:
+        """Of each input whose log it reads again: so far back in stream time it may need that."""
+        return {}
+
+    @property
+    def reads_from_the_start(self) -> tuple[Input, ...]:
+        """The inputs whose logs it may need as a whole at any time."""
+        return ()
+
+    @property
     def stored(self) -> bool:
         """Whether the result has a store of its own, which decides what is latest and what was
         before; else it passes on what its input says (filter, map_values)."""
@@ -210,6 +220,7 @@ class Node:
     owners: tuple[str, ...] = field(default=(), kw_only=True)
     key_prefix: Sequence[str] = field(default=(), kw_only=True)
     freshness: Freshness = field(default="on_growth", kw_only=True)
+    log_retention: timedelta | None = field(default=None, kw_only=True)
     operator: Operator | None = field(default=None, kw_only=True, repr=False)
     contract: Any = field(default=None, kw_only=True, repr=False)
 
@@ -250,6 +261,10 @@ class Node:
                 f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
             )
         self._check_freshness()
+        if self.log_retention is not None:
+            check_duration(self.name, "log_retention", self.log_retention)
+        if self.operator is not None:
+            self._check_logs(self.operator)
 
     def _check_kind(self, source: Source) -> None:
         if getattr(source, "tables_only", False) and not self.is_table:
@@ -271,6 +286,24 @@ class Node:
                 f"{self.name}: freshness is of a table's view, but a stream has its log alone, which "
                 "each run appends to: leave it out"
             )
+
+    def _check_logs(self, operator: Operator) -> None:
+        """Refuses to be made of a log that is cut off before its records are done with."""
+        for node in operator.reads_from_the_start:
+            if node.log_retention is not None:
+                raise TopologyError(
+                    f"{self.name}: asks what was known of {node.name!r} at each record's time, which "
+                    f"its whole log answers, but {node.name!r} has a log_retention of "
+                    f"{spoken(node.log_retention)}; leave that out, or join with as_known='now'"
+                )
+        for node in operator.inputs:
+            reach = operator.reads_back.get(node.name, timedelta(0))
+            if node.log_retention is not None and reach > node.log_retention:
+                raise TopologyError(
+                    f"{self.name}: needs records of {node.name!r} again for {spoken(reach)} (grace "
+                    f"period, window or corrected_for), longer than {node.name!r} keeps its log, "
+                    f"{spoken(node.log_retention)}; shorten that or lengthen its log_retention"
+                )
 
     @property
     def _timed_by_source(self) -> bool:
