@@ -180,7 +180,8 @@ class Planner:
         if keep is not None and last.cut is not None:
             raise StorageError(
                 f"{node.name}: expected its whole log, of which a restatement keeps what is from "
-                f"before {in_utc(self.moment)}, but {last.cut.told()}: replay it beside the live one, and swap"
+                f"before {in_utc(self.moment)}, but {last.cut.told()}: replay it beside the live one, "
+                "and swap"
             )
 
     def _require_nothing_earlier(self, node: Stream, keep: Commit) -> None:
