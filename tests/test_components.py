@@ -522,6 +522,7 @@ def test_every_parameter_is_there() -> None:
         fields = set(CONCEPTS[name].yaml.model_fields)
         assert fields - {"columns", "sensor"} == set(kind.__dataclass_fields__) - {
             *("name", "description", "group", "owners", "key_prefix", "freshness"),
+            "log_retention",
             *("operator", "contract"),
         }
         assert CONCEPTS[name].yaml.model_fields["key"].description

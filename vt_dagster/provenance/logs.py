@@ -105,6 +105,11 @@ class Log:
         """What its operator computes, as the last commit says; of a source empty."""
         return self.head.shape.meaning
 
+    @property
+    def limit(self) -> str:
+        """In words, that a record may be missing because the log was cut off; empty where it was not."""
+        return "" if self.head.cut is None else f": {self.head.cut.told()}"
+
     # -- records -----------------------------------------------------------------------------------
 
     def records(
