@@ -63,8 +63,8 @@ class TopologyAttributes(Part):
     )
     maintenance: optional(_MAINTENANCE) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None,
-        description="A job and schedule that keep the tables of the warehouse in shape, and cut off the "
-        "logs of these assets as their log_retention says; of one file, with all that consumes them.",
+        description="A job and schedule that keep the tables of the warehouse in shape, and cut off "
+        "the logs of this file's assets as their log_retention says; in one file alone.",
     )
 
 

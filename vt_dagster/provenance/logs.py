@@ -107,7 +107,7 @@ class Log:
 
     @property
     def limit(self) -> str:
-        """In words, that a record may be missing because the log was cut off; empty where it was not."""
+        """In words, why a record may be missing: the log was cut off; empty where it was not."""
         return "" if self.head.cut is None else f": {self.head.cut.told()}"
 
     # -- records -----------------------------------------------------------------------------------
