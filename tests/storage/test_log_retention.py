@@ -24,6 +24,7 @@ from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.cut import cut_logs
 from vt_dagster.runs.erase import erase
+from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.pin import require_reach
 from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.restate import restate
@@ -414,3 +415,18 @@ def test_a_window_that_is_made_longer_afterwards() -> None:
     )
     longer = log.model_copy(update={"cut": cut.model_copy(update={"log_retention": 30 * MINUTE})})
     require_reach(processor, kept.orders, before, longer)
+
+
+def test_an_export_that_is_behind(alone: Kept, spark: SparkSession, tmp_path: Path) -> None:
+    """It holds the log where maintenance knows of it; else it says what is gone."""
+    to = str(tmp_path / "export")
+    exporting = ExportRun(export_of(alone.rates, "log", to), alone.warehouse, spark)
+    assert exporting.run() is not None
+    land_round(alone, 2, random.Random(3))
+    alone.round(2, spark)
+    _, told = alone.cut(100, spark, exports=[to])
+    assert told[0] == f"rates: its log is held for {to}"
+    assert alone.commit("rates").cut.batch == 2
+    alone.cut(100, spark)
+    with pytest.raises(StorageError, match="rates_export: expected the log of rates from 0:"):
+        exporting.run()
