@@ -26,9 +26,10 @@ from pyspark.sql import SparkSession
 from vt_dagster.columns import PARTITION
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processors import processor_of
-from vt_dagster.errors import ConcurrentRunError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.pin import looks_back
+from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.commits import last_that
 from vt_dagster.storage.kept import base_path
@@ -99,7 +100,8 @@ def cut_logs(
         one = _Log(str(warehouse), spark, node, known, exports, moment, tell or (lambda _: None))
         try:
             gone = one.cut_off(moment - node.log_retention // timedelta(microseconds=1))
-        except ConcurrentRunError as error:
+        except (ConcurrentRunError, StorageError) as error:
+            # The other logs are none the worse for it.
             one.say(f"{node.name}: its log was not cut off, a later maintenance will: {error}")
             continue
         if gone:
@@ -163,7 +165,7 @@ class _Log:
         for node in self.known:
             processor = processor_of(node)
             if name in {up.name for up in processor.consumed}:
-                found.append(self._declared(node))
+                found.append(self._declared(node, last))
         for other in asset_names(self.warehouse):
             if other in declared:
                 continue
@@ -181,10 +183,12 @@ class _Log:
                 found.append(Consumer(path, document.inputs[name]))
         return found
 
-    def _declared(self, node: Stream) -> Consumer:
+    def _declared(self, node: Stream, last: Commit) -> Consumer:
         head = AssetStore(self.warehouse, node, self.spark).head()
         if head is None:
             return Consumer(node.name, {}, why=", which has never run")
+        if head.commit.logs.get(self.node.name, last.log) != last.log:
+            return Consumer(node.name, {}, why=", which is made of another log of that name: replay it")
         done = head.commit.inputs.get(self.node.name, {})
         back = looks_back(processor_of(node), self.node, head.commit)
         if back is not None and head.commit.stream_time and self.node.log_retention is not None:
@@ -205,14 +209,15 @@ class _Log:
             log_retention=(self.node.log_retention or timedelta(0)) // timedelta(microseconds=1),
             base=attempt if isinstance(self.node, Table) else "",
         )
-        if isinstance(self.node, Table):
-            self._put_aside(store, self.node, head, upto, attempt)
-        state = store.state(head)
-        if state is not None:
-            store.stage_state(attempt, state)
-        if head.commit.files:
-            store.stage_files(attempt, store.consumed_files(head))
-        self._take_out(store, head, self._after(store, head, cut, attempt))
+        with store.tuned(is_small(head.commit.total, 0)):
+            if isinstance(self.node, Table):
+                self._put_aside(store, self.node, head, upto, attempt)
+            state = store.state(head)
+            if state is not None:
+                store.stage_state(attempt, state)
+            if head.commit.files:
+                store.stage_files(attempt, store.consumed_files(head))
+            self._take_out(store, head, self._after(store, head, cut, attempt))
         store.forget(head)
 
     def _put_aside(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
