@@ -53,6 +53,11 @@ class Base:
     sizes: Mapping[int | None, int] = field(default_factory=dict[int | None, int])
 
     @property
+    def is_view(self) -> bool:
+        """Whether it is the view, and not what was put aside where the log was cut off."""
+        return posixpath.basename(self.path) == "view"
+
+    @property
     def rows(self) -> int:
         """All of them."""
         return sum(self.sizes.values())
