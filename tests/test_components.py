@@ -532,6 +532,7 @@ def test_every_parameter_is_there() -> None:
         fields = set(CONCEPTS[name].yaml.model_fields)
         assert fields - {"columns", "sensor"} == set(kind.__dataclass_fields__) - {
             *("name", "description", "group", "owners", "key_prefix", "freshness"),
+            "log_retention",
             *("operator", "contract"),
         }
         assert CONCEPTS[name].yaml.model_fields["key"].description
@@ -559,14 +560,16 @@ def test_scaffold() -> None:
 
 
 def test_files_share_their_resources(shop: str, tmp_path: Path) -> None:
-    """Two files with one warehouse are merged, and one may use the assets of Python."""
+    """Two files with one warehouse are merged; one of them has it maintained, and logs cut off."""
     other = f"""\
 type: vt_dagster.components.TopologyComponent
 attributes:
   warehouse: {tmp_path / "warehouse"}
   spark: {{master: "local[2]"}}
+  maintenance: {{}}
   assets:
     - name: others
+      log_retention: 90d
       table:
         key: k
         columns: {{k: string, at: timestamp}}
@@ -575,7 +578,9 @@ attributes:
 """
     with project(f"{shop}---\n{other}") as defs:
         dg.Definitions.validate_loadable(defs)
-        assert dg.AssetKey("others") in defs.resolve_asset_graph().get_all_asset_keys()
+        others = defs.resolve_asset_graph().get(dg.AssetKey("others"))
+        assert others.metadata["vt_dagster/log_retention"] == "90 days"
+        assert defs.resolve_job_def("maintenance").has_node("maintain")
 
 
 def test_python_and_yaml_together() -> None:

@@ -39,7 +39,7 @@ Those of one layer know nothing of each other."""
 
 ORDER = {
     "topology": """
-        durations schema renames accumulators projection windowing node
+        durations naming schema renames accumulators projection windowing node
         operators.base operators.join operators.aggregate operators.row_by_row
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join
@@ -59,7 +59,7 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions commits values folding names lookup evolution transaction parquet segments
+        delta positions kept commits values folding names lookup evolution transaction parquet segments
         offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
@@ -71,7 +71,7 @@ ORDER = {
     "provenance": "values logs history origins as_of row_by_row explain",
     "runs": """
         arrival own_time contracts store past audit join_way gate ready commit pin results looking
-        difference run replay restate_plan restate export training_set erase_plan certificate erase
+        difference run replay restate_plan restate export training_set erase_plan certificate erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """

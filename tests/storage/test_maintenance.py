@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -85,10 +86,13 @@ def test_old_files_go(grown: Topology, spark: SparkSession) -> None:
 
 def test_the_job(grown: Topology, spark: SparkSession) -> None:
     resources = build_resources(grown.warehouse, SparkResource(master="local[2]"))
-    defs = dg.Definitions.merge(build_maintenance(), dg.Definitions(resources=resources))
+    rates = replace(grown.rates, log_retention=timedelta(0))
+    defs = dg.Definitions.merge(build_maintenance(rates), dg.Definitions(resources=resources))
     done = defs.resolve_job_def("maintenance").execute_in_process()
     assert done.success
     assert done.output_for_node("maintain")["orders"]["files_compacted"] == 4
+    assert "records_cut_off" not in done.output_for_node("maintain")["orders"]
+    assert done.output_for_node("maintain")["rates"]["records_cut_off"] == 4
     (schedule,) = defs.schedules or []
     assert isinstance(schedule, dg.ScheduleDefinition)
     assert schedule.cron_schedule == "0 3 * * *"

@@ -154,7 +154,7 @@ def test_a_run_is_small_by_what_it_meets(
 def test_how_many_rows_a_time_reaches() -> None:
     layout = Segments(first=2, ends=[10, 20], rows=4)
     checkpoint = Checkpoint(asset="a", batch=1, attempt="", segments=layout)
-    view = Base(1, checkpoint, {None: 3, 2: 100, 3: 50, 4: 4})
+    view = Base("view", 1, checkpoint, {None: 3, 2: 100, 3: 50, 4: 4})
     assert [view.reach(None), view.reach(25), view.reach(20)] == [3, 7, 7]
     assert [view.reach(19), view.reach(-1)] == [57, 157]
 

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from vt_dagster.components.columns import Column, contract
 from vt_dagster.components.parts import (
     Choice,
+    DurationText,
     Part,
     SignedDurationText,
     Texts,
@@ -36,7 +37,7 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
 from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
-_SHOWN = ("name", "description", "group", "owners", "key_prefix", "freshness")
+_SHOWN = ("name", "description", "group", "owners", "key_prefix", "freshness", "log_retention")
 
 
 def _as_freshness(value: Any) -> Any:
@@ -316,6 +317,10 @@ AssetPart: type[Choice] = choice(
             default=None,
             description="How far a table's view may be behind its log: on_growth, every_run, or 1h.",
         ),
+    ),
+    log_retention=(
+        optional(DurationText),
+        Field(default=None, description="How long maintenance keeps what was recorded, like 90d."),
     ),
 )
 

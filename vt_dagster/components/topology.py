@@ -16,7 +16,7 @@ from vt_dagster.components.assets import CONCEPTS, AssetPart, make_asset
 from vt_dagster.components.parts import Choice, Part, is_template, optional, part
 from vt_dagster.errors import DefinitionsError, VtDagsterError
 from vt_dagster.orchestration.checks import build_checks
-from vt_dagster.orchestration.factory import build_asset, build_resources
+from vt_dagster.orchestration.factory import build_asset, build_maintenance, build_resources
 from vt_dagster.orchestration.resource import SparkResource
 from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.topology.model import Stream
@@ -44,6 +44,9 @@ attributes:
 _SPARK = part("Spark", [SparkResource], ["master"], master=(str, "local[*]"))
 
 
+_MAINTENANCE = part("Maintenance", [build_maintenance], ["nodes", "resource_prefix"])
+
+
 class TopologyAttributes(Part):
     """Streams and tables, in any order, and where they are kept."""
 
@@ -57,6 +60,11 @@ class TopologyAttributes(Part):
     )
     spark: optional(_SPARK) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None, description="The Spark session, with a warehouse only."
+    )
+    maintenance: optional(_MAINTENANCE) = Field(  # pyright: ignore[reportInvalidTypeForm]
+        default=None,
+        description="A job and schedule that keep the tables of the warehouse in shape, and cut off "
+        "the logs of this file's assets as their log_retention says; in one file alone.",
     )
 
 
@@ -111,7 +119,7 @@ class TopologyComponent(dg.Component):
         if self.attributes.warehouse is not None:
             spark = None if self.attributes.spark is None else self.attributes.spark.values()
             resources = _resources(self.attributes.warehouse, json.dumps(spark, sort_keys=True))
-        return dg.Definitions(
+        made = dg.Definitions(
             assets=[build_asset(node) for node in nodes.values()],
             asset_checks=[build_checks(node) for node in nodes.values()],
             sensors=[
@@ -121,6 +129,10 @@ class TopologyComponent(dg.Component):
             ],
             resources=resources,
         )
+        if self.attributes.maintenance is None:
+            return made
+        upkeep = build_maintenance(*nodes.values(), **self.attributes.maintenance.values())
+        return dg.Definitions.merge(made, upkeep)
 
 
 @cache

@@ -197,7 +197,8 @@ def to_be_told(context: Any, key: dg.AssetKey, last: Commit) -> bool:
     if made is not None:
         versions = made.metadata.get("versions")
         same = (made.tags or {}).get(DATA_VERSION) == data_version(last).value
-        if same and versions is not None and versions.value["batch"] == last.batch:
+        told = None if versions is None else versions.value["batch"]
+        if same and told is not None and (told == last.batch or last.upkeep):
             return False
     name = key.to_user_string()
     context.log.info(f"{name}: batch {last.batch} was committed, but not told to Dagster: it is now")

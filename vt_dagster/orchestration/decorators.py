@@ -43,6 +43,7 @@ class StreamAttributes(TypedDict, total=False):
     group: str | None
     owners: Sequence[str]
     key_prefix: str | Sequence[str]
+    log_retention: timedelta | None
     ins: Mapping[str, dg.AssetIn]
     deps: Iterable[Any]
     partitions_def: dg.PartitionsDefinition[Any] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
@@ -61,7 +62,8 @@ def build_publication(
 
 
 def build_maintenance(
-    *,
+    *nodes: Stream,
+    exports: Sequence[str] = (),
     cron_schedule: str = "0 3 * * *",
     keep: timedelta = KEEP,
     running: bool = False,
@@ -69,14 +71,18 @@ def build_maintenance(
 ) -> dg.Definitions:
     """A job, and its schedule, that keeps the tables of a whole warehouse in shape.
 
-    It compacts logs, and removes files and prepared results that no table has needed for a while.
+    It compacts logs, and removes files and prepared results that no table has needed for a while. Of
+    the given streams and tables, and what they are made of, it cuts logs off as their
+    ``log_retention`` says, as far as no consumer needs them: give it all that consumes them.
 
     Args:
+        nodes: the streams and tables whose logs may be cut off, with their consumers.
+        exports: the directories of exports of their logs, which then wait for these.
         cron_schedule: when; 3 o'clock in the morning by default.
         keep: how long files that are in no current table version stay: longer than any run takes.
         running: whether the schedule is on from the start.
     """
-    upkeep = ops.maintenance_op(keep, resource_prefix=resource_prefix)
+    upkeep = ops.maintenance_op(keep, nodes, exports, resource_prefix=resource_prefix)
 
     @dg.job(
         name="maintenance",

@@ -101,6 +101,8 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         metadata["vt_dagster/history_retention"] = spoken(node.history_retention)
         if node.ready is not None:
             metadata["vt_dagster/ready"] = str(node.ready)
+    if node.log_retention is not None:
+        metadata["vt_dagster/log_retention"] = spoken(node.log_retention)
     if node.operator is not None:
         metadata["vt_dagster/operator"] = type(node.operator).__name__
         metadata |= {f"vt_dagster/{name}": said for name, said in node.operator.settings.items()}
@@ -179,6 +181,8 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
         metadata["accepted_gaps"] = {
             t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
         }
+    if commit.cut is not None:
+        metadata["log_kept_since"] = _time(commit.cut.recorded_at)
     if commit.stream_time:
         newest = max(commit.stream_time.values())
         metadata["stream_time"] = _time(newest)

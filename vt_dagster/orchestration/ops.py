@@ -8,6 +8,7 @@ op and needs none. DataFrames pass between these ops in one process, so the job 
 
 import re
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,12 +44,13 @@ from vt_dagster.orchestration.types import (
     results_type,
 )
 from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.cut import cut_logs
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Results
 from vt_dagster.runs.run import Run
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
-from vt_dagster.topology.model import Stream
+from vt_dagster.topology.model import Stream, topological
 from vt_dagster.topology.operators import Operator
 
 OP_MEMORY = "vt_dagster_op_memory"
@@ -258,8 +260,15 @@ def publish_op(
     return publish
 
 
-def maintenance_op(keep: timedelta, *, resource_prefix: str = PREFIX) -> dg.OpDefinition:
-    """Op ``() -> numbers``: compacts and cleans every asset of the warehouse; see ``maintain``."""
+def maintenance_op(
+    keep: timedelta,
+    nodes: Sequence[Stream] = (),
+    exports: Sequence[str] = (),
+    *,
+    resource_prefix: str = PREFIX,
+) -> dg.OpDefinition:
+    """Op ``() -> numbers``: cuts logs off, then compacts and cleans every asset of the warehouse; see
+    ``cut_logs`` and ``maintain``."""
 
     @dg.op(
         name="maintain",
@@ -267,8 +276,14 @@ def maintenance_op(keep: timedelta, *, resource_prefix: str = PREFIX) -> dg.OpDe
         required_resource_keys=keys_of(resource_prefix),
     )
     def maintain(context: dg.OpExecutionContext) -> dict[str, dict[str, int]]:
-        spark = spark_of(context, resource_prefix)
-        done = maintain_all(warehouse_of(context, resource_prefix), spark.spark_session, keep)
+        spark, warehouse = spark_of(context, resource_prefix), warehouse_of(context, resource_prefix)
+        cut = {}
+        if any(node.log_retention is not None for node in topological(nodes)):
+            about: Any = {"exports": exports, "keep": keep, "tell": context.log.info}
+            cut = cut_logs(warehouse, spark.spark_session, nodes, **about)
+        done = maintain_all(warehouse, spark.spark_session, keep)
+        for name, rows in cut.items():
+            done[name]["records_cut_off"] = rows
         for name, numbers in done.items():
             context.log.info(f"{name}: {', '.join(f'{n} {what}' for what, n in numbers.items())}")
         return done

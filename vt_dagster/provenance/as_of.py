@@ -143,6 +143,8 @@ def pinned(log: Log, table: Log, name: str, commit: Commit, told: Told) -> Commi
     if batch is not None:
         found = last_that(table.root, lambda one: one["batch"] <= batch)
         if found is not None:
+            if table.head.cut is not None and found.batch < table.head.cut.batch:
+                told.notes.append(f"what {name} knew then is told by what is left of it{table.limit}")
             return found
     told.notes.append(
         f"the Delta versions of {name} that the run read are gone: what it knew is told by recorded_at"

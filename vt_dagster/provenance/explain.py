@@ -74,7 +74,7 @@ def explain(
     record, absent = _asked(log, values, None if at is None else _micros(at), offset, where)
     if record is not None:
         return _Explainer().of(log, record)
-    return _absent(log, values, absent)
+    return _absent(log, values, f"{absent}{log.limit}")
 
 
 # ----------------------------------------------------------------------------------- which row is asked
@@ -294,7 +294,7 @@ class _Explainer:
             return found
         lefts = as_of.streams_record(log, stream, left, record, commit)
         if not lefts:
-            told.notes.append(f"its record of {left} is not there any more")
+            told.notes.append(f"its record of {left} is not there any more{stream.limit}")
         elif len(lefts) > 1:
             told.notes.append(f"it was made of one of {len(lefts)} records of its key and time")
         for one in lefts[:1]:

@@ -27,6 +27,7 @@ from vt_dagster.provenance.values import Record, Written
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at, last_that
 from vt_dagster.storage.folding import micros, values_by_partition
+from vt_dagster.storage.kept import base_of, base_path
 from vt_dagster.storage.lookup import asset_names, head_of, of_key, rows_of
 from vt_dagster.storage.names import names_of
 from vt_dagster.storage.positions import Commit, Offsets, file_at_or_after, file_before
@@ -75,7 +76,8 @@ class Log:
         version, head = head_of(warehouse, name)
         commit = head
         if known is not None and known < head.recorded_at:
-            commit = known_at(posixpath.join(str(warehouse), name), name, known)
+            root = posixpath.join(str(warehouse), name)
+            commit = known_at(root, name, known, head.cut)
         return cls(str(warehouse), name, version, commit, head)
 
     def input(self, name: str) -> Log | None:
@@ -106,6 +108,11 @@ class Log:
         """What its operator computes, as the last commit says; of a source empty."""
         return self.head.shape.meaning
 
+    @property
+    def limit(self) -> str:
+        """In words, why a record may be missing: the log was cut off; empty where it was not."""
+        return "" if self.head.cut is None else f": {self.head.cut.told()}"
+
     # -- records -----------------------------------------------------------------------------------
 
     def records(
@@ -127,11 +134,22 @@ class Log:
         ends, first = self.commit.next_offset if end is None else end, start or {}
         late, early = file_at_or_after(dict(first), ends), file_before(ends)
         wanted: delta.Wanted = lambda file: late(file) and early(file)  # noqa: E731
-        rows = rows_of(self.path, self.version, condition, wanted)
+        rows = self._with_base(rows_of(self.path, self.version, condition, wanted), condition)
         offsets = rows.column(OFFSET).to_numpy()
         since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
         keep = (offsets >= since) & (offsets < until)
         return rows.filter(pa.array(keep)).sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
+
+    def _with_base(self, rows: pa.Table, condition: Condition) -> pa.Table:
+        """With a table's rows as of where its log was cut off: each is of a record of its."""
+        cut = self.head.cut
+        if cut is None or not cut.base:
+            return rows
+        found = base_of(self.name, self.root, cut)
+        like = pa.schema([f for f in rows.schema if f.name not in (OLD, IS_LATEST)])
+        base = rows_of(base_path(self.root, cut.base), found.version, condition, like=like)
+        base = base.select([c for c in base.column_names if c in like.names])
+        return pa.concat_tables([base, rows], promote_options="default")
 
     def as_records(self, rows: pa.Table) -> list[Record]:
         """Rows of the log, or of a table that was folded of it, as records."""

@@ -101,9 +101,10 @@ class Arrival:
         """The Delta versions of all that is read."""
         logs = {f"{name}/log": head.version for name, head in self.inputs.items()}
         for name, at in self.tables.items():
-            if at.base is not None:
+            whole = at.base is not None and not at.base.is_view
+            if at.base is not None and at.base.is_view:
                 logs[f"{name}/view"] = at.base.version
-            if at.tail and at.head is not None:
+            if (at.tail or whole) and at.head is not None:
                 logs[f"{name}/log"] = at.head.version
         return logs
 

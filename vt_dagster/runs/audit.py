@@ -330,11 +330,12 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
         F.count_distinct(OFFSET).alias("offsets"),
     )
     there = {r[PARTITION]: r for r in spots.collect()}
-    erased, gone = head.commit.erased, sum(head.commit.erased.values())
+    erased, gone = head.commit.erased, sum(head.commit.missing.values())
     problems: list[dict[str, Any]] = []
     lost = doubled = 0
     for partition, end in sorted(head.commit.next_offset.items()):
-        row, first = there.get(partition), scope.start.get(partition, 0)
+        row = there.get(partition)
+        first = max(scope.start.get(partition, 0), head.commit.kept_from(partition))
         rows, offsets = (row["rows"], row["offsets"]) if row else (0, 0)
         # An erase is a batch of its own: in what a later one changed nothing is missing.
         wanted = end - first - (0 if scope.start else erased.get(partition, 0))
@@ -343,9 +344,7 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
         if rows != wanted or offsets != wanted:
             problems += _gaps(log.where(F.col(PARTITION) == partition), partition, first, end)
     numbers = {f"records_{k}": n for k, n in totals.items()}
-    numbers.update(rows_in_log=_stored_log(store).count(), rows_lost=lost)
-    if gone:
-        numbers["rows_erased"] = gone
+    numbers.update(rows_in_log=_stored_log(store).count(), rows_lost=lost, **head.commit.missing)
     taken = sum(sum(ends.values()) for ends in head.commit.inputs.values()) - totals.get("erased", 0)
     short = processor_of(node).accounts(totals, taken, numbers["rows_in_log"] + gone)
     if node.operator is None:

@@ -132,6 +132,7 @@ def document(
         disorder=before.disorder_with(passed.earliest),
         erased=before.erased,
         erased_before=before.erased_before,
+        cut=before.cut,
         counts=counts,
         totals=totals,
         totals_by_partition=_totals_by_partition(before, fates),

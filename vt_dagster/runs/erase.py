@@ -32,6 +32,7 @@ from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.erase_plan import Places, derived, key_of, require_free
 from vt_dagster.storage import delta, erasing
 from vt_dagster.storage.erasing import Found, Key, Marked
+from vt_dagster.storage.kept import base_path
 from vt_dagster.storage.maintenance import is_older
 from vt_dagster.storage.positions import Checkpoint, Commit
 from vt_dagster.storage.snapshot import Head
@@ -140,14 +141,16 @@ class _Erase:
         self._note_waiting(store, head, marked)
         batch = self._log(store, head, one, marked)
         committed = time.time()
-        if isinstance(one.node, Table) and delta.exists(store.view_path):
-            self._view(store, batch, one, marked)
+        bases = _bases(store)
+        for path in (store.view_path, *bases) if isinstance(one.node, Table) else ():
+            if delta.exists(path):
+                self._view(store, path, batch, one, marked)
         # An operator's has places of records alone.
         of_source = one.node is self.node and one.node.operator is None
         if of_source and delta.exists(store.quarantine_path) and self.key.values:
             self._quarantine(store, batch)
         removed = _forget_attempts(store, committed)
-        for path in (store.log_path, store.view_path, store.quarantine_path):
+        for path in (store.log_path, store.view_path, *bases, store.quarantine_path):
             if delta.exists(path):
                 removed += erasing.purge(path, batch)
         self.done.files_removed += removed
@@ -219,6 +222,7 @@ class _Erase:
             "taken": {},
             "gaps": {},
             "rejected": False,
+            "upkeep": False,
             "counts": counts,
             "totals": totals,
             "erased": {p: commit.erased.get(p, 0) + gone.get(p, 0) for p in {*commit.erased, *gone}},
@@ -243,27 +247,28 @@ class _Erase:
                 self.done.waiting[other.name] = count
                 self.done.save()
 
-    def _view(self, store: AssetStore, batch: int, one: Places, marked: Marked) -> None:
-        there = delta.last_commit(store.view_path)
+    def _view(self, store: AssetStore, path: str, batch: int, one: Places, marked: Marked) -> None:
+        there = delta.last_commit(path)
         assert there is not None
         like = stored_as(one.node, store.log_path)
-        found = erasing.find(self.spark, store.view_path, there.version, marked, like)
+        found = erasing.find(self.spark, path, there.version, marked, like)
+        of_base = path != store.view_path
         if found.places:
             then = Checkpoint.model_validate(there.document)
             about = {"batch": batch, "attempt": uuid4().hex, "written": int(time.time() * 1e6)}
             erasing.rewrite(
                 self.spark,
-                store.view_path,
+                path,
                 there.version,
                 found,
                 marked,
                 one.way_of_view,
                 one.values,
                 document=then.model_copy(update=about).model_dump(),
-                asset=f"{one.node.name}:view",
-                parted=isinstance(one.node, VersionedTable),
+                asset=f"{one.node.name}:{'base' if of_base else 'view'}",
+                parted=isinstance(one.node, VersionedTable) and not of_base,
             )
-        self._tell(f"{one.name}/view", found)
+        self._tell(f"{one.name}/{'base' if of_base else 'view'}", found)
 
     def _quarantine(self, store: AssetStore, batch: int) -> None:
         there = delta.last_commit(store.quarantine_path)
@@ -345,6 +350,13 @@ class _Erase:
             Searched(rows=found.searched, erased=found.rows, old=found.old, version=found.version),
         )
         self.say(f"{table}: {found.rows} of {found.searched} rows, {found.old} old rows")
+
+
+def _bases(store: AssetStore) -> list[str]:
+    """The tables that were put aside where the log was cut off, also those that are not needed now."""
+    fs, folder = delta.filesystem(posixpath.join(store.root, "bases"))
+    there = fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else []
+    return [base_path(store.root, posixpath.basename(path.rstrip("/"))) for path in there]
 
 
 def _marked(key: Key, columns: Mapping[str, str]) -> Marked:

@@ -24,6 +24,7 @@ from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.positions import Commit, choose
 from vt_dagster.storage.store import AssetStore, Snapshot, shape_of
 from vt_dagster.topology.model import Stream, Table
@@ -215,6 +216,8 @@ class ExportRun:
         export, store = self.export, self._store
         number = at.total - sum(start.values())
         if export.what == "log":
+            if start:
+                require_kept(export.name, export.node.name, start, at.head.commit)
             rows = store.log(start, at.head)
         elif export.what == "versions":
             rows = store.view_at(at)

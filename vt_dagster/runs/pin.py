@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
+from vt_dagster.columns import FINAL
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
-from vt_dagster.errors import ConcurrentRunError, SourceError
+from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.ready import upstream
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Source
+from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head, Snapshot
+from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream, Table
 
 
@@ -87,6 +91,8 @@ def from_logs(
         if up.name not in names:
             continue
         inputs[up.name] = found.head
+        require_kept(node.name, up.name, start.get(up.name, {}), found.head.commit)
+        require_reach(processor, up, pinned.before, found.head.commit)
         ends, first = found.head.commit.next_offset, start.get(up.name, {})
         ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
         if ranges:
@@ -124,6 +130,45 @@ def _looks_into(processor: Processor[Any], table: Table, consumed: Collection[st
     looked_up = processor.looked_up
     of_times = looked_up is not None and looked_up.name == table.name
     return processor.reads_tables or of_times or table.name not in consumed
+
+
+def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit: Commit) -> None:
+    """An operator reads no records again that were cut off: maintenance keeps what it may need as it is
+    declared, and up to the log retention.
+
+    Args:
+        up: the input; ``commit``: its last one.
+        before: the operator's last commit.
+
+    Raises:
+        StorageError: it has been made to reach further back since.
+    """
+    node, cut = processor.node, commit.cut
+    back = looks_back(processor, up, before)
+    if cut is None or back is None or node.operator is None:
+        return
+    reach = node.operator.reads_back.get(up.name, timedelta(0))
+    micros = reach // timedelta(microseconds=1)
+    for partition, newest in cut.stream_time.items():
+        now = before.stream_time.get(partition, newest + micros)
+        if micros > cut.log_retention and max(back, now - micros) < newest:
+            raise StorageError(
+                f"{node.name}: expected to read records of {up.name} after {in_utc(newest)} alone, but "
+                f"reads {spoken(reach)} back from {in_utc(now)} as it is declared now, and "
+                f"{cut.told()}; shorten its window or grace period, or make it anew (vt-dagster replay)"
+            )
+
+
+def looks_back(processor: Processor[Any], up: Stream, before: Commit) -> int | None:
+    """How far back an operator may need an input's log again, after its last commit: records with a
+    larger timestamp, epoch microseconds; None = not at all."""
+    state = before.stream_time, before.released, before.marks
+    places = [i for i, one in enumerate(processor.consumed) if one.name == up.name]
+    found = [processor.look_back(i, *state) for i in places]
+    operator, final = processor.node.operator, before.marks.get(FINAL)
+    if final and operator is not None and up.name in operator.reads_back:
+        found.append(min(final.values()) - 1)
+    return min((after for after in found if after is not None), default=None)
 
 
 def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> int:

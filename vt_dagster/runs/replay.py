@@ -32,7 +32,7 @@ from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.node import require_name, require_path
+from vt_dagster.topology.naming import require_name, require_path
 
 Start = datetime | Mapping[str, Mapping[int, int]] | None
 
@@ -173,6 +173,11 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
 
 def _comparable(store: AssetStore, what: str | None) -> DataFrame:
     rows, head = store.read(what), store.head()
+    if head is not None and head.commit.cut is not None and not store.node.is_table:
+        raise StorageError(
+            f"{store.node.name}: expected a stream with its whole log to compare, but "
+            f"{head.commit.cut.told()}"
+        )
     declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
     own = [
         c for c in rows.columns if c in declared or c in (TIMESTAMP, IS_TOMBSTONE, VALID_FROM, VALID_TO)

@@ -14,6 +14,7 @@ from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
+from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.positions import Commit, Offsets, horizons
 from vt_dagster.storage.store import AssetStore
@@ -92,6 +93,7 @@ class Planner:
             taken = head.commit.totals.get("in", 0)
             return Step(path=path_of(node), why="its source is read again", taken=taken)
         keep, why = self._kept(node, head.commit, plan)
+        self._require_logs(node, head.commit, keep, plan)
         if keep is not None and keep.batch == head.commit.batch and not plan.steps:
             return None
         self._require_history(node, keep)
@@ -168,6 +170,20 @@ class Planner:
                 f"history_retention of {table.name} first: its log has it all"
             )
 
+    def _require_logs(self, node: Stream, last: Commit, keep: Commit | None, plan: Plan) -> None:
+        """Refuses where a log that is read again, or kept, has been cut off."""
+        made, start = {step.path for step in plan.steps}, {} if keep is None else keep.inputs
+        for up in processor_of(node).consumed:
+            head = None if path_of(up) in made else self._live(up).head()
+            if head is not None:
+                require_kept(node.name, up.name, start.get(up.name, {}), head.commit)
+        if keep is not None and last.cut is not None:
+            raise StorageError(
+                f"{node.name}: expected its whole log, of which a restatement keeps what is from "
+                f"before {in_utc(self.moment)}, but {last.cut.told()}: replay it beside the live one, "
+                "and swap"
+            )
+
     def _require_nothing_earlier(self, node: Stream, keep: Commit) -> None:
         """Refuses to keep what would come out otherwise today: joined before a record of the table came
         that it would find now."""
@@ -195,6 +211,8 @@ class Planner:
             self.say(f"! {node.name}: of {unknown} batches it is not known what {table.name} had then")
         if not joined:
             return
+        for ends in (dict([one[:2]]) for one in joined):
+            require_kept(node.name, table.name, {**head.commit.next_offset, **ends}, head.commit)
         cases = self.spark.createDataFrame(joined, "at_partition int, first long, upto long")
         late = store.log({}, head).join(
             F.broadcast(cases),

@@ -22,6 +22,7 @@ from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.kafka_messages import read_messages
 from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.positions import Commit, Offsets, Shape
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
@@ -92,6 +93,7 @@ class Publication:
         done = {} if before is None else before.inputs.get(self.node.name, {})
         if head is None or all(done.get(p, 0) >= e for p, e in head.commit.next_offset.items()):
             return None
+        require_kept(self.name, self.node.name, done, head.commit)
         ends = self._bounded(done, head.commit.next_offset)
         topic = self.sink.cluster.topics([self.sink.topic])[self.sink.topic]
         upto = F.lit(False)

@@ -18,27 +18,33 @@ from uuid import uuid4
 
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.positions import Commit, Cut
 from vt_dagster.topology.durations import in_utc
 
 _KEPT = re.compile(r"(\d{20})-(\d{10})\.json\.gz")
 """A file of kept commits: when the first of them was recorded, and the batch of the last."""
 
 
-def known_at(root: str, name: str, moment: int) -> Commit:
-    """The last commit of an asset's log that was recorded up to a time.
+def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
+    """The last commit of an asset's log that was recorded up to a time, with what is cut off by now.
 
     Args:
         root: the directory of the asset's tables.
         name: of the asset, for messages.
         moment: epoch microseconds, inclusive.
+        cut: what has been cut off from the log, as its last commit says.
 
     Raises:
-        StorageError: nothing was recorded by then, or who knows what.
+        StorageError: nothing was recorded by then, or who knows what; or it was cut off.
     """
     found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
+    if cut is not None and (found is None or found.batch < cut.batch):
+        raise StorageError(
+            f"{name}: expected a time from {in_utc(cut.recorded_at)} on, got {in_utc(moment)} as "
+            f"as_known_at: {cut.told()}; ask for a later one"
+        )
     if found is not None:
-        return found
+        return found.model_copy(update={"cut": cut})
     first = next(commits(root))
     since, why = in_utc(first.recorded_at), "an earlier maintenance has removed the commits before that"
     if first.batch == 1:

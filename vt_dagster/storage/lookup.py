@@ -32,6 +32,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at
 from vt_dagster.storage.folding import fold, micros, values_by_partition
+from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.names import by_newest_names, names_of, seen_as
 from vt_dagster.storage.positions import (
     Checkpoint,
@@ -146,7 +147,7 @@ def look_up(
     what = choose(name, shape.kind, what, as_of)
     known = None if as_known_at is None else parse_time(as_known_at)
     if known is not None and known < last:
-        commit = known_at(root, name, known)
+        commit = known_at(root, name, known, commit.cut)
     asset = _Asset(root, commit, head, shape, key, commit.recorded_at < last)
     moment = parse_time(as_of) if as_of is not None and what == "current" else None
     if what == "log":
@@ -264,20 +265,35 @@ class _Asset:
         """What is needed of the view, and up to which offsets it is folded in."""
         found = delta.last_commit(self.view_path)
         if found is None:
-            return None, {}
+            return self._at_cut()
         then = Checkpoint.model_validate(found.document)
         if (
             then.batch > self.commit.batch
             or max(then.lengthened(self.shape.retention()), default=0) > 0
+            or lacks(then, self.commit)
         ):
-            return None, {}
+            return self._at_cut()
         wanted = delta.everything
         if then.segments is not None and what == "current":
             earliest = self.commit.earliest_since(then.batch)
             since = moment if earliest is None or moment is None else min(moment, earliest)
             wanted = delta.current if since is None else then.segments.ending_after(since)
-        log = _columns_of(delta.require_table(self.log_path, self.version))
-        return self._rows(self.view_path, found.version, wanted, log), then.next_offset
+        return self._rows(self.view_path, found.version, wanted, self._columns), then.next_offset
+
+    def _at_cut(self) -> tuple[pa.Table | None, dict[int, int]]:
+        """The rows as of where the log was cut off, and its first offsets; none where it was not."""
+        if self.commit.cut is None:
+            return None, {}
+        name, cut = posixpath.basename(self.root), self.commit.cut
+        found = base_of(name, self.root, cut)
+        then = Checkpoint.model_validate(found.document)
+        require_history(name, then, self.shape.retention(), self.commit)
+        path = base_path(self.root, cut.base)
+        return self._rows(path, found.version, like=self._columns), then.next_offset
+
+    @property
+    def _columns(self) -> pa.Schema:
+        return _columns_of(delta.require_table(self.log_path, self.version))
 
     def _rows(
         self,

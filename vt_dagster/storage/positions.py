@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from vt_dagster.errors import StorageError
 from vt_dagster.storage.delta import File, Wanted
-from vt_dagster.topology.durations import Duration, in_utc, length_at
+from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
 
 Offsets = dict[int, int]
 """Partition -> offset."""
@@ -45,6 +45,31 @@ class Shape(BaseModel):
         if isinstance(told, int):
             return timedelta(microseconds=told)
         return {partition: timedelta(microseconds=length) for partition, length in told.items()}
+
+
+class Cut(BaseModel):
+    """What was cut off from a log: all its batches up to one, as ``log_retention`` says."""
+
+    batch: int
+    """The last of them; ``recorded_at``, ``next_offset`` and ``stream_time`` are of its commit."""
+    recorded_at: int
+    next_offset: Offsets = Field(default_factory=dict)
+    """The first offset of each partition that is kept."""
+    stream_time: dict[int, int] = Field(default_factory=dict)
+    """No record that was cut off is later than this."""
+    log_retention: int = 0
+    """Microseconds, as it was declared."""
+    base: str = ""
+    """Of a table: the directory in ``bases/`` with its rows as of that batch, which the rest of the log
+    is folded onto."""
+
+    def told(self) -> str:
+        """In words, what is kept."""
+        kept = timedelta(microseconds=self.log_retention)
+        return (
+            f"its log was cut off at {in_utc(self.recorded_at)}, batch {self.batch}, by its "
+            f"log_retention of {spoken(kept)}"
+        )
 
 
 class Commit(BaseModel):
@@ -125,6 +150,21 @@ class Commit(BaseModel):
     """How many rows of each partition have been erased: so many offsets of the log are missing."""
     erased_before: Offsets = Field(default_factory=dict)
     """All of those are before these offsets."""
+    cut: Cut | None = None
+    """What was cut off from the log. Its rows are in none of the other counts of what is missing."""
+    upkeep: bool = False
+    """Whether this batch cut the log off, and did nothing else."""
+
+    def kept_from(self, partition: int) -> int:
+        """The first offset of a partition that has not been cut off."""
+        return 0 if self.cut is None else self.cut.next_offset.get(partition, 0)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """How many records of the log are not there any more, by why."""
+        cut = 0 if self.cut is None else sum(self.cut.next_offset.values())
+        told = {"rows_erased": sum(self.erased.values()), "rows_cut_off": cut}
+        return {why: count for why, count in told.items() if count}
 
     @property
     def total(self) -> int:

@@ -62,7 +62,7 @@ from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.durations import in_micros, parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.node import require_path
+from vt_dagster.topology.naming import require_path
 from vt_dagster.topology.renames import noted
 
 
@@ -147,7 +147,7 @@ class AssetStore:
         return None if found is None else Head(found[0], Commit.model_validate(found[1]))
 
     def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
-        """The log rows from ``start`` (inclusive) to a commit (inclusive).
+        """The log rows from ``start`` (inclusive) to a commit (inclusive), but for what was cut off.
 
         Plan: files that have none of them, by their statistics, are not opened.
 
@@ -363,10 +363,15 @@ class AssetStore:
         at = self.snapshot()
         if at.head is None or at.head.commit.recorded_at <= moment:
             return at
-        then = commits.known_at(self.root, self.node.name, moment)
-        head = Head(at.head.version, then, later=True)
-        ahead = at.base is not None and at.base.checkpoint.batch > then.batch
-        return Snapshot(head, None if ahead else at.base)
+        return self.as_of(commits.known_at(self.root, self.node.name, moment, at.head.commit.cut))
+
+    def as_of(self, commit: Commit) -> Snapshot:
+        """The asset as of one of its commits, which says what is cut off by now. Without Spark."""
+        at = self.snapshot()
+        assert at.head is not None
+        ahead = at.base is not None and at.base.checkpoint.batch > commit.batch
+        base = self._view.at_cut(commit) if ahead else at.base
+        return Snapshot(Head(at.head.version, commit, later=True), base)
 
     def commits(self) -> Iterator[Commit]:
         """The commits of the log, oldest first, as far as they are known. Without Spark."""
@@ -377,7 +382,7 @@ class AssetStore:
             return Snapshot()
         self._check_shape(head.commit.shape)
         self._columns(log_schema(self.node), head)
-        return Snapshot(head, self._view.usable(base))
+        return Snapshot(head, self._view.usable(base, head.commit))
 
     def catch_up(
         self, head: Head | None = None, now: bool = False, written: DataFrame | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.delta import current
+from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, horizons
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import plan, segment_of
@@ -38,16 +40,24 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Base:
-    """A view as one finds it: what is folded in, before the tail of the log.
+    """A view as one finds it, or what was put aside where the log was cut off: what is folded in,
+    before the tail of the log.
 
     Args:
-        version: of its Delta table; pin it to go on reading what it is now.
+        path: of its Delta table.
+        version: of that; pin it to go on reading what it is now.
         sizes: how many rows it has of each segment; of None: that are current.
     """
 
+    path: str
     version: int
     checkpoint: Checkpoint
     sizes: Mapping[int | None, int] = field(default_factory=dict[int | None, int])
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it is the view, and not what was put aside where the log was cut off."""
+        return posixpath.basename(self.path) == "view"
 
     @property
     def rows(self) -> int:
@@ -70,6 +80,13 @@ def stored_as(node: Stream, log_path: str) -> StructType:
     return with_all_names(view_schema(node), parquet.stored_schema(log_path))
 
 
+def _base(path: str, found: delta.Committed) -> Base:
+    sizes = dict[int | None, int]()
+    for file in delta.files(path, found.version):
+        sizes[file.segment] = sizes.get(file.segment, 0) + file.rows
+    return Base(path, found.version, Checkpoint.model_validate(found.document), sizes)
+
+
 class View:
     """The view of one table."""
 
@@ -82,24 +99,38 @@ class View:
     def base(self) -> Base | None:
         """The view as it is now; None where there is none. Does not use Spark."""
         found = delta.last_commit(self.path)
-        if found is None:
-            return None
-        sizes = dict[int | None, int]()
-        for file in delta.files(self.path, found.version):
-            sizes[file.segment] = sizes.get(file.segment, 0) + file.rows
-        return Base(found.version, Checkpoint.model_validate(found.document), sizes)
+        return None if found is None else _base(self.path, found)
 
-    def usable(self, base: Base | None) -> Base | None:
-        """What a reader can fold the log's tail onto; None = it needs the whole log."""
-        if base is None or max(self._lengthened(base.checkpoint), default=0) > 0:
+    def usable(self, base: Base | None, commit: Commit) -> Base | None:
+        """What a reader as of a commit can fold the log's tail onto; None = it needs the whole log.
+
+        Raises:
+            StorageError: it needs what was cut off from the log.
+        """
+        if base is None or lacks(base.checkpoint, commit):
+            return self.at_cut(commit)
+        return self.at_cut(commit) if max(self._lengthened(base.checkpoint), default=0) > 0 else base
+
+    def at_cut(self, commit: Commit) -> Base | None:
+        """The rows as of where the log was cut off; None where it was not.
+
+        Raises:
+            StorageError: they lack what the history retention of now remembers.
+        """
+        cut, node = commit.cut, self.node
+        if cut is None or not isinstance(node, Table):
             return None
-        return base
+        root = posixpath.dirname(self.path)
+        found = _base(base_path(root, cut.base), base_of(node.name, root, cut))
+        if isinstance(node, VersionedTable):
+            require_history(node.name, found.checkpoint, node.history_retention, commit)
+        return found
 
     def stored(
         self, spark: SparkSession, base: Base, wanted: delta.Wanted = delta.everything
     ) -> DataFrame:
         """The rows as they lie there, of the files that are wanted, with the columns as declared."""
-        return parquet.read(spark, self.path, base.version, wanted, like=self._schema())
+        return parquet.read(spark, base.path, base.version, wanted, like=self._schema())
 
     def _schema(self) -> StructType:
         return stored_as(self.node, self.log_path)
@@ -114,8 +145,7 @@ class View:
         """Whether it is to be brought up to a commit, by how fresh it shall be."""
         node = self.node
         assert isinstance(node, Table)
-        base = self.usable(base)
-        if base is None:
+        if base is None or self.usable(base, commit) is not base:
             return True
         then, wanted = base.checkpoint, node.freshness
         tail = commit.total - then.total
@@ -149,7 +179,7 @@ class View:
 
         Args:
             log: the log's rows from some offsets (inclusive) to the commit (inclusive).
-            rebuild: from the whole log, whatever is there.
+            rebuild: from the whole log, or what was cut off and the rest, whatever is there.
 
         Returns:
             the view; where another run has brought it further, that.
@@ -162,9 +192,11 @@ class View:
         there = self.base()
         if there is not None and not rebuild:
             longer = self._lengthened(there.checkpoint)
-            if max(longer, default=0) > 0:
+            if self.usable(there, commit) is not there:
                 # of which versions are not there that the log has
-                self._progress.done("history_retention is longer than it was: the view is made anew")
+                why = "history_retention is longer than it was" if max(longer, default=0) > 0 else ""
+                why = why or "the log is cut off after it"
+                self._progress.done(f"{why}: the view is made anew")
                 return self.update(commit, log, rebuild=True, tries=tries)
             then = there.checkpoint
             if then.next_offset == commit.next_offset or then.batch > commit.batch:
@@ -180,7 +212,8 @@ class View:
             written=int(time.time() * 1e6),
         )
         try:
-            written = self._write(commit, log, document, there, None if rebuild else there)
+            anew = rebuild or there is None
+            written = self._write(commit, log, document, there, self.at_cut(commit) if anew else there)
         except ConcurrentRunError:
             others = self.base()
             if others is not None and others.checkpoint.batch >= commit.batch:
@@ -201,9 +234,10 @@ class View:
         there: Base | None,
         done: Base | None,
     ) -> delta.Committed:
-        """Writes what a commit changes of what is ``done``, in place of what is ``there``."""
+        """Writes what a commit changes of what is ``done``, in place of what is ``there``, or anew."""
         node = self.node
         assert isinstance(node, Table)
+        old = done if done is there else None
         new = log({} if done is None else done.checkpoint.next_offset)
         spark = new.sparkSession
         records = commit.total - (0 if done is None else done.checkpoint.total)
@@ -212,11 +246,11 @@ class View:
         if isinstance(node, VersionedTable):
             document.history_retention = in_micros(node.history_retention)
             change = plan(
-                None if done is None else done.checkpoint.segments,
+                None if old is None else old.checkpoint.segments,
                 new,
                 records=records,
                 total=commit.total,
-                earliest=None if done is None else commit.earliest_since(done.checkpoint.batch),
+                earliest=None if old is None else commit.earliest_since(old.checkpoint.batch),
                 newest=max(commit.stream_time.values(), default=0),
                 horizon=min(horizons(node.history_retention, commit.stream_time), default=0),
             )
@@ -224,7 +258,7 @@ class View:
             read, replaced = change.read, change.replaced
         before, rows_met = None, 0
         if done is not None:
-            rows_met = sum(f.rows for f in delta.files(self.path, done.version, read))
+            rows_met = sum(f.rows for f in delta.files(done.path, done.version, read))
             stored = self.stored(spark, done, read)
             before = self.remembered(stored, done.checkpoint.stream_time)
         rows = store.fold(node, before, new, by_partition(commit.stream_time))
@@ -235,10 +269,10 @@ class View:
                 mode="overwrite",
                 document=document.model_dump(),
                 batch=commit.batch,
-                asset=f"{commit.asset}:{'view' if done is not None else document.attempt}",
+                asset=f"{commit.asset}:{'view' if old is not None else document.attempt}",
                 parted=segment is not None,
                 over=None if there is None else there.version,
-                replaced=replaced if done is not None else delta.everything,
+                replaced=replaced if old is not None else delta.everything,
                 like=self._schema(),
             )
 
@@ -294,6 +328,6 @@ class View:
         if tail is None:
             return self.remembered(stored, commit.stream_time)
         few = commit.total - base.checkpoint.total <= CHUNK
-        rows = sum(f.rows for f in delta.files(self.path, base.version, wanted)) if few else 0
+        rows = sum(f.rows for f in delta.files(base.path, base.version, wanted)) if few else 0
         fold = store.fold_few if rows > MANY_ROWS else store.fold
         return fold(node, stored, tail, stream_time)

@@ -85,6 +85,11 @@ def length_at(value: Duration, partition: int) -> timedelta:
     return value[partition]
 
 
+def longest(value: Duration) -> timedelta:
+    """A duration as it is in the partition where it is longest."""
+    return value if isinstance(value, timedelta) else max(value.values(), default=timedelta(0))
+
+
 def pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, timedelta]]]:
     """Both durations side by side: once, or once for each partition that either mentions."""
     partitions = sorted(

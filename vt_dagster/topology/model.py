@@ -69,6 +69,11 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
         description, group, owners: shown in Dagster.
         key_prefix: what stands before the name in its key in Dagster, and the folders in which its
             tables are: ``"shop/eu"`` or ``["shop", "eu"]``. Names are unique whatever their prefix.
+        log_retention: maintenance (``build_maintenance``) cuts off the batches of the log that were
+            recorded longer ago than this (``recorded_at``, a clock's time, not stream time), as far as
+            every consumer has taken them and none may read them again. What was known since then can
+            still be asked for; before that, and to who begins at the start, the log answers by an error
+            that names the limit. None (default): all is kept.
     """
 
     def __hash__(self) -> int:

@@ -6,7 +6,6 @@ the classes that people use, with a method for each operator.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,7 +17,8 @@ from pyspark.sql.types import DataType, StructType
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.durations import Duration, check_duration, spoken
+from vt_dagster.topology.naming import require_name, require_path
 from vt_dagster.topology.renames import Names, names_before, same_meaning
 from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp
 from vt_dagster.topology.windowing import Window
@@ -35,7 +35,6 @@ N = TypeVar("N", bound="Node")
 Input: TypeAlias = Any
 """A ``Node``; to users of an operator it is a ``Stream`` or ``Table``, which cannot be named here."""
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NO_MEANING = frozenset(
     {
         *("name", "materialized", "emit", "monotone_timestamps"),
@@ -45,47 +44,6 @@ _NO_MEANING = frozenset(
 """Fields that may change from run to run: what is said from then on is as true as what was before."""
 _DEEPEST = 3
 """A warehouse is looked through for assets so deep and no further: it may be anybody's directory."""
-_OF_AN_ASSET = frozenset({"attempts", "log", "quarantine", "view"})
-"""The folders of an asset's own tables: none of them can be on the way to another asset."""
-_LONGEST = 100
-"""A name is part of names of directories, files, ops and checks, which may have some 200 characters."""
-
-
-def require_name(name: str, kind: str) -> None:
-    """A name becomes a directory of the warehouse and part of a Dagster name.
-
-    Raises:
-        TopologyError: it is none.
-    """
-    if not _NAME.fullmatch(name):
-        raise TopologyError(
-            f"{name!r} is not a name for a {kind}: use letters, digits and underscores, not starting "
-            "with a digit"
-        )
-    if len(name) > _LONGEST:
-        raise TopologyError(
-            f"{name[:20]!r}… is not a name for a {kind}: it has {len(name)} characters, use at most "
-            f"{_LONGEST}"
-        )
-
-
-def require_path(path: str, kind: str) -> list[str]:
-    """The parts of an asset's path in a warehouse, ``shop/eu/prices``: its key in Dagster.
-
-    Raises:
-        TopologyError: it is none, for example since it leads into the folder of another asset.
-    """
-    parts = path.split("/")
-    for part in parts:
-        require_name(part, kind)
-        if len(parts) > 1 and part in _OF_AN_ASSET:
-            raise TopologyError(
-                f"{path!r} is not a name for a {kind}: {part!r} is a folder of an asset's own tables; "
-                "give it another key prefix or name"
-            )
-    return parts
-
-
 _KINDS: dict[Kind, type[Node]] = {}
 
 
@@ -167,6 +125,16 @@ class Operator(ABC):
         return ()
 
     @property
+    def reads_back(self) -> dict[str, timedelta]:
+        """Of each input whose log it reads again: so far back in stream time it may need that."""
+        return {}
+
+    @property
+    def reads_from_the_start(self) -> tuple[Input, ...]:
+        """The inputs whose logs it may need as a whole at any time."""
+        return ()
+
+    @property
     def stored(self) -> bool:
         """Whether the result has a store of its own, which decides what is latest and what was
         before; else it passes on what its input says (filter, map_values)."""
@@ -218,6 +186,7 @@ class Node:
     key_prefix: Sequence[str] = field(default=(), kw_only=True)
     freshness: Freshness = field(default="on_growth", kw_only=True)
     renamed: Mapping[str, str] = field(default_factory=dict[str, str], kw_only=True)
+    log_retention: timedelta | None = field(default=None, kw_only=True)
     operator: Operator | None = field(default=None, kw_only=True, repr=False)
     contract: Any = field(default=None, kw_only=True, repr=False)
 
@@ -259,6 +228,10 @@ class Node:
                 f"{self.name}: null_key must be 'quarantine' or 'keep', got {self.null_key!r}"
             )
         self._check_freshness()
+        if self.log_retention is not None:
+            check_duration(self.name, "log_retention", self.log_retention)
+        if self.operator is not None:
+            self._check_logs(self.operator)
 
     def _check_kind(self, source: Source) -> None:
         if getattr(source, "tables_only", False) and not self.is_table:
@@ -280,6 +253,24 @@ class Node:
                 f"{self.name}: freshness is of a table's view, but a stream has its log alone, which "
                 "each run appends to: leave it out"
             )
+
+    def _check_logs(self, operator: Operator) -> None:
+        """Refuses to be made of a log that is cut off before its records are done with."""
+        for node in operator.reads_from_the_start:
+            if node.log_retention is not None:
+                raise TopologyError(
+                    f"{self.name}: asks what was known of {node.name!r} at each record's time, which "
+                    f"its whole log answers, but {node.name!r} has a log_retention of "
+                    f"{spoken(node.log_retention)}; leave that out, or join with as_known='now'"
+                )
+        for node in operator.inputs:
+            reach = operator.reads_back.get(node.name, timedelta(0))
+            if node.log_retention is not None and reach > node.log_retention:
+                raise TopologyError(
+                    f"{self.name}: needs records of {node.name!r} again for {spoken(reach)} (grace "
+                    f"period, window or corrected_for), longer than {node.name!r} keeps its log, "
+                    f"{spoken(node.log_retention)}; shorten that or lengthen its log_retention"
+                )
 
     @property
     def _timed_by_source(self) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 from vt_dagster.columns import TIMESTAMP, VALID_FROM
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import check_duration
+from vt_dagster.topology.durations import check_duration, spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.node import require_name
+from vt_dagster.topology.naming import require_name
 from vt_dagster.topology.operators.stream_table_join import AsKnown, At, check_match
 from vt_dagster.topology.schema import same_types
 
@@ -122,12 +122,23 @@ class TrainingSet:
             check_duration(self.name, "matured_after", self.matured_after)
         for view in self.features:
             self._check_key(view)
+        self._check_logs()
         twice = sorted({n for n in self.columns if self.columns.count(n) > 1})
         if twice:
             raise TopologyError(
                 f"{self.name}: expected each column once, got {twice} more often; give the feature "
                 "view a prefix, or choose its columns"
             )
+
+    def _check_logs(self) -> None:
+        asked = [view.table for view in self.features if view.as_known != "now"]
+        for node in (self.spine, *asked):
+            if node.log_retention is not None:
+                raise TopologyError(
+                    f"{self.name}: is made of the whole log of {node.name!r} each time, but "
+                    f"{node.name!r} has a log_retention of {spoken(node.log_retention)}, after which "
+                    "records are cut off: leave that out"
+                )
 
     def _check_key(self, view: FeatureView) -> None:
         fields = {f.name: f.dataType for f in self.spine.schema.fields}

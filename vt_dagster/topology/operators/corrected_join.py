@@ -63,6 +63,10 @@ class CorrectedJoin(StreamTableJoin):
         self._check_promise()
         self._check_columns()
 
+    @property
+    def reads_back(self) -> dict[str, timedelta]:
+        return {self.left.name: max(self.corrected_for, *super().reads_back.values())}
+
     def _check_promise(self) -> None:
         check_duration(self.name, "corrected_for", self.corrected_for)
         if not self.right.versioned:

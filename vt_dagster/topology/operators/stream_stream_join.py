@@ -11,7 +11,7 @@ from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import IS_LATE, TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import Duration, check_duration, pairs, plus, spoken
+from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, plus, spoken
 from vt_dagster.topology.node import make_node
 from vt_dagster.topology.operators.join import Join, check_keys, check_kind
 
@@ -79,6 +79,11 @@ class StreamStreamJoin(Join):
     def reach(self) -> Duration:
         """before + after + grace: so long a record is of use to those that are late."""
         return plus(plus(self.before, self.after), self.grace)
+
+    @property
+    def reads_back(self) -> dict[str, timedelta]:
+        reach = longest(self.reach)
+        return {self.left.name: reach, self.right.name: reach}
 
     @property
     def settings(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.columns import IS_LATE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import Duration, check_duration, pairs, spoken
+from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, spoken
 from vt_dagster.topology.node import Node, make_node
 from vt_dagster.topology.operators.join import Join, check_keys, check_kind
 from vt_dagster.topology.projection import Side
@@ -90,6 +90,14 @@ class StreamTableJoin(Join):
     def waits(self) -> bool:
         """Whether anything can wait: a grace period of zero is none."""
         return self.grace_period is not None and self.grace_period != type(self.grace_period)()
+
+    @property
+    def reads_back(self) -> dict[str, timedelta]:
+        return {self.left.name: longest(self.grace_period or timedelta(0))}
+
+    @property
+    def reads_from_the_start(self) -> tuple[Node, ...]:
+        return () if self.as_known == "now" else (self.right,)
 
     @property
     def settings(self) -> dict[str, str]:

@@ -1,0 +1,432 @@
+"""Logs that are cut off: every answer that is promised stays, every other names the limit, and no
+consumer loses a record."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import SparkSession
+
+import vt_dagster
+from tests.storage.test_known_at import FIRST, MINUTE, answer, in_order, moment, questions
+from tests.storage.topology import Topology
+from vt_dagster.columns import RECORDED_AT
+from vt_dagster.core.processors import processor_of
+from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.cut import cut_logs
+from vt_dagster.runs.erase import erase
+from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.pin import require_reach
+from vt_dagster.runs.replay import compare, replay
+from vt_dagster.runs.restate import restate
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.positions import Commit, Cut, Shape
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.model import Stream
+from vt_dagster.topology.training_set import FeatureView, TrainingSet
+
+RETENTION = timedelta(minutes=8)
+"""Of each log: so much is recorded in one or two rounds."""
+ROUND = 10 * MINUTE
+
+
+class Kept(Topology):
+    """``rates`` and ``orders`` with a log retention, and joins that read them again."""
+
+    def __init__(self, root: Path, retention: timedelta = RETENTION) -> None:
+        super().__init__(root)
+        self.rates = replace(self.rates, log_retention=retention)
+        self.orders = replace(self.orders, log_retention=retention)
+        self.fixed = self.orders.left_join(
+            self.rates,
+            name="fixed",
+            corrected_for=timedelta(minutes=6),
+            grace_period=timedelta(minutes=2),
+            select=["left.*", "right.n as rate"],
+        )
+        self.near = self.orders.left_join(
+            self.orders,
+            name="near",
+            before=timedelta(minutes=3),
+            grace=timedelta(minutes=1),
+            select=["left.n", "right.n as other"],
+        )
+        self.nodes: list[Stream] = [self.rates, self.orders, self.fixed, self.near]
+
+    def round(self, number: int, spark: SparkSession, only: Sequence[str] = ()) -> None:
+        """Runs of all assets, recorded at a time that is the same in each copy."""
+        at = FIRST + number * ROUND
+        for node in self.nodes:
+            if not only or node.name in only:
+                run_once(node, stores_of(self.warehouse, spark), recorded_at=at)
+
+    def cut(self, number: int, spark: SparkSession, **more: Any) -> tuple[dict[str, int], list[str]]:
+        """Shortly after a round."""
+        told: list[str] = []
+        now = FIRST + number * ROUND + MINUTE
+        done = cut_logs(self.warehouse, spark, self.nodes, now=now, tell=told.append, **more)
+        return done, told
+
+    def commit(self, name: str) -> Commit:
+        found = delta.last_commit(f"{self.warehouse}/{name}/log")
+        assert found is not None
+        return Commit.model_validate(found.document)
+
+
+def land_round(topology: Topology, number: int, chance: random.Random) -> None:
+    """Random records around the round's time, some out of order, late or deletions."""
+    for name in ("rates", "orders"):
+        records = [
+            (chance.choice("abc"), chance.choice([None, 1, 2, 3]), 10 * number + chance.randint(-6, 6))
+            for _ in range(8)
+        ]
+        told = [(k, n if name == "rates" or n else 5, t) for k, n, t in records]
+        topology.land(name, f"{number}.jsonl", told)
+
+
+def copy_of(topology: Topology, place: Path) -> Kept:
+    shutil.copytree(topology.root, place)
+    return Kept(place)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Kept:
+    """After two rounds; nothing was cut off."""
+    topology = Kept(tmp_path_factory.mktemp("begun"))
+    chance = random.Random(7)
+    for number in range(2):
+        land_round(topology, number, chance)
+        topology.round(number, spark, () if number else ("rates", "orders"))
+    return topology
+
+
+def rows_of(topology: Kept, name: str, what: str | None = None) -> list[Any]:
+    rows = vt_dagster.read(name, warehouse=topology.warehouse, what=what)
+    return in_order(rows.drop_columns([RECORDED_AT]))
+
+
+def kept_rows(topology: Kept, name: str, whole: Kept, known: str | None) -> list[Any]:
+    """The rows of the log of another copy, without those that are cut off here."""
+    rows = vt_dagster.read(name, warehouse=whole.warehouse, what="log", as_known_at=known)
+    commit = topology.commit(name)
+    places = zip(rows.column("partition").to_pylist(), rows.column("offset").to_pylist(), strict=True)
+    return in_order(rows.filter([o >= commit.kept_from(p) for p, o in places]))
+
+
+def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
+    """Compares what both answer as known at each round; gives how many questions had the same answer
+    and how many were refused."""
+    same = refused = 0
+    for name, kind in (("rates", "versioned"), ("orders", "stream"), ("fixed", "table")):
+        since = topology.commit(name).cut
+        for number in range(rounds):
+            for known in (FIRST + number * ROUND, FIRST + (number + 1) * ROUND - 1):
+                for asked in questions(kind) if name != "fixed" else [{}]:
+                    if "key" in asked and name == "orders":
+                        continue
+                    found = answer(topology.warehouse, name, moment(known), **asked)
+                    if since is not None and known < since.recorded_at:
+                        assert f"expected a time from {moment(since.recorded_at)} on" in found
+                        refused += 1
+                        continue
+                    wanted = answer(whole.warehouse, name, moment(known), **asked)
+                    if asked.get("what") == "log" and "key" not in asked:
+                        wanted = kept_rows(topology, name, whole, moment(known))
+                    elif asked.get("what") == "log":
+                        continue
+                    assert found == wanted, (name, moment(known), asked)
+                    same += 1
+    return same, refused
+
+
+def test_what_is_promised_stays_and_the_rest_names_the_limit(
+    begun: Kept, tmp_path: Path, spark: SparkSession
+) -> None:
+    """Random arrivals; cuts between runs change no result of a consumer: a join with grace, a corrected
+    one, and one of a stream with itself, each of which reads logs again."""
+    whole, topology = copy_of(begun, tmp_path / "whole"), copy_of(begun, tmp_path / "cut")
+    done, told = topology.cut(1, spark, keep=timedelta(0))
+    assert set(done) <= {"rates", "orders"}
+    assert done["rates"] > 0, told
+    first = topology.commit("rates")
+    for one in (whole, topology):
+        land_round(one, 2, random.Random(11))
+        one.round(2, spark)
+    done, told = topology.cut(2, spark)
+    assert topology.commit("orders").cut is not None, told
+    second = topology.commit("rates")
+    assert first.cut is not None
+    assert second.cut is not None
+    assert second.cut.batch > first.cut.batch
+    for name in ("fixed", "near"):
+        assert rows_of(topology, name, "log") == rows_of(whole, name, "log")
+    for what in ("current", "versions"):
+        assert rows_of(topology, "rates", what) == rows_of(whole, "rates", what)
+    same, refused = same_answers(topology, whole, 3)
+    assert (same > 20, refused > 20) == (True, True)
+    for node in topology.nodes[:2]:
+        assert [f for f in audit(AssetStore(topology.warehouse, node, spark)) if not f.passed] == []
+
+
+# ------------------------------------------------------------------------------- one table by itself
+
+
+@pytest.fixture
+def alone(begun: Kept, tmp_path: Path) -> Kept:
+    """``rates`` by itself, after two runs."""
+    shutil.copytree(begun.root / "rates", tmp_path / "alone" / "rates")
+    shutil.copytree(f"{begun.warehouse}/rates", tmp_path / "alone" / "warehouse" / "rates")
+    topology = Kept(tmp_path / "alone")
+    topology.nodes = [topology.rates]
+    return topology
+
+
+def answers(topology: Kept) -> list[Any]:
+    known = [moment(FIRST), moment(FIRST + ROUND), None]
+    return [
+        answer(topology.warehouse, "rates", at, what=w) for at in known for w in ("log", "versions")
+    ]
+
+
+def failing(patched: pytest.MonkeyPatch, whose: Any, name: str, call: int, after: bool) -> None:
+    """Lets a function fail at one of its calls, before or after it has done its work."""
+    real, calls = getattr(whose, name), [0]
+
+    def wrapped(*args: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call and not after:
+            raise RuntimeError("killed")
+        found = real(*args, **more)
+        if calls[0] == call and after:
+            raise RuntimeError("killed")
+        return found
+
+    patched.setattr(whose, name, wrapped)
+
+
+def test_killed_between_its_steps(alone: Kept, spark: SparkSession) -> None:
+    """Nothing is cut off before the log's commit, and all is after it; the next one does the rest."""
+    before = answers(alone)
+    steps = [(parquet, "write", 1), (AssetStore, "stage_files", 1), (parquet, "write", 2)]
+    for whose, name, call in [*steps, (AssetStore, "forget", 1)]:
+        for after in (False, True):
+            with pytest.MonkeyPatch.context() as patched:
+                failing(patched, whose, name, call, after)
+                with pytest.raises(RuntimeError, match="killed"):
+                    alone.cut(1, spark)
+            if alone.commit("rates").cut is not None:
+                break
+            assert answers(alone) == before
+        else:
+            continue
+        break
+    commit = alone.commit("rates")
+    assert (commit.batch, commit.upkeep) == (3, True)
+    assert answers(alone)[2:4] == [
+        kept_rows(alone, "rates", alone, moment(FIRST + ROUND)),
+        before[3],
+    ]
+    assert len(list(Path(alone.warehouse, "rates", "bases").iterdir())) > 1
+    assert alone.cut(1, spark, keep=timedelta(0)) == ({}, [])
+    assert [p.name for p in Path(alone.warehouse, "rates", "bases").iterdir()] == [commit.cut.base]
+    land_round(alone, 2, random.Random(3))
+    alone.round(2, spark)
+    assert alone.commit("rates").batch == 4
+    assert not any(f.offending for f in audit(AssetStore(alone.warehouse, alone.rates, spark)))
+
+
+def test_beside_a_run(alone: Kept, spark: SparkSession) -> None:
+    """Whoever commits first wins; the other one is made again."""
+    land_round(alone, 2, random.Random(3))
+    run = Run.pin(alone.rates, stores_of(alone.warehouse, spark))
+    results = run.operate(run.read())
+    assert alone.cut(1, spark)[0]
+    with pytest.raises(ConcurrentRunError, match="another run committed at the same time"):
+        run.commit(results)
+    alone.round(2, spark)
+    assert alone.commit("rates").batch == 4
+    with pytest.MonkeyPatch.context() as patched:
+        real = AssetStore.stage_files
+
+        def slow(store: AssetStore, *about: Any) -> None:
+            patched.undo()
+            land_round(alone, 3, random.Random(4))
+            alone.round(3, spark)
+            real(store, *about)
+
+        patched.setattr(AssetStore, "stage_files", slow)
+        done, (told,) = alone.cut(3, spark)
+    assert done == {}
+    assert "rates: its log was not cut off, a later maintenance will" in told
+    assert alone.commit("rates").batch == 5
+    assert alone.cut(3, spark)[0]
+
+
+def test_who_comes_later_and_who_was_not_known(
+    begun: Kept, tmp_path: Path, spark: SparkSession
+) -> None:
+    topology = copy_of(begun, tmp_path / "cut")
+    every = topology.nodes
+    topology.nodes = every[:2]
+    done, told = topology.cut(1, spark)
+    assert done == {}
+    assert told == [
+        f"{log}: its log is held for {name}, of which maintenance was not given the definition"
+        for log, names in (("rates", ["fixed"]), ("orders", ["fixed", "near"]))
+        for name in names
+    ]
+    high = topology.rates.filter("n > 1", name="high")
+    topology.nodes = [*every, high]
+    done, told = topology.cut(1, spark)
+    assert "rates: its log is held for high, which has never run" in told
+    assert set(done) == {"orders"}
+    topology.nodes = every
+    assert set(topology.cut(1, spark)[0]) == {"rates"}
+    (first,) = topology.commit("rates").cut.next_offset.values()
+    with pytest.raises(StorageError, match="high: expected the log of rates from 0:0 on") as refused:
+        run_once(high, stores_of(topology.warehouse, spark))
+    assert f"begins at 0:{first}" in str(refused.value)
+    with pytest.raises(StorageError, match="fixed: expected the log of"):
+        restate(topology.warehouse, topology.fixed, "2020-01-01T00:00:00", spark, every)
+    store = AssetStore(topology.warehouse, topology.orders, spark)
+    with pytest.raises(StorageError, match="expected a stream with its whole log to compare"):
+        compare(store, store)
+    # A join with itself may read records again, which were recorded long ago and are of now.
+    batches = [topology.commit(name).cut.batch for name in ("rates", "orders")]
+    done, told = topology.cut(100, spark)
+    assert (set(done), topology.commit("orders").cut.batch) == ({"rates"}, batches[1])
+    assert topology.commit("rates").cut.batch > batches[0]
+    assert "orders: its log is held for near" in told
+    # A source's own replay has it all again.
+    again = replay(topology.warehouse, topology.rates, "again", spark)
+    assert again.head().commit.cut is None
+    found = compare(AssetStore(topology.warehouse, topology.rates, spark), again)
+    assert (found.missing, found.extra) == (0, 0)
+
+
+def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
+    """What had expired by then is gone; the rest is made again of what was put aside."""
+    assert alone.cut(1, spark)[0]
+    store = AssetStore(alone.warehouse, alone.rates, spark)
+    then = answers(alone)
+    # A record that a version is of is still explained; of others it is told why they are not there.
+    base = pq.read_table(f"{store.root}/bases/{alone.commit('rates').cut.base}", columns=["offset"])
+    there = {*base.column("offset").to_pylist()}
+    gone = {*range(alone.commit("rates").kept_from(0))} - there
+    asked: dict[str, Any] = {"warehouse": alone.warehouse}
+    found = vt_dagster.explain("rates", offset=(0, min(there)), **asked)
+    assert found.record is not None
+    assert "true from" in str(found.notes)
+    found = vt_dagster.explain("rates", offset=(0, min(gone)), **asked)
+    assert (found.record, "its log was cut off at" in str(found.decisions)) == (None, True)
+    fs, view = delta.filesystem(store.view_path)
+    fs.rm(view, recursive=True)
+    assert answers(alone) == then
+    store.rebuild_view()
+    assert answers(alone) == then
+    longer = replace(alone.rates, history_retention=timedelta(minutes=60))
+    with pytest.raises(StorageError, match="expected a history_retention of at most "):
+        AssetStore(alone.warehouse, longer, spark).catch_up()
+    cut = alone.commit("rates").cut
+    grown = (alone.commit("rates").stream_time[0] - cut.stream_time[0]) // MINUTE
+    assert grown > 0
+    longer = replace(alone.rates, history_retention=timedelta(minutes=10 + grown))
+    now = AssetStore(alone.warehouse, longer, spark)
+    now.catch_up()
+    # Who reads by the last commit goes by the retention that it says.
+    assert now.read("versions").count() >= len(then[-1])
+
+
+def test_erased_after_a_cut(alone: Kept, spark: SparkSession) -> None:
+    """Also from what was put aside."""
+    assert alone.cut(1, spark)[0]
+    erase(alone.warehouse, alone.rates, spark, reason="asked for", key=["a"])
+    files = [*Path(alone.warehouse, "rates").rglob("*.parquet")]
+    data = [f for f in files if "_delta_log" not in f.parts and "attempts" not in f.parts]
+    assert {f.parts[-3] for f in data} >= {"log"}
+    assert any("bases" in f.parts for f in data)
+    assert not any("a" in pq.read_table(f, columns=["k"]).column("k").to_pylist() for f in data)
+    assert not any(f.offending for f in audit(AssetStore(alone.warehouse, alone.rates, spark)))
+    known = {"warehouse": alone.warehouse, "as_known_at": moment(FIRST), "what": "versions"}
+    assert "a" not in vt_dagster.read("rates", **known).column("k").to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda t: t.orders.left_join(t.rates, name="x", grace_period=timedelta(minutes=9)),
+            "needs records of 'orders' again for 9 minutes (grace period, window or corrected_for), "
+            "longer than 'orders' keeps its log, 8 minutes",
+        ),
+        (
+            lambda t: t.orders.join(t.rates, name="x", corrected_for=timedelta(minutes=9)),
+            "again for 9 minutes",
+        ),
+        (
+            lambda t: t.orders.join(
+                t.orders, name="x", within=timedelta(minutes=3), grace=timedelta(minutes=4)
+            ),
+            "again for 10 minutes",
+        ),
+        (
+            lambda t: t.orders.join(t.rates, name="x", as_known="when_recorded"),
+            "asks what was known of 'rates' at each record's time",
+        ),
+        (
+            lambda t: TrainingSet("x", t.orders, (FeatureView(t.rates, key="k"),)),
+            "is made of the whole log of 'orders' each time",
+        ),
+        (
+            lambda t: replace(t.orders, log_retention=timedelta(-1)),
+            "log_retention must be between 0 and",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_so_short(make: Any, message: str) -> None:
+    with pytest.raises(TopologyError) as refused:
+        make(Kept(Path("nowhere")))
+    assert message in str(refused.value)
+
+
+def test_a_window_that_is_made_longer_afterwards() -> None:
+    """Than maintenance knew of: it would miss what was cut off."""
+    kept = Kept(Path("nowhere"), timedelta(minutes=30))
+    near = kept.orders.join(kept.orders, name="near", within=timedelta(minutes=15))
+    cut = Cut(batch=1, recorded_at=FIRST, stream_time={0: 60 * MINUTE}, log_retention=20 * MINUTE)
+    shape = Shape(kind="stream", key=["k"])
+    log = Commit(asset="orders", batch=9, attempt="", shape=shape, cut=cut)
+    before = log.model_copy(update={"stream_time": {0: 70 * MINUTE}, "cut": None})
+    processor = processor_of(near)
+    with pytest.raises(StorageError, match="reads 30 minutes back from 1970-01-01T01:10:00Z"):
+        require_reach(processor, kept.orders, before, log)
+    require_reach(
+        processor, kept.orders, before.model_copy(update={"stream_time": {0: 90 * MINUTE}}), log
+    )
+    longer = log.model_copy(update={"cut": cut.model_copy(update={"log_retention": 30 * MINUTE})})
+    require_reach(processor, kept.orders, before, longer)
+
+
+def test_an_export_that_is_behind(alone: Kept, spark: SparkSession, tmp_path: Path) -> None:
+    """It holds the log where maintenance knows of it; else it says what is gone."""
+    to = str(tmp_path / "export")
+    exporting = ExportRun(export_of(alone.rates, "log", to), alone.warehouse, spark)
+    assert exporting.run() is not None
+    land_round(alone, 2, random.Random(3))
+    alone.round(2, spark)
+    _, told = alone.cut(100, spark, exports=[to])
+    assert told[0] == f"rates: its log is held for {to}"
+    assert alone.commit("rates").cut.batch == 2
+    alone.cut(100, spark)
+    with pytest.raises(StorageError, match="rates_export: expected the log of rates from 0:"):
+        exporting.run()

@@ -1,0 +1,318 @@
+"""Cuts off the old batches of logs, as their ``log_retention`` says and nobody needs them any more.
+
+**What goes.** Whole batches, the oldest ones, that were recorded longer ago than the log retention: by
+``recorded_at``, for what was known at a time is asked for by that, and one record of the far future
+would bring stream time, and the cut, far ahead. Of these, those that every consumer has taken, and of
+which no consumer can need a record again: each by its own commits, and as it is declared.
+
+**How it takes place.** Of a table the rows as of the last of these batches are put aside first, under a
+name of their own; then one commit of the log takes the batches out and says so. It is a batch of its
+own, so a run that started before is refused, as beside any other run. Killed before it, nothing is cut
+off; after it, all is.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+from pyspark.sql import SparkSession
+
+from vt_dagster.columns import PARTITION
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.processors import processor_of
+from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.runs.commit import recorded
+from vt_dagster.runs.pin import looks_back
+from vt_dagster.spark.small_runs import is_small
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.commits import last_that
+from vt_dagster.storage.kept import base_path
+from vt_dagster.storage.lookup import asset_names, head_of
+from vt_dagster.storage.maintenance import KEEP, is_older
+from vt_dagster.storage.offsets import before
+from vt_dagster.storage.positions import Checkpoint, Commit, Cut, Offsets, file_before
+from vt_dagster.storage.snapshot import Head
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.durations import in_micros, in_utc
+from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Who consumes a log, and how much of it it does not need any more.
+
+    Args:
+        done: it has taken all before these offsets.
+        back: and of that needs no record up to this time again, epoch microseconds; None = none.
+        why: what it waits for, where that is more than its next run.
+    """
+
+    name: str
+    done: Offsets
+    back: int | None = None
+    why: str = ""
+
+    def allows(self, document: Mapping[str, Any]) -> bool:
+        """Whether it needs none of a log's batches up to a commit."""
+        taken = all(end <= self.done.get(int(p), 0) for p, end in document["next_offset"].items())
+        times = document["stream_time"].values()
+        return taken and (self.back is None or max(times, default=self.back) <= self.back)
+
+
+def cut_logs(
+    warehouse: str,
+    spark: SparkSession,
+    nodes: Sequence[Stream],
+    *,
+    exports: Sequence[str] = (),
+    keep: timedelta = KEEP,
+    now: int | None = None,
+    tell: Tell | None = None,
+) -> dict[str, int]:
+    """Cuts off what is older than their ``log_retention`` from the logs of a topology.
+
+    A consumer that is not among the nodes holds a log where it has been run, but for what cannot be
+    told without its definition: a log that such a one may read again is left as it is.
+
+    Args:
+        nodes: the streams and tables, with all that consumes them; what they are made of comes along.
+        exports: the directories of exports of logs, which hold what they have not taken yet.
+        keep: what an earlier cut has put aside and a later one has replaced stays for so long.
+        now: epoch microseconds; None = this machine's clock.
+        tell: is told what was cut off, or is held by whom, in a line each.
+
+    Returns:
+        of each log that was cut off, how many records.
+    """
+    known, done = topological(nodes), dict[str, int]()
+    for node in known:
+        if node.log_retention is None:
+            continue
+        moment = time.time_ns() // 1000 if now is None else now
+        one = _Log(str(warehouse), spark, node, known, exports, moment, tell or (lambda _: None))
+        try:
+            gone = one.cut_off(moment - node.log_retention // timedelta(microseconds=1))
+        except (ConcurrentRunError, StorageError) as error:
+            # The other logs are none the worse for it.
+            one.say(f"{node.name}: its log was not cut off, a later maintenance will: {error}")
+            continue
+        if gone:
+            done["/".join(node.path)] = gone
+        one.forget_bases(keep)
+    return done
+
+
+@dataclass(frozen=True)
+class _Log:
+    warehouse: str
+    spark: SparkSession
+    node: Stream
+    known: Sequence[Stream]
+    exports: Sequence[str]
+    now: int
+    say: Tell
+
+    @property
+    def store(self) -> AssetStore:
+        return AssetStore(self.warehouse, self.node, self.spark)
+
+    def cut_off(self, moment: int) -> int:
+        """Cuts off what was recorded up to a time, epoch microseconds; gives how many records."""
+        head = self.store.catch_up(now=True).head
+        if head is None:
+            return 0
+        old = self._last(moment, ())
+        consumers = [] if old is None else [*self._consumers(head.commit)]
+        upto = None if old is None else self._last(moment, consumers)
+        if old is not None and upto != old:
+            for one in consumers:
+                if not one.allows(_document(old)):
+                    self.say(f"{self.node.name}: its log is held for {one.name}{one.why}")
+        if upto is None:
+            return 0
+        cut = head.commit.cut
+        gone = upto.total - (0 if cut is None else sum(cut.next_offset.values()))
+        if gone <= 0:
+            return 0
+        self._cut(head, upto)
+        self.say(
+            f"{self.node.name}: {gone:,} records were cut off from its log, which answers for what was "
+            f"known from {in_utc(upto.recorded_at)} on"
+        )
+        return gone
+
+    def _last(self, moment: int, consumers: Sequence[Consumer]) -> Commit | None:
+        """The last commit that may be cut off with all before it."""
+
+        def early(document: dict[str, Any]) -> bool:
+            return document["recorded_at"] <= moment and all(one.allows(document) for one in consumers)
+
+        return last_that(self.store.root, early)
+
+    # -- who consumes it -------------------------------------------------------------------------
+
+    def _consumers(self, last: Commit) -> list[Consumer]:
+        name, found = self.node.name, list[Consumer]()
+        declared = {"/".join(node.path) for node in self.known}
+        for node in self.known:
+            processor = processor_of(node)
+            if name in {up.name for up in processor.consumed}:
+                found.append(self._declared(node, last))
+        for other in asset_names(self.warehouse):
+            if other in declared:
+                continue
+            commit = head_of(self.warehouse, other)[1]
+            if name not in commit.inputs or commit.logs.get(name, last.log) != last.log:
+                continue
+            # What an operator reads again is told by its definition alone.
+            done = Offsets() if commit.shape.meaning else commit.inputs[name]
+            why = ", of which maintenance was not given the definition" if commit.shape.meaning else ""
+            found.append(Consumer(other, done, why=why))
+        for path in self.exports:
+            there = delta.last_commit(path)
+            document = None if there is None else Commit.model_validate(there.document)
+            if document is not None and document.logs.get(name) == last.log:
+                found.append(Consumer(path, document.inputs[name]))
+        return found
+
+    def _declared(self, node: Stream, last: Commit) -> Consumer:
+        head = AssetStore(self.warehouse, node, self.spark).head()
+        if head is None:
+            return Consumer(node.name, {}, why=", which has never run")
+        if head.commit.logs.get(self.node.name, last.log) != last.log:
+            return Consumer(node.name, {}, why=", which is made of another log of that name: replay it")
+        done = head.commit.inputs.get(self.node.name, {})
+        back = looks_back(processor_of(node), self.node, head.commit)
+        if back is not None and head.commit.stream_time and self.node.log_retention is not None:
+            # A window or grace period may be made longer, up to the log retention.
+            micros = self.node.log_retention // timedelta(microseconds=1)
+            back = min(back, min(head.commit.stream_time.values()) - micros)
+        return Consumer(node.name, done, back)
+
+    # -- the cut ---------------------------------------------------------------------------------
+
+    def _cut(self, head: Head, upto: Commit) -> None:
+        store, attempt = self.store, uuid4().hex
+        cut = Cut(
+            batch=upto.batch,
+            recorded_at=upto.recorded_at,
+            next_offset=upto.next_offset,
+            stream_time=upto.stream_time,
+            log_retention=(self.node.log_retention or timedelta(0)) // timedelta(microseconds=1),
+            base=attempt if isinstance(self.node, Table) else "",
+        )
+        with store.tuned(is_small(head.commit.total, 0)):
+            if isinstance(self.node, Table):
+                self._put_aside(store, self.node, head, upto, attempt)
+            state = store.state(head)
+            if state is not None:
+                store.stage_state(attempt, state)
+            if head.commit.files:
+                store.stage_files(attempt, store.consumed_files(head))
+            self._take_out(store, head, self._after(store, head, cut, attempt))
+        store.forget(head)
+
+    def _put_aside(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
+        """Writes a table's rows as of the last batch that goes."""
+        at = store.as_of(upto.model_copy(update={"cut": head.commit.cut}))
+        retention = node.history_retention if isinstance(node, VersionedTable) else None
+        document = Checkpoint(
+            asset=head.commit.asset,
+            batch=upto.batch,
+            attempt=name,
+            next_offset=upto.next_offset,
+            stream_time=upto.stream_time,
+            history_retention=None if retention is None else in_micros(retention),
+            written=time.time_ns() // 1000,
+        )
+        parquet.write(
+            parquet.packed(store.view_at(at), at.total),
+            base_path(store.root, name),
+            document=document.model_dump(),
+            batch=upto.batch,
+            asset=f"{head.commit.asset}:base",
+        )
+
+    def _after(self, store: AssetStore, head: Head, cut: Cut, attempt: str) -> Commit:
+        """What the commit of the cut says: where the last one stood, and what is gone."""
+        commit = head.commit
+        waiting = commit.counts.get(Fate.WAITING, 0)
+        counts = {**dict.fromkeys(commit.counts, 0), **({Fate.WAITING: waiting} if waiting else {})}
+        update = {
+            "batch": commit.batch + 1,
+            "attempt": attempt,
+            "run_id": f"cut:{attempt}",
+            "recorded_at": recorded(commit, max(self.now, commit.recorded_at + 1)),
+            "taken": {},
+            "gaps": {},
+            "rejected": False,
+            "counts": counts,
+            "erased": self._erased(store, head, cut),
+            "cut": cut,
+            "upkeep": True,
+        }
+        return commit.model_copy(update=update)
+
+    def _erased(self, store: AssetStore, head: Head, cut: Cut) -> Offsets:
+        """How many rows of what is kept have been erased."""
+        commit = head.commit
+        if not commit.erased:
+            return {}
+        rows = store.log(cut.next_offset, head).groupBy(PARTITION).count().collect()
+        there = {row[PARTITION]: row["count"] for row in rows}
+        kept = {p: end - cut.next_offset.get(p, 0) for p, end in commit.next_offset.items()}
+        return {p: n for p, end in kept.items() if (n := end - there.get(p, 0))}
+
+    def _take_out(self, store: AssetStore, head: Head, commit: Commit) -> None:
+        cut = commit.cut
+        assert cut is not None
+        files = delta.files(store.log_path, head.version, _both(cut))
+        rows = parquet.read(self.spark, store.log_path, head.version, _both(cut))
+        parquet.write(
+            parquet.packed(rows.where(~before(cut.next_offset)), sum(file.rows for file in files)),
+            store.log_path,
+            document=commit.model_dump(),
+            batch=commit.batch,
+            asset=self.node.name,
+            mode="overwrite",
+            over=head.version,
+            replaced=file_before(cut.next_offset),
+            pinned=True,
+        )
+
+    def forget_bases(self, keep: timedelta) -> None:
+        """Removes what cuts have put aside and no log is folded onto any more."""
+        store = self.store
+        head = store.head()
+        cut = None if head is None else head.commit.cut
+        fs, folder = delta.filesystem(posixpath.join(store.root, "bases"))
+        for path in fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else ():
+            name = posixpath.basename(path.rstrip("/"))
+            if (cut is None or name != cut.base) and is_older(base_path(store.root, name), keep):
+                fs.rm(path, recursive=True)
+
+
+def _document(commit: Commit) -> dict[str, Any]:
+    return {"next_offset": commit.next_offset, "stream_time": commit.stream_time}
+
+
+def _both(cut: Cut) -> delta.Wanted:
+    """The files that have, or may have, records that go and records that stay."""
+    some = file_before(cut.next_offset)
+
+    def wanted(file: delta.File) -> bool:
+        if not some(file) or file.offsets is None or file.partitions is None:
+            return some(file)
+        low, high = file.partitions
+        last = file.offsets[1]
+        return not all(last < cut.next_offset.get(p, 0) for p in range(low, high + 1))
+
+    return wanted

@@ -1,0 +1,95 @@
+"""What is left of a log that was cut off, and who needs more of it. No Spark.
+
+The log's commits say what was cut off (``Cut``). Of a table its rows as of then are put aside, and what
+is read of it is the rest of the log folded onto these.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from datetime import timedelta
+
+from vt_dagster.errors import StorageError
+from vt_dagster.storage import delta
+from vt_dagster.storage.positions import Checkpoint, Commit, Cut, Offsets
+from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
+
+
+def base_path(root: str, name: str) -> str:
+    """Where a table's rows are as of where its log was cut off.
+
+    Args:
+        root: the directory of the asset's tables.
+        name: see ``Cut.base``.
+    """
+    return posixpath.join(root, "bases", name)
+
+
+def base_of(name: str, root: str, cut: Cut) -> delta.Committed:
+    """The commit of these rows, whose document is a ``Checkpoint``.
+
+    Raises:
+        StorageError: they are gone.
+    """
+    path = base_path(root, cut.base)
+    found = delta.last_commit(path)
+    if found is None:
+        raise StorageError(
+            f"{name}: expected in {path} its rows as of batch {cut.batch}, where its log was cut off, "
+            "but somebody has removed them. Put them back, or make it anew from its source (vt-dagster "
+            "replay) and swap"
+        )
+    return found
+
+
+def lacks(then: Checkpoint, commit: Commit) -> bool:
+    """Whether a view needs records that were cut off from the log."""
+    return any(then.next_offset.get(p, 0) < commit.kept_from(p) for p in commit.next_offset)
+
+
+def require_kept(name: str, of: str, start: Offsets, commit: Commit) -> None:
+    """Whoever consumes a log takes every record of it: refuses to begin with one that was cut off.
+
+    Args:
+        name: who consumes, for the message; ``of``: whose log.
+        start: the first offset of each partition that is asked for; of others 0.
+        commit: the log's last one.
+
+    Raises:
+        StorageError: the log has not got it any more.
+    """
+    gone = {p: end for p in commit.next_offset if start.get(p, 0) < (end := commit.kept_from(p))}
+    if gone and commit.cut is not None:
+        first = ", ".join(f"{p}:{end}" for p, end in sorted(gone.items())[:3])
+        asked = ", ".join(f"{p}:{start.get(p, 0)}" for p in sorted(gone)[:3])
+        raise StorageError(
+            f"{name}: expected the log of {of} from {asked} on (partition:offset), but "
+            f"{commit.cut.told()}, and begins at {first}: nothing was taken. Make {of} anew from what "
+            f"it is made of (vt-dagster replay {of} --into …, swap), whose log is whole again; and "
+            "give maintenance the definitions of all that consumes it, for which it waits"
+        )
+
+
+def require_history(name: str, then: Checkpoint, retention: Duration, commit: Commit) -> None:
+    """The rows that the kept part of a log is folded onto have what had not expired at the cut.
+
+    Args:
+        then: of these rows.
+        retention: the history retention that is declared now.
+        commit: as of which the table is read.
+
+    Raises:
+        StorageError: the retention has been lengthened to before that.
+    """
+    cut = commit.cut
+    for partition, longer in zip(then.stream_time, then.lengthened(retention), strict=False):
+        kept = length_at(retention, partition) // timedelta(microseconds=1)
+        since = then.stream_time[partition] - kept + longer
+        if longer > 0 and cut and commit.stream_time.get(partition, since + kept) - kept < since:
+            there = timedelta(microseconds=commit.stream_time[partition] - since)
+            raise StorageError(
+                f"{name}: expected a history_retention of at most {spoken(there)}, got "
+                f"{spoken(length_at(retention, partition))}: {cut.told()}, and what ended before "
+                f"{in_utc(since)} had expired by then; lengthen it as the history grows, or make the "
+                "table anew from its source (vt-dagster replay) and swap"
+            )
