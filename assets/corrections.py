@@ -13,7 +13,7 @@ from assets.landing import LateWeather
 from assets.topology import PUBLISHED, aircraft
 from resources import spark, warehouse
 from vt_dagster import read
-from vt_dagster.columns import OFFSET, OLD, RECORDED_AT, REVISION, TIMESTAMP
+from vt_dagster.columns import CAUSE, OFFSET, OLD, RECORDED_AT, REVISION, TIMESTAMP
 from vt_dagster.runs.erase import erase
 
 Say = Callable[[str], None]
@@ -21,11 +21,12 @@ FORGOTTEN = "N201AA"
 """A Cessna of 1959 with two seats: somebody's own."""
 _KEY = ["carrier", "flight", "time_hour"]
 _WEATHER = ["temp", "wind_speed", "visib"]
+_ISO = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
     """What was corrected, one flight as known before and now, and how pandas joins all of it."""
-    log = _read("flights_corrected", "log")
+    log, weather = _read("flights_corrected", "log"), _read("weather", "log")
     corrected = log.filter(pc.field(REVISION) > 0).to_pylist()
     say(
         "\nWeather that came late (flights_corrected: a join whose rows follow it)\n"
@@ -33,8 +34,8 @@ def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
         "when its flights had been joined:\n"
         f"  {len(corrected):,} flights were corrected, {too_late:,} were too old to be"
     )
-    _before_and_now(max(corrected, key=_change), say)
-    expected = _by_pandas()
+    _before_and_now(max(corrected, key=_change), weather, say)
+    expected = _by_pandas(weather)
     say("  not as pandas joins all that has landed (merge_asof):")
     for name in ("flights_corrected", "flights_with_weather"):
         ours = _columns(name, [*_KEY, *_WEATHER, "weather_from"]).set_index(_KEY)
@@ -77,10 +78,11 @@ def _change(row: dict[str, Any]) -> tuple[float, int]:
     return (0 if before is None or now is None else abs(now - before), -row[OFFSET])
 
 
-def _before_and_now(row: dict[str, Any], say: Say) -> None:
+def _before_and_now(row: dict[str, Any], weather: Any, say: Say) -> None:
     key = [row[k] for k in _KEY]
-    # The last full second before: whoever types it need not type more.
-    before = (row[RECORDED_AT] - timedelta(microseconds=1)).replace(microsecond=0)
+    (observed,) = weather.filter(pc.field(OFFSET) == row[CAUSE][OFFSET]).to_pylist()
+    # The last full second before the observation came: whoever types it need not type more.
+    before = (observed[RECORDED_AT] - timedelta(microseconds=1)).replace(microsecond=0)
     say(
         f"  {row['carrier']} {row['flight']} from {row['origin']} to {row['dest']} was to leave at "
         f"{row[TIMESTAMP]:%Y-%m-%d %H:%M} UTC"
@@ -91,19 +93,18 @@ def _before_and_now(row: dict[str, Any], say: Say) -> None:
             f"    {when:<20} {found['temp']} °F, wind {found['wind_speed']:.1f} mph, observed "
             f"{found['weather_from']:%m-%d %H:%M} (revision {found[REVISION]})"
         )
-    asked = " ".join(f"--key {k}" for k in (key[0], key[1], f"{key[2]:%Y-%m-%dT%H:%M:%SZ}"))
-    say(
-        f"    .venv/bin/vt-dagster get flights_corrected {asked} "
-        f"--as-known-at {before:%Y-%m-%dT%H:%M:%SZ}"
-    )
+    asked = " ".join(f"--key {k}" for k in (key[0], key[1], f"{key[2]:{_ISO}}"))
+    at_departure = f"--key {row['origin']} --as-of {row[TIMESTAMP]:{_ISO}}"
+    for what in (f"flights_corrected {asked}", f"weather {at_departure}"):
+        say(f"    .venv/bin/vt-dagster get {what} --as-known-at {before:{_ISO}}")
 
 
-def _by_pandas() -> pd.DataFrame:
+def _by_pandas(weather: Any) -> pd.DataFrame:
     """Each flight with the observation that pandas finds for it, of all that has landed."""
     flights = _columns("flights", [*_KEY, "origin", TIMESTAMP])
-    log = _read("weather", "log").select(["origin", *_WEATHER, TIMESTAMP, OFFSET])
-    weather = log.to_pandas().sort_values(OFFSET).drop(columns=OFFSET)
-    weather = weather.drop_duplicates(["origin", TIMESTAMP], keep="last")
-    weather["weather_from"] = weather[TIMESTAMP]
-    by_time = (rows.sort_values(TIMESTAMP, kind="stable") for rows in (flights, weather))
+    log = weather.select(["origin", *_WEATHER, TIMESTAMP, OFFSET])
+    observed = log.to_pandas().sort_values(OFFSET).drop(columns=OFFSET)
+    observed = observed.drop_duplicates(["origin", TIMESTAMP], keep="last")
+    observed["weather_from"] = observed[TIMESTAMP]
+    by_time = (rows.sort_values(TIMESTAMP, kind="stable") for rows in (flights, observed))
     return pd.merge_asof(*by_time, on=TIMESTAMP, by="origin").set_index(_KEY)

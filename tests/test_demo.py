@@ -146,7 +146,7 @@ def test_weather_that_comes_late_corrects_the_flights_of_its_time(
     key, values = ["carrier", "flight", "time_hour"], ["temp", "wind_speed", "visib"]
     flights, weather = landed["flights"], landed["weather"]
     rows = _view(demo[0], "flights_corrected")
-    ours = rows.set_index(key).sort_index()
+    ours = rows.astype({"flight": "int64", "time_hour": reference.UTC}).set_index(key)
     assert sorted(rows["left_offset"]) == sorted(set(rows["left_offset"]))
     assert len(ours) == len(joined)  # as many as wait in the join that is not corrected wait here
     in_time, all_of_it = (
