@@ -70,8 +70,8 @@ ORDER = {
     """,
     "provenance": "values logs history origins as_of row_by_row explain",
     "runs": """
-        arrival own_time contracts store past audit join_way gate commit pin results looking difference
-        run replay restate_plan restate export training_set erase_plan certificate erase
+        arrival own_time contracts store past told audit join_way gate commit pin results looking
+        difference run replay restate_plan restate export training_set erase_plan certificate erase
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
