@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 from rich.console import Console
 from rich.table import Table as TextTable
 
-from assets.landing import write_landing
+from assets.landing import LateWeather, write_landing
 from resources import DATA, LANDING, spark, warehouse
 from vt_dagster.columns import IS_LATE, IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import VtDagsterError
@@ -24,6 +24,9 @@ from vt_dagster.storage.store import AssetStore
 
 LANDINGS = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13))
 """Months that land before each run; 13 is January 2014, when the last flights of 2013 are known."""
+
+LATE = LateWeather("JFK", "2013-08-08", "2013-08-15", month=8, lands=9)
+"""A week whose flights have been joined when its weather lands, with the third run."""
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -37,6 +40,7 @@ def run() -> None:
     home.mkdir(parents=True)
     shutil.copy(Path(__file__).with_name("dagster.yaml"), home)
     os.environ["DAGSTER_HOME"] = str(home)
+    from assets import corrections
     from assets.definitions import defs
 
     @dg.success_hook
@@ -52,7 +56,7 @@ def run() -> None:
     with dg.DagsterInstance.get() as instance:
         for number, months in enumerate(LANDINGS, 1):
             say(started, f"run {number} of {len(LANDINGS)}: months {months[0]} to {months[-1]} land")
-            landed = write_landing(LANDING, months)
+            landed = write_landing(LANDING, months, LATE)
             rows = ", ".join(f"{sum(m.values()):,} {name}" for name, m in landed.items() if m)
             say(started, f"  landed {rows}; materializing")
             result = job.execute_in_process(instance=instance, run_config=quiet, raise_on_error=False)
@@ -64,6 +68,8 @@ def run() -> None:
     _hours()
     _bad_weather()
     _board()
+    corrections.late_weather(LATE, _totals("flights_corrected")["corrections_too_late"], _plain)
+    corrections.forgotten_aircraft(_plain)
     say(started, "done")
     console.print(f"\nTables: {warehouse.path}/<asset>/log and /view (Delta Lake)")
     console.print("Look into one:   .venv/bin/vt-dagster history weather --key JFK --limit 5")
@@ -76,6 +82,10 @@ def run() -> None:
 
 def say(started: float, text: str) -> None:
     console.print(f"[{time.monotonic() - started:6.1f} s] {text}", markup=False)
+
+
+def _plain(text: str) -> None:
+    console.print(text, markup=False)
 
 
 def _counts(metadata: Mapping[str, dg.MetadataValue[Any]]) -> str:

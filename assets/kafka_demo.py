@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from assets import topology
-from assets.demo import LANDINGS, say
+from assets.demo import LANDINGS, LATE, say
 from assets.landing import DELIVERIES, landing_file, write_landing
 from resources import DATA, LANDING, spark
 from vt_dagster import build_asset
@@ -43,7 +43,7 @@ def run() -> None:
         assets = _assets(KafkaCluster(broker.bootstrap_servers))
         producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "linger.ms": 20})
         for months in LANDINGS:
-            write_landing(LANDING, months)
+            write_landing(LANDING, months, LATE)
             sent = sum(_publish(producer, name, months) for name in ("weather", "flights"))
             say(started, f"published {sent:,} records of months {months[0]} to {months[-1]}")
             result = dg.materialize(
@@ -87,8 +87,10 @@ def _publish(producer: Producer, name: str, months: Iterable[int]) -> int:
     for month in months:
         if month not in DELIVERIES[name]:
             continue
-        path = landing_file(LANDING, name, month)
-        for line in _lines(path):
+        paths = [landing_file(LANDING, name, month)]
+        if (name, month) == ("weather", LATE.lands):
+            paths.insert(0, LATE.file(LANDING))
+        for line in (line for path in paths for line in _lines(path)):
             origin = json.loads(line)["origin"]
             while True:
                 try:

@@ -34,6 +34,8 @@ nothing else to go by:
     is the scheduled departure of that flight, ``known_at`` the flight's own. Equal ``known_at``: by
     since, tailnum.
 
+Weather can be late: see ``LateWeather``.
+
 Formats: CSV has a header line, commas, UTF-8, and an empty field for null (the default of Spark,
 pandas and DuckDB; no reader option but ``header`` is needed). JSON lines have ``null`` for null.
 Times are ISO 8601 in UTC, to the second, as in the source: ``2013-01-01T10:00:00Z``.
@@ -44,6 +46,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -66,11 +69,40 @@ DELIVERIES: dict[str, range] = {
 _SUFFIX = dict.fromkeys(DELIVERIES, "csv") | {"flights": "jsonl"}
 
 
-def write_landing(landing: Path, months: Iterable[int] | None = None) -> dict[str, dict[int, int]]:
+@dataclass(frozen=True)
+class LateWeather:
+    """Observations of one airport that land with a later month than their own.
+
+    Args:
+        origin: the airport.
+        start, end: of ``time_hour``, inclusive and exclusive, days of ``month``: ``2013-08-08``.
+        month: in which they were made; ``lands``: with whose weather they land, before it.
+    """
+
+    origin: str
+    start: str
+    end: str
+    month: int
+    lands: int
+
+    def among(self, weather: pd.DataFrame) -> pd.Series:
+        """Which observations these are; times are ISO 8601, as text."""
+        hours = weather["time_hour"]
+        return (weather["origin"] == self.origin) & (hours >= self.start) & (hours < self.end)
+
+    def file(self, landing: Path) -> Path:
+        """Where they land: in the order of names after their month, before the next."""
+        return landing_file(landing, "weather", self.month).with_suffix(".late.csv")
+
+
+def write_landing(
+    landing: Path, months: Iterable[int] | None = None, late: LateWeather | None = None
+) -> dict[str, dict[int, int]]:
     """Deliver the given months (all, if None) and return the rows of each: source, month, rows.
 
     Months count from January 2013: 1 to 12, and 13 for January 2014, when the last flights of
-    the year land. A month in which a source delivers nothing is left out of its dict.
+    the year land. A month in which a source delivers nothing is left out of its dict. What is late
+    counts to the month that it lands with.
 
     Files appear whole or not at all, under their final name. A delivered file is never touched
     again: one that is there already is only counted.
@@ -86,9 +118,22 @@ def write_landing(landing: Path, months: Iterable[int] | None = None) -> dict[st
             if not path.exists():
                 if source not in frames:
                     frames[source] = _READERS[source](_data_folder())
-                _write_whole(path, frames[source][month])
+                found = frames[source][month]
+                if late is not None and (source, month) == ("weather", late.month):
+                    found = found.loc[~late.among(found)]
+                _write_whole(path, found)
             rows[source][month] = _count(path)
+    if late is not None and late.lands in wanted:
+        rows["weather"][late.lands] += _write_late(landing, late)
     return rows
+
+
+def _write_late(landing: Path, late: LateWeather) -> int:
+    path = late.file(landing)
+    if not path.exists():
+        weather = _weather(_data_folder())[late.month]
+        _write_whole(path, weather.loc[late.among(weather)])
+    return _count(path)
 
 
 def landing_file(landing: Path, source: str, month: int) -> Path:

@@ -1,7 +1,8 @@
 """The worked example: flights from New York in 2013, the weather, and the aircraft that flew.
 
 One use for each operator: what an aircraft was when (a versioned table), who flies how many (an
-aggregate that aircraft move in), flights with their weather (a join as of departure), hours that are
+aggregate that aircraft move in), flights with their weather (a join as of departure, and one that is
+corrected where weather comes late), hours that are
 reported once (windows with grace, then suppress), alerts that do not come too often.
 """
 
@@ -124,6 +125,26 @@ flights_with_weather = flights.left_join(
         "Every flight with the weather at its airport when it was to leave: a row is a flight, by that "
         "airport (`origin`), whose weather is null where nobody observed it. Its time is that of its "
         "scheduled departure."
+    ),
+    group="joined",
+    owners=("team:operations",),
+)
+
+flights_corrected = flights.left_join(
+    weather,
+    name="flights_corrected",
+    grace_period=timedelta(hours=6),
+    # As with the history retention: a run takes four months of weather before it corrects.
+    corrected_for=timedelta(days=150),
+    key=("carrier", "flight", "time_hour"),
+    select=[
+        *("left.origin", "left.dest", "right.temp", "right.wind_speed", "right.visib"),
+        "right.valid_from as weather_from",
+    ],
+    description=(
+        "Every flight (`carrier`, `flight`, `time_hour`) with the weather at its airport when it was "
+        "to leave, corrected where that comes late: a row is a flight, with how often it was corrected "
+        "(`revision`) and by which observation (`cause`). Its time is that of its scheduled departure."
     ),
     group="joined",
     owners=("team:operations",),
@@ -302,5 +323,5 @@ storms = (
     )
 )
 
-PUBLISHED = (departure_board, fleet_sizes, hourly_departures, weather_alerts, storms)
+PUBLISHED = (departure_board, flights_corrected, fleet_sizes, hourly_departures, weather_alerts, storms)
 """What others use; all else is what it is made of."""

@@ -190,7 +190,10 @@ def at_most_one_in(updates: pd.DataFrame, period: pd.Timedelta) -> pd.DataFrame:
 
 
 def storms(weather: pd.DataFrame, gap: str) -> pd.DataFrame:
-    """Bad weather put together where no more than ``gap`` lies between: gaps and islands."""
+    """Bad weather put together where no more than ``gap`` lies between: gaps and islands. What came
+    when a later time was known by more than that is left out."""
+    events = bad_weather(weather)
+    events = events.loc[events["timestamp"].cummax() - events["timestamp"] <= pd.Timedelta(gap)]
     return query(
         f"""
         WITH steps AS (
@@ -205,7 +208,7 @@ def storms(weather: pd.DataFrame, gap: str) -> pd.DataFrame:
                min(visib_km) AS least_visib_km, max(gust_kmh) AS strongest_gust_kmh
         FROM islands GROUP BY origin, island
         """,
-        events=bad_weather(weather),
+        events=events,
     )
 
 

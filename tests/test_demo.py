@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,8 +17,11 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
+from assets.corrections import FORGOTTEN
+from assets.demo import LATE
 from tests import reference
 from tests.reference import WEATHER_VALUES, as_of_join
+from vt_dagster import read
 from vt_dagster.cli import app
 
 pytestmark = [
@@ -112,9 +116,10 @@ def test_flights_are_joined_once_or_wait(demo: tuple[Path, str], joined: pd.Data
 def test_every_joined_value_is_what_an_independent_join_gives(
     demo: tuple[Path, str], joined: pd.DataFrame
 ) -> None:
+    # What came after the flights of its time were joined was not there for them.
     weather = _table(demo[0], "weather", "log")
     flights = joined.drop(columns=[*WEATHER_VALUES, "weather_from"])
-    expected = as_of_join(flights, weather)
+    expected = as_of_join(flights, weather.loc[~_late(weather)])
     order = ["carrier", "flight", "origin", "timestamp"]
     ours = joined.sort_values(order, ignore_index=True)
     theirs = expected.sort_values(order, ignore_index=True)
@@ -126,6 +131,93 @@ def test_every_joined_value_is_what_an_independent_join_gives(
     matched = _utc(ours["weather_from"])
     assert (matched == _utc(theirs["valid_from"])).all()
     assert matched.notna().all()
+
+
+def _late(weather: pd.DataFrame) -> pd.Series:
+    hours = _utc(weather["time_hour"])
+    within = (hours >= _utc(LATE.start)) & (hours < _utc(LATE.end))
+    return within & (weather["origin"] == LATE.origin)
+
+
+def test_weather_that_comes_late_corrects_the_flights_of_its_time(
+    demo: tuple[Path, str], joined: pd.DataFrame, landed: dict[str, pd.DataFrame]
+) -> None:
+    """The corrected join ends as DuckDB's of everything; what that changes was corrected, no more."""
+    key, values = ["carrier", "flight", "time_hour"], ["temp", "wind_speed", "visib"]
+    flights, weather = landed["flights"], landed["weather"]
+    rows = _view(demo[0], "flights_corrected")
+    ours = rows.astype({"flight": "int64", "time_hour": reference.UTC}).set_index(key)
+    assert sorted(rows["left_offset"]) == sorted(set(rows["left_offset"]))
+    assert len(ours) == len(joined)  # as many as wait in the join that is not corrected wait here
+    in_time, all_of_it = (
+        as_of_join(flights, some)
+        .set_index(key)
+        .loc[ours.index]
+        .rename(columns={"valid_from": "weather_from"})
+        for some in (weather.loc[~_late(weather)], weather)
+    )
+    for column in values:
+        pd.testing.assert_series_equal(
+            ours[column].astype(float), all_of_it[column].astype(float), check_names=False
+        )
+    assert (_utc(ours["weather_from"]) == all_of_it["weather_from"]).all()
+    changed = in_time["weather_from"] != all_of_it["weather_from"]
+    assert ((ours["revision"] == 1) == changed).all()
+    assert changed.sum() == 2_275
+    assert _number(demo[1], r"([\d,]+) flights were corrected, 0 were too old") == changed.sum()
+    assert re.search(r"\b0 of [\d,]+ rows of flights_corrected", demo[1])
+    assert _number(demo[1], r"([\d,]+) of [\d,]+ rows of flights_with_weather") == changed.sum()
+    late = _table(demo[0], "weather", "log")
+    offsets = late.loc[_late(late), "offset"]
+    causes = rows.loc[rows["revision"] == 1, "cause"].map(lambda cause: cause["offset"])
+    assert set(causes) <= set(offsets)
+
+
+def test_what_was_known_of_a_flight_before_its_weather_came(
+    demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
+) -> None:
+    asked = re.search(r"get flights_corrected (--key .+) --as-known-at (\S+)\n", demo[1])
+    assert asked is not None
+    carrier, flight, hour = re.findall(r"--key (\S+)", asked[1])
+    about, warehouse = landed["flights"], str(demo[0] / "warehouse")
+    about = about[(about["carrier"] == carrier) & (about["flight"] == int(flight))]
+    about = about[about["time_hour"] == _utc(hour)]
+    told: list[Any] = []
+    for at, late in ((asked[2], False), (None, True)):
+        weather = landed["weather"]
+        (expected,) = as_of_join(about, weather if late else weather.loc[~_late(weather)]).to_dict(
+            "records"
+        )
+        (row,) = read(
+            "flights_corrected", warehouse=warehouse, key=(carrier, flight, hour), as_known_at=at
+        ).to_pylist()
+        assert (row["revision"], row["temp"]) == (int(late), expected["temp"])
+        assert row["weather_from"] == expected["valid_from"]
+        at_departure = {"as_of": row["timestamp"], "as_known_at": at}
+        (observed,) = read("weather", warehouse=warehouse, key="JFK", **at_departure).to_pylist()
+        assert observed["valid_from"] == row["weather_from"]
+        told.append(row["temp"])
+    assert told[0] != told[1]
+    lines = re.findall(r"as known (?:now|at [\d:]+) +([\d.]+) °F.*\(revision ([01])\)", demo[1])
+    assert lines == [(str(told[0]), "0"), (str(told[1]), "1")]
+
+
+def test_an_aircraft_is_forgotten(demo: tuple[Path, str]) -> None:
+    """Where it is the key: in log and view of its table, and of what is made of it."""
+    for asset in ("aircraft", "fleet", "airline_fleet"):
+        for table in ("log", "view"):
+            rows = _table(demo[0], asset, table)
+            assert len(rows) > 4_000
+            assert not (rows["tailnum"] == FORGOTTEN).any()
+    (path,) = (demo[0] / "warehouse" / "erased.certificates").iterdir()
+    assert str(path) in demo[1]
+    text = path.read_text()
+    assert FORGOTTEN not in text
+    told = json.loads(text)
+    assert told["finished"]
+    assert list(told["kept"]) == ["fleet_sizes"]
+    assert told["searched"]["airline_fleet/log"]["erased"] == 1
+    assert "airline_fleet had 1 of it, has 0" in demo[1]
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +233,7 @@ def test_an_aircraft_is_what_it_was_at_every_time(
     """Table-table join and foreign-key join: every version is that of a SQL join."""
     expected = reference.fleet_versions(landed["aircraft"], landed["planes"], landed["airlines"])
     assert (expected["valid_to"].notna().sum(), len(expected)) == (17, 4_060)
+    expected = expected[expected["tailnum"] != FORGOTTEN]
     order = ["tailnum", "valid_from"]
     _assert_same(_view(demo[0], "airline_fleet"), expected, order)
     _assert_same(_view(demo[0], "fleet"), expected.drop(columns="airline"), order)
@@ -150,6 +243,7 @@ def test_no_flight_contradicts_the_fleet(
     demo: tuple[Path, str], landed: dict[str, pd.DataFrame]
 ) -> None:
     """As of its departure, the carrier of every flight's aircraft is the flight's own."""
+    flights = landed["flights"].query("tailnum != @FORGOTTEN")
     carriers = reference.query(
         """
         SELECT flights.carrier AS flown, fleet.carrier AS said
@@ -157,10 +251,10 @@ def test_no_flight_contradicts_the_fleet(
           ON flights.tailnum = fleet.tailnum AND flights.timestamp >= fleet.valid_from
         WHERE flights.tailnum IS NOT NULL
         """,
-        flights=landed["flights"][["tailnum", "carrier", "timestamp"]],
+        flights=flights[["tailnum", "carrier", "timestamp"]],
         fleet=_view(demo[0], "fleet"),
     )
-    assert len(carriers) == FLIGHTS - 2_512
+    assert len(carriers) == FLIGHTS - 2_512 - 54
     assert (carriers["flown"] == carriers["said"]).all()
 
 
@@ -265,6 +359,8 @@ def test_it_tells_what_happened(demo: tuple[Path, str]) -> None:
         "The worst hour",
         "The longest storm",
         "The newest departures",
+        "Weather that came late",
+        "An aircraft that is forgotten",
     ):
         assert title in text
     assert re.search(r"9 aircraft from AirTran Airways Corporation .* to Delta Air Lines Inc.", text)

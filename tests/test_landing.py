@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from assets import landing as landing_module
-from assets.landing import DELIVERIES, landing_file, write_landing
+from assets.landing import DELIVERIES, LateWeather, landing_file, write_landing
 from tests.reference import WEATHER_VALUES, as_of_join, departure
 from vt_dagster.errors import SourceError
 
@@ -276,6 +276,33 @@ def test_months_one_by_one_give_the_same_files(delivered, tmp_path):
     }
     for path in written:
         assert (tmp_path / path).read_bytes() == (folder / path).read_bytes()
+
+
+def test_a_week_of_weather_lands_late(delivered, tmp_path):
+    folder, counts = delivered
+    late = LateWeather("JFK", "2013-08-08", "2013-08-15", month=8, lands=9)
+    told = write_landing(tmp_path, [8], late)
+    assert not late.file(tmp_path).exists()
+    told["weather"] |= write_landing(tmp_path, [9], late)["weather"]
+    there = (
+        landing_file(tmp_path, "weather", 8),
+        late.file(tmp_path),
+        landing_file(tmp_path, "weather", 9),
+    )
+    assert sorted(p.name for p in (tmp_path / "weather").iterdir()) == [p.name for p in there]
+    month, week, next_month = (pd.read_csv(path) for path in there)
+    whole = pd.read_csv(landing_file(folder, "weather", 8))
+    assert next_month.equals(pd.read_csv(landing_file(folder, "weather", 9)))
+    both = pd.concat([month, week]).sort_values(["time_hour", "origin"], ignore_index=True)
+    assert both.equals(whole)
+    assert set(week["origin"]) == {"JFK"}
+    assert (week["time_hour"].min(), week["time_hour"].max()) == (
+        "2013-08-08T00:00:00Z",
+        "2013-08-14T23:00:00Z",
+    )
+    assert not ((month["origin"] == "JFK") & month["time_hour"].str[8:10].between("08", "14")).any()
+    assert told["weather"] == {8: len(month), 9: len(week) + len(next_month)}
+    assert sum(told["weather"].values()) == counts["weather"][8] + counts["weather"][9]
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path, monkeypatch):

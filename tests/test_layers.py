@@ -70,7 +70,7 @@ ORDER = {
     """,
     "provenance": "values logs history origins as_of row_by_row explain",
     "runs": """
-        arrival own_time contracts store past audit join_way gate ready commit pin results looking
+        arrival own_time contracts store past told audit join_way gate ready commit pin results looking
         difference run replay restate_plan restate export training_set erase_plan certificate erase cut
         """,
     "testing": "memory kafka versioned_store driver",

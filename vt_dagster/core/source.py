@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, FATE, PARTITION
+from vt_dagster.columns import ARRIVAL, FATE, PARTITION, RECORDED_AT
 from vt_dagster.core import store
-from vt_dagster.core.arrival import FINE, Fate
+from vt_dagster.core.arrival import FINE, Fate, InPlace, number
 from vt_dagster.core.known import Input, Known
+from vt_dagster.core.log import log_columns
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import RAW, RAW_KEY
 from vt_dagster.core.stream_time import Timed, late_from
@@ -75,6 +76,16 @@ class SourceProcessor(Processor[None]):
     @property
     def result_order(self) -> list[Column]:
         return [F.col(ARRIVAL)]
+
+    def produce(
+        self, rows: DataFrame, first: Column, few: bool, in_place: InPlace | None = None
+    ) -> DataFrame:
+        """As any other; where the source has told ``recorded_at``, with that."""
+        if RECORDED_AT not in rows.columns:
+            return super().produce(rows, first, few, in_place)
+        results = rows.where(F.col(FATE) == Fate.APPLIED)
+        numbered = number(results, first, self.result_order, self.result_chunk(few))
+        return numbered.select(*log_columns(self.node), RECORDED_AT)
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         return {"in": found["in"], **{fate: found[fate] for fate in _FATES}}

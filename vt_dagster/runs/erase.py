@@ -218,7 +218,9 @@ class _Erase:
             "batch": commit.batch + 1,
             "attempt": attempt,
             "run_id": run_id,
-            "recorded_at": recorded(commit, None),
+            # Where the source tells times of record, an erase is not to be before later ones.
+            "recorded_at": recorded(commit, commit.recorded_at if commit.stepped else None),
+            "steps": [],
             "taken": {},
             "gaps": {},
             "rejected": False,

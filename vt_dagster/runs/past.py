@@ -88,10 +88,11 @@ class TablePast:
         for commit in self.store.commits():
             if commit.batch > self.head.commit.batch:
                 break
-            for partition, time in commit.stream_time.items():
-                steps = found.setdefault(partition, [])
-                if not steps or steps[-1][1] != time:
-                    steps.append((commit.recorded_at, time))
+            for step in (*commit.steps, commit):
+                for partition, time in step.stream_time.items():
+                    steps = found.setdefault(partition, [])
+                    if not steps or steps[-1][1] != time:
+                        steps.append((step.recorded_at, time))
         return found
 
 

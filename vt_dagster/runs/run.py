@@ -49,6 +49,7 @@ from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
 from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
+from vt_dagster.runs.told import steps_of, told_times, with_times
 from vt_dagster.sources.base import Comparing, Pinned, Source
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit
@@ -283,13 +284,18 @@ class Run:
             return Receipt(None, None)
         with self._explained():
             with store.tuned(self._small(results.judged)):
-                rows = store.hold(results.rows)
+                rows, told = results.rows, told_times(arrival.source, arrival.before, recorded_at)
+                if told is not None:
+                    rows, recorded_at = with_times(rows, told, store.spark), max(told.values())
+                rows = store.hold(rows)
                 arrival.held.append(rows)
                 passed, commit = self._prepare(rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = self._in_place(passed)
-                when = F.timestamp_micros(F.lit(commit.recorded_at)).alias(RECORDED_AT)
-                new = self.processor.produce(rows, first, passed.few, in_place).select("*", when)
+                new = self.processor.produce(rows, first, passed.few, in_place)
+                if told is None:
+                    when = F.timestamp_micros(F.lit(commit.recorded_at))
+                    new = new.withColumn(RECORDED_AT, when)
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.
@@ -360,6 +366,8 @@ class Run:
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
         own_time = processor.goes_by_time
+        told = arrival.source is not None and RECORDED_AT in rows.columns
+        steps = steps_of(rows, before) if told else []
         return passed, document(
             arrival,
             passed,
@@ -372,6 +380,8 @@ class Run:
             rejected=refused,
             run_id=run_id,
             recorded_at=recorded(before, recorded_at),
+            steps=steps,
+            stepped=before.stepped or bool(steps),
             **position,
         )
 

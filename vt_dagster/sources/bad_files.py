@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pyarrow.lib import ArrowException
 from pyarrow.parquet import ParquetFile
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
-from pyspark.sql.types import StructType
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType
 
-from vt_dagster.sources.csv_text import header_of
+from vt_dagster.columns import ARRIVAL
+from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
+from vt_dagster.sources.csv_text import header_of, nullable
 from vt_dagster.sources.directory import FileInfo
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
@@ -161,3 +163,16 @@ def _fault_of_archive(file: FileInfo) -> str | None:
     except (OSError, EOFError, zlib.error) as error:
         return f"expected a whole compressed file, as its name says, got: {one_line(error)}"
     return None
+
+
+def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -> DataFrame:
+    """A row for the quarantine of each file that cannot be read, by name what is wrong."""
+    more = [(ARRIVAL, LongType()), (SOURCE, StringType()), (POSITION, LongType())]
+    more += [(RAW, StringType()), (REASON, StringType())]
+    fields = [StructField(n, t) for n, t in more]
+    none = [None] * len(schema)
+    rows = [
+        (*none, number - len(bad), name, 0, said, Reason.UNREADABLE_FILE)
+        for number, (name, said) in enumerate(bad.items())
+    ]
+    return spark.createDataFrame(rows, StructType([*nullable(schema).fields, *fields]))

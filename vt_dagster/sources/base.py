@@ -150,6 +150,17 @@ class Comparing(Protocol):
         ...
 
 
+@runtime_checkable
+class Recorded(Protocol):
+    """What one run takes from a source that can tell when its records were recorded first: a
+    ``Pinned``."""
+
+    def recorded(self) -> Mapping[str, int] | None:
+        """When, epoch microseconds, by what they are read from (``_source``) in order of arrival; None
+        = when the run commits."""
+        ...
+
+
 @dataclass(frozen=True)
 class News:
     """What a source has for a run.

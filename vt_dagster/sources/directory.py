@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import posixpath
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from vt_dagster.storage import delta
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated")
 """Under which names file systems say that a file was written; of two the better one is first."""
 _BLOCK, _BLOCKS = 1 << 20, 64
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 class FileInfo(NamedTuple):
@@ -87,6 +89,17 @@ def files_in(directory: str, pattern: str, what: str) -> list[FileInfo]:
             stamp = next((str(entry[s]) for s in _STAMPS if entry.get(s) is not None), "")
             found.append(FileInfo(name, fs.unstrip_protocol(entry["name"]), entry["size"], stamp))
     return sorted(found)
+
+
+def written_at(files: Sequence[FileInfo]) -> dict[str, int]:
+    """When files were last written, by name: epoch microseconds. Does not use Spark."""
+    found: dict[str, int] = {}
+    for file in files:
+        fs, place = delta.filesystem(file.path)
+        moment: datetime = fs.modified(place)
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+        found[file.name] = (moment - _EPOCH) // timedelta(microseconds=1)
+    return found
 
 
 class Memory:

@@ -17,14 +17,14 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
-from pyspark.sql.types import LongType, StringType, StructField, StructType
+from pyspark.sql.types import StructType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
-from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text
+from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text, set_aside
 from vt_dagster.sources.base import End, News, Uncounted, delivered, require_limits
-from vt_dagster.sources.csv_text import header_of, nullable, one_record, read_record
+from vt_dagster.sources.csv_text import header_of, one_record, read_record
 from vt_dagster.sources.directory import (
     FileInfo,
     Memory,
@@ -33,6 +33,7 @@ from vt_dagster.sources.directory import (
     remembered,
     require_untouched,
     unconsumed,
+    written_at,
 )
 from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.values import is_no_text
@@ -108,6 +109,9 @@ class PinnedFiles(Uncounted):
         require_untouched(self.source.path, self.files, there)
         return remembered(self.before, self.files, there, self.batch)
 
+    def recorded(self) -> dict[str, int] | None:
+        return written_at(self.files) if self.source.recorded_at == "file_time" else None
+
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         first = before.inputs.get(FILES, {}).get(0, 0)
         end = first + counts["in"]
@@ -167,6 +171,10 @@ class FilesSource:
             warns of them once.
         max_clock_skew: how far in the future a timestamp may lie, by this machine's clock; one
             further off is quarantined, since it would make everything after it late.
+        recorded_at: the time of record of a file's rows. ``run``: when their run commits.
+            ``file_time``: when the file was written last; of one that comes, by its name or in a later
+            run, after one that was written later, not before that. Of a run, 1,000 times are told
+            apart.
     """
 
     path: str
@@ -178,6 +186,7 @@ class FilesSource:
     max_clock_skew: timedelta = timedelta(days=1)
     on_bad_file: Literal["fail", "quarantine"] = "fail"
     optional: Sequence[str] = ()
+    recorded_at: Literal["run", "file_time"] = "run"
 
     gives_timestamp = False
 
@@ -202,6 +211,10 @@ class FilesSource:
         if self.on_bad_file not in ("fail", "quarantine"):
             raise SourceError(
                 f"on_bad_file of {self.path!r} must be 'fail' or 'quarantine', got {self.on_bad_file!r}"
+            )
+        if self.recorded_at not in ("run", "file_time"):
+            raise SourceError(
+                f"recorded_at of {self.path!r} must be 'run' or 'file_time', got {self.recorded_at!r}"
             )
         require_limits(self.max_bad_share, self.max_clock_skew)
         object.__setattr__(self, "optional", tuple(self.optional))
@@ -280,10 +293,10 @@ class FilesSource:
             )
         good = [f for f in files if f.name not in bad]
         if not good:
-            return self._set_aside(spark, bad, schema)
+            return set_aside(spark, bad, schema)
         read = self._read_parquet if self.format == "parquet" else self._read_text
         rows = read(spark, good, schema)
-        return rows.unionByName(self._set_aside(spark, bad, schema)) if bad else rows
+        return rows.unionByName(set_aside(spark, bad, schema)) if bad else rows
 
     def more_columns(self, files: Sequence[FileInfo], schema: StructType) -> dict[str, str]:
         """Columns that files have besides a schema's, each with the first file that has it; of JSON by
@@ -302,17 +315,6 @@ class FilesSource:
             return faults_of_parquet(spark, files, schema, self.optional)
         headers = self.options if self.format == "csv" else None
         return faults_of_text(files, schema, headers, self.optional)
-
-    def _set_aside(self, spark: SparkSession, bad: Mapping[str, str], schema: StructType) -> DataFrame:
-        more = [(ARRIVAL, LongType()), (SOURCE, StringType()), (POSITION, LongType())]
-        more += [(RAW, StringType()), (REASON, StringType())]
-        fields = [StructField(n, t) for n, t in more]
-        none = [None] * len(schema)
-        rows = [
-            (*none, number - len(bad), name, 0, said, Reason.UNREADABLE_FILE)
-            for number, (name, said) in enumerate(bad.items())
-        ]
-        return spark.createDataFrame(rows, StructType([*nullable(schema).fields, *fields]))
 
     # -- Parquet ---------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ _KEPT = re.compile(r"(\d{20})-(\d{10})\.json\.gz")
 
 
 def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
-    """The last commit of an asset's log that was recorded up to a time, with what is cut off by now.
+    """The last commit of an asset's log that was recorded up to a time, with what is cut off by now;
+    where only a part of the one after it was, one that says how far that is.
 
     Args:
         root: the directory of the asset's tables.
@@ -43,10 +44,14 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
             f"{name}: expected a time from {in_utc(cut.recorded_at)} on, got {in_utc(moment)} as "
             f"as_known_at: {cut.told()}; ask for a later one"
         )
+    last = delta.last_commit(posixpath.join(root, "log"))
+    if last is not None and last.document.get("stepped"):
+        found = _with_part(root, found, moment)
     if found is not None:
         return found.model_copy(update={"cut": cut})
     first = next(commits(root))
-    since, why = in_utc(first.recorded_at), "an earlier maintenance has removed the commits before that"
+    since = in_utc((first.steps or [first])[0].recorded_at)
+    why = "an earlier maintenance has removed the commits before that"
     if first.batch == 1:
         why = "nothing was known before"
     raise StorageError(
@@ -54,6 +59,21 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
         f"as_known_at, but the first run that is known of was recorded at {since}: {why}; ask for a "
         "later one"
     )
+
+
+def _with_part(root: str, found: Commit | None, moment: int) -> Commit | None:
+    """A commit, with what was recorded by a time of the one after it."""
+    batch = 1 if found is None else found.batch + 1
+    after = last_that(root, lambda commit: commit["batch"] <= batch)
+    if after is None or after.batch != batch:
+        return found
+    early = [step for step in after.steps if step.recorded_at <= moment]
+    if not early:
+        return found
+    told = {n: getattr(early[-1], n) for n in ("recorded_at", "next_offset", "stream_time")}
+    # What has come out of order in the part is among what has in the whole.
+    update = {**told, "batch": batch - 1, "disorder": after.disorder, "steps": []}
+    return (found or after).model_copy(update=update)
 
 
 def last_that(root: str, early: Callable[[dict[str, Any]], bool]) -> Commit | None:

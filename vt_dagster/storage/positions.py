@@ -72,6 +72,14 @@ class Cut(BaseModel):
         )
 
 
+class Step(BaseModel):
+    """How far a log came by a time of record within one commit; fields as of ``Commit``."""
+
+    recorded_at: int
+    next_offset: Offsets
+    stream_time: dict[int, int]
+
+
 class Commit(BaseModel):
     """The document in each commit of a log: the truth about how far an asset has come.
 
@@ -93,7 +101,12 @@ class Commit(BaseModel):
     run_id: str | None = None
     recorded_at: int = 0
     """When it was made: by the writer's clock, as it began to write its rows, but always after the
-    commit before it. Of commits from before this was noted, what Delta says."""
+    commit before it. Of commits from before this was noted, what Delta says. Where the source tells
+    its rows' times of record, the last of these."""
+    steps: list[Step] = Field(default_factory=list[Step])
+    """Of such a run: how far the log came by each of the earlier ones."""
+    stepped: bool = False
+    """Whether there are some in this or an earlier commit."""
     taken: Ranges = Field(default_factory=dict)
     """What this run took from each input: ``{input: {partition: [start, end)}}``."""
     inputs: dict[str, Offsets] = Field(default_factory=dict)

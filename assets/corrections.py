@@ -1,0 +1,110 @@
+"""What ``make demo`` shows of corrections: weather that came late, an aircraft that is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pandas as pd
+import pyarrow.compute as pc
+
+from assets.landing import LateWeather
+from assets.topology import PUBLISHED, aircraft
+from resources import spark, warehouse
+from vt_dagster import read
+from vt_dagster.columns import CAUSE, OFFSET, OLD, RECORDED_AT, REVISION, TIMESTAMP
+from vt_dagster.runs.erase import erase
+
+Say = Callable[[str], None]
+FORGOTTEN = "N201AA"
+"""A Cessna of 1959 with two seats: somebody's own."""
+_KEY = ["carrier", "flight", "time_hour"]
+_WEATHER = ["temp", "wind_speed", "visib"]
+_ISO = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
+    """What was corrected, one flight as known before and now, and how pandas joins all of it."""
+    log, weather = _read("flights_corrected", "log"), _read("weather", "log")
+    corrected = log.filter(pc.field(REVISION) > 0).to_pylist()
+    say(
+        "\nWeather that came late (flights_corrected: a join whose rows follow it)\n"
+        f"  {late.origin}'s weather of {late.start} to {late.end} landed with month {late.lands}, "
+        "when its flights had been joined:\n"
+        f"  {len(corrected):,} flights were corrected, {too_late:,} were too old to be"
+    )
+    _before_and_now(max(corrected, key=_change), weather, say)
+    expected = _by_pandas(weather)
+    say("  not as pandas joins all that has landed (merge_asof):")
+    for name in ("flights_corrected", "flights_with_weather"):
+        ours = _columns(name, [*_KEY, *_WEATHER, "weather_from"]).set_index(_KEY)
+        theirs = expected.loc[ours.index, ours.columns]
+        unlike = ((ours != theirs) & ~(ours.isna() & theirs.isna())).any(axis=1)
+        said = "" if name == "flights_corrected" else "; a stream keeps what it has said"
+        say(f"    {unlike.sum():,} of {len(ours):,} rows of {name}{said}")
+
+
+def forgotten_aircraft(say: Say) -> None:
+    """A key is erased, last of all: nothing that was shown before depends on it."""
+    versions = _read("airline_fleet", "versions", FORGOTTEN).num_rows
+    why = "its owner asked for it"
+    done = erase(
+        warehouse.path, aircraft, spark.spark_session, reason=why, key=[FORGOTTEN], among=PUBLISHED
+    )
+    rows = sum(one.erased for one in done.searched.values())
+    left = _read("airline_fleet", "versions", FORGOTTEN).num_rows
+    say(
+        f"\nAn aircraft that is forgotten (vt-dagster erase aircraft --key {FORGOTTEN} --reason …)\n"
+        f"  {rows:,} rows erased in {len(done.searched)} tables of aircraft and what is made of it; "
+        f"airline_fleet had {versions} of it, has {left}\n"
+        f"  its certificate names {len(done.kept)} table that counted it, {len(done.elsewhere)} others "
+        f"that still name it, and what no erase reaches:\n"
+        f"  {done.path}"
+    )
+
+
+def _read(name: str, what: str | None = None, key: Any = None, as_known_at: Any = None) -> Any:
+    return read(name, warehouse=warehouse.path, what=what, key=key, as_known_at=as_known_at)
+
+
+def _columns(name: str, columns: list[str]) -> pd.DataFrame:
+    """Of a table its rows, of a stream its log."""
+    return _read(name).select(columns).to_pandas()
+
+
+def _change(row: dict[str, Any]) -> tuple[float, int]:
+    before, now = row[OLD]["temp"], row["temp"]
+    return (0 if before is None or now is None else abs(now - before), -row[OFFSET])
+
+
+def _before_and_now(row: dict[str, Any], weather: Any, say: Say) -> None:
+    key = [row[k] for k in _KEY]
+    (observed,) = weather.filter(pc.field(OFFSET) == row[CAUSE][OFFSET]).to_pylist()
+    # The last full second before the observation came: whoever types it need not type more.
+    before = (observed[RECORDED_AT] - timedelta(microseconds=1)).replace(microsecond=0)
+    say(
+        f"  {row['carrier']} {row['flight']} from {row['origin']} to {row['dest']} was to leave at "
+        f"{row[TIMESTAMP]:%Y-%m-%d %H:%M} UTC"
+    )
+    for when, at in ((f"as known at {before:%H:%M:%S}", before), ("as known now", None)):
+        (found,) = _read("flights_corrected", None, key, at).to_pylist()
+        say(
+            f"    {when:<20} {found['temp']} °F, wind {found['wind_speed']:.1f} mph, observed "
+            f"{found['weather_from']:%m-%d %H:%M} (revision {found[REVISION]})"
+        )
+    asked = " ".join(f"--key {k}" for k in (key[0], key[1], f"{key[2]:{_ISO}}"))
+    at_departure = f"--key {row['origin']} --as-of {row[TIMESTAMP]:{_ISO}}"
+    for what in (f"flights_corrected {asked}", f"weather {at_departure}"):
+        say(f"    .venv/bin/vt-dagster get {what} --as-known-at {before:{_ISO}}")
+
+
+def _by_pandas(weather: Any) -> pd.DataFrame:
+    """Each flight with the observation that pandas finds for it, of all that has landed."""
+    flights = _columns("flights", [*_KEY, "origin", TIMESTAMP])
+    log = weather.select(["origin", *_WEATHER, TIMESTAMP, OFFSET])
+    observed = log.to_pandas().sort_values(OFFSET).drop(columns=OFFSET)
+    observed = observed.drop_duplicates(["origin", TIMESTAMP], keep="last")
+    observed["weather_from"] = observed[TIMESTAMP]
+    by_time = (rows.sort_values(TIMESTAMP, kind="stable") for rows in (flights, observed))
+    return pd.merge_asof(*by_time, on=TIMESTAMP, by="origin").set_index(_KEY)
