@@ -275,7 +275,7 @@ class _Asset:
             earliest = self.commit.earliest_since(then.batch)
             since = moment if earliest is None or moment is None else min(moment, earliest)
             wanted = delta.current if since is None else then.segments.ending_after(since)
-        log = _columns_of(delta.require_table(self.log_path, self.version))
+        log = columns_of(self.log_path, self.version)
         return self._rows(self.view_path, found.version, wanted, log), then.next_offset
 
     def _rows(
@@ -298,6 +298,7 @@ def rows_of(
     condition: Callable[[pa.Schema], Any],
     wanted: delta.Wanted = delta.everything,
     like: pa.Schema | None = None,
+    only: Sequence[str] | None = None,
 ) -> pa.Table:
     """The rows of an asset's log or view for which a condition holds, which the files are read by.
 
@@ -307,6 +308,7 @@ def rows_of(
         condition: makes an Arrow expression of the table's columns; None = all rows.
         wanted: the files that may have some.
         like: of the columns those that are there have the types that they have there.
+        only: the columns that are read, of those that there are; None = all.
 
     Raises:
         StorageError: a file is gone or damaged.
@@ -319,14 +321,15 @@ def rows_of(
     local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
     where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
+    read = [c for c in columns.names if only is None or c in only]
     if not places:
-        return columns.empty_table()
+        return columns.empty_table().select(read)
     chosen = condition(columns)
     import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
 
     try:
         dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
-        return dataset.to_table(filter=chosen)
+        return dataset.to_table(columns=read, filter=chosen)
     except (OSError, pa.ArrowInvalid) as error:
         name = posixpath.basename(posixpath.dirname(path))
         raise StorageError(
@@ -365,6 +368,11 @@ def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[A
             same = pc.field(column).is_nan()
         condition = same if condition is None else condition & same
     return condition
+
+
+def columns_of(path: str, version: int) -> pa.Schema:
+    """The columns of a log or view, as of a Delta version."""
+    return _columns_of(delta.require_table(path, version))
 
 
 def _columns_of(table: Any) -> pa.Schema:
