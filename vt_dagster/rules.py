@@ -113,3 +113,13 @@ SUPPRESSED = _rule("suppressed", "the update is held until a time limit, or unti
 CORRECTED = _rule(
     "corrected", "what has been recorded since gives another answer than the one that was given then"
 )
+
+METRICS = {
+    **{f"records_{rule}": rule for rule in (APPLIED, LATE, DROPPED, WAITING, QUARANTINED, CORRECTED)},
+    "records_unmatched": NO_MATCH,
+    "records_corrections_too_late": TOO_LATE,
+    "late_records_dropped": WINDOW_CLOSED,
+    "expired_window_records_dropped": WINDOW_CLOSED,
+    "suppression_emit": RELEASED,
+}
+"""The numbers of a materialization that count what a rule decided, by their names."""

@@ -139,24 +139,23 @@ def _rows_in(
 ) -> Made:
     """The rows that are in a group after some changes of it.
 
-    Its timestamp is the largest of all changes, and what a change took out is in no more: where that
-    change gave the time, or came last, it is told with the row that it took out.
+    Its timestamp is the largest of all changes, and what a change took out is in no more: where a row
+    that is gone gave the time, or left last, it is told with the change that took it out.
     """
     inside: dict[Any, Place] = {}
-    gave: dict[Place, Place | None] = {}
+    before: dict[Place, Place | None] = {}
+    last: dict[Any, Place] = {}
     for one in taken:
         key, is_in = about[one.place]
-        gave[one.place] = inside.pop(key, None)
+        before[one.place], last[key] = inside.pop(key, None), one.place
         if is_in:
             inside[key] = one.place
     newest = max(taken, key=lambda one: as_micros(one.timestamp), default=None)
-    also: list[Place] = []
+    also: set[Place | None] = set()
     for one in (newest, taken[-1] if taken else None):
         if one is not None and one.place not in inside.values():
-            before = gave[one.place]
-            also += [one.place, *([] if before is None else [before])]
+            key, _ = about[one.place]
+            also |= {one.place, before[one.place], last[key], before[last[key]]}
     if also:
-        asked.told.notes.append(
-            "a row that has been taken out of the group gave its timestamp, or left last"
-        )
-    return members(asked, source, list(inside.values()), also)
+        asked.told.notes.append("a row that is in the group no more gave its timestamp, or left last")
+    return members(asked, source, list(inside.values()), {place for place in also if place is not None})

@@ -96,6 +96,15 @@ class Asked:
         return self.log.records(same, {place: first}, {place: self.commit.next_offset.get(place, 0)})
 
     @cached_property
+    def tells_each_update(self) -> bool:
+        """Whether the run has several results of a key: with ``emit="per_run"`` none has."""
+        place, key = self.record.partition, list(self.log.key)
+        start = {place: 0 if self.before is None else self.before.next_offset.get(place, 0)}
+        end = {place: self.commit.next_offset.get(place, 0)}
+        rows = self.log.rows(both(), start, end, key)
+        return rows.group_by(key).aggregate([]).num_rows < rows.num_rows
+
+    @cached_property
     def newest_before(self) -> int | None:
         """The largest timestamp of the key's results before the run: epoch microseconds."""
         place = self.record.partition

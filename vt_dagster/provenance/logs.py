@@ -113,7 +113,12 @@ class Log:
     @cached_property
     def columns(self) -> pa.Schema:
         """All columns of the log."""
-        return columns_of(self.path, self.version)
+        return columns_of(self._table)
+
+    @cached_property
+    def _table(self) -> Any:
+        """The Delta table, opened once: that takes longer than to read a few rows of it."""
+        return delta.require_table(self.path, self.version)
 
     # -- records -----------------------------------------------------------------------------------
 
@@ -150,7 +155,7 @@ class Log:
         late, early = file_at_or_after(dict(first), ends), file_before(ends)
         wanted: delta.Wanted = lambda file: late(file) and early(file)  # noqa: E731
         columns = None if only is None else (*only, PARTITION, OFFSET)
-        rows = rows_of(self.path, self.version, condition, wanted, only=columns)
+        rows = rows_of(self.path, self.version, condition, wanted, only=columns, opened=self._table)
         offsets = rows.column(OFFSET).to_numpy()
         since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
         keep = (offsets >= since) & (offsets < until)

@@ -99,8 +99,8 @@ def held(log: Log, source: Log, name: str, updates: Sequence[Record], told: Told
     now = "not known" if moment is None else str(as_time(moment))
     told.decide(
         rules.SUPPRESSED,
-        f"{len(taken)} updates since run {_batch(commit)}: the first is of {first.timestamp}, the last, "
-        f"{last}, of {last.timestamp}; stream time is {now}",
+        f"{len(taken)} updates since run {_batch(commit)}: the first is of {first.timestamp}, the "
+        f"last, {last}, of {last.timestamp}; stream time is {now}",
     )
     return [last]
 

@@ -172,6 +172,11 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     @property
+    def more(self) -> int:
+        """How many records it was made of that are not named."""
+        return self.made_of_in_all - len(self.made_of)
+
+    @property
     def rules(self) -> tuple[str, ...]:
         """The names of the rules that decided."""
         return tuple(one.rule for one in self.decisions)

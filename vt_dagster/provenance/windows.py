@@ -81,7 +81,21 @@ def _fixed(asked: Asked, source: Log, found: Sequence[Record], sliding: bool) ->
     if inside:
         asked.told.decide(rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window")
     late = near[_let_in_until_now(asked, near, sliding) :]
-    return _with_late(asked, members(asked, source, [one.place for one in inside]), source, late)
+    left = _just_left(asked, found, inside, start, end) if sliding else []
+    made = members(asked, source, [one.place for one in inside], left)
+    return _with_late(asked, made, source, late)
+
+
+def _just_left(
+    asked: Asked, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
+) -> list[Place]:
+    """The record that a sliding window starts a millisecond after; none where it ends at a record."""
+    if any(_at(one, True) == end for one in inside):
+        return []
+    before = [one for one in found if not one.is_tombstone and _at(one, True) == start - _MILLISECOND]
+    for one in before[:1]:
+        asked.told.notes.append(f"its window starts a millisecond after {one}, which is not in it")
+    return [one.place for one in before[:1]]
 
 
 def _at(record: Record, sliding: bool) -> int:
@@ -95,11 +109,11 @@ def _let_in(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
     if counted is not None:
         return counted
     name = asked.meaning["source"]
-    earlier = sum(not asked.is_new(name, one) for one in near)
+    earlier = sum(asked.turn(name, one) == 0 for one in near)
     new = [one for one in near if asked.is_new(name, one) and _taken(asked, one)]
     results = asked.results()
     place = [one.offset for one in results].index(asked.record.offset)
-    if len(results) <= 1 < len(new) or sliding:
+    if sliding or (len(results) <= 1 < len(new) and not asked.tells_each_update):
         asked.told.notes.append(
             "which records of its run came too late for the window cannot be told without a count(*) "
             "among its aggregates"

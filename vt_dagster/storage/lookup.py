@@ -275,7 +275,7 @@ class _Asset:
             earliest = self.commit.earliest_since(then.batch)
             since = moment if earliest is None or moment is None else min(moment, earliest)
             wanted = delta.current if since is None else then.segments.ending_after(since)
-        log = columns_of(self.log_path, self.version)
+        log = columns_of(delta.require_table(self.log_path, self.version))
         return self._rows(self.view_path, found.version, wanted, log), then.next_offset
 
     def _rows(
@@ -299,6 +299,7 @@ def rows_of(
     wanted: delta.Wanted = delta.everything,
     like: pa.Schema | None = None,
     only: Sequence[str] | None = None,
+    opened: Any = None,
 ) -> pa.Table:
     """The rows of an asset's log or view for which a condition holds, which the files are read by.
 
@@ -309,12 +310,13 @@ def rows_of(
         wanted: the files that may have some.
         like: of the columns those that are there have the types that they have there.
         only: the columns that are read, of those that there are; None = all.
+        opened: the table as of that version, where somebody has opened it.
 
     Raises:
         StorageError: a file is gone or damaged.
     """
-    table = delta.require_table(path, version)
-    columns = _columns_of(table)
+    table = delta.require_table(path, version) if opened is None else opened
+    columns = columns_of(table)
     if like is not None:
         columns = pa.schema([like.field(f.name) if f.name in like.names else f for f in columns])
     fs, root = delta.filesystem(path)
@@ -370,11 +372,7 @@ def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[A
     return condition
 
 
-def columns_of(path: str, version: int) -> pa.Schema:
-    """The columns of a log or view, as of a Delta version."""
-    return _columns_of(delta.require_table(path, version))
-
-
-def _columns_of(table: Any) -> pa.Schema:
+def columns_of(table: Any) -> pa.Schema:
+    """The columns of a log or view, but for those that are the library's own."""
     told = pa.schema(table.schema().to_arrow())
     return pa.schema([f for f in told if f.name != SEGMENT])
