@@ -21,6 +21,7 @@ from vt_dagster.provenance.asked import Arrivals, Asked, Made, which
 from vt_dagster.provenance.expressions import Group, named, replaced_rows
 from vt_dagster.provenance.logs import Log, Place, as_micros
 from vt_dagster.provenance.values import Record
+from vt_dagster.storage.folding import values_by_partition
 
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
@@ -40,21 +41,29 @@ def cannot_be_told(asked: Asked, source: Log) -> Made:
     return Made()
 
 
-def members(asked: Asked, source: Log, found: Sequence[Place], also: Iterable[Place] = ()) -> Made:
+def members(
+    asked: Asked,
+    source: Log,
+    found: Sequence[Place],
+    also: Iterable[Place] = (),
+    count: int | None = None,
+) -> Made:
     """A group's records as an answer: the newest of them, and how many there are.
 
     Args:
         found: their places in order of arrival.
         also: other records that it needs, in their place among them.
+        count: how many there are, where not all are given.
     """
     extra = set(also)
+    count = len(found) if count is None else count
     shown = [*found[-asked.most :]]
     order = {place: i for i, place in enumerate(found)}
     records = source.at({*shown, *extra})
     records.sort(key=lambda one: (order.get(one.place, -1), one.place))
-    if len(found) > len(shown):
-        asked.told.notes.append(f"the newest {len(shown)} of the {len(found)} records that are in")
-    return Made([(source, one) for one in records], len({*found, *extra}))
+    if count > len(shown):
+        asked.told.notes.append(f"the newest {len(shown)} of the {count:,} records that are in")
+    return Made([(source, one) for one in records], count + len(extra - {*found}))
 
 
 def stream_aggregate(asked: Asked) -> Made:
@@ -67,19 +76,26 @@ def stream_aggregate(asked: Asked) -> Made:
     if inside is None:
         return cannot_be_told(asked, source)
     rekeyed = asked.meaning.get("group_key", "()") != "()"
-    entries = [one for one in narrow(source, rows.filter(pa.array(inside))) if not one.is_tombstone]
-    ordered = [one for _, one in Arrivals(asked, [name], rekeyed).sorted([(0, e) for e in entries])]
-    earlier = [one for one in ordered if not asked.is_new(name, one)]
-    new = ordered[len(earlier) :]
+    rows = rows.filter(pa.array(inside & ~rows.column(IS_TOMBSTONE).to_numpy()))
+    before = values_by_partition(rows, asked.start(name), 0) > rows.column(OFFSET).to_numpy()
+    entries = narrow(source, rows.filter(pa.array(~before)))
+    new = [one for _, one in Arrivals(asked, [name], rekeyed).sorted([(0, e) for e in entries])]
     place = which(asked, _times(asked, new))
-    taken = [*earlier, *(new if place is None else new[: place + 1])]
+    new = new if place is None else new[: place + 1]
+    earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
+    count = earlier.num_rows + len(new)
     if place is not None:
-        asked.told.decide(rules.TRIGGERED, f"{new[place]}, the record number {len(taken)} of its group")
+        asked.told.decide(rules.TRIGGERED, f"{new[place]}, the record number {count} of its group")
+    shown = earlier.slice(max(0, earlier.num_rows - asked.most)).select([PARTITION, OFFSET])
+    taken = [
+        *((p, o) for p, o in zip(*shown.to_pydict().values(), strict=True)),
+        *(e.place for e in new),
+    ]
     if asked.log.versioned:
         asked.told.notes.append(
             "what the result refused, older than its history retention, is not told from what is in"
         )
-    return members(asked, source, [one.place for one in taken])
+    return members(asked, source, taken, count=count)
 
 
 def narrow(source: Log, rows: pa.Table) -> list[Record]:

@@ -10,16 +10,13 @@ from datetime import datetime, timedelta
 from vt_dagster import rules
 from vt_dagster.provenance.asked import Asked, Made
 from vt_dagster.provenance.expressions import length
-from vt_dagster.provenance.history import History, Version, horizons_of
+from vt_dagster.provenance.history import AROUND, History, Version, horizons_of
 from vt_dagster.provenance.logs import Log, as_micros, as_time, at_time, both
 from vt_dagster.provenance.values import Candidate, Record, Told
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import last_that
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.durations import spoken
-
-_AROUND = 2
-"""So many versions before and after the chosen one are shown."""
 
 
 @dataclass(frozen=True)
@@ -260,8 +257,8 @@ def look_up(
     """
     key = None if any(one is None for one in values) else table.of_key(values)
     history = History(table, key)
-    now = history.versions(table.commit, forgotten=False)
-    then = [] if seen is None else history.versions(seen)
+    now, last_places = history.versions(table.commit, moment, forgotten=False)
+    then, first_places = ([], set()) if seen is None else history.versions(seen, moment)
     first = answer(table, then, moment, seen or table.commit, match)
     last = answer(table, now, moment, table.commit, match, forgetful=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
@@ -271,7 +268,7 @@ def look_up(
     chosen = {one.found.place for one in (first, last) if one.found is not None}
     near = [i for i, v in enumerate(every) if v.begin <= moment]
     middle = near[-1] if near else 0
-    around = range(max(0, middle - _AROUND), middle + _AROUND + 1)
+    around = range(max(0, middle - AROUND), middle + AROUND + 1)
 
     def candidate(version: Version) -> Candidate:
         place = version.place
@@ -294,7 +291,9 @@ def look_up(
         )
 
     shown = [v for i, v in enumerate(every) if i in around or v.place in chosen]
-    return Looked(history, first, last, tuple(map(candidate, shown)), len(every))
+    history.fetch([v.place for v in shown])
+    count = len(last_places | first_places)
+    return Looked(history, first, last, tuple(map(candidate, shown)), count)
 
 
 def _knows(commit: Commit | None, version: Version) -> bool:

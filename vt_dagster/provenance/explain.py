@@ -99,6 +99,7 @@ class Explainer:
     def __init__(self, warehouse: str, most: int = MOST) -> None:
         self._warehouse, self._most = warehouse, most
         self._known: dict[tuple[str, int, int], Explanation] = {}
+        self._logs: dict[tuple[str, int | None], Log] = {}
         self._inputs: dict[tuple[str, str], Log | None] = {}
 
     def explain(
@@ -111,7 +112,10 @@ class Explainer:
         as_known_at: str | datetime | None = None,
     ) -> Explanation:
         """See :func:`explain`."""
-        log = Log.open(self._warehouse, name, None if as_known_at is None else in_micros(as_known_at))
+        known = None if as_known_at is None else in_micros(as_known_at)
+        if (name, known) not in self._logs:
+            self._logs[name, known] = Log.open(self._warehouse, name, known)
+        log = self._logs[name, known]
         values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]
         if offset is None and values is None and where is None:
             raise StorageError(

@@ -291,10 +291,23 @@ def both(*conditions: Condition | None) -> Condition:
 def at_time(moment: datetime) -> Condition:
     """The condition that a record has a timestamp."""
 
+    return between(as_micros(moment), as_micros(moment))
+
+
+def between(low: int, high: int, first: str = TIMESTAMP, last: str = TIMESTAMP) -> Condition:
+    """The condition that a record's time, or window, meets a span of time, both ends inclusive.
+
+    Args:
+        low, high: of the span, epoch microseconds.
+        first, last: the columns that say when it begins and ends.
+    """
+
     def condition(columns: pa.Schema) -> Any:
-        kind = columns.field(TIMESTAMP).type
-        return pc.field(TIMESTAMP) == pa.scalar(as_micros(moment), pa.int64()).cast(
-            pa.timestamp("us", kind.tz)
+        ends = zip((last, first), (low, high), strict=True)
+        since, until = (
+            pa.scalar(moment, pa.int64()).cast(pa.timestamp("us", columns.field(column).type.tz))
+            for column, moment in ends
         )
+        return (pc.field(last) >= since) & (pc.field(first) <= until)
 
     return condition

@@ -6,14 +6,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from vt_dagster import rules
-from vt_dagster.columns import TIMESTAMP
 from vt_dagster.provenance.asked import Arrivals, Asked, Made
 from vt_dagster.provenance.expressions import length, plain, split
-from vt_dagster.provenance.logs import Condition, Log, as_micros, both
+from vt_dagster.provenance.logs import Condition, Log, as_micros, between, both
 from vt_dagster.provenance.values import Candidate, Record
 from vt_dagster.topology.durations import spoken
 
@@ -33,7 +29,9 @@ def stream_stream(asked: Asked) -> Made:
     lefts, rights = (
         [
             one
-            for one in log.records(both(_same_key(asked, log), _between(moment - back, moment)))
+            for one in log.records(
+                both(_same_key(asked, log), between(as_micros(moment - back), as_micros(moment)))
+            )
             if not one.is_tombstone and asked.turn(name, one) < 2
         ]
         for name, log, back in zip(
@@ -70,17 +68,6 @@ def stream_stream(asked: Asked) -> Made:
 
 def _same_key(asked: Asked, log: Log) -> Condition:
     return log.same_key(asked.record.values, asked.log.key)
-
-
-def _between(low: datetime, high: datetime) -> Condition:
-    """The condition that a record's timestamp is between two times, both inclusive."""
-
-    def condition(columns: pa.Schema) -> Any:
-        kind = pa.timestamp("us", columns.field(TIMESTAMP).type.tz)
-        ends = [pa.scalar(as_micros(one), pa.int64()).cast(kind) for one in (low, high)]
-        return (pc.field(TIMESTAMP) >= ends[0]) & (pc.field(TIMESTAMP) <= ends[1])
-
-    return condition
 
 
 def _chosen(asked: Asked, logs: Sequence[Log]) -> Chosen:

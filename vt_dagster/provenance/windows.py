@@ -6,7 +6,7 @@ and all after them came too late. How many a run let in is told by its results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -22,13 +22,15 @@ from vt_dagster.columns import (
 from vt_dagster.provenance.aggregates import cannot_be_told, keys_of, members, narrow
 from vt_dagster.provenance.asked import Arrivals, Asked, Made
 from vt_dagster.provenance.expressions import Group, named, split
-from vt_dagster.provenance.logs import Log, Place, as_micros, both
+from vt_dagster.provenance.logs import Log, Place, as_micros, between, both
 from vt_dagster.provenance.values import Candidate, Record, Told
 from vt_dagster.storage.values import as_key
 
 _MILLISECOND = 1000
 Bounds = tuple[int, int]
 """The ends of a window, epoch microseconds."""
+Merge = tuple[Sequence[Bounds], Bounds, Record]
+"""The sessions that a record replaced, the one that it made, and that one's result."""
 
 
 def windowed_aggregate(asked: Asked) -> Made:
@@ -36,25 +38,29 @@ def windowed_aggregate(asked: Asked) -> Made:
     name = asked.meaning["source"]
     source = asked.inputs[name]
     kind = asked.meaning["window"].partition("(")[0]
-    found = _of_key(asked, source)
+    start, end = bounds_of(asked.record)
+    merges = _merges(asked, start, end) if kind == "SessionWindow" else []
+    starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
+    found = _of_key(asked, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
     if found is None:
         return cannot_be_told(asked, source)
     if kind == "SessionWindow":
-        return _session(asked, source, found)
+        return _session(asked, source, found, merges)
     return _fixed(asked, source, found, sliding=kind == "SlidingWindow")
 
 
-def _of_key(asked: Asked, source: Log) -> list[Record] | None:
-    """All records of the window's key that have been taken until now, in order of arrival, without
-    their values; None = the key cannot be computed."""
+def _of_key(asked: Asked, source: Log, start: int, end: int) -> list[Record] | None:
+    """The records of the window's key between two times that have been taken until now, in order of
+    arrival, without their values; None = the key cannot be computed."""
     name = asked.meaning["source"]
     rekeyed = asked.meaning.get("group_key", "()") != "()"
-    end = asked.log.head.inputs.get(name, {})
+    taken = asked.log.head.inputs.get(name, {})
     if not rekeyed:  # each partition has windows of its own
-        end = {p: o for p, o in end.items() if p == asked.record.partition}
+        taken = {p: o for p, o in taken.items() if p == asked.record.partition}
     group = Group(source, keys_of(asked, source), asked.record.values)
     only = [TIMESTAMP, IS_TOMBSTONE, RECORDED_AT, *group.columns]
-    rows = source.rows(group.condition(), end=end, only=only)
+    near = both(group.condition(), between(start, end))
+    rows = source.rows(near, end=taken, only=only)
     inside = group.has(rows)
     if inside is None:
         return None
@@ -64,7 +70,11 @@ def _of_key(asked: Asked, source: Log) -> list[Record] | None:
 
 def bounds_of(record: Record) -> Bounds:
     """The window of a result."""
-    ends = (as_key(c, record.values[c], pa.timestamp("us")) for c in (WINDOW_START, WINDOW_END))
+    return _bounds(record.values)
+
+
+def _bounds(values: Mapping[str, object]) -> Bounds:
+    ends = (as_key(c, values[c], pa.timestamp("us")) for c in (WINDOW_START, WINDOW_END))
     start, end = (one.cast(pa.int64()).as_py() for one in ends)
     return start, end
 
@@ -166,14 +176,12 @@ def _with_late(asked: Asked, made: Made, source: Log, late: Sequence[Record]) ->
 # ------------------------------------------------------------------------------------------- sessions
 
 
-def _session(asked: Asked, source: Log, found: Sequence[Record]) -> Made:
+def _session(asked: Asked, source: Log, found: Sequence[Record], merges: Sequence[Merge]) -> Made:
     """The records of a session, by the results of its key: each record that is taken tells which
     sessions it replaced, by tombstones, and then the one that it made."""
     start, end = bounds_of(asked.record)
-    merges = _merges(asked, start, end)
-    starts = [merged[0] for _, merged, _ in merges]
-    ends = [merged[1] for _, merged, _ in merges]
-    near = [one for one in found if min(starts) <= as_micros(one.timestamp) <= max(ends)]
+    starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
+    near = [one for one in found if min(starts) <= as_micros(one.timestamp) <= max([end, *ends])]
     live: dict[Bounds, list[Place]] = {}
     inside: list[Place] = []
     late: list[Record] = []
@@ -213,18 +221,17 @@ def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
     return (min(starts), max(ends)) == merged
 
 
-def _merges(asked: Asked, start: int, end: int) -> list[tuple[list[Bounds], Bounds, Record]]:
+def _merges(asked: Asked, start: int, end: int) -> list[Merge]:
     """The key's sessions that ever overlapped a time: what each replaced, and its result, in order."""
     log, place = asked.log, asked.record.partition
     keys = [(k, k) for k in log.key if k not in (WINDOW_START, WINDOW_END)]
     of_key = Group(log, keys, asked.record.values).condition()
-    results = log.records(both(of_key), end={place: log.commit.next_offset.get(place, 0)})
-    found: list[tuple[list[Bounds], Bounds, Record]] = []
+    near = both(of_key, between(start, end, WINDOW_START, WINDOW_END))
+    results = log.records(near, end={place: log.commit.next_offset.get(place, 0)})
+    found: list[Merge] = []
     replaced: list[Bounds] = []
     for one in results:
         bounds = bounds_of(one)
-        if bounds[1] < start or end < bounds[0]:
-            continue
         if one.is_tombstone:
             replaced.append(bounds)
         else:
@@ -250,14 +257,11 @@ def too_late(log: Log, source: Log, key: Sequence[object], most: int, told: Told
     values = dict(zip(log.key, key, strict=True))
     keys = named(log.meaning.get("group_key", "()")) or [(c, c) for c in source.key]
     group = Group(source, keys, values)
-    rows = source.rows(group.condition(), only=[TIMESTAMP, IS_TOMBSTONE, *group.columns])
+    start, end = _bounds(values)
+    of_window = both(group.condition(), between(start, end - 1))
+    rows = source.rows(of_window, only=[TIMESTAMP, IS_TOMBSTONE, *group.columns])
     inside = group.has(rows)
-    found = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
-    start, end = (
-        as_key(c, values[c], pa.timestamp("us")).cast(pa.int64()).as_py()
-        for c in (WINDOW_START, WINDOW_END)
-    )
-    near = [one for one in found if start <= as_micros(one.timestamp) < end]
+    near = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
     if not near:
         told.notes.append(f"{source.name} has no record of it")
         return []
