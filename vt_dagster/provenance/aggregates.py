@@ -87,10 +87,7 @@ def stream_aggregate(asked: Asked) -> Made:
     if place is not None:
         asked.told.decide(rules.TRIGGERED, f"{new[place]}, the record number {count} of its group")
     shown = earlier.slice(max(0, earlier.num_rows - asked.most)).select([PARTITION, OFFSET])
-    taken = [
-        *((p, o) for p, o in zip(*shown.to_pydict().values(), strict=True)),
-        *(e.place for e in new),
-    ]
+    taken = list(zip(*shown.to_pydict().values(), strict=True)) + [one.place for one in new]
     if asked.log.versioned:
         asked.told.notes.append(
             "what the result refused, older than its history retention, is not told from what is in"

@@ -71,9 +71,8 @@ class History:
         if versioned:
             limits = horizons_of(self.log, commit) if forgotten else {}
         found = fold(None, rows, self.log.key, limits).sort_by(TIMESTAMP)
-        places = set(
-            zip(*(found.column(c).to_numpy().tolist() for c in (PARTITION, OFFSET)), strict=True)
-        )
+        where = (found.column(c).to_numpy().tolist() for c in (PARTITION, OFFSET))
+        places = set(zip(*where, strict=True))
         if versioned:
             valid = int(np.searchsorted(micros(found, TIMESTAMP), as_micros(moment), "right"))
             found = found.slice(max(0, valid - AROUND - 2), 2 * AROUND + 4)

@@ -26,17 +26,14 @@ def stream_stream(asked: Asked) -> Made:
     place, told = asked.record.partition, asked.told
     before, after = (length(asked.meaning[c], place) for c in ("before", "after"))
     moment, nothing = asked.record.timestamp, timedelta(0)
+    back = [as_micros(moment - max(one, nothing)) for one in (after, before)]
     lefts, rights = (
         [
             one
-            for one in log.records(
-                both(_same_key(asked, log), between(as_micros(moment - back), as_micros(moment)))
-            )
+            for one in log.records(both(_same_key(asked, log), between(since, as_micros(moment))))
             if not one.is_tombstone and asked.turn(name, one) < 2
         ]
-        for name, log, back in zip(
-            names, logs, (max(after, nothing), max(before, nothing)), strict=True
-        )
+        for name, log, since in zip(names, logs, back, strict=True)
     )
     of_side = _chosen(asked, logs)
     pairs = [
