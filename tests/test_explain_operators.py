@@ -390,7 +390,7 @@ def test_rows_that_never_were(
 
 
 def test_what_was_erased_or_has_expired(spark: SparkSession, tmp_path: Path) -> None:
-    """What is left of an erased key: that rows are gone, where they were, and what still counts them."""
+    """What is left of an erased key: that rows are gone, where, and what still counts them."""
     landing, path = tmp_path / "rates", str(tmp_path / "warehouse")
     landing.mkdir()
     rows = [("a", 1, 0), ("a", 2, 5), ("gone", 3, 6), ("a", 4, 30)]

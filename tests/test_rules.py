@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from pyspark.sql.types import IntegerType, StringType, StructField, StructType
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from tests.test_layers import CONFORMANCE, ROOT
 from vt_dagster import Stream, TumblingWindow, UntilWindowCloses, VersionedTable
@@ -85,7 +85,8 @@ def test_the_readme_tells_each_rule(rule: Rule) -> None:
 
 def test_metrics_are_described_by_the_rules() -> None:
     """Each number of a materialization that counts what a rule decided has the rule's own sentence."""
-    values = StructType([StructField("k", StringType()), StructField("n", IntegerType())])
+    kinds = {"k": StringType(), "n": IntegerType(), "timestamp": TimestampType()}
+    values = StructType([StructField(name, kind) for name, kind in kinds.items()])
     about: dict[str, Any] = {"key": "k", "schema": values}
     orders = Stream("orders", **about)
     hourly = (
