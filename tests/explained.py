@@ -59,8 +59,10 @@ class Warehouse:
 
     def __post_init__(self) -> None:
         about: dict[str, Any] = {"key": "k", "schema": SCHEMA, "tombstone": "n is null"}
-        left = VersionedTable("left", **about, history_retention=LONG, source=self._source("left"))
-        right = Table("right", **about, source=self._source("right"))
+        left = VersionedTable(
+            "left", **about, partitions=2, history_retention=LONG, source=self._source("left")
+        )
+        right = Table("right", **about, partitions=2, source=self._source("right"))
         clicks, views = (Stream(n, **about, source=self._source(n)) for n in ("clicks", "views"))
         self.nodes = {n.name: n for n in topological(_operators(left, right, clicks, views))}
 

@@ -38,9 +38,10 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.storage.store import stores_of
 
 ROWS = 40
+IN_ORDER = [("partition", "ascending"), ("offset", "ascending")]
 Row = dict[str, Any]
-Place = tuple[str, int]
-"""An asset and an offset of its log, which has one partition."""
+Place = tuple[str, int, int]
+"""An asset, and a partition and an offset of its log; streams have one partition."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def warehouse(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def logs_of(path: str, names: Sequence[str]) -> dict[str, list[Row]]:
     return {
-        name: read(name, what="log", warehouse=path).sort_by("offset").to_pylist() for name in names
+        name: read(name, what="log", warehouse=path).sort_by(IN_ORDER).to_pylist() for name in names
     }
 
 
@@ -174,22 +175,30 @@ CASES = {
 
 def arrivals(case: Case, logs: Mapping[str, list[Row]]) -> list[tuple[str, Row]]:
     """All records of a case's inputs in the order in which runs took them: in each round by the largest
-    timestamp so far of their own log, the left one's first."""
+    timestamp so far of their partition, the left one's first."""
     found: list[tuple[tuple[int, ...], str, Row]] = []
     for side, asset in enumerate(case.inputs.values()):
-        rows = logs[asset]
-        size = len(rows) // ROUNDS
-        for i, row in enumerate(rows):
-            first = i // size * size
-            so_far = max(millis(r["timestamp"]) for r in rows[first : i + 1])
-            found.append(((i // size, so_far, side, i), asset, row))
-    if len(case.inputs) == 1:
-        return [(asset, row) for _, asset, row in found]
+        rounds = sorted({row["recorded_at"] for row in logs[asset]})
+        assert len(rounds) == ROUNDS
+        so_far: dict[tuple[int, int], int] = {}
+        for row in logs[asset]:
+            run = rounds.index(row["recorded_at"]), row["partition"]
+            so_far[run] = max(so_far.get(run, 0), millis(row["timestamp"]))
+            place = (run[0], so_far[run], side, row["partition"], row["offset"])
+            found.append((place, asset, row))
     return [(asset, row) for _, asset, row in sorted(found, key=lambda one: one[0])]
 
 
+def place_of(asset: str, row: Row) -> Place:
+    return asset, row["partition"], row["offset"]
+
+
+def at(row: Row) -> tuple[int, int]:
+    return row["partition"], row["offset"]
+
+
 def named(told: Explanation) -> list[Place]:
-    return [(one.asset, one.record.offset) for one in told.made_of if one.record is not None]
+    return [(one.asset, *one.record.place) for one in told.made_of if one.record is not None]
 
 
 def last_of(case: Case, emitted: Sequence[Row], row: Row) -> tuple[Any, int] | None:
@@ -205,17 +214,17 @@ def test_what_it_names_gives_the_row_and_nothing_else_changes_it(
     logs = logs_of(warehouse.path, [name, *case.inputs.values()])
     explainer, every = Explainer(warehouse.path), arrivals(case, logs)
     rows = logs[name]
-    asked = random.Random(name).sample(range(len(rows)), min(ROWS, len(rows)))
+    asked = random.Random(name).sample(rows, min(ROWS, len(rows)))
     assert len(asked) >= 15
-    for offset in asked:
-        row, told = rows[offset], explainer.explain(name, offset=(0, offset))
+    for row in asked:
+        told = explainer.explain(name, offset=at(row))
         places = set(named(told))
         assert places, told
         assert told.made_of_in_all == len(told.made_of)
         wanted = case.value(row), millis(row["timestamp"])
         if row["is_tombstone"] and name == "session":
             continue  # one that was merged: the next row names what it was made of
-        order = [(asset, r) for asset, r in every if (asset, r["offset"]) in places]
+        order = [(asset, r) for asset, r in every if place_of(asset, r) in places]
         assert last_of(case, case.run(order), row) == wanted, told
         if case.operator == "stream_stream_join":
             got = case.run(every)
@@ -230,8 +239,8 @@ def test_a_groups_records(warehouse: Warehouse) -> None:
     logs = logs_of(warehouse.path, ["of_clicks", "clicks"])
     explainer, few = Explainer(warehouse.path), Explainer(warehouse.path, most=2)
     for row in logs["of_clicks"]:
-        told = explainer.explain("of_clicks", offset=(0, row["offset"]))
-        mine = [logs["clicks"][offset] for _, offset in named(told)]
+        told = explainer.explain("of_clicks", offset=at(row))
+        mine = [logs["clicks"][offset] for _, _, offset in named(told)]
         assert sum(r["n"] for r in mine) == row["sum"]
         assert max(r["timestamp"] for r in mine) == row["timestamp"]
         assert told.made_of_in_all == len(mine) == row["count"]
@@ -251,7 +260,7 @@ def test_updates_that_were_held(warehouse: Warehouse, name: str, source: str, ru
     assert logs[name]
     for row in logs[name]:
         told = explainer.explain(name, offset=(0, row["offset"]))
-        ((asset, offset),) = named(told)
+        ((asset, _, offset),) = named(told)
         own = [c for c in logs[source][0] if c in row and c not in ("offset", "recorded_at", "old")]
         assert asset == source
         assert {c: logs[source][offset][c] for c in own} == {c: row[c] for c in own}
@@ -272,7 +281,7 @@ def test_an_update_that_is_held_still(warehouse: Warehouse) -> None:
     told = explainer.explain("final", key=key)
     assert told.record is None
     assert told.rules == ("suppressed",)
-    assert named(told) == [("tumbling", waits[-1]["offset"])]
+    assert named(told) == [place_of("tumbling", waits[-1])]
 
 
 def test_records_that_came_too_late(warehouse: Warehouse) -> None:
@@ -283,7 +292,7 @@ def test_records_that_came_too_late(warehouse: Warehouse) -> None:
     late = 0
     for row in last.values():
         told = explainer.explain("tumbling", offset=(0, row["offset"]))
-        inside = {offset for _, offset in named(told)}
+        inside = {offset for _, _, offset in named(told)}
         out = {c.record.offset for c in told.candidates if c.rule == "window_closed"}
         there = {
             r["offset"]
@@ -317,16 +326,18 @@ def test_versions_that_answered(warehouse: Warehouse, name: str) -> None:
     """The version that is named gives the row; a corrected join's row tells its cause."""
     logs, explainer = logs_of(warehouse.path, [name, "clicks", "left"]), Explainer(warehouse.path)
     seen: set[str] = set()
+    versions = {at(row): row for row in logs["left"]}
     for row in logs[name]:
         told = explainer.explain(name, offset=(0, row["offset"]))
         seen |= set(told.rules)
-        parts = dict(named(told))
-        click = logs["clicks"][parts["clicks"]]
+        parts = {asset: place for asset, *place in named(told)}
+        click = logs["clicks"][parts["clicks"][1]]
         assert (click["g"], click["n"], click["timestamp"]) == (row["lg"], row["ln"], row["timestamp"])
         if row["rn"] is None:
             assert not {"as_of"} & set(told.rules)
             continue
-        version = logs["left"][parts["left"]]
+        partition, offset = parts["left"]
+        version = versions[partition, offset]
         assert (version["g"], version["n"], version["k"]) == (row["rg"], row["rn"], click["k"])
         assert "as_of" in told.rules
         if name == "strict":
