@@ -120,7 +120,7 @@ def _let_in(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
         return counted
     name = asked.meaning["source"]
     earlier = sum(asked.turn(name, one) == 0 for one in near)
-    new = [one for one in near if asked.is_new(name, one) and _taken(asked, one)]
+    new = [one for one in near if asked.is_new(name, one)]
     results = asked.results()
     place = [one.offset for one in results].index(asked.record.offset)
     if sliding or (len(results) <= 1 < len(new) and not asked.tells_each_update):
@@ -130,11 +130,6 @@ def _let_in(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
         )
         return earlier + len(new)
     return earlier + place + 1
-
-
-def _taken(asked: Asked, record: Record) -> bool:
-    end = asked.end(asked.meaning["source"])
-    return record.offset < end.get(record.partition, 0)
 
 
 def _counted(asked: Asked) -> int | None:
@@ -157,12 +152,14 @@ def _aggregates(asked: Asked) -> list[tuple[str, str]]:
 
 
 def _let_in_until_now(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
-    """How many of a window's records are in it by the last commit."""
+    """How many of a window's records are in it by the last commit; where that cannot be told all."""
     place = asked.record.partition
     same = asked.log.same_key(asked.record.values)
     every = asked.log.records(same, end={place: asked.log.commit.next_offset.get(place, 0)})
     counted = _counted(replace(asked, record=every[-1]))
-    return counted if counted is not None else len(near) if sliding else len(every)
+    if counted is not None:
+        return counted
+    return len(every) if asked.tells_each_update and not sliding else len(near)
 
 
 def _with_late(asked: Asked, made: Made, source: Log, late: Sequence[Record]) -> Made:
