@@ -68,7 +68,10 @@ ORDER = {
         kafka_cluster protobuf avro formats kafka_messages kafka kafka_sink
         local_frames any_frame frames
     """,
-    "provenance": "values logs history origins as_of row_by_row explain",
+    "provenance": """
+        values logs expressions asked history origins row_by_row table_joins aggregates windows
+        suppressed stream_joins as_of corrected question explain
+        """,
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
         difference run replay restate_plan restate export training_set erase_plan certificate erase cut

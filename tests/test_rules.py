@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
+from typing import Any
 
 import pytest
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from tests.test_layers import CONFORMANCE, ROOT
+from vt_dagster import Stream, TumblingWindow, UntilWindowCloses, VersionedTable
 from vt_dagster.conformance.scenario import read_scenarios
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.records import Reason
-from vt_dagster.rules import RULES, Rule
+from vt_dagster.orchestration.metadata import definition_metadata
+from vt_dagster.rules import METRICS, RULES, Rule
 
 SHOWN = {
     "applied": "kip889-validity-interval",
@@ -34,12 +39,15 @@ SHOWN = {
     "null_tombstone": "test_an_expression_that_fails_is_the_records_fault",
     "duplicate_key": "test_bad_rows",
     "out_of_order": "kip914-aggregate-count-versioned",
+    "triggered": "test_what_it_names_gives_the_row_and_nothing_else_changes_it",
     "replaced": "kip889-put-replaces-same-timestamp",
     "as_of": "kip889-validity-interval",
     "other_time": "kip889-validity-interval",
     "recorded_since": "test_a_table_record_that_came_late",
     "latest": "kip889-motivation-unversioned",
     "no_match": "kip914-probe-stream-join-nulls-left-versioned",
+    "matched": "stream-join-asymmetric-bounds",
+    "too_old": "test_versions_that_are_too_old",
     "deleted": "kip914-probe-tombstones-left-versioned",
     "horizon": "kip914-expired-lookup-left",
     "expired": "kip889-expired-get",
@@ -73,3 +81,31 @@ def test_fates_and_reasons_are_rules(names: type) -> None:
 def test_the_readme_tells_each_rule(rule: Rule) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"| `{rule.name}` | {rule.says} |" in text
+
+
+def test_metrics_are_described_by_the_rules() -> None:
+    """Each number of a materialization that counts what a rule decided has the rule's own sentence."""
+    kinds = {"k": StringType(), "n": IntegerType(), "timestamp": TimestampType()}
+    values = StructType([StructField(name, kind) for name, kind in kinds.items()])
+    about: dict[str, Any] = {"key": "k", "schema": values}
+    orders = Stream("orders", **about)
+    hourly = (
+        orders.group_by()
+        .windowed_by(TumblingWindow(timedelta(hours=1)))
+        .aggregate({"orders": "count(*)"}, name="hourly")
+    )
+    rates = VersionedTable("rates", **about, history_retention=timedelta(days=1))
+    joined = orders.left_join(
+        rates, name="joined", select=["left.*", "right.n as rate"], corrected_for=timedelta(hours=1)
+    )
+    final = hourly.suppress(UntilWindowCloses(), name="final")
+    told = {
+        node.name: str(definition_metadata(node)["vt_dagster/numbers"].md_str)
+        for node in (orders, hourly, rates, joined, final)
+    }
+    told = {name: set(re.findall(r"- `(\w+)`: (.+)", text)) for name, text in told.items()}
+    every = set().union(*told.values())
+    assert every == {(name, METRICS[name].says) for name, _ in every}
+    assert {name for name, _ in every} == set(METRICS)
+    assert ("late_records_dropped", RULES["window_closed"].says) in told["hourly"] - told["final"]
+    assert ("suppression_emit", RULES["released"].says) in told["final"] - told["hourly"]

@@ -73,6 +73,11 @@ OUT_OF_ORDER = _rule(
     "its timestamp is before that of its key's latest record: it is put in its place in the history "
     "and triggers no result of a table-table join or an aggregate",
 )
+TRIGGERED = _rule(
+    "triggered",
+    "the record that the result came with: a change of either side of a join of tables, or what "
+    "updated a group or a window",
+)
 REPLACED = _rule("replaced", "a later record of the key and the same timestamp took its place")
 AS_OF = _rule(
     "as_of",
@@ -81,8 +86,15 @@ AS_OF = _rule(
 )
 OTHER_TIME = _rule("other_time", "the version is valid at other times than the record's timestamp")
 RECORDED_SINCE = _rule("recorded_since", "it was recorded after the run had looked")
-LATEST = _rule("latest", "the row that the key has, by arrival, when the run looks")
+LATEST = _rule("latest", "the row that the key has when it is looked at")
 NO_MATCH = _rule("no_match", "the other side has no row of the key then: nulls, or no result")
+MATCHED = _rule(
+    "matched",
+    "two records of a key match: the right one is in the window before and after the left one",
+)
+TOO_OLD = _rule(
+    "too_old", "the version began longer before the record than max_age: as without a match"
+)
 DELETED = _rule("deleted", "the version that is valid then is a tombstone: as without a match")
 HORIZON = _rule(
     "horizon",
@@ -91,7 +103,9 @@ HORIZON = _rule(
 )
 EXPIRED = _rule("expired", "the version ended at stream time - history retention or before")
 RELEASED = _rule(
-    "released", "it waited until stream time was its timestamp + grace period or later, and went out"
+    "released",
+    "it waited until stream time was its timestamp + grace period (of suppress: time limit) or later, "
+    "and went out",
 )
 WINDOW_CLOSED = _rule(
     "window_closed",
@@ -101,3 +115,13 @@ SUPPRESSED = _rule("suppressed", "the update is held until a time limit, or unti
 CORRECTED = _rule(
     "corrected", "what has been recorded since gives another answer than the one that was given then"
 )
+
+METRICS = {
+    **{f"records_{rule}": rule for rule in (APPLIED, LATE, DROPPED, WAITING, QUARANTINED, CORRECTED)},
+    "records_unmatched": NO_MATCH,
+    "records_corrections_too_late": TOO_LATE,
+    "late_records_dropped": WINDOW_CLOSED,
+    "expired_window_records_dropped": WINDOW_CLOSED,
+    "suppression_emit": RELEASED,
+}
+"""The numbers of a materialization that count what a rule decided, by their names."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vt_dagster.cli.lookup import Known, Warehouse
+from vt_dagster.provenance.explain import MOST
 from vt_dagster.provenance.explain import explain as explained
 from vt_dagster.provenance.values import Candidate, Explanation, Origin, Record
 from vt_dagster.rules import RULES
@@ -36,6 +37,9 @@ def explain(
         typer.Option(help="The one record that meets a SQL condition; needs the package duckdb."),
     ] = None,
     as_known_at: Known = None,
+    most: Annotated[
+        int, typer.Option(help="Name so many of the records that a row was made of, the newest.")
+    ] = MOST,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
@@ -51,6 +55,7 @@ def explain(
         where=where,
         as_known_at=as_known_at,
         warehouse=warehouse,
+        most=most,
     )
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
@@ -85,10 +90,10 @@ def _lines(one: Explanation, indent: str = "") -> Iterator[str]:
     for row in one.rejected:
         yield f"{inner}quarantine: {row.source} {row.position}: {row.reason}: {row.raw}"
     if one.candidates:
-        yield f"{inner}of {one.candidates_in_all:,} versions of the key on the other side:"
+        yield f"{inner}of {one.candidates_in_all:,} others that it may have been made of:"
         yield from (f"{inner}{_candidate(c)}" for c in one.candidates)
     if one.made_of:
-        yield f"{inner}made of"
+        yield f"{inner}made of {f'{one.made_of_in_all:,}, of which' if one.more else ''}".rstrip()
         for part in one.made_of:
             yield from _lines(part, inner + "  ")
 

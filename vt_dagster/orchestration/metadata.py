@@ -30,6 +30,7 @@ from vt_dagster.core.arrival import Fate
 from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.core.log import log_columns
 from vt_dagster.core.processors import processor_of
+from vt_dagster.rules import METRICS
 from vt_dagster.runs.results import Receipt
 from vt_dagster.sources.kafka import PinnedTopics
 from vt_dagster.storage.positions import Commit
@@ -109,7 +110,18 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     metadata |= _column_lineage(node)
     if node.source is not None:
         metadata["vt_dagster/source"] = node.source.describe()
+    metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
     return metadata
+
+
+def _numbers(node: Stream) -> str:
+    """What the numbers of its materializations count that a rule decides, in the rules' own words."""
+    processor = processor_of(node)
+    told = {f"records_{name}" for name in processor.counted}
+    if processor.tells_lateness:
+        closes = node.window is not None and all(up.window is None for up in node.inputs)
+        told |= {name for name in _KIP_328 if (name == _EMITTED) != closes}
+    return "\n".join(f"- `{name}`: {rule.says}" for name, rule in METRICS.items() if name in told)
 
 
 def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
@@ -247,7 +259,8 @@ def positions_of(commit: Commit) -> dict[str, dict[str, int]]:
 _LOST = "lost"
 """Of topics: what their retention took before it was consumed, and a run was told to go on without."""
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
-_KIP_328 = ("late_records_dropped", "expired_window_records_dropped", "suppression_emit")
+_EMITTED = "suppression_emit"
+_KIP_328 = ("late_records_dropped", "expired_window_records_dropped", _EMITTED)
 _GAUGES = {
     "lateness_avg": "record_lateness_avg_seconds",
     "lateness_max": "record_lateness_max_seconds",

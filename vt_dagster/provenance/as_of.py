@@ -1,23 +1,22 @@
-"""stream-table join: which version answered for a record, and when the record went out."""
+"""stream-table join, corrected or not: which version answered for a record, and when it went out."""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from vt_dagster import rules
-from vt_dagster.provenance.history import History, Version, horizons_of
+from vt_dagster.provenance.asked import Asked, Made
+from vt_dagster.provenance.expressions import length
+from vt_dagster.provenance.history import AROUND, History, Version, horizons_of
 from vt_dagster.provenance.logs import Log, as_micros, as_time, at_time, both
 from vt_dagster.provenance.values import Candidate, Record, Told
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import last_that
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.durations import spoken
-
-_AROUND = 2
-"""So many versions before and after the chosen one are shown."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,46 @@ def _batch_at(path: str, version: int) -> int | None:
     return None
 
 
+@dataclass(frozen=True)
+class Match:
+    """How a join chooses among versions, see ``StreamTableJoin``.
+
+    Args:
+        before: whether only one that began before the record's time answers, not at it.
+        max_age: None: one of any age does.
+        as_known: None: all versions count.
+    """
+
+    before: bool
+    max_age: timedelta | None
+    as_known: str | None
+
+    @classmethod
+    def of(cls, meaning: Mapping[str, str], partition: int) -> Match:
+        """As commits have it."""
+        age = meaning.get("max_age")
+        return cls(
+            meaning.get("at") == "before",
+            None if age is None else length(age, partition),
+            meaning.get("as_known"),
+        )
+
+    def cut(self, record: Record) -> int | None:
+        """Versions recorded later than this do not count; epoch microseconds, None = all do."""
+        if self.as_known is None:
+            return None
+        if self.as_known == "when_recorded":
+            return as_micros(record.recorded_at or record.timestamp)
+        return as_micros(record.timestamp + length(self.as_known, record.partition))
+
+
 def answer(
-    table: Log, found: Sequence[Version], moment: datetime, commit: Commit, forgetful: bool = True
+    table: Log,
+    found: Sequence[Version],
+    moment: datetime,
+    commit: Commit,
+    match: Match,
+    forgetful: bool = True,
 ) -> Answer:
     """What a table answers for a time, as ``core.as_of_join`` does.
 
@@ -171,11 +208,16 @@ def answer(
         found: the versions of the key, oldest first; of a plain table its row.
         forgetful: whether what is older than the horizon is not answered.
     """
-    if table.head.shape.kind != "versioned":
+    if not table.versioned:
         return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
-    valid = next((v for v in reversed(found) if v.begin <= moment), None)
+    valid = next(
+        (v for v in reversed(found) if v.begin < moment or (v.begin == moment and not match.before)),
+        None,
+    )
     if valid is None:
         return Answer(None, rules.NO_MATCH)
+    if match.max_age is not None and moment - valid.begin > match.max_age:
+        return Answer(valid, rules.TOO_OLD)
     horizon = horizons_of(table, commit).get(valid.partition)
     if forgetful and valid.end is not None and horizon is not None and moment < as_time(horizon):
         return Answer(valid, rules.HORIZON)
@@ -207,6 +249,7 @@ def look_up(
     values: Sequence[object],
     moment: datetime,
     seen: Commit | None,
+    match: Match,
 ) -> Looked:
     """Looks for the versions of a key around a time.
 
@@ -216,10 +259,10 @@ def look_up(
     """
     key = None if any(one is None for one in values) else table.of_key(values)
     history = History(table, key)
-    now = history.versions(table.commit, forgotten=False)
-    then = [] if seen is None else history.versions(seen)
-    first = answer(table, then, moment, seen or table.commit)
-    last = answer(table, now, moment, table.commit, forgetful=False)
+    now, last_places = history.versions(table.commit, moment, forgotten=False)
+    then, first_places = ([], set()) if seen is None else history.versions(seen, moment)
+    first = answer(table, then, moment, seen or table.commit, match)
+    last = answer(table, now, moment, table.commit, match, forgetful=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
     if first.version is None and last.found is not None and _knows(seen, last.found):
         first = Answer(None, rules.EXPIRED)
@@ -227,7 +270,7 @@ def look_up(
     chosen = {one.found.place for one in (first, last) if one.found is not None}
     near = [i for i, v in enumerate(every) if v.begin <= moment]
     middle = near[-1] if near else 0
-    around = range(max(0, middle - _AROUND), middle + _AROUND + 1)
+    around = range(max(0, middle - AROUND), middle + AROUND + 1)
 
     def candidate(version: Version) -> Candidate:
         place = version.place
@@ -240,7 +283,7 @@ def look_up(
             rule = rules.OTHER_TIME if place in now_by else rules.REPLACED
         return Candidate(
             history.record(place),
-            version.begin if table.head.shape.kind == "versioned" else None,
+            version.begin if table.versioned else None,
             then_by[place].end if place in then_by else None,
             now_by[place].end if place in now_by else None,
             known,
@@ -250,9 +293,93 @@ def look_up(
         )
 
     shown = [v for i, v in enumerate(every) if i in around or v.place in chosen]
-    return Looked(history, first, last, tuple(map(candidate, shown)), len(every))
+    history.fetch([v.place for v in shown])
+    count = len(last_places | first_places)
+    return Looked(history, first, last, tuple(map(candidate, shown)), count)
 
 
 def _knows(commit: Commit | None, version: Version) -> bool:
     """Whether a table had a version's record in its log by a commit."""
     return commit is not None and version.offset < commit.next_offset.get(version.partition, 0)
+
+
+# -------------------------------------------------------------------------------------- the two of them
+
+
+def stream_table(asked: Asked) -> Made:
+    """What a result of a stream-table join was made of, see ``core.stream_table_join``."""
+    left, right = asked.meaning["left"], asked.meaning["right"]
+    stream, told = asked.inputs[left], asked.told
+    lefts = streams_record(asked.log, stream, left, asked.record, asked.commit)
+    if not lefts:
+        told.notes.append(f"its record of {left} is not there any more")
+    elif len(lefts) > 1:
+        told.notes.append(f"it was made of one of {len(lefts)} records of its key and time")
+    for one in lefts[:1]:
+        tell_waiting(asked.log, left, asked.record, one, asked.commit, told)
+    values = [asked.record.values[c] for c in asked.log.key]
+    looked = looked_up(asked, right, lefts[0] if lefts else asked.record, values)
+    parts = [(stream, one) for one in lefts[: asked.most]]
+    return answered(asked, right, looked, parts)
+
+
+def looked_up(asked: Asked, right: str, record: Record, values: Sequence[object]) -> Looked:
+    """What the table answered for a record of the stream.
+
+    Args:
+        right: the table's name.
+        values: of the key.
+    """
+    table, told = asked.inputs[right], asked.told
+    match = Match.of(asked.meaning, record.partition)
+    seen = pinned(asked.log, table, right, asked.commit, told)
+    cut = match.cut(record)
+    if cut is not None and seen is not None and seen.recorded_at > cut:
+        seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
+        told.notes.append(f"versions of {right} that were recorded after {as_time(cut)} do not count")
+    looked = look_up(table, values, record.timestamp, seen, match)
+    _tell_looked(looked, table, right, record.timestamp, told, cut is None)
+    return looked
+
+
+def answered(asked: Asked, right: str, looked: Looked, parts: Sequence[tuple[Log, Record]]) -> Made:
+    """The stream's records and the version that was joined, as an answer."""
+    found = looked.then.found
+    version = [] if found is None else [(asked.inputs[right], looked.history.record(found.place))]
+    return Made([*parts, *version], None, looked.shown, looked.count)
+
+
+def _tell_looked(
+    looked: Looked, table: Log, name: str, moment: datetime, told: Told, follows: bool
+) -> None:
+    """Tells what the table answered, and whether it would answer otherwise now.
+
+    Args:
+        follows: whether all that is known counts.
+    """
+    then, now = looked.then, looked.now
+    if then.version is None:
+        told.decide(then.rule, f"{name} had no row of its key at {moment} when the run looked")
+    else:
+        end = "now" if then.version.end is None else str(then.version.end)
+        valid = f", true from {then.version.begin} to {end}" if table.versioned else ""
+        told.decide(then.rule, f"{name} {_at(then.version)}{valid}")
+    if then.found is not None and now.found is not None and then.found.place == now.found.place:
+        return
+    if then.found is None and now.found is None:
+        return
+    says = "nothing" if now.found is None else f"{name} {_at(now.found)}"
+    if now.found is not None:
+        says += f", recorded at {looked.history.record(now.found.place).recorded_at or 'no known time'}"
+    if not table.versioned:
+        told.notes.append(f"{name} is a plain table, which has changed since: now it would be {says}")
+    elif not follows:
+        told.notes.append(f"if all that is known now counted it would be {says}")
+    elif then.rule in (rules.HORIZON, rules.EXPIRED):
+        told.notes.append(f"with a longer history retention of {name} it would be {says}")
+    else:
+        told.decide(rules.CORRECTED, f"by what is known now it would be {says}")
+
+
+def _at(version: Version) -> str:
+    return f"{version.partition}:{version.offset}"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+import numpy as np
 import pyarrow as pa
 
 from vt_dagster import rules
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_TO
-from vt_dagster.provenance.logs import Condition, Log, as_time, both
+from vt_dagster.provenance.logs import Condition, Log, Place, as_micros, as_time, both
 from vt_dagster.provenance.values import Record, Told
-from vt_dagster.storage.folding import fold, micros
+from vt_dagster.storage.folding import fold, micros, values_by_partition
 from vt_dagster.storage.positions import Commit, horizons
+
+AROUND = 2
+"""So many versions before and after one are shown."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Version:
 
 
 class History:
-    """All records of a key in a table's log, and what the table made of them.
+    """What a table made of all records of a key.
 
     Args:
         log: the table's.
@@ -46,25 +50,32 @@ class History:
 
     def __init__(self, log: Log, key: Condition | None) -> None:
         self.log = log
-        self._rows = log.rows(key or both(), end=None if key else {})
-        places = (self._rows.column(c).to_pylist() for c in (PARTITION, OFFSET))
-        self._place = {place: i for i, place in enumerate(zip(*places, strict=True))}
+        only = [*log.key, TIMESTAMP, IS_TOMBSTONE]
+        self._rows = log.rows(key or both(), end=None if key else {}, only=only)
+        self._records: dict[Place, Record] = {}
 
-    def versions(self, commit: Commit, forgotten: bool = True) -> list[Version]:
-        """The versions as of a commit, oldest first; of a plain table the row.
+    def versions(
+        self, commit: Commit, moment: datetime, forgotten: bool = True
+    ) -> tuple[list[Version], set[Place]]:
+        """The versions around a time as of a commit, oldest first: the one that is valid then, and some
+        before and after it; of a plain table the row. And where all records are that have one.
 
         Args:
             forgotten: whether what has expired is left out.
         """
-        ends = commit.next_offset
-        rows = self._rows.filter(pa.array([o < ends.get(p, 0) for p, o in self._place], pa.bool_()))
+        ends = values_by_partition(self._rows, commit.next_offset, 0)
+        rows = self._rows.filter(pa.array(self._rows.column(OFFSET).to_numpy() < ends))
         if not rows.num_rows:
-            return []
-        versioned = self.log.head.shape.kind == "versioned"
-        limits = None
+            return [], set()
+        versioned, limits = self.log.versioned, None
         if versioned:
             limits = horizons_of(self.log, commit) if forgotten else {}
-        found = fold(None, rows, self.log.key, limits)
+        found = fold(None, rows, self.log.key, limits).sort_by(TIMESTAMP)
+        where = (found.column(c).to_numpy().tolist() for c in (PARTITION, OFFSET))
+        places = set(zip(*where, strict=True))
+        if versioned:
+            valid = int(np.searchsorted(micros(found, TIMESTAMP), as_micros(moment), "right"))
+            found = found.slice(max(0, valid - AROUND - 2), 2 * AROUND + 4)
         begins, until = micros(found, TIMESTAMP).tolist(), [None] * found.num_rows
         if versioned:
             there = found.column(VALID_TO).is_null().to_pylist()
@@ -74,11 +85,17 @@ class History:
             Version(p, o, as_time(begin), None if end is None else as_time(int(end)), deleted)
             for p, o, deleted, begin, end in zip(*columns, begins, until, strict=True)
         ]
-        return sorted(told, key=lambda one: one.begin)
+        return told, places
 
-    def record(self, place: tuple[int, int]) -> Record:
+    def fetch(self, places: Collection[Place]) -> None:
+        """Reads records at once that are wanted."""
+        self._records |= {one.place: one for one in self.log.at(places)}
+
+    def record(self, place: Place) -> Record:
         """The record at a partition and offset."""
-        return self.log.as_records(self._rows.slice(self._place[place], 1))[0]
+        if place not in self._records:
+            self.fetch([place])
+        return self._records[place]
 
 
 def horizons_of(log: Log, commit: Commit) -> Mapping[int, int]:
@@ -92,7 +109,8 @@ def place_of(log: Log, record: Record, told: Told) -> None:
     if log.head.shape.kind == "stream":
         told.decide(rules.APPLIED, "a stream takes every record, whatever its time")
         return
-    others = History(log, log.same_key(record.values)).versions(log.commit, forgotten=False)
+    history = History(log, log.same_key(record.values))
+    others, _ = history.versions(log.commit, record.timestamp, forgotten=False)
     here = next((v for v in others if v.place == (record.partition, record.offset)), None)
     if log.head.shape.kind == "table":
         if here is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from functools import reduce
+from functools import cached_property, reduce
 from operator import and_
 from typing import Any
 
@@ -28,7 +28,7 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at, last_that
 from vt_dagster.storage.folding import micros, values_by_partition
 from vt_dagster.storage.kept import base_of, base_path
-from vt_dagster.storage.lookup import asset_names, head_of, of_key, rows_of
+from vt_dagster.storage.lookup import asset_names, columns_of, head_of, of_key, rows_of
 from vt_dagster.storage.names import names_of
 from vt_dagster.storage.positions import Commit, Offsets, file_at_or_after, file_before
 from vt_dagster.storage.values import texts
@@ -36,6 +36,8 @@ from vt_dagster.storage.values import texts
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _OURS = (IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT)
 Condition = Callable[[pa.Schema], Any]
+Place = tuple[int, int]
+"""A partition and an offset of a log."""
 
 
 def as_time(micros: int) -> datetime:
@@ -113,7 +115,26 @@ class Log:
         """In words, why a record may be missing: the log was cut off; empty where it was not."""
         return "" if self.head.cut is None else f": {self.head.cut.told()}"
 
+    @property
+    def versioned(self) -> bool:
+        return self.head.shape.kind == "versioned"
+
+    @cached_property
+    def columns(self) -> pa.Schema:
+        """All columns of the log."""
+        return columns_of(self._table)
+
+    @cached_property
+    def _table(self) -> Any:
+        """The Delta table, opened once: that takes longer than to read a few rows of it."""
+        return delta.require_table(self.path, self.version)
+
     # -- records -----------------------------------------------------------------------------------
+
+    @property
+    def _without_old(self) -> list[str]:
+        """All but the row that each record replaced, which is as wide as the others together."""
+        return [c for c in self.columns.names if c != OLD]
 
     def records(
         self, condition: Condition, start: Offsets | None = None, end: Offsets | None = None
@@ -125,16 +146,26 @@ class Log:
             start: the first offset of each partition; of others 0.
             end: the first offset that is not asked for; of others nothing is. None = as of ``commit``.
         """
-        return self.as_records(self.rows(condition, start, end))
+        return self.as_records(self.rows(condition, start, end, self._without_old))
 
     def rows(
-        self, condition: Condition, start: Offsets | None = None, end: Offsets | None = None
+        self,
+        condition: Condition,
+        start: Offsets | None = None,
+        end: Offsets | None = None,
+        only: Sequence[str] | None = None,
     ) -> pa.Table:
-        """The same as an Arrow table."""
+        """The same as an Arrow table.
+
+        Args:
+            only: the columns that are read, besides partition and offset; None = all.
+        """
         ends, first = self.commit.next_offset if end is None else end, start or {}
         late, early = file_at_or_after(dict(first), ends), file_before(ends)
         wanted: delta.Wanted = lambda file: late(file) and early(file)  # noqa: E731
-        rows = self._with_base(rows_of(self.path, self.version, condition, wanted), condition)
+        columns = None if only is None else (*only, PARTITION, OFFSET)
+        rows = rows_of(self.path, self.version, condition, wanted, only=columns, opened=self._table)
+        rows = self._with_base(rows, condition)
         offsets = rows.column(OFFSET).to_numpy()
         since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
         keep = (offsets >= since) & (offsets < until)
@@ -206,12 +237,19 @@ class Log:
 
     def one(self, partition: int, offset: int) -> Record | None:
         """The record at an offset; None where there is none."""
-        found = self.records(
-            lambda _: (pc.field(PARTITION) == partition) & (pc.field(OFFSET) == offset),
-            {partition: offset},
-            {partition: offset + 1},
-        )
-        return found[0] if found else None
+        return next(iter(self.at([(partition, offset)])), None)
+
+    def at(self, places: Collection[Place]) -> list[Record]:
+        """The records at some partitions and offsets, those that are there, in order of these."""
+        if not places:
+            return []
+        offsets = pa.array(sorted({offset for _, offset in places}), pa.int64())
+        start, end = dict[int, int](), dict[int, int]()
+        for partition, offset in places:
+            start[partition] = min(offset, start.get(partition, offset))
+            end[partition] = max(offset + 1, end.get(partition, 0))
+        found = self.records(lambda _: pc.field(OFFSET).isin(offsets), start, end)
+        return [one for one in found if one.place in places]
 
     # -- commits -----------------------------------------------------------------------------------
 
@@ -274,10 +312,23 @@ def both(*conditions: Condition | None) -> Condition:
 def at_time(moment: datetime) -> Condition:
     """The condition that a record has a timestamp."""
 
+    return between(as_micros(moment), as_micros(moment))
+
+
+def between(low: int, high: int, first: str = TIMESTAMP, last: str = TIMESTAMP) -> Condition:
+    """The condition that a record's time, or window, meets a span of time, both ends inclusive.
+
+    Args:
+        low, high: of the span, epoch microseconds.
+        first, last: the columns that say when it begins and ends.
+    """
+
     def condition(columns: pa.Schema) -> Any:
-        kind = columns.field(TIMESTAMP).type
-        return pc.field(TIMESTAMP) == pa.scalar(as_micros(moment), pa.int64()).cast(
-            pa.timestamp("us", kind.tz)
+        ends = zip((last, first), (low, high), strict=True)
+        since, until = (
+            pa.scalar(moment, pa.int64()).cast(pa.timestamp("us", columns.field(column).type.tz))
+            for column, moment in ends
         )
+        return (pc.field(last) >= since) & (pc.field(first) <= until)
 
     return condition

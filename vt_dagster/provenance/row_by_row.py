@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from vt_dagster.provenance.asked import Asked, Made
 from vt_dagster.provenance.logs import Log, at_time, both
 from vt_dagster.provenance.values import Record, Told
 from vt_dagster.storage.positions import Commit
@@ -42,16 +43,22 @@ PASSING = {
 """The operators that make results of a record alone, by the names that commits have of them."""
 
 
-def origins_of(
+def row_by_row(asked: Asked) -> Made:
+    """The record that a result was made of; of several that look the same all. Before it, where a plain
+    table's filter tells that a row is gone, the row that it replaced."""
+    log, record, commit, told = asked.log, asked.record, asked.commit, asked.told
+    inputs = asked.inputs
+    found = _origins(log, list(inputs.items()), record, commit, told)
+    if record.is_tombstone and log.meaning["operator"] == "Filter":
+        negated = "not " if log.meaning.get("negate") == "True" else ""
+        condition = f"{negated}{log.meaning['predicate']}"
+        told.notes.append(f"a tombstone: its record is one, or does not meet: {condition}")
+    return Made(found[: asked.most], len(found))
+
+
+def _origins(
     log: Log, inputs: Sequence[tuple[str, Log]], record: Record, commit: Commit, told: Told
 ) -> list[tuple[Log, Record]]:
-    """The record that a result was made of, with its log; of several that look the same all. Before it,
-    where a plain table's filter tells that a row is gone, the row that it replaced.
-
-    Args:
-        inputs: the operator's inputs, by the names that commits have of them.
-        commit: that the result came by.
-    """
     passing = PASSING[log.meaning["operator"]]
     taken = [
         (source, one)

@@ -32,6 +32,14 @@ class Record:
     is_latest: bool | None = None
     is_late: bool | None = None
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its partition and offset."""
+        return self.partition, self.offset
+
+    def __str__(self) -> str:
+        return f"{self.asset} {self.partition}:{self.offset}"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -140,9 +148,11 @@ class Explanation:
         record: the row; None: there is none, and ``decisions`` say why.
         written: the commit that it came by.
         decisions: the rules that decided, in order.
-        made_of: the records that it was made of, each explained.
-        candidates: of a join: rows of the other side around the record's time; ``candidates_in_all``
-            counts those of the key.
+        made_of: the records that it was made of, each explained; of many the newest.
+            ``made_of_in_all`` counts all.
+        candidates: of a join: rows of the other side around the record's time; of a window: records
+            that came too late for it; of suppress: updates that a later one replaced.
+            ``candidates_in_all`` counts all of them.
         origin: of a source: where it came from.
         rejected: rows of a source that its quarantine has, and that mention the key.
         notes: what could not be told, and why.
@@ -154,11 +164,17 @@ class Explanation:
     written: Written | None = None
     decisions: tuple[Decision, ...] = ()
     made_of: tuple[Explanation, ...] = ()
+    made_of_in_all: int = 0
     candidates: tuple[Candidate, ...] = ()
     candidates_in_all: int = 0
     origin: Origin | None = None
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def more(self) -> int:
+        """How many records it was made of that are not named."""
+        return self.made_of_in_all - len(self.made_of)
 
     @property
     def rules(self) -> tuple[str, ...]:

@@ -293,7 +293,7 @@ class _Asset:
 
     @property
     def _columns(self) -> pa.Schema:
-        return _columns_of(delta.require_table(self.log_path, self.version))
+        return columns_of(delta.require_table(self.log_path, self.version))
 
     def _rows(
         self,
@@ -315,6 +315,8 @@ def rows_of(
     condition: Callable[[pa.Schema], Any],
     wanted: delta.Wanted = delta.everything,
     like: pa.Schema | None = None,
+    only: Sequence[str] | None = None,
+    opened: Any = None,
 ) -> pa.Table:
     """The rows of an asset's log or view for which a condition holds, which the files are read by.
 
@@ -324,26 +326,33 @@ def rows_of(
         condition: makes an Arrow expression of the columns that files have; None = all rows.
         wanted: the files that may have some.
         like: the columns that are there have the types and names that they have there.
+        only: the columns that are read, of those that there are; None = all.
+        opened: the table as of that version, where somebody has opened it.
 
     Raises:
         StorageError: a file is gone or damaged.
     """
-    table = delta.require_table(path, version)
-    columns = _columns_of(table)
+    table = delta.require_table(path, version) if opened is None else opened
+    columns = columns_of(table)
     if like is not None:
         columns = seen_as(columns, like)
     fs, root = delta.filesystem(path)
     local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
     where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
+    if only is not None:
+        names = {n for c in only if c in columns.names for n in names_of(columns, c)}
+        read = pa.schema([f for f in columns if f.name in names])
+    else:
+        read = columns
     if not places:
-        return by_newest_names(columns.empty_table(), columns)
+        return by_newest_names(read.empty_table(), read)
     chosen = condition(columns)
     import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
 
     try:
         dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
-        return by_newest_names(dataset.to_table(filter=chosen), columns)
+        return by_newest_names(dataset.to_table(columns=read.names, filter=chosen), read)
     except (OSError, pa.ArrowInvalid) as error:
         name = posixpath.basename(posixpath.dirname(path))
         raise StorageError(
@@ -386,6 +395,7 @@ def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[A
     return condition
 
 
-def _columns_of(table: Any) -> pa.Schema:
+def columns_of(table: Any) -> pa.Schema:
+    """The columns of a log or view, but for those that are the library's own."""
     told = pa.schema(table.schema().to_arrow())
     return pa.schema([f for f in told if f.name != SEGMENT])

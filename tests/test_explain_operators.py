@@ -1,0 +1,438 @@
+"""Explanations of each operator's rows: what they name gives the row, and nothing else changes it.
+
+By the model of ``tests.core.reference``, which shares nothing with the operators: once fed with
+what an explanation names, once with all records up to the one that triggered the result.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.core.reference.stream_join import as_here
+from tests.core.reference_model import complete
+from tests.explained import (
+    COUNTED,
+    EPOCH,
+    LONG,
+    MINUTE,
+    ROUNDS,
+    SCHEMA,
+    WINDOWS,
+    WITHIN,
+    Warehouse,
+)
+from vt_dagster import FilesSource, VersionedTable, explain, read
+from vt_dagster.provenance.explain import Explainer
+from vt_dagster.provenance.values import Explanation
+from vt_dagster.runs.erase import erase
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import stores_of
+
+ROWS = 40
+IN_ORDER = [("partition", "ascending"), ("offset", "ascending")]
+Row = dict[str, Any]
+Place = tuple[str, int, int]
+"""An asset, and a partition and an offset of its log; streams have one partition."""
+
+
+@pytest.fixture(scope="module")
+def warehouse(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Warehouse:
+    found = Warehouse(tmp_path_factory.mktemp("explained"))
+    found.build(spark)
+    return found
+
+
+def logs_of(path: str, names: Sequence[str]) -> dict[str, list[Row]]:
+    return {
+        name: read(name, what="log", warehouse=path).sort_by(IN_ORDER).to_pylist() for name in names
+    }
+
+
+# -------------------------------------------------------------------------------------- in the model
+
+
+def millis(moment: datetime) -> int:
+    return (moment - EPOCH) // timedelta(milliseconds=1)
+
+
+def value_of(group: str | None, number: int | None) -> str | None:
+    return None if number is None else f"{group}|{number}"
+
+
+def pair_of(row: Row) -> str | None:
+    if row["is_tombstone"]:
+        return None
+    left, right = (value_of(row[f"{side}g"], row[f"{side}n"]) for side in "lr")
+    return f"({left or 'null'},{right or 'null'})"
+
+
+VERSIONED = {"versioned": True, "history_retention": LONG // timedelta(milliseconds=1)}
+PLAIN = {"versioned": False}
+TABLES = {"left": VERSIONED, "right": PLAIN}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator in the model.
+
+    Args:
+        inputs: assets by the model's names of its inputs, in order.
+        value: what a result's row is there: of an aggregate the value of a column.
+        number: whether a value is its number alone, without a group.
+        key: the column of the model's key.
+    """
+
+    operator: str
+    config: Mapping[str, Any]
+    inputs: Mapping[str, str]
+    value: Callable[[Row], Any] = pair_of
+    number: bool = False
+    key: str = "k"
+
+    def run(self, records: Sequence[tuple[str, Row]]) -> list[Row]:
+        """What the model emits for records of assets."""
+        names = {asset: name for name, asset in self.inputs.items()}
+        given = [
+            {
+                "input": names[asset],
+                "key": row["k"],
+                "value": (None if row["n"] is None else str(row["n"]))
+                if self.number
+                else value_of(row["g"], row["n"]),
+                "timestamp": millis(row["timestamp"]),
+            }
+            for asset, row in records
+        ]
+        scenario = {"operator": self.operator, "config": self.config, "records": given}
+        if self.operator == "stream_stream_join":
+            # A record of another key moves stream time, so that what has no match leaves.
+            end = max(r["timestamp"] for r in given) + 10**8
+            given.append({"input": "left", "key": "end", "value": "x|0", "timestamp": end})
+            return as_here(scenario).emitted
+        return complete(scenario)["expected"]
+
+    def is_of(self, entry: Row, row: Row) -> bool:
+        """Whether an entry is of the key (and window) of a row."""
+        ends = ("window_start", "window_end")
+        return entry["key"] == row[self.key] and all(
+            entry[c] == millis(row[c]) for c in ends if c in entry
+        )
+
+
+def join(kind: str, left: str, right: str, operator: str = "table_table_join") -> Case:
+    config = {"kind": kind, "left": TABLES[left], "right": TABLES[right]}
+    return Case(operator, config, {"left": left, "right": right})
+
+
+def total(row: Row) -> Any:
+    return None if row["is_tombstone"] else str(row["sum"])
+
+
+def aggregate(source: str) -> Case:
+    config = {"table": TABLES[source], "group_by": "prefix", "aggregate": "sum"}
+    return Case("table_aggregate", config, {"table": source}, total, key="g")
+
+
+def windowed(name: str) -> Case:
+    window, config = WINDOWS[name], {"type": name}
+    for told, own in (("size", "size"), ("size", "time_difference"), ("advance", "advance")):
+        if hasattr(window, own) and (told != "advance" or name == "hopping"):
+            config[told] = getattr(window, own) // timedelta(milliseconds=1)
+    if name == "session":
+        config["gap"] = config.pop("size", None) or MINUTE // timedelta(milliseconds=1)
+    config["grace"] = MINUTE // timedelta(milliseconds=1)
+    told = {"window": config, "aggregate": "sum", "suppress": None}
+    return Case("windowed_aggregate", told, {"stream": "clicks"}, total, number=True)
+
+
+def of_streams(kind: str) -> Case:
+    config = {n: v // timedelta(milliseconds=1) for n, v in WITHIN.items()} | {"kind": kind}
+    return Case("stream_stream_join", config, {"left": "clicks", "right": "views"})
+
+
+CASES = {
+    "inner": join("inner", "left", "right"),
+    "outer": join("outer", "left", "right"),
+    "by_left": join("left", "right", "left"),
+    "refers": join("inner", "left", "right", "foreign_key_join"),
+    "may_refer": join("left", "left", "right", "foreign_key_join"),
+    "of_left": aggregate("left"),
+    "of_right": aggregate("right"),
+    **{name: windowed(name) for name in WINDOWS},
+    "seen": of_streams("left"),
+    "either": of_streams("outer"),
+}
+
+
+def arrivals(case: Case, logs: Mapping[str, list[Row]]) -> list[tuple[str, Row]]:
+    """All records of a case's inputs in the order in which runs took them: in each round by the largest
+    timestamp so far of their partition, the left one's first."""
+    found: list[tuple[tuple[int, ...], str, Row]] = []
+    for side, asset in enumerate(case.inputs.values()):
+        rounds = sorted({row["recorded_at"] for row in logs[asset]})
+        assert len(rounds) == ROUNDS
+        so_far: dict[tuple[int, int], int] = {}
+        for row in logs[asset]:
+            run = rounds.index(row["recorded_at"]), row["partition"]
+            so_far[run] = max(so_far.get(run, 0), millis(row["timestamp"]))
+            place = (run[0], so_far[run], side, row["partition"], row["offset"])
+            found.append((place, asset, row))
+    return [(asset, row) for _, asset, row in sorted(found, key=lambda one: one[0])]
+
+
+def place_of(asset: str, row: Row) -> Place:
+    return asset, row["partition"], row["offset"]
+
+
+def at(row: Row) -> tuple[int, int]:
+    return row["partition"], row["offset"]
+
+
+def named(told: Explanation) -> list[Place]:
+    return [(one.asset, *one.record.place) for one in told.made_of if one.record is not None]
+
+
+def last_of(case: Case, emitted: Sequence[Row], row: Row) -> tuple[Any, int] | None:
+    mine = [e for e in emitted if case.is_of(e, row)]
+    return (mine[-1]["value"], mine[-1]["timestamp"]) if mine else None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_it_names_gives_the_row_and_nothing_else_changes_it(
+    warehouse: Warehouse, name: str
+) -> None:
+    case = CASES[name]
+    logs = logs_of(warehouse.path, [name, *case.inputs.values()])
+    explainer, every = Explainer(warehouse.path), arrivals(case, logs)
+    rows = logs[name]
+    asked = random.Random(name).sample(rows, min(ROWS, len(rows)))
+    assert len(asked) >= 15
+    for row in asked:
+        told = explainer.explain(name, offset=at(row))
+        places = set(named(told))
+        assert places, told
+        assert told.made_of_in_all == len(told.made_of)
+        wanted = case.value(row), millis(row["timestamp"])
+        if row["is_tombstone"] and name == "session":
+            continue  # one that was merged: the next row names what it was made of
+        order = [(asset, r) for asset, r in every if place_of(asset, r) in places]
+        assert last_of(case, case.run(order), row) == wanted, told
+        if case.operator == "stream_stream_join":
+            got = case.run(every)
+            assert wanted in [(e["value"], e["timestamp"]) for e in got], told
+            continue
+        end = every.index(order[-1]) + 1
+        assert last_of(case, case.run(every[:end]), row) == wanted, told
+
+
+def test_a_groups_records(warehouse: Warehouse) -> None:
+    """A stream's group: all its records with a value, up to the one that updated it."""
+    logs = logs_of(warehouse.path, ["of_clicks", "clicks"])
+    explainer, few = Explainer(warehouse.path), Explainer(warehouse.path, most=2)
+    for row in logs["of_clicks"]:
+        told = explainer.explain("of_clicks", offset=at(row))
+        mine = [logs["clicks"][offset] for _, _, offset in named(told)]
+        assert sum(r["n"] for r in mine) == row["sum"]
+        assert max(r["timestamp"] for r in mine) == row["timestamp"]
+        assert told.made_of_in_all == len(mine) == row["count"]
+        assert {r["g"] for r in mine} == {row["g"]}
+    newest = few.explain("of_clicks", offset=(0, logs["of_clicks"][-1]["offset"]))
+    assert (len(newest.made_of), newest.more) == (2, logs["of_clicks"][-1]["count"] - 2)
+    assert "the newest 2 of the" in " ".join(newest.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "rule"),
+    [("final", "tumbling", "window_closed"), ("limited", "of_clicks", "released")],
+)
+def test_updates_that_were_held(warehouse: Warehouse, name: str, source: str, rule: str) -> None:
+    """The update that went out is the last that was held; what it replaced is told."""
+    logs, explainer = logs_of(warehouse.path, [name, source]), Explainer(warehouse.path)
+    assert logs[name]
+    for row in logs[name]:
+        told = explainer.explain(name, offset=(0, row["offset"]))
+        ((asset, _, offset),) = named(told)
+        own = [c for c in logs[source][0] if c in row and c not in ("offset", "recorded_at", "old")]
+        assert asset == source
+        assert {c: logs[source][offset][c] for c in own} == {c: row[c] for c in own}
+        assert told.rules[:2] == ("suppressed", rule)
+        assert {c.rule for c in told.candidates} <= {"replaced"}
+        assert all(c.record.offset < offset for c in told.candidates)
+    held = explainer.explain(name, key=["nobody", *["2020-01-01"] * 2][: 3 if name == "final" else 1])
+    assert held.record is None
+    assert "no run of" in " ".join(held.notes)
+
+
+def test_an_update_that_is_held_still(warehouse: Warehouse) -> None:
+    logs, explainer = logs_of(warehouse.path, ["final", "tumbling"]), Explainer(warehouse.path)
+    out = {(row["k"], row["window_start"]) for row in logs["final"]}
+    waits = [r for r in logs["tumbling"] if (r["k"], r["window_start"]) not in out]
+    assert waits
+    key = [waits[-1]["k"], *(str(waits[-1][c]) for c in ("window_start", "window_end"))]
+    told = explainer.explain("final", key=key)
+    assert told.record is None
+    assert told.rules == ("suppressed",)
+    assert named(told) == [place_of("tumbling", waits[-1])]
+
+
+def test_records_that_came_too_late(warehouse: Warehouse) -> None:
+    """What is not in a window came too late for it, and the model drops as many."""
+    case = CASES["tumbling"]
+    logs, explainer = logs_of(warehouse.path, ["tumbling", "clicks"]), Explainer(warehouse.path)
+    last = {(row["k"], row["window_start"]): row for row in logs["tumbling"]}
+    late = 0
+    for row in last.values():
+        told = explainer.explain("tumbling", offset=(0, row["offset"]))
+        inside = {offset for _, _, offset in named(told)}
+        out = {c.record.offset for c in told.candidates if c.rule == "window_closed"}
+        there = {
+            r["offset"]
+            for r in logs["clicks"]
+            if r["k"] == row["k"] and row["window_start"] <= r["timestamp"] < row["window_end"]
+        }
+        assert inside | out == there
+        assert told.candidates_in_all == len(out)
+        late += len(out)
+    assert late
+    emitted = case.run(arrivals(case, logs))
+    assert len(logs["clicks"]) - len(emitted) >= late
+
+
+def test_a_window_that_all_came_too_late_for(warehouse: Warehouse) -> None:
+    logs, explainer = logs_of(warehouse.path, ["tumbling", "clicks"]), Explainer(warehouse.path)
+    size = WINDOWS["tumbling"].size
+    assert isinstance(size, timedelta)
+    there = {(row["k"], row["window_start"]) for row in logs["tumbling"]}
+    starts = {r["offset"]: EPOCH + (r["timestamp"] - EPOCH) // size * size for r in logs["clicks"]}
+    missed = [r for r in logs["clicks"] if (r["k"], starts[r["offset"]]) not in there]
+    for row in missed:
+        start = starts[row["offset"]]
+        told = explainer.explain("tumbling", key=[row["k"], str(start), str(start + size)])
+        assert (told.record, told.rules) == (None, ("window_closed",))
+        assert row["offset"] in {c.record.offset for c in told.candidates}
+
+
+@pytest.mark.parametrize("name", ["corrected", "strict"])
+def test_versions_that_answered(warehouse: Warehouse, name: str) -> None:
+    """The version that is named gives the row; a corrected join's row tells its cause."""
+    logs, explainer = logs_of(warehouse.path, [name, "clicks", "left"]), Explainer(warehouse.path)
+    seen: set[str] = set()
+    versions = {at(row): row for row in logs["left"]}
+    for row in logs[name]:
+        told = explainer.explain(name, offset=(0, row["offset"]))
+        seen |= set(told.rules)
+        parts = {asset: place for asset, *place in named(told)}
+        click = logs["clicks"][parts["clicks"][1]]
+        assert (click["g"], click["n"], click["timestamp"]) == (row["lg"], row["ln"], row["timestamp"])
+        if row["rn"] is None:
+            assert not {"as_of"} & set(told.rules)
+            continue
+        partition, offset = parts["left"]
+        version = versions[partition, offset]
+        assert (version["g"], version["n"], version["k"]) == (row["rg"], row["rn"], click["k"])
+        assert "as_of" in told.rules
+        if name == "strict":
+            age = click["timestamp"] - version["timestamp"]
+            assert timedelta(0) < age <= 2 * MINUTE
+            assert version["recorded_at"] <= click["recorded_at"]
+    assert "as_of" in seen
+    assert seen & {"no_match", "deleted"}
+    if name == "corrected":
+        again = [row for row in logs[name] if row["cause"] is not None]
+        assert again
+        cause = again[-1]["cause"]
+        told = explainer.explain(name, offset=(0, again[-1]["offset"]))
+        because = {d.rule: d.because for d in told.decisions}["corrected"]
+        assert (
+            because
+            == f"revision {again[-1]['revision']}, by left {cause['partition']}:{cause['offset']}"
+        )
+        assert any(note.startswith("revision 0 at ") for note in told.notes)
+
+
+def test_versions_that_are_too_old(warehouse: Warehouse) -> None:
+    """What ``max_age`` leaves out is named, and no part of the row."""
+    logs, explainer = logs_of(warehouse.path, ["strict", "left"]), Explainer(warehouse.path)
+    rows = [r for r in logs["strict"] if r["rn"] is None]
+    found = [explainer.explain("strict", offset=(0, row["offset"])) for row in rows]
+    old = [one for one in found if "too_old" in one.rules]
+    assert old
+    for one in old:
+        assert [part.asset for part in one.made_of] == ["clicks"]
+        assert any(c.rule == "too_old" and not c.chosen for c in one.candidates)
+
+
+def test_down_to_the_sources(warehouse: Warehouse) -> None:
+    explainer = Explainer(warehouse.path)
+    told = explainer.explain("limited", offset=(0, 0))
+    walked = list(told.walk())
+    assert {one.asset for one in walked} == {"limited", "of_clicks", "clicks"}
+    assert all(one.origin is not None for one in walked if one.asset == "clicks")
+    known = {one.record.place for one in walked if one.asset == "clicks" and one.record is not None}
+    assert len(known) == told.made_of[0].made_of_in_all
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("outer", {"key": "nobody"}, "there is no record of nobody"),
+        ("of_left", {"key": "nobody"}, "nothing of it has come; it is made of left"),
+        ("tumbling", {"key": ["a", "1999-01-01", "1999-01-02"]}, "clicks has no record of it"),
+        ("seen", {"key": "nobody"}, "there is no record of nobody"),
+        ("refers", {"offset": "0:9999"}, "has the offsets 0 to"),
+        ("corrected", {"key": ["0", "9999"]}, "there is no record of 0/9999"),
+    ],
+)
+def test_rows_that_never_were(
+    warehouse: Warehouse, name: str, asked: dict[str, Any], said: str
+) -> None:
+    told = Explainer(warehouse.path).explain(name, **asked)
+    assert told.record is None
+    assert said in " ".join(told.notes)
+
+
+def test_what_was_erased_or_has_expired(spark: SparkSession, tmp_path: Path) -> None:
+    """What is left of an erased key: that rows are gone, where, and what still counts them."""
+    landing, path = tmp_path / "rates", str(tmp_path / "warehouse")
+    landing.mkdir()
+    rows = [("a", 1, 0), ("a", 2, 5), ("gone", 3, 6), ("a", 4, 30)]
+    lines = [
+        json.dumps({"k": k, "g": "x", "n": n, "timestamp": (EPOCH + t * MINUTE).isoformat()})
+        for k, n, t in rows
+    ]
+    (landing / "0.jsonl").write_text("\n".join(lines))
+    rates = VersionedTable(
+        "rates",
+        key="k",
+        schema=SCHEMA,
+        history_retention=10 * MINUTE,
+        source=FilesSource(str(landing)),
+    )
+    sizes: Any = rates.group_by("g").aggregate(COUNTED, name="sizes")
+    stores = stores_of(path, spark)
+    for node in (rates, sizes):
+        run_once(node, stores)
+    assert "expired" in explain("rates", offset="0:0", warehouse=path).rules
+    before = explain("sizes", offset="0:2", warehouse=path)
+    assert [one.record.values["n"] for one in before.made_of if one.record is not None] == [2, 3]
+    erase(path, rates, spark, key=["gone"], reason="a test", among=[sizes])
+    told = explain("rates", key="gone", warehouse=path)
+    assert told.record is None
+    assert "1 rows of its log have been erased" in " ".join(told.notes)
+    place = explain("rates", offset="0:2", warehouse=path)
+    assert place.record is None
+    assert "it has been erased" in " ".join(place.notes)
+    after = explain("sizes", offset="0:2", warehouse=path)
+    assert after.record is not None
+    assert after.record.values["count"] == 2
+    assert 3 not in [one.record.values["n"] for one in after.made_of if one.record is not None]
+    assert "records of its run are not there any more" in " ".join(after.notes)

@@ -1,0 +1,174 @@
+"""Aggregates without windows: the rows or records that are in a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from vt_dagster import rules
+from vt_dagster.columns import (
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+)
+from vt_dagster.provenance.asked import Arrivals, Asked, Made, which
+from vt_dagster.provenance.expressions import Group, named, replaced_rows
+from vt_dagster.provenance.logs import Log, Place, as_micros
+from vt_dagster.provenance.values import Record
+from vt_dagster.storage.folding import values_by_partition
+
+_OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
+
+
+def keys_of(asked: Asked, source: Log) -> list[tuple[str, str]]:
+    """The (name, SQL expression) pairs of an aggregate's key, without the window."""
+    chosen = named(asked.meaning.get("group_key", "()"))
+    return chosen or [(c, c) for c in source.key]
+
+
+def cannot_be_told(asked: Asked, source: Log) -> Made:
+    """The answer where a group's key cannot be computed."""
+    asked.told.notes.append(
+        f"the group {asked.meaning['group_key']} cannot be computed without Spark: ask for the rows of "
+        f"{source.name} by key"
+    )
+    return Made()
+
+
+def members(
+    asked: Asked,
+    source: Log,
+    found: Sequence[Place],
+    also: Iterable[Place] = (),
+    count: int | None = None,
+) -> Made:
+    """A group's records as an answer: the newest of them, and how many there are.
+
+    Args:
+        found: their places in order of arrival.
+        also: other records that it needs, in their place among them.
+        count: how many there are, where not all are given.
+    """
+    extra = set(also)
+    count = len(found) if count is None else count
+    shown = [*found[-asked.most :]]
+    order = {place: i for i, place in enumerate(found)}
+    records = source.at({*shown, *extra})
+    records.sort(key=lambda one: (order.get(one.place, -1), one.place))
+    if count > len(shown):
+        asked.told.notes.append(f"the newest {len(shown)} of the {count:,} records that are in")
+    return Made([(source, one) for one in records], count + len(extra - {*found}))
+
+
+def stream_aggregate(asked: Asked) -> Made:
+    """The records of a stream that a group has, see ``core.stream_aggregate``."""
+    name = asked.meaning["source"]
+    source = asked.inputs[name]
+    group = Group(source, keys_of(asked, source), asked.record.values)
+    rows = source.rows(group.condition(), end=asked.end(name), only=[*_OURS, *group.columns])
+    inside = group.has(rows)
+    if inside is None:
+        return cannot_be_told(asked, source)
+    rekeyed = asked.meaning.get("group_key", "()") != "()"
+    rows = rows.filter(pa.array(inside & ~rows.column(IS_TOMBSTONE).to_numpy()))
+    before = values_by_partition(rows, asked.start(name), 0) > rows.column(OFFSET).to_numpy()
+    entries = narrow(source, rows.filter(pa.array(~before)))
+    new = [one for _, one in Arrivals(asked, [name], rekeyed).sorted([(0, e) for e in entries])]
+    place = which(asked, _times(asked, new))
+    new = new if place is None else new[: place + 1]
+    earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
+    count = earlier.num_rows + len(new)
+    if place is not None:
+        asked.told.decide(rules.TRIGGERED, f"{new[place]}, the record number {count} of its group")
+    shown = earlier.slice(max(0, earlier.num_rows - asked.most)).select([PARTITION, OFFSET])
+    taken = list(zip(*shown.to_pydict().values(), strict=True)) + [one.place for one in new]
+    if asked.log.versioned:
+        asked.told.notes.append(
+            "what the result refused, older than its history retention, is not told from what is in"
+        )
+    return members(asked, source, taken, count=count)
+
+
+def narrow(source: Log, rows: pa.Table) -> list[Record]:
+    """Records of a log without their values."""
+    ours = [c for c in rows.column_names if c in (*_OURS, IS_LATEST, PARTITION, OFFSET)]
+    return source.as_records(rows.select(ours))
+
+
+def _times(asked: Asked, updates: Sequence[Record]) -> list[tuple[int, bool]]:
+    """The timestamps of a group's updates, which never go back."""
+    newest, times = asked.newest_before, list[tuple[int, bool]]()
+    for one in updates:
+        own = as_micros(one.timestamp)
+        newest = own if newest is None else max(own, newest)
+        times.append((newest, False))
+    return times
+
+
+# ------------------------------------------------------------------------------------------ of tables
+
+
+def table_aggregate(asked: Asked) -> Made:
+    """The rows of a table that a group has, see ``core.table_aggregate``."""
+    name = asked.meaning["source"]
+    source = asked.inputs[name]
+    group = Group(source, keys_of(asked, source), asked.record.values)
+    columns = [*_OURS, IS_LATEST, OLD, *source.key, *group.columns]
+    rows = source.rows(group.condition(replaced=True), end=asked.end(name), only=columns)
+    if source.versioned:
+        rows = rows.filter(rows.column(IS_LATEST))
+    new, old = group.has(rows), group.has(replaced_rows(rows))
+    if new is None or old is None:
+        return cannot_be_told(asked, source)
+    new &= ~rows.column(IS_TOMBSTONE).to_numpy()
+    old &= ~rows.column(OLD).is_null().to_numpy()
+    rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
+    changes = narrow(source, rows)
+    keys = list(zip(*(map(repr, rows.column(c).to_pylist()) for c in source.key), strict=True))
+    about = {
+        one.place: (key, inside)
+        for one, key, inside in zip(changes, keys, rows.column("_in").to_pylist(), strict=True)
+    }
+    ordered = [one for _, one in Arrivals(asked, [name]).sorted([(0, one) for one in changes])]
+    earlier = [one for one in ordered if not asked.is_new(name, one)]
+    fresh = ordered[len(earlier) :]
+    place = which(asked, _times(asked, fresh))
+    if place is None:
+        asked.told.notes.append("the change that it came with cannot be told: these are in after it")
+    else:
+        asked.told.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
+    taken = [*earlier, *(fresh if place is None else fresh[: place + 1])]
+    return _rows_in(asked, source, taken, about)
+
+
+def _rows_in(
+    asked: Asked, source: Log, taken: Sequence[Record], about: Mapping[Place, tuple[Any, bool]]
+) -> Made:
+    """The rows that are in a group after some changes of it.
+
+    Its timestamp is the largest of all changes, and what a change took out is in no more: where a row
+    that is gone gave the time, or left last, it is told with the change that took it out.
+    """
+    inside: dict[Any, Place] = {}
+    before: dict[Place, Place | None] = {}
+    last: dict[Any, Place] = {}
+    for one in taken:
+        key, is_in = about[one.place]
+        before[one.place], last[key] = inside.pop(key, None), one.place
+        if is_in:
+            inside[key] = one.place
+    newest = max(taken, key=lambda one: as_micros(one.timestamp), default=None)
+    also: set[Place | None] = set()
+    for one in (newest, taken[-1] if taken else None):
+        if one is not None and one.place not in inside.values():
+            key, _ = about[one.place]
+            also |= {one.place, before[one.place], last[key], before[last[key]]}
+    if also:
+        asked.told.notes.append("a row that is in the group no more gave its timestamp, or left last")
+    return members(asked, source, list(inside.values()), {place for place in also if place is not None})

@@ -1,0 +1,158 @@
+"""What commits say of an operator's expressions, and what these give, without Spark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from vt_dagster.columns import OLD
+from vt_dagster.provenance.logs import Condition, Log, both
+from vt_dagster.storage.values import as_key
+
+_ALIAS = re.compile(r"(?P<sql>.+?)\s+as\s+(?P<name>\w+|`[^`]+`)", re.IGNORECASE | re.DOTALL)
+_WORD = re.compile(r"`([^`]+)`|(\w+)")
+_LENGTH = re.compile(r"(?:(-?\d+) days?, )?(\d+):(\d\d):(\d\d)(?:\.(\d{6}))?")
+_OF_EACH = re.compile(r"(\d+): ((?:-?\d+ days?, )?\d+:\d\d:\d\d(?:\.\d{6})?)")
+
+
+def split(text: str) -> list[str]:
+    """The parts of a tuple of texts as commits have it: ``(a, coalesce(b, 0) as c)``."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text.strip()[1:-1]:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"`":
+            quote = letter
+        else:
+            depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def named(text: str) -> list[tuple[str, str]]:
+    """The (name, SQL expression) pairs of columns that were chosen as ``column`` or ``sql as name``."""
+    return [_named(part) for part in split(text)]
+
+
+def _named(part: str) -> tuple[str, str]:
+    found = _ALIAS.fullmatch(part)
+    sql, name = (part, part) if found is None else (found["sql"], found["name"])
+    return name.strip("`").rpartition(".")[2].strip("`"), sql
+
+
+def length(text: str, partition: int) -> timedelta:
+    """A duration as commits have it, of a partition where each has its own."""
+    own = {int(p): one for p, one in _OF_EACH.findall(text)}
+    found = _LENGTH.fullmatch(own.get(partition, text))
+    if found is None:
+        return timedelta(0)
+    days, hours, minutes, seconds, micros = (int(part or 0) for part in found.groups())
+    return timedelta(days, seconds, micros, 0, minutes, hours)
+
+
+def used(expressions: Iterable[str], columns: Sequence[str]) -> list[str]:
+    """The columns that some SQL expressions name."""
+    words = {(a or b).lower() for sql in expressions for a, b in _WORD.findall(sql)}
+    return [c for c in columns if c.lower() in words]
+
+
+def plain(sql: str, columns: Sequence[str]) -> str | None:
+    """The column that an expression is, where it is no more than one."""
+    word = sql.strip().strip("`").lower()
+    return next((c for c in columns if c.lower() == word), None)
+
+
+def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
+    """What a SQL expression gives for rows; None where that cannot be told without Spark."""
+    column = plain(sql, rows.column_names)
+    if column is not None:
+        return rows.column(column)
+    try:
+        duckdb: Any = import_module("duckdb")
+        found = duckdb.from_arrow(rows).project(sql.replace("`", '"')).arrow()
+    except Exception:  # it is not there, or it has no such function: DuckDB's errors are its own
+        return None
+    return (found.read_all() if hasattr(found, "read_all") else found).column(0)
+
+
+def replaced_rows(rows: pa.Table) -> pa.Table:
+    """The rows that a table's records replaced, under the names of its columns."""
+    old = rows.column(OLD).combine_chunks()
+    for i, field in enumerate(old.type):
+        if field.name in rows.column_names:
+            at = rows.schema.get_field_index(field.name)
+            nothing = pa.scalar(None, field.type)
+            values = pc.call_function("if_else", [old.is_null(), nothing, old.field(i)])
+            rows = rows.set_column(at, field.name, values)
+    return rows
+
+
+class Group:
+    """The rows of a log that have a key that an operator makes of them.
+
+    Args:
+        log: whose rows.
+        keys: (name, SQL expression) of the key's columns.
+        values: of the key, by name.
+    """
+
+    def __init__(self, log: Log, keys: Sequence[tuple[str, str]], values: Mapping[str, Any]) -> None:
+        self._log, self._keys, self._values = log, keys, values
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it goes by."""
+        return used([sql for _, sql in self._keys], self._log.columns.names)
+
+    def condition(self, replaced: bool = False) -> Condition:
+        """What is true of its rows, as far as Arrow can tell; it may be true of others.
+
+        Args:
+            replaced: also of the records that replaced a row of it.
+        """
+
+        def one(name: str, sql: str) -> Condition:
+            def condition(columns: pa.Schema) -> Any:
+                column = plain(sql, columns.names)
+                if column is None or pa.types.is_nested(columns.field(column).type):
+                    return None
+                value, field = self._values[name], pc.field(column)
+                scalar = as_key(column, value, columns.field(column).type)
+                found = field.is_null() if value is None else field == scalar
+                if replaced and columns.field(OLD).type.get_field_index(column) >= 0:
+                    found = found | (pc.field(OLD, column) == scalar)
+                return found
+
+            return condition
+
+        return both(*[one(name, sql) for name, sql in self._keys])
+
+    def has(self, rows: pa.Table) -> Any:
+        """Of each row whether it is of the group; None where that cannot be told without Spark."""
+        found = np.ones(rows.num_rows, bool)
+        for name, sql in self._keys:
+            values = evaluate(rows, sql)
+            if values is None:
+                return None
+            given = self._values[name]
+            same = (
+                values.is_null()
+                if given is None
+                else pc.call_function("equal", [values, as_key(name, given, values.type)]).fill_null(
+                    False
+                )
+            )
+            found &= (
+                same.to_numpy(zero_copy_only=False) if isinstance(same, pa.Array) else same.to_numpy()
+            )
+        return found

@@ -1,0 +1,172 @@
+"""stream-stream join: the two records that match, or why one left without a match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from vt_dagster import rules
+from vt_dagster.provenance.asked import Arrivals, Asked, Made
+from vt_dagster.provenance.expressions import length, plain, split
+from vt_dagster.provenance.logs import Condition, Log, as_micros, between, both
+from vt_dagster.provenance.values import Candidate, Record
+from vt_dagster.topology.durations import spoken
+
+_AROUND = 2
+"""So many records before and after one without a match are shown."""
+Chosen = Callable[[int, Record | None], bool]
+"""Whether a result's columns have the values of a side's record; None = of no record."""
+
+
+def stream_stream(asked: Asked) -> Made:
+    """What a result of a stream-stream join was made of, see ``core.stream_stream_join``."""
+    names = [asked.meaning["left"], asked.meaning["right"]]
+    logs = [asked.inputs[name] for name in names]
+    place, told = asked.record.partition, asked.told
+    before, after = (length(asked.meaning[c], place) for c in ("before", "after"))
+    moment, nothing = asked.record.timestamp, timedelta(0)
+    back = [as_micros(moment - max(one, nothing)) for one in (after, before)]
+    lefts, rights = (
+        [
+            one
+            for one in log.records(both(_same_key(asked, log), between(since, as_micros(moment))))
+            if not one.is_tombstone and asked.turn(name, one) < 2
+        ]
+        for name, log, since in zip(names, logs, back, strict=True)
+    )
+    of_side = _chosen(asked, logs)
+    pairs = [
+        (left, right)
+        for left in lefts
+        for right in rights
+        if max(left.timestamp, right.timestamp) == moment
+        and left.timestamp - before <= right.timestamp <= left.timestamp + after
+        and (asked.is_new(names[0], left) or asked.is_new(names[1], right))
+        and of_side(0, left)
+        and of_side(1, right)
+    ]
+    if asked.record.is_late:
+        told.decide(rules.LATE, "the later of the two by arrival came after the grace period")
+    if pairs:
+        return _matched(asked, names, logs, pairs)
+    kept = {"inner": (), "left": (0,), "outer": (0, 1)}[asked.meaning["kind"]]
+    for side in kept:
+        alone = [
+            one
+            for one in (lefts, rights)[side]
+            if one.timestamp == moment and of_side(side, one) and of_side(1 - side, None)
+        ]
+        if alone:
+            return _alone(asked, logs, side, _nth(asked, alone), (before, after))
+    told.notes.append("the records that it was made of are not there any more")
+    return Made()
+
+
+def _same_key(asked: Asked, log: Log) -> Condition:
+    return log.same_key(asked.record.values, asked.log.key)
+
+
+def _chosen(asked: Asked, logs: Sequence[Log]) -> Chosen:
+    """Tells records apart by the columns that the result has of them as they are."""
+    found: list[tuple[int, str, str]] = []
+    sides = {"left": 0, "right": 1}
+    for part in split(asked.meaning["select"]):
+        sql, _, name = part.partition(" as ")
+        side, _, column = sql.strip().partition(".")
+        if side.lower() not in sides:
+            continue
+        place = sides[side.lower()]
+        columns = [*logs[place].columns.names]
+        if column == "*":
+            found += [(place, c, c) for c in columns]
+        elif (own := plain(column, columns)) is not None:
+            found.append((place, own, name.strip().strip("`") or own))
+    values, key = asked.record.values, asked.log.key
+
+    def has(side: int, record: Record | None) -> bool:
+        if record is None:
+            return all(
+                values[name] is None
+                for place, _, name in found
+                if place == side and name in values and name not in key
+            )
+        return all(
+            values[name] == record.values[column]
+            for place, column, name in found
+            if place == side and name in values and column in record.values and name not in key
+        )
+
+    return has
+
+
+def _nth(asked: Asked, found: Sequence[Any]) -> Any:
+    """Of what looks the same the one that has the result's place among results that do."""
+    alike = [one for one in asked.results(at=True) if dict(one.values) == dict(asked.record.values)]
+    if len(found) > 1 and len(found) != len(alike):
+        asked.told.notes.append(f"{len(found)} look the same from here: this is one of them")
+        return found[0]
+    return found[[one.offset for one in alike].index(asked.record.offset)] if found[1:] else found[0]
+
+
+def _matched(
+    asked: Asked, names: Sequence[str], logs: Sequence[Log], pairs: Sequence[tuple[Record, Record]]
+) -> Made:
+    arrivals = Arrivals(asked, names)
+    ordered = {
+        (place, one.place): i
+        for i, (place, one) in enumerate(
+            arrivals.sorted([(side, one) for pair in pairs for side, one in enumerate(pair)])
+        )
+    }
+
+    def place(pair: tuple[Record, Record]) -> tuple[int, datetime, int]:
+        at = [ordered[side, one.place] for side, one in enumerate(pair)]
+        first = pair[at.index(min(at))]
+        return max(at), first.timestamp, first.offset
+
+    left, right = _nth(asked, sorted(pairs, key=place))
+    late = ordered[0, left.place] > ordered[1, right.place]
+    apart = right.timestamp - left.timestamp
+    said = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
+    asked.told.decide(rules.MATCHED, f"{right} lies {said if apart else 'at the time of'} {left}")
+    asked.told.decide(rules.TRIGGERED, f"{left if late else right}, which came after the other")
+    parts = [(logs[0], left), (logs[1], right)]
+    return Made(parts[::-1] if late else parts)
+
+
+def _alone(
+    asked: Asked, logs: Sequence[Log], side: int, record: Record, window: tuple[timedelta, timedelta]
+) -> Made:
+    """A record that left without a match, with what there is around it on the other side."""
+    before, after = window if side == 0 else (window[1], window[0])
+    low, high = record.timestamp - before, record.timestamp + after
+    name = asked.meaning[("left", "right")[1 - side]]
+    other = logs[1 - side]
+    if any(record.values.get(c) is None for c in logs[side].key):
+        asked.told.decide(rules.NO_MATCH, "without a key it matches nothing, and leaves at once")
+        return Made([(logs[side], record)])
+    asked.told.decide(
+        rules.NO_MATCH,
+        f"{name} had no record of its key from {low} to {high}, both inclusive, when stream time had "
+        f"passed {high} and the grace period",
+    )
+    near = [one for one in other.records(_same_key(asked, other)) if not one.is_tombstone]
+    near.sort(key=lambda one: (one.timestamp, one.offset))
+    inside = [one for one in near if low <= one.timestamp <= high]
+    around = [one for one in near if one.timestamp < low][-_AROUND:] + inside
+    around += [one for one in near if one.timestamp > high][:_AROUND]
+    shown = [
+        Candidate(
+            one,
+            None,
+            None,
+            None,
+            asked.turn(name, one) < 2,
+            False,
+            False,
+            (rules.RECORDED_SINCE if one in inside else rules.OTHER_TIME).name,
+        )
+        for one in around
+    ]
+    return Made([(logs[side], record)], None, shown[: asked.most], len(near))

@@ -1,0 +1,109 @@
+"""suppress: the update that went out, since when it was held, and what it replaced meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vt_dagster import rules
+from vt_dagster.columns import WINDOW_END
+from vt_dagster.provenance.asked import Asked, Made
+from vt_dagster.provenance.logs import Log, as_time
+from vt_dagster.provenance.values import Record, Told
+from vt_dagster.provenance.windows import bounds_of, left_out
+from vt_dagster.storage.positions import Commit
+
+
+def suppress(asked: Asked) -> Made:
+    """The update that a result of suppress is, see ``core.suppress``."""
+    name, log, told = asked.meaning["source"], asked.log, asked.told
+    source = asked.inputs[name]
+    same = source.same_key(asked.record.values)
+    place = asked.record.partition
+    updates = source.records(same, end={place: asked.end(name).get(place, 0)})
+    mine = [one for one in updates if _is(one, asked.record)]
+    if not mine:
+        told.notes.append(f"the update of {name} that it is is not there any more")
+        return Made()
+    before = [one for one in asked.results(every=True) if one.offset < asked.record.offset]
+    since = _held_since(updates, before, mine)
+    out = next((one for one in mine if one.offset >= since.offset), mine[-1])
+    out = _last_alike(updates, out)
+    now = asked.commit.stream_time.get(place)
+    moment = "not known" if now is None else str(as_time(now))
+    told.decide(rules.SUPPRESSED, f"since {since}, of {since.timestamp}, of which it kept the place")
+    if closes(log):
+        told.decide(
+            rules.WINDOW_CLOSED,
+            f"its window ended at {_end(asked.record)}; at the end of run {asked.commit.batch} stream "
+            f"time was {moment}",
+        )
+    else:
+        told.decide(
+            rules.RELEASED,
+            f"at the end of run {asked.commit.batch} stream time was {moment}: past the time of its "
+            "place and the time limit, or the buffer was full",
+        )
+    replaced = [one for one in updates if since.offset <= one.offset < out.offset]
+    shown = left_out(source, replaced[-asked.most :], rules.REPLACED)
+    return Made([(source, out)], None, shown, len(replaced))
+
+
+def _is(update: Record, result: Record) -> bool:
+    if update.timestamp != result.timestamp or update.is_tombstone != result.is_tombstone:
+        return False
+    shared = [c for c in result.values if c in update.values]
+    return result.is_tombstone or all(update.values[c] == result.values[c] for c in shared)
+
+
+def _held_since(updates: Sequence[Record], before: Sequence[Record], mine: Sequence[Record]) -> Record:
+    """The first update of the key that came when its last result had gone out."""
+    last = -1
+    for result in before:
+        alike = [one.offset for one in updates if one.offset > last and _is(one, result)]
+        last = alike[0] if alike else last
+    return next((one for one in updates if last < one.offset <= mine[-1].offset), mine[-1])
+
+
+def _last_alike(updates: Sequence[Record], out: Record) -> Record:
+    """Of equal updates that follow each other the last: it replaced the others."""
+    for one in updates:
+        if one.offset > out.offset:
+            if not _is(one, out):
+                break
+            out = one
+    return out
+
+
+def closes(log: Log) -> bool:
+    """Whether a suppress is one of windows."""
+    return WINDOW_END in log.key
+
+
+def _end(record: Record) -> str:
+    return str(as_time(bounds_of(record)[1]))
+
+
+def held(log: Log, source: Log, name: str, updates: Sequence[Record], told: Told) -> list[Record]:
+    """Why a key has no result of suppress: the update that is held, if one is.
+
+    Args:
+        updates: of the key, in order.
+    """
+    taken = [one for one in updates if one.offset < log.head.inputs.get(name, {}).get(one.partition, 0)]
+    if not taken:
+        told.notes.append(f"no run of {log.name} has taken a record of it yet")
+        return []
+    first, last = taken[0], taken[-1]
+    commit = log.taken_by(name, first.partition, first.offset)
+    moment = log.head.stream_time.get(first.partition)
+    now = "not known" if moment is None else str(as_time(moment))
+    told.decide(
+        rules.SUPPRESSED,
+        f"{len(taken)} updates since run {_batch(commit)}: the first is of {first.timestamp}, the "
+        f"last, {last}, of {last.timestamp}; stream time is {now}",
+    )
+    return [last]
+
+
+def _batch(commit: Commit | None) -> str:
+    return "not known" if commit is None else str(commit.batch)

@@ -1,0 +1,190 @@
+"""table-table join and foreign-key join: the change that a result came with, and the other's row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from vt_dagster import rules
+from vt_dagster.columns import OFFSET, PARTITION
+from vt_dagster.provenance.asked import Arrivals, Asked, Made, Update, which
+from vt_dagster.provenance.expressions import evaluate, split, used
+from vt_dagster.provenance.logs import Condition, Log, as_micros
+from vt_dagster.provenance.values import Record
+from vt_dagster.storage.values import texts
+
+Key = tuple[Any, ...]
+"""A foreign key; null in a component: none."""
+LEFT, RIGHT = 0, 1
+
+
+def table_table(asked: Asked) -> Made:
+    """What a result of a table-table join was made of, see ``core.table_table_join``."""
+    names = [asked.meaning["left"], asked.meaning["right"]]
+    logs = [asked.inputs[name] for name in names]
+    found = [
+        (place, record)
+        for place, (name, log) in enumerate(zip(names, logs, strict=True))
+        for record in _counted(log, log.same_key(asked.record.values, asked.log.key), asked.end(name))
+    ]
+    rows: list[Record | None] = [None, None]
+    updates: list[Update] = []
+    for place, record in Arrivals(asked, names).sorted(found):
+        old, other = rows[place], rows[1 - place]
+        rows[place] = None if record.is_tombstone else record
+        says, tombstone = _outcome(asked.meaning["kind"], place == LEFT, rows, old)
+        if says and asked.is_new(names[place], record) and record.partition == asked.record.partition:
+            made_of = [(logs[1 - place], other), (logs[place], old if tombstone else None)]
+            updates.append(_update(logs[place], record, other, tombstone, made_of))
+    return _told(asked, updates)
+
+
+def _outcome(
+    kind: str, from_left: bool, rows: Sequence[Record | None], old: Record | None
+) -> tuple[bool, bool]:
+    """Whether a change gives a result, and whether that is a tombstone."""
+    left, right = rows[LEFT] is not None, rows[RIGHT] is not None
+    anything = left or right or old is not None
+    if kind == "inner":
+        return right if from_left else left, not (left and right)
+    if kind == "left":
+        return anything if from_left else left, not left
+    return anything, not (left or right)
+
+
+def _counted(log: Log, condition: Condition, end: Mapping[int, int]) -> list[Record]:
+    """The changes of a table that count for a join: those out of order do not."""
+    found = log.records(condition, end=dict(end))
+    return [one for one in found if not log.versioned or one.is_latest is not False]
+
+
+def _update(
+    log: Log,
+    trigger: Record,
+    other: Record | None,
+    tombstone: bool,
+    made_of: Sequence[tuple[Log, Record | None]],
+) -> Update:
+    times = [as_micros(one.timestamp) for one in (trigger, other) if one is not None]
+    there = [(side, one) for side, one in made_of if one is not None]
+    return Update(log, trigger, max(times), tombstone, other, there)
+
+
+def _told(asked: Asked, updates: Sequence[Update]) -> Made:
+    """The update that the record is, as an answer."""
+    place = which(asked, [(one.time, one.is_tombstone) for one in updates])
+    if place is None:
+        asked.told.notes.append("the change that it came with cannot be told")
+        return Made()
+    one, told = updates[place], asked.told
+    told.decide(rules.TRIGGERED, f"{one.trigger}{' (a tombstone)' * one.trigger.is_tombstone}")
+    if any(row is not one.other for _, row in one.made_of):
+        told.notes.append(
+            f"before it the key had a row in {one.log.name}: a tombstone tells it is gone"
+        )
+    if one.other is None:
+        told.decide(rules.NO_MATCH, "the other side had no row for it then")
+    else:
+        told.decide(rules.LATEST, f"{one.other}, of {one.other.timestamp}")
+    if as_micros(asked.record.timestamp) > one.time:
+        told.notes.append("its timestamp is that of an earlier result of its key: they do not go back")
+    return Made([*one.made_of, (one.log, one.trigger)])
+
+
+# ------------------------------------------------------------------------------------- by foreign key
+
+
+def foreign_key(asked: Asked) -> Made:
+    """What a result of a foreign-key join was made of, see ``core.foreign_key_join``."""
+    names = [asked.meaning["left"], asked.meaning["right"]]
+    left, right = (asked.inputs[name] for name in names)
+    refers = _references(asked, left, asked.end(names[LEFT]))
+    if refers is None:
+        asked.told.notes.append(
+            f"the foreign key {asked.meaning['foreign_key']} cannot be computed without Spark: ask for "
+            f"the rows of {left.name} and {right.name} by key"
+        )
+        return Made()
+    found = [(LEFT, record) for record, _ in refers.values()]
+    wanted = {key for _, key in refers.values() if key is not None}
+    of_key: dict[tuple[int, int], Key] = {}
+    for key in wanted:
+        same = right.same_key(dict(zip(right.key, key, strict=True)))
+        for record in _counted(right, same, asked.end(names[RIGHT])):
+            of_key[record.place] = key
+            found.append((RIGHT, record))
+    kind = asked.meaning["kind"]
+    row: tuple[Record, Key | None] | None = None
+    rights: dict[Key, Record] = {}
+    updates: list[Update] = []
+    for place, record in Arrivals(asked, names).sorted(found):
+        if place == LEFT:
+            old, row = row, None if record.is_tombstone else refers[record.place]
+            update = _after_left(kind, (left, right), record, old, row, rights)
+        else:
+            key = of_key[record.place]
+            rights.pop(key, None)
+            if not record.is_tombstone:
+                rights[key] = record
+            update = None
+            if row is not None and row[1] == key and row[0].partition == asked.record.partition:
+                gone = kind == "inner" and record.is_tombstone
+                update = Update(
+                    right, record, as_micros(record.timestamp), gone, row[0], [(left, row[0])]
+                )
+        if update is not None and asked.is_new(names[place], record):
+            updates.append(update)
+    return _told(asked, updates)
+
+
+def _after_left(
+    kind: str,
+    logs: tuple[Log, Log],
+    record: Record,
+    old: tuple[Record, Key | None] | None,
+    new: tuple[Record, Key | None] | None,
+    rights: Mapping[Key, Record],
+) -> Update | None:
+    """The result of a left change; None = there is none."""
+    left, right = logs
+    new_key, old_key = (None if one is None else one[1] for one in (new, old))
+    wanted = new_key if kind == "left" else new_key or old_key
+    found = None if wanted is None else rights.get(wanted)
+    if kind == "left":
+        applied, tombstone = new is not None or old is not None, new is None
+    else:
+        moved = old_key is not None and new_key != old_key
+        applied = moved or (new_key is not None and found is not None)
+        tombstone = new_key is None or found is None
+    if not applied:
+        return None
+    before = old[0] if tombstone and old is not None else None
+    return _update(left, record, found, tombstone, [(right, found), (left, before)])
+
+
+def _references(
+    asked: Asked, left: Log, end: Mapping[int, int]
+) -> dict[tuple[int, int], tuple[Record, Key | None]] | None:
+    """The changes of the left key that count, by place, each with its foreign key."""
+    expressions = split(asked.meaning["foreign_key"])
+    found = _counted(left, left.same_key(asked.record.values, asked.log.key), end)
+    rows = left.rows(
+        left.same_key(asked.record.values, asked.log.key),
+        end=dict(end),
+        only=used(expressions, left.columns.names),
+    )
+    columns = [evaluate(rows, sql) for sql in expressions]
+    if any(column is None for column in columns):
+        return None
+    table = pa.table({str(i): column for i, column in enumerate(columns)})
+    keys = {
+        place: tuple(row.values())
+        for place, row in zip(
+            zip(*(rows.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True),
+            texts(table),
+            strict=True,
+        )
+    }
+    return {one.place: (one, None if None in keys[one.place] else keys[one.place]) for one in found}

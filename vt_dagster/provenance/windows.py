@@ -1,0 +1,266 @@
+"""Windowed aggregates: the records that are in a window, and those that came too late for it.
+
+A window that has closed never opens again: of its records in order of arrival the first ones are in,
+and all after them came too late. How many a run let in is told by its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from vt_dagster import rules
+from vt_dagster.columns import (
+    IS_TOMBSTONE,
+    RECORDED_AT,
+    TIMESTAMP,
+    WINDOW_END,
+    WINDOW_START,
+)
+from vt_dagster.provenance.aggregates import cannot_be_told, keys_of, members, narrow
+from vt_dagster.provenance.asked import Arrivals, Asked, Made
+from vt_dagster.provenance.expressions import Group, named, split
+from vt_dagster.provenance.logs import Log, Place, as_micros, between, both
+from vt_dagster.provenance.values import Candidate, Record, Told
+from vt_dagster.storage.values import as_key
+
+_MILLISECOND = 1000
+Bounds = tuple[int, int]
+"""The ends of a window, epoch microseconds."""
+Merge = tuple[Sequence[Bounds], Bounds, Record]
+"""The sessions that a record replaced, the one that it made, and that one's result."""
+
+
+def windowed_aggregate(asked: Asked) -> Made:
+    """The records of a stream that a window has, see ``core.windowed_aggregate``."""
+    name = asked.meaning["source"]
+    source = asked.inputs[name]
+    kind = asked.meaning["window"].partition("(")[0]
+    start, end = bounds_of(asked.record)
+    merges = _merges(asked, start, end) if kind == "SessionWindow" else []
+    starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
+    found = _of_key(asked, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
+    if found is None:
+        return cannot_be_told(asked, source)
+    if kind == "SessionWindow":
+        return _session(asked, source, found, merges)
+    return _fixed(asked, source, found, sliding=kind == "SlidingWindow")
+
+
+def _of_key(asked: Asked, source: Log, start: int, end: int) -> list[Record] | None:
+    """The records of the window's key between two times that have been taken until now, in order of
+    arrival, without their values; None = the key cannot be computed."""
+    name = asked.meaning["source"]
+    rekeyed = asked.meaning.get("group_key", "()") != "()"
+    taken = asked.log.head.inputs.get(name, {})
+    if not rekeyed:  # each partition has windows of its own
+        taken = {p: o for p, o in taken.items() if p == asked.record.partition}
+    group = Group(source, keys_of(asked, source), asked.record.values)
+    only = [TIMESTAMP, IS_TOMBSTONE, RECORDED_AT, *group.columns]
+    near = both(group.condition(), between(start, end))
+    rows = source.rows(near, end=taken, only=only)
+    inside = group.has(rows)
+    if inside is None:
+        return None
+    found = narrow(source, rows.filter(pa.array(inside)))
+    return [one for _, one in Arrivals(asked, [name], rekeyed).sorted([(0, one) for one in found])]
+
+
+def bounds_of(record: Record) -> Bounds:
+    """The window of a result."""
+    return _bounds(record.values)
+
+
+def _bounds(values: Mapping[str, object]) -> Bounds:
+    ends = (as_key(c, values[c], pa.timestamp("us")) for c in (WINDOW_START, WINDOW_END))
+    start, end = (one.cast(pa.int64()).as_py() for one in ends)
+    return start, end
+
+
+# ------------------------------------------------------------------------- tumbling, hopping, sliding
+
+
+def _fixed(asked: Asked, source: Log, found: Sequence[Record], sliding: bool) -> Made:
+    start, end = bounds_of(asked.record)
+    near = [one for one in found if not sliding or not one.is_tombstone]
+    near = [one for one in near if start <= _at(one, sliding) < end + sliding]
+    taken = _let_in(asked, near, sliding)
+    inside = near[:taken]
+    if inside:
+        asked.told.decide(rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window")
+    late = near[_let_in_until_now(asked, near, sliding) :]
+    left = _just_left(asked, found, inside, start, end) if sliding else []
+    made = members(asked, source, [one.place for one in inside], left)
+    return _with_late(asked, made, source, late)
+
+
+def _just_left(
+    asked: Asked, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
+) -> list[Place]:
+    """The record that a sliding window starts a millisecond after; none where it ends at a record."""
+    if any(_at(one, True) == end for one in inside):
+        return []
+    before = [one for one in found if not one.is_tombstone and _at(one, True) == start - _MILLISECOND]
+    for one in before[:1]:
+        asked.told.notes.append(f"its window starts a millisecond after {one}, which is not in it")
+    return [one.place for one in before[:1]]
+
+
+def _at(record: Record, sliding: bool) -> int:
+    moment = as_micros(record.timestamp)
+    return moment // _MILLISECOND * _MILLISECOND if sliding else moment
+
+
+def _let_in(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
+    """How many of a window's records are in it at the asked result."""
+    counted = _counted(asked)
+    if counted is not None:
+        return counted
+    name = asked.meaning["source"]
+    earlier = sum(asked.turn(name, one) == 0 for one in near)
+    new = [one for one in near if asked.is_new(name, one)]
+    results = asked.results()
+    place = [one.offset for one in results].index(asked.record.offset)
+    if sliding or (len(results) <= 1 < len(new) and not asked.tells_each_update):
+        asked.told.notes.append(
+            "which records of its run came too late for the window cannot be told without a count(*) "
+            "among its aggregates"
+        )
+        return earlier + len(new)
+    return earlier + place + 1
+
+
+def _counted(asked: Asked) -> int | None:
+    """What the result itself says of how many records are in it; None = it says nothing."""
+    return next(
+        (
+            int(asked.record.values[column])
+            for column, sql in _aggregates(asked)
+            if sql.replace(" ", "").lower() in ("count(*)", "count(1)")
+            and asked.record.values.get(column) is not None
+        ),
+        None,
+    )
+
+
+def _aggregates(asked: Asked) -> list[tuple[str, str]]:
+    """The (column, aggregate) pairs: ``((n, count(*)), (s, sum(x)))``."""
+    pairs = [split(part) for part in split(asked.meaning["aggregates"])]
+    return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+
+
+def _let_in_until_now(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
+    """How many of a window's records are in it by the last commit; where that cannot be told all."""
+    place = asked.record.partition
+    same = asked.log.same_key(asked.record.values)
+    every = asked.log.records(same, end={place: asked.log.commit.next_offset.get(place, 0)})
+    counted = _counted(replace(asked, record=every[-1]))
+    if counted is not None:
+        return counted
+    return len(every) if asked.tells_each_update and not sliding else len(near)
+
+
+def _with_late(asked: Asked, made: Made, source: Log, late: Sequence[Record]) -> Made:
+    """With the records that came too late, the newest of them."""
+    if not late:
+        return made
+    asked.told.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
+    return Made(made.parts, made.count, left_out(source, late[-asked.most :]), len(late))
+
+
+# ------------------------------------------------------------------------------------------- sessions
+
+
+def _session(asked: Asked, source: Log, found: Sequence[Record], merges: Sequence[Merge]) -> Made:
+    """The records of a session, by the results of its key: each record that is taken tells which
+    sessions it replaced, by tombstones, and then the one that it made."""
+    start, end = bounds_of(asked.record)
+    starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
+    near = [one for one in found if min(starts) <= as_micros(one.timestamp) <= max([end, *ends])]
+    live: dict[Bounds, list[Place]] = {}
+    inside: list[Place] = []
+    late: list[Record] = []
+    rest = iter(merges)
+    ahead = next(rest, None)
+    for one in near:
+        moment = as_micros(one.timestamp)
+        if ahead is None or not _makes(moment, ahead[0], ahead[1]):
+            late.append(one)
+            continue
+        replaced, merged, result = ahead
+        parts = [place for old in {*replaced, merged} for place in live.pop(old, [])]
+        live[merged] = [*parts, one.place]
+        if result.place == asked.record.place:
+            inside = live[merged]
+            asked.told.decide(rules.TRIGGERED, f"{one}, the record number {len(inside)} of its session")
+        ahead = next(rest, None)
+    if not inside and not asked.record.is_tombstone:
+        asked.told.notes.append(
+            "its run did not keep each update: which of its records came too late cannot be told"
+        )
+        inside = [
+            one.place
+            for one in found
+            if start <= as_micros(one.timestamp) <= end and asked.turn(asked.meaning["source"], one) < 2
+        ]
+        return members(asked, source, inside)
+    order = {one.place: i for i, one in enumerate(near)}
+    inside.sort(key=order.__getitem__)
+    late = [one for one in late if start <= as_micros(one.timestamp) <= end]
+    return _with_late(asked, members(asked, source, inside), source, late)
+
+
+def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
+    """Whether a record at a time makes a session of those that it replaces."""
+    starts, ends = ([moment, *(one[i] for one in replaced)] for i in (0, 1))
+    return (min(starts), max(ends)) == merged
+
+
+def _merges(asked: Asked, start: int, end: int) -> list[Merge]:
+    """The key's sessions that ever overlapped a time: what each replaced, and its result, in order."""
+    log, place = asked.log, asked.record.partition
+    keys = [(k, k) for k in log.key if k not in (WINDOW_START, WINDOW_END)]
+    of_key = Group(log, keys, asked.record.values).condition()
+    near = both(of_key, between(start, end, WINDOW_START, WINDOW_END))
+    results = log.records(near, end={place: log.commit.next_offset.get(place, 0)})
+    found: list[Merge] = []
+    replaced: list[Bounds] = []
+    for one in results:
+        bounds = bounds_of(one)
+        if one.is_tombstone:
+            replaced.append(bounds)
+        else:
+            found.append((replaced, bounds, one))
+            replaced = []
+    return found
+
+
+def left_out(
+    source: Log, found: Sequence[Record], rule: rules.Rule = rules.WINDOW_CLOSED
+) -> list[Candidate]:
+    """Records that are not in a result, and by which rule."""
+    records = source.at([one.place for one in found])
+    return [Candidate(one, None, None, None, True, False, False, rule.name) for one in records]
+
+
+def too_late(log: Log, source: Log, key: Sequence[object], most: int, told: Told) -> list[Candidate]:
+    """Why a window has no row: the records of it that came too late, the newest.
+
+    Args:
+        key: of the result, the window's ends the last two.
+    """
+    values = dict(zip(log.key, key, strict=True))
+    keys = named(log.meaning.get("group_key", "()")) or [(c, c) for c in source.key]
+    group = Group(source, keys, values)
+    start, end = _bounds(values)
+    of_window = both(group.condition(), between(start, end - 1))
+    rows = source.rows(of_window, only=[TIMESTAMP, IS_TOMBSTONE, *group.columns])
+    inside = group.has(rows)
+    near = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
+    if not near:
+        told.notes.append(f"{source.name} has no record of it")
+        return []
+    told.decide(rules.WINDOW_CLOSED, f"for all {len(near)} records of it that {source.name} has")
+    return left_out(source, near[-most:])
