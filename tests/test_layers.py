@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 CONFORMANCE = ROOT / "tests" / "conformance"
 
 LAYERS = [
-    {"errors", "columns", "rules"},
+    {"errors", "columns", "rules", "drawing"},
     {"topology"},
     {"core"},
     {"spark"},
@@ -68,7 +68,10 @@ ORDER = {
         kafka_cluster protobuf avro formats kafka_messages kafka kafka_sink
         local_frames any_frame frames
     """,
-    "provenance": "values logs history origins as_of row_by_row explain",
+    "provenance": """
+        values logs history origins as_of row_by_row explain
+        choices key_codes in_order versions late_joins late_windows late_records lateness
+        """,
     "runs": """
         arrival own_time contracts store past audit join_way gate commit pin results looking difference
         run replay restate_plan restate export training_set erase_plan certificate erase

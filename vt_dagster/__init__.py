@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vt_dagster.orchestration.training_set import build_training_set
     from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.provenance.explain import explain
+    from vt_dagster.provenance.lateness import lateness
     from vt_dagster.sources.delta_table import DeltaSource
     from vt_dagster.sources.files import FilesSource
     from vt_dagster.sources.frames import AssetSource
@@ -89,6 +90,7 @@ _HOMES = {
     "VtDagsterError": "vt_dagster.errors",
     "WarehouseResource": "vt_dagster.orchestration.resource",
     "explain": "vt_dagster.provenance.explain",
+    "lateness": "vt_dagster.provenance.lateness",
     "read": "vt_dagster.storage.lookup",
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
@@ -145,6 +147,7 @@ __all__ = [
     "build_sensor",
     "build_training_set",
     "explain",
+    "lateness",
     "read",
     "stream",
     "table",

@@ -118,13 +118,21 @@ class Log:
         return self.as_records(self.rows(condition, start, end))
 
     def rows(
-        self, condition: Condition, start: Offsets | None = None, end: Offsets | None = None
+        self,
+        condition: Condition,
+        start: Offsets | None = None,
+        end: Offsets | None = None,
+        only: Sequence[str] | None = None,
     ) -> pa.Table:
-        """The same as an Arrow table."""
+        """The same as an Arrow table.
+
+        Args:
+            only: the columns that are read, partition and offset among them; None = all.
+        """
         ends, first = self.commit.next_offset if end is None else end, start or {}
         late, early = file_at_or_after(dict(first), ends), file_before(ends)
         wanted: delta.Wanted = lambda file: late(file) and early(file)  # noqa: E731
-        rows = rows_of(self.path, self.version, condition, wanted)
+        rows = rows_of(self.path, self.version, condition, wanted, only=only)
         offsets = rows.column(OFFSET).to_numpy()
         since, until = values_by_partition(rows, first, 0), values_by_partition(rows, ends, 0)
         keep = (offsets >= since) & (offsets < until)

@@ -298,6 +298,7 @@ def rows_of(
     condition: Callable[[pa.Schema], Any],
     wanted: delta.Wanted = delta.everything,
     like: pa.Schema | None = None,
+    only: Sequence[str] | None = None,
 ) -> pa.Table:
     """The rows of an asset's log or view for which a condition holds, which the files are read by.
 
@@ -307,6 +308,7 @@ def rows_of(
         condition: makes an Arrow expression of the table's columns; None = all rows.
         wanted: the files that may have some.
         like: of the columns those that are there have the types that they have there.
+        only: the columns that are read; None = all.
 
     Raises:
         StorageError: a file is gone or damaged.
@@ -320,13 +322,13 @@ def rows_of(
     where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
     if not places:
-        return columns.empty_table()
+        return columns.empty_table() if only is None else columns.empty_table().select(only)
     chosen = condition(columns)
     import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
 
     try:
         dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
-        return dataset.to_table(filter=chosen)
+        return dataset.to_table(None if only is None else [*only], filter=chosen)
     except (OSError, pa.ArrowInvalid) as error:
         name = posixpath.basename(posixpath.dirname(path))
         raise StorageError(
