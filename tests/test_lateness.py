@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster import FilesSource, HoppingWindow, Stream, TumblingWindow, VersionedTable, lateness
-from vt_dagster.provenance.choices import Choice
+from vt_dagster.provenance.choices import Choice, Lateness
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.store import stores_of
 from vt_dagster.testing.memory import MemoryStore
@@ -26,8 +28,8 @@ VALUES = [StructField("k", StringType()), StructField("n", IntegerType())]
 SCHEMA = StructType([*VALUES, StructField("timestamp", TimestampType())])
 RETENTION = timedelta(minutes=15)
 GRACES = [timedelta(0), timedelta(minutes=3), timedelta(minutes=8), timedelta(minutes=15)]
-NONE = timedelta(0)
-STEPS = 4
+MAX_AGE = timedelta(minutes=9)
+STEPS = 3
 FOUND = ["left.n as id", "right.n as rate"]
 Row = Mapping[str, Any]
 
@@ -56,39 +58,30 @@ class Lab:
             null_key="keep",
             source=FilesSource(str(root / "orders"), max_bad_share=1.0),
         )
+        match: dict[str, Any] = {"select": FOUND, "max_age": MAX_AGE, "at": "before"}
         self.joins = {
-            grace: self.orders.left_join(self.rates, name=f"join{i}", select=FOUND, grace_period=grace)
+            grace: self.orders.left_join(self.rates, name=f"join{i}", grace_period=grace, **match)
             for i, grace in enumerate(GRACES)
         }
-        self.inner = self.orders.join(
-            self.rates, name="inner", select=FOUND, max_age=timedelta(minutes=9), at="before"
-        )
-        self.inner_waits = self.orders.join(
-            self.rates,
-            name="inner_waits",
-            select=FOUND,
-            max_age=timedelta(minutes=9),
-            at="before",
-            grace_period=GRACES[2],
-        )
+        self.inner = self.orders.join(self.rates, name="inner", **match)
         size, advance = timedelta(minutes=4), timedelta(minutes=2)
-        self.windows = {
-            f"{kind}{i}": self.orders.group_by()
-            .windowed_by(
-                TumblingWindow(size, grace=grace)
-                if kind == "tumbling"
-                else HoppingWindow(size, advance, grace=grace)
-            )
-            .aggregate({"many": "count(*)"}, name=f"{kind}{i}")
-            for kind in ("tumbling", "hopping")
-            for i, grace in enumerate(GRACES[:2])
+        windows = {
+            "tumbling": TumblingWindow(size),
+            "tumbling_waits": TumblingWindow(size, grace=GRACES[1]),
+            "hopping": HoppingWindow(size, advance),
         }
+        self.windows = [
+            self.orders.group_by().windowed_by(window).aggregate({"many": "count(*)"}, name=name)
+            for name, window in windows.items()
+        ]
+        self.short = replace(self.rates, name="short", history_retention=timedelta(minutes=4))
+        joins = [*self.joins.values()]
+        self.once = [self.inner, self.short, *self.windows]
+        self.nodes = {n.name: n for n in [self.rates, self.orders, *joins, *self.once]}
         on_delta = stores_of(self.warehouse, spark)
-        kept = {"rates", "orders", "join0", "inner", "tumbling0", "hopping0"}
-        every = [*self.joins.values(), self.inner, self.inner_waits, *self.windows.values()]
-        self.made = every
-        self.memory = {n.name: MemoryStore(n, spark) for n in every if n.name not in kept}
-        self.stores = lambda node: self.memory.get(node.name) or on_delta(node)
+        in_memory = [*joins[1:], self.windows[1]]
+        self.memory = {n.name: MemoryStore(n, spark) for n in in_memory}
+        self.stores: Any = lambda node: self.memory.get(node.name) or on_delta(node)
 
     def land(self, node: Stream, step: int, rows: Sequence[Row]) -> None:
         (self.root / node.name).mkdir(exist_ok=True)
@@ -116,19 +109,20 @@ class Lab:
             self.land(self.orders, step, orders)
             run_once(self.rates, self.stores)
             run_once(self.orders, self.stores)
-            for node in self.made:
+            for node in self.joins.values():
                 run_once(node, self.stores, recorded_at=recorded(step))
+        for node in self.once:
+            run_once(node, self.stores)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        node = next(n for n in [self.rates, self.orders, *self.made] if n.name == name)
-        store = self.stores(node)
-        head = store.head()
-        assert head is not None
-        return store.log({}, head).toArrow().to_pylist()
+        store = self.stores(self.nodes[name])
+        return store.log({}, store.head()).toArrow().to_pylist()
 
     def commits(self, name: str) -> list[Any]:
-        node = next(n for n in self.made if n.name == name)
-        return [*self.stores(node).commits()]
+        return [*self.stores(self.nodes[name]).commits()]
+
+    def lateness(self, name: str, **asked: Any) -> Lateness:
+        return lateness(name, warehouse=self.warehouse, **asked)
 
 
 def recorded(step: int) -> int:
@@ -148,7 +142,7 @@ def lab(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return made
 
 
-def truth(lab: Lab, before: bool = False, max_age: timedelta | None = None) -> dict[int, int | None]:
+def truth(lab: Lab) -> dict[int, int | None]:
     """What each order should find, by all that is known: row by row."""
     rates = sorted(lab.rows("rates"), key=lambda r: r["offset"])
     found: dict[int, int | None] = {}
@@ -157,9 +151,9 @@ def truth(lab: Lab, before: bool = False, max_age: timedelta | None = None) -> d
             continue
         mine = {r["timestamp"]: r for r in rates if r["k"] == order["k"]}
         moment = order["timestamp"]
-        earlier = [t for t in mine if (t < moment if before else t <= moment)]
+        earlier = [t for t in mine if t < moment]
         best = mine[max(earlier)] if earlier else None
-        young = best is not None and (max_age is None or moment - best["timestamp"] <= max_age)
+        young = best is not None and moment - best["timestamp"] <= MAX_AGE
         found[order["n"]] = best["n"] if best is not None and young else None
     return found
 
@@ -195,13 +189,57 @@ def assert_as_run(lab: Lab, name: str, choice: Choice, should: dict[int, int | N
 
 
 def test_each_grace_period_costs_what_a_run_with_it_does(lab: Lab) -> None:
-    found = lateness("join0", grace=GRACES, warehouse=lab.warehouse)
-    should = truth(lab)
+    found, should = lab.lateness("join0", grace=GRACES), truth(lab)
     for grace, node in lab.joins.items():
         assert_as_run(lab, node.name, found.of(grace), should)
     wrong = [found.of(grace).wrong for grace in GRACES]
-    print(found)
-    assert wrong[0] > wrong[1] > 0
+    assert wrong[0] > wrong[1] > wrong[2] > 0
     assert found.of(GRACES[2]).late > 0
     assert found.of(GRACES[3]).late == 0
-    assert any(one.expired for one in found.choices)
+    assert found.of(GRACES[3]).expired
+    assert found.declared == found.of(GRACES[0])
+
+
+def test_an_inner_join_has_no_result_of_a_record_without_a_key(lab: Lab) -> None:
+    choice, should = lab.lateness("inner", grace=["0s"]).choices[0], truth(lab)
+    keyed = {r["n"] for r in lab.rows("orders") if r["k"] is not None and not r["is_tombstone"]}
+    there = {r["id"]: r["rate"] for r in lab.rows("inner")}
+    assert choice.of == len(keyed) < len(should)
+    assert choice.wrong == sum(should[one] != there.get(one) for one in keyed)
+
+
+def test_windows_drop_what_a_run_with_the_grace_drops(lab: Lab) -> None:
+    for name, node in (
+        ("tumbling", "tumbling"),
+        ("tumbling", "tumbling_waits"),
+        ("hopping", "hopping"),
+    ):
+        grace = GRACES[node == "tumbling_waits"]
+        choice = lab.lateness(name, grace=[grace]).of(grace)
+        (commit,) = lab.commits(node)
+        assert choice.late == commit.counts["late_records_dropped"] > 0
+        assert choice.dropped == commit.counts["expired_window_records_dropped"]
+        counted = {r["window_start"]: r["many"] for r in lab.rows(node) if r["k"] == "a"}
+        every = Counter[datetime]()
+        for order in (r for r in lab.rows("orders") if r["k"] == "a"):
+            minutes = (order["timestamp"] - EPOCH) // timedelta(minutes=1)
+            step = 2 if name == "hopping" else 4
+            first = minutes // step * step
+            starts = [first, first - step] if name == "hopping" else [first]
+            every.update(EPOCH + timedelta(minutes=one) for one in starts)
+        lacking = sum(counted.get(start) != many for start, many in every.items())
+        assert lacking <= choice.wrong
+        assert choice.of >= len(every)
+    longest = lab.lateness("tumbling", grace=["1d"]).choices[0]
+    assert (longest.late, longest.wrong, longest.dropped) == (0, 0, 0)
+
+
+def test_a_retention_refuses_what_a_run_with_it_refuses(lab: Lab) -> None:
+    found = lab.lateness("rates", grace=[timedelta(minutes=4), RETENTION, "1d"])
+    refused = [lab.commits(name)[-1].totals["late"] for name in ("short", "rates")]
+    assert [one.wrong for one in found.choices[:2]] == refused
+    assert found.of(timedelta(minutes=4)).of == sum(
+        lab.commits("short")[-1].counts[c] for c in ("applied", "late")
+    )
+    assert found.choices[1].declared
+    assert found.choices[2].wrong == 0

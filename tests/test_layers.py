@@ -71,6 +71,7 @@ ORDER = {
     "provenance": """
         values logs history origins as_of row_by_row explain
         choices key_codes in_order versions late_joins late_windows late_records lateness
+        lateness_picture
         """,
     "runs": """
         arrival own_time contracts store past audit join_way gate commit pin results looking difference
@@ -78,12 +79,12 @@ ORDER = {
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager pictures types checks sensors deliveries decorators
+        resource metadata io_manager pictures types checks lateness sensors deliveries decorators
         translator run_config asset export training_set ops factory
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "lookup explain tables check spark app",
+    "cli": "lookup explain lateness tables check spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         build_resources,
     )
     from vt_dagster.orchestration.io_manager import tables_io_manager
+    from vt_dagster.orchestration.lateness import build_lateness_check
     from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
     from vt_dagster.orchestration.sensors import build_sensor
     from vt_dagster.orchestration.training_set import build_training_set
@@ -96,6 +97,7 @@ _HOMES = {
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",
     "build_export": "vt_dagster.orchestration.export",
+    "build_lateness_check": "vt_dagster.orchestration.lateness",
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
@@ -142,6 +144,7 @@ __all__ = [
     "build_checks",
     "build_definitions",
     "build_export",
+    "build_lateness_check",
     "build_maintenance",
     "build_resources",
     "build_sensor",

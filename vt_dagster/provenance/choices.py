@@ -52,7 +52,7 @@ class Choice:
             ``waiting_average`` over its runs.
         later: of a join, how much later results were recorded, by the clock; ``later_in_stream_time``
             the same in stream time.
-        declared: whether it is the one that the last run went by.
+        declared: whether it is the one that is declared, or that the last run went by.
     """
 
     length: timedelta
@@ -100,6 +100,16 @@ class Lateness:
     def declared(self) -> Choice | None:
         """The choice that the last run went by; None where that is not known."""
         return next((one for one in self.choices if one.declared), None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no more results are wrong than was asked for: by the declared length where that is
+        known, else by any."""
+        if self.at_most is None:
+            return True
+        if self.declared is None:
+            return self.suggested is not None
+        return self.declared.share <= self.at_most
 
     def of(self, length: timedelta) -> Choice:
         """The choice of a length."""

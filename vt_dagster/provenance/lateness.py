@@ -41,8 +41,8 @@ def lateness(
 
     Args:
         table: an asset's name (with a key prefix: ``shop/prices``), or the stream or table itself.
-        grace: the lengths, as timedeltas or texts like ``10m``; none = some, and the one that the last
-            run went by where that is known.
+        grace: the lengths, as timedeltas or texts like ``10m``; none = some, and the declared one,
+            which without a declaration is the one that the last run went by, where that is known.
         at_most: a share of results that may be wrong, like ``"0.1%"`` or 0.001: then the shortest
             length is told by which there are no more.
         warehouse: the directory or URL of the tables.
@@ -52,14 +52,15 @@ def lateness(
         ContractError: a length is none.
     """
     name = table if isinstance(table, str) else "/".join(table.path)
-    log, share = Log.open(str(warehouse), name), _share(at_most)
+    log, share = Log.open(str(warehouse), name), parse_share(at_most)
     asked = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
     operator = log.meaning.get("operator", "source")
     found: LateJoin | LateWindows | LateRecords
     declared, notes = None, list[str]()
     if operator in (_JOIN, _CORRECTED):
         found, what = LateJoin(log, *_inputs(log, "left", "right")), "grace_period"
-        declared = _declared_grace(log)
+        declared = getattr(getattr(table, "operator", None), "grace_period", _declared_grace(log))
+        declared = timedelta(0) if declared is None else declared
     elif operator == _WINDOWS:
         found, what = LateWindows(log, *_inputs(log, "source")), "grace"
         window = getattr(getattr(table, "operator", None), "window", None)
@@ -74,7 +75,9 @@ def lateness(
         )
     declared = declared if isinstance(declared, timedelta) else None
     usual = RETENTIONS if what == "history_retention" else GRACES
-    lengths = {*asked} or {*map(parse_length, usual), *([] if declared is None else [declared])}
+    lengths = {*asked} or {*map(parse_length, usual)}
+    if declared is not None and (share is not None or not asked):
+        lengths.add(declared)
     choices = found.cost(sorted(lengths))
     suggested = None
     if share is not None:
@@ -89,7 +92,12 @@ def lateness(
     return Lateness(name, operator, what, ordered, share, suggested, tuple(notes))
 
 
-def _share(at_most: str | float | None) -> float | None:
+def parse_share(at_most: str | float | None) -> float | None:
+    """A share of results, 0 to 1; None = none is asked for.
+
+    Raises:
+        StorageError: it is none.
+    """
     if at_most is None:
         return None
     text = str(at_most).strip()
