@@ -47,7 +47,7 @@ ORDER = {
         operators.stream_stream_join operators.suppress
         operators.table_aggregate operators.table_table_join operators.foreign_key_join
         operators.to_stream operators.to_table operators.windowed_aggregate operators
-        grouping joining model training_set
+        grouping joining model training_set changed
         """,
     "core": """
         arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
@@ -75,7 +75,7 @@ ORDER = {
         """,
     "runs": """
         arrival own_time contracts store past audit join_way gate commit pin results looking difference
-        run replay restate_plan restate export training_set erase_plan certificate erase
+        run replay what_if restate_plan restate export training_set erase_plan certificate erase
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
@@ -84,7 +84,7 @@ ORDER = {
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "lookup explain lateness tables check spark app",
+    "cli": "lookup explain lateness tables what_if check spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 
