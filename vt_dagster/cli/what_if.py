@@ -87,10 +87,10 @@ def _setting(given: str) -> tuple[str, str]:
 
 def _lines(found: trial.Changes) -> Iterator[str]:
     yield f"made anew: {', '.join(found.remade)}"
+    yield f"{found.asset}: {found.rows_before:,} rows before, {found.rows_after:,} after"
     yield (
-        f"{found.asset}: {found.rows_before:,} rows before, {found.rows_after:,} after; "
-        f"of {found.keys:,} keys {found.changed:,} rows change, {found.added:,} are added, {found.removed:,} removed "
-        f"({share(found.share)})"
+        f"{found.changed:,} rows change, {found.added:,} are added, {found.removed:,} removed "
+        f"({share(found.share)}), of {found.keys:,} keys"
     )
     for what, columns in (("added", found.columns_added), ("removed", found.columns_removed)):
         if columns:
