@@ -19,7 +19,8 @@ from vt_dagster.provenance.lateness_picture import picture as drawn
 from vt_dagster.provenance.lateness_picture import share
 from vt_dagster.topology.durations import spoken
 
-_RESULTS = {"grace_period": "joined wrongly", "grace": "windows lack records"}
+_UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
+_RESULTS = {"grace_period": "wrong", "grace": "lack records"}
 
 
 def lateness(
@@ -57,7 +58,7 @@ def _tell(found: Lateness) -> None:
     wrong = _RESULTS.get(found.what, "refused")
     table = TextTable(title=Text(f"{found.asset} ({found.operator}): what its {what} costs"))
     names = [what, "of", wrong, "share"]
-    names += ["late", "waiting: average", "most", "now", "later: p50", "p99"] if several else []
+    names += ["late", "wait: mean", "most", "now", "later: p50", "p99"] if several else []
     names += ["late records", "updates dropped"] if found.what == "grace" else []
     table.add_column(names[0])
     for name in names[1:]:
@@ -71,7 +72,7 @@ def _tell(found: Lateness) -> None:
 
 def _cells(found: Lateness, one: Choice) -> list[str]:
     marks = " *" * one.declared + " >" * (one.length == found.suggested)
-    cells = [f"{spoken(one.length)}{marks}", f"{one.of:,}", f"{one.wrong:,}", share(one.share)]
+    cells = [f"{_short(one.length)}{marks}", f"{one.of:,}", f"{one.wrong:,}", share(one.share)]
     if found.what == "grace_period":
         average = 0.0 if one.waiting_average is None else one.waiting_average
         cells += [f"{one.late:,}", f"{average:,.1f}", f"{one.waiting_most:,}", f"{one.waiting:,}"]
@@ -83,9 +84,14 @@ def _cells(found: Lateness, one: Choice) -> list[str]:
 
 
 def _short(length: timedelta) -> str:
-    """A length to the second, where it is not shorter."""
-    whole = timedelta(seconds=round(length.total_seconds()))
-    return spoken(whole or length)
+    """A length as ``--grace`` takes it, to the second where it is not shorter."""
+    rest, told = round(length.total_seconds()), ""
+    if not rest:
+        return spoken(length) if length else "0s"
+    for unit, seconds in _UNITS:
+        many, rest = divmod(rest, seconds)
+        told += f"{many}{unit}" if many else ""
+    return told
 
 
 def _lines(found: Lateness) -> list[str]:

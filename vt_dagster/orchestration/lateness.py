@@ -78,7 +78,8 @@ def build_lateness_check(
 def _require_a_length(node: Stream) -> None:
     operator: Any = node.operator
     fixed = isinstance(getattr(operator, "window", None), TumblingWindow | HoppingWindow)
-    waits = hasattr(operator, "grace_period") and operator.right.versioned
+    joined = operator is not None and operator.meaning["operator"] == "StreamTableJoin"
+    waits = joined and operator.right.versioned and operator.as_known == "now"
     if not (fixed or waits or node.versioned):
         raise TopologyError(
             f"{node.name}: expected a join of a stream with a versioned table, an aggregate by "

@@ -23,7 +23,6 @@ from vt_dagster.topology.durations import parse_length, spoken
 GRACES = ("0s", "1m", "10m", "1h", "6h", "1d")
 RETENTIONS = ("0s", "1h", "6h", "1d", "7d", "30d")
 _JOIN, _WINDOWS = "StreamTableJoin", "WindowedAggregate"
-_CORRECTED = "CorrectedJoin"
 
 
 def lateness(
@@ -57,10 +56,10 @@ def lateness(
     operator = log.meaning.get("operator", "source")
     found: LateJoin | LateWindows | LateRecords
     declared, notes = None, list[str]()
-    if operator in (_JOIN, _CORRECTED):
+    if operator == _JOIN:
         found, what = LateJoin(log, *_inputs(log, "left", "right")), "grace_period"
-        declared = getattr(getattr(table, "operator", None), "grace_period", _declared_grace(log))
-        declared = timedelta(0) if declared is None else declared
+        join = getattr(table, "operator", None)
+        declared = _declared_grace(log) if join is None else join.grace_period or timedelta(0)
     elif operator == _WINDOWS:
         found, what = LateWindows(log, *_inputs(log, "source")), "grace"
         window = getattr(getattr(table, "operator", None), "window", None)
@@ -70,8 +69,9 @@ def lateness(
         declared = log.head.shape.retention()
     else:
         raise StorageError(
-            f"{name} is made by {operator}, which waits for nothing: expected a join of a stream with "
-            "a versioned table, an aggregate by tumbling or hopping windows, or a versioned table"
+            f"{name} is made by {operator}: expected a join of a stream with a versioned table whose "
+            "results are not corrected, an aggregate by tumbling or hopping windows, or a versioned "
+            "table"
         )
     declared = declared if isinstance(declared, timedelta) else None
     usual = RETENTIONS if what == "history_retention" else GRACES

@@ -165,7 +165,7 @@ def _place(root: str) -> Iterator[str]:
     """A directory of this process's own, which is removed at the end."""
     fs, folder = delta.filesystem(str(root))
     _clean(fs, folder)
-    name = f"{_RUN}.{_host()}.{os.getpid()}.{uuid4().hex[:8]}"
+    name = f"{_RUN}.{this_host()}.{os.getpid()}.{uuid4().hex[:8]}"
     try:
         yield posixpath.join(str(root), name)
     finally:
@@ -179,12 +179,13 @@ def _clean(fs: Any, folder: str) -> None:
         return
     for found in fs.ls(folder, detail=False, refresh=True):
         what, *about = posixpath.basename(found.rstrip("/")).split(".")
-        if what != _RUN or len(about) != 3 or about[0] != _host() or _lives(about[1]):
+        if what != _RUN or len(about) != 3 or about[0] != this_host() or _lives(about[1]):
             continue
         fs.rm(found, recursive=True)
 
 
-def _host() -> str:
+def this_host() -> str:
+    """This machine's name, as directories may be called."""
     return "".join(c if c.isalnum() else "-" for c in socket.gethostname())
 
 
