@@ -84,13 +84,13 @@ class LateJoin:
         meaning = log.meaning
         if "as_known" in meaning:
             raise StorageError(
-                f"{log.name} joins by what was known (as_known={meaning['as_known']}): what another "
-                "grace period would have cost cannot be told; expected a join with what is known now"
+                f"{log.name}: expected a join with what is known now, got as_known={meaning['as_known']}, "
+                "of which it cannot be told what another grace period would have cost"
             )
         if table.head.shape.kind != "versioned":
             raise StorageError(
-                f"{log.name} joins with {table.name}, which is not versioned: no record may "
-                "wait for it; expected a join with a VersionedTable"
+                f"{log.name}: expected a join with a versioned table, got one with {table.name}, a plain "
+                "one, for which nothing may wait; declare it as a VersionedTable"
             )
         self.log, self.stream, self.table, self.name = log, stream, table, meaning["left"]
         self.left = meaning["kind"] == "left"
