@@ -84,13 +84,14 @@ class LateJoin:
         meaning = log.meaning
         if "as_known" in meaning:
             raise StorageError(
-                f"{log.name}: expected a join with what is known now, got as_known={meaning['as_known']}, "
-                "of which it cannot be told what another grace period would have cost"
+                f"{log.name}: expected a join with what is known now, got "
+                f"as_known={meaning['as_known']}, of which it cannot be told what another grace "
+                "period would have cost"
             )
         if table.head.shape.kind != "versioned":
             raise StorageError(
-                f"{log.name}: expected a join with a versioned table, got one with {table.name}, a plain "
-                "one, for which nothing may wait; declare it as a VersionedTable"
+                f"{log.name}: expected a join with a versioned table, got one with {table.name}, a "
+                "plain one, for which nothing may wait; declare it as a VersionedTable"
             )
         self.log, self.stream, self.table, self.name = log, stream, table, meaning["left"]
         self.left = meaning["kind"] == "left"

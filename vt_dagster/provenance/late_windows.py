@@ -72,8 +72,8 @@ class LateWindows:
         kind, lengths = told.partition("(")[0], dict(_FIELD.findall(told))
         if kind not in _FIXED or "size" not in lengths:
             raise StorageError(
-                f"{log.name}: expected {' or '.join(_FIXED)} of one size, got {told}, of which it cannot "
-                "be told what another grace would have cost"
+                f"{log.name}: expected {' or '.join(_FIXED)} of one size, got {told}, of which it "
+                "cannot be told what another grace would have cost"
             )
         self.size = printed(lengths["size"]) // _ONE
         self.advance = printed(lengths.get("advance", lengths["size"])) // _ONE
@@ -81,9 +81,9 @@ class LateWindows:
         self.merges = log.meaning.get("group_key", "()") != "()"
         if self.merges and len(log.commit.next_offset) > 1:
             raise StorageError(
-                f"{log.name}: expected windows by the stream's own key, or in one partition, got a new key "
-                f"in {len(log.commit.next_offset)} partitions: which one a record is in, and so its stream "
-                "time, only Spark can tell"
+                f"{log.name}: expected windows by the stream's own key, or in one partition, got a new "
+                f"key in {len(log.commit.next_offset)} partitions: which one a record is in, and so its "
+                "stream time, only Spark can tell"
             )
         self._keys, self._windows = KeyCodes(len(self.key)), KeyCodes(2)
         self._many = 0
