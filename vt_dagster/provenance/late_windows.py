@@ -82,8 +82,8 @@ class LateWindows:
         if self.merges and len(log.commit.next_offset) > 1:
             raise StorageError(
                 f"{log.name}: expected windows by the stream's own key, or in one partition, got a new "
-                f"key in {len(log.commit.next_offset)} partitions: which one a record is in, and so its "
-                "stream time, only Spark can tell"
+                f"key in {len(log.commit.next_offset)} partitions: which one a record is in, and so "
+                "its stream time, only Spark can tell"
             )
         self._keys, self._windows = KeyCodes(len(self.key)), KeyCodes(2)
         self._many = 0
