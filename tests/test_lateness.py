@@ -11,12 +11,25 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import numpy as np
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+from typer.testing import CliRunner
 
-from vt_dagster import FilesSource, HoppingWindow, Stream, TumblingWindow, VersionedTable, lateness
+from vt_dagster import (
+    FilesSource,
+    HoppingWindow,
+    Stream,
+    TumblingWindow,
+    VersionedTable,
+    WarehouseResource,
+    build_lateness_check,
+    lateness,
+)
+from vt_dagster.cli.app import app
+from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.provenance.choices import Choice, Lateness
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.store import stores_of
@@ -193,11 +206,65 @@ def test_each_grace_period_costs_what_a_run_with_it_does(lab: Lab) -> None:
     for grace, node in lab.joins.items():
         assert_as_run(lab, node.name, found.of(grace), should)
     wrong = [found.of(grace).wrong for grace in GRACES]
-    assert wrong[0] > wrong[1] > wrong[2] > 0
+    assert wrong[0] > wrong[1] > 0
     assert found.of(GRACES[2]).late > 0
     assert found.of(GRACES[3]).late == 0
-    assert found.of(GRACES[3]).expired
+    # What waits longer than the table remembers is not found any more.
+    assert found.of(GRACES[3]).expired == wrong[3] > wrong[0]
     assert found.declared == found.of(GRACES[0])
+
+
+def test_the_shortest_grace_period_for_a_percentage(lab: Lab) -> None:
+    """Against all that there are, in steps of which the records' times are made."""
+    grid = [timedelta(seconds=15 * i) for i in range(60)]
+    shown = lab.lateness("join0", grace=grid)
+    for percentage in (9, 9.5, 10, 11):
+        found = lab.lateness("join0", at_most=f"{percentage}%")
+        assert found.suggested is not None
+        enough = [g for g in grid if shown.of(g).share <= percentage / 100]
+        assert enough[0] - grid[1] < found.suggested <= enough[0]
+        assert found.of(found.suggested).share <= percentage / 100
+        assert not found.passed
+    assert lab.lateness("join0", at_most=0.12).passed
+    hopeless = lab.lateness("join0", at_most="1%")
+    assert hopeless.suggested is None
+    assert "a longer history retention" in hopeless.notes[0]
+    retention = lab.lateness("rates", at_most="5%")
+    assert retention.suggested is not None
+    lengths = [retention.suggested - timedelta(microseconds=1), retention.suggested]
+    shares = [one.share for one in lab.lateness("rates", grace=lengths).choices]
+    assert shares[0] > 0.05 >= shares[1]
+    for at_most in ("5", "-1%", 1.5, "x%"):
+        with pytest.raises(StorageError, match="expected a share of the results like"):
+            lab.lateness("join0", at_most=at_most)
+    with pytest.raises(StorageError, match="orders is made by source: expected a join"):
+        lab.lateness("orders")
+
+
+def test_on_the_command_line_and_as_a_check(lab: Lab, tmp_path: Path) -> None:
+    drawn = tmp_path / "lateness.svg"
+    args = ["lateness", "join0", "--grace", "0s,3m", "--at-most", "10%", "--warehouse", lab.warehouse]
+    told = CliRunner().invoke(app, [*args, "--picture", str(drawn)])
+    assert told.exit_code == 1, told.output
+    assert "> at most 10 % wrong: the shortest grace period is" in told.output
+    assert drawn.read_text().startswith("<svg")
+    said = json.loads(CliRunner().invoke(app, [*args, "--json"]).output)
+    assert said["choices"][0]["length"] == 0.0
+    assert said["choices"][0]["wrong"] == lab.lateness("join0", grace=["0s"]).choices[0].wrong
+    node = lab.joins[GRACES[0]]
+    for at_most, passed in (("10%", False), ("50%", True)):
+        check = build_lateness_check(node, at_most=at_most)
+        result = dg.materialize(
+            [dg.AssetSpec("join0"), check],
+            selection=dg.AssetSelection.checks(check),
+            resources={"vt_dagster_warehouse": WarehouseResource(path=lab.warehouse)},
+        )
+        (one,) = result.get_asset_check_evaluations()
+        assert one.passed is passed
+        assert one.metadata["wrong"].value == said["choices"][0]["wrong"]
+        assert "image/svg+xml" in str(one.metadata["picture"].value)
+    with pytest.raises(TopologyError, match="orders: expected a join of a stream"):
+        build_lateness_check(lab.orders, at_most="1%")
 
 
 def test_an_inner_join_has_no_result_of_a_record_without_a_key(lab: Lab) -> None:

@@ -256,19 +256,16 @@ class LateJoin:
             at_most: 0 to 1, inclusive.
         """
         needed, total = self.needed()
-        allowed = int(at_most * total + 1e-9)
-        place = len(needed) - allowed - 1
-        step, tried = 1, EVER
+        allowed, length = int(at_most * total + 1e-9), 0
         while True:
-            length = int(needed[place]) if 0 <= place < len(needed) else 0
-            if length > tried:
-                (found,) = self.cost([length * _ONE])
-                tried = length
-                if found.wrong <= allowed:
-                    return found
-            if place >= len(needed) - 1:
+            (found,) = self.cost([length * _ONE])
+            if found.wrong <= allowed:
+                return found
+            # So many more must get what they need: a longer one forgets more, and not less.
+            place = int(np.searchsorted(needed, length, side="right")) + found.wrong - allowed - 1
+            if place >= len(needed):
                 return None
-            place, step = min(max(place, 0) + step, len(needed) - 1), step * 2
+            length = int(needed[place])
 
 
 def _add(counts: Counter[int], values: Any) -> None:
