@@ -78,8 +78,9 @@ def build_lateness_check(
 def _require_a_length(node: Stream) -> None:
     operator: Any = node.operator
     fixed = isinstance(getattr(operator, "window", None), TumblingWindow | HoppingWindow)
-    joined = operator is not None and operator.meaning["operator"] == "StreamTableJoin"
-    waits = joined and operator.right.versioned and operator.as_known == "now"
+    about = {} if operator is None else operator.meaning
+    waits = about.get("operator") == "StreamTableJoin" and "as_known" not in about
+    waits = waits and all(one.versioned for one in node.inputs[1:])
     if not (fixed or waits or node.versioned):
         raise TopologyError(
             f"{node.name}: expected a join of a stream with a versioned table, an aggregate by "
