@@ -109,7 +109,7 @@ class LateJoin:
         )
         self.versions = Versions(table, [by_batch[n] for n in batches], match)
         homes = sorted({p for run in self.runs for p in run.stream_time})
-        self._home = {p: i for i, p in enumerate(homes)}
+        self._homes = np.array(homes, np.int64)
         self._time = np.array(
             [[run.stream_time.get(p, EVER // 2) for run in self.runs] for p in homes], np.int64
         )
@@ -145,7 +145,8 @@ class LateJoin:
         moment = micros(rows, TIMESTAMP)
         now = running_time(home, np.where(~deleted & ~empty, moment, EVER), latest)
         codes = self.versions.keys.of(columns, new=False)[taken]
-        places = np.array([self._home.get(p, 0) for p in home[taken].tolist()], np.int64)
+        # One of which no record has a key is in none of them, and is not asked for.
+        places = np.searchsorted(self._homes, home[taken]) % max(len(self._homes), 1)
         moment = moment[taken]
         place = self.versions.place(codes, moment)
         truth, _ = self._answers(place, codes, moment, np.full(len(place), self.versions.now))

@@ -153,9 +153,15 @@ def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice
         longer = [
             c.length for c in choices if isinstance(retention, timedelta) and c.length > retention
         ]
-        return [
+        notes = [
             f"{spoken(one)} is longer than the history retention {spoken(retention)} of "
             f"{found.table.name}: lengthen that with it"
             for one in longer
         ]
+        first = found.runs[0].batch
+        if first > 1:
+            notes.append(
+                f"of the runs before {first} nothing is known: they are counted as one with it"
+            )
+        return notes
     return []
