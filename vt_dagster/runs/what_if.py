@@ -204,6 +204,11 @@ def _lives(process: str) -> bool:
 
 def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) -> Changes:
     """What differs. Plan: two shuffles of both, and of what differs a window and a join."""
+    if before.node.key != after.node.key:
+        raise StorageError(
+            f"{after.node.name}: expected the key {list(before.node.key)}, by which rows before and after "
+            f"are told, got {list(after.node.key)}; replay it under another name, and compare"
+        )
     sides = [comparable(one, "versions" if one.node.versioned else None) for one in (before, after)]
     names = [one.columns for one in sides]
     common = [c for c in names[0] if c in names[1]]
@@ -212,7 +217,7 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
     if not after.node.is_table:
         timed = [TIMESTAMP]
     identity = [*key, *timed]
-    shown = sorted(c for c in common if c not in identity)
+    shown = sorted(c for c in common if c not in identity) or identity
     told = [
         one.select(as_json(key, "key"), as_json(identity, "id"), as_json(shown, "row")) for one in sides
     ]
@@ -241,7 +246,7 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
     )
 
 
-_ROWS = "*"
+_ROWS = "_rows"
 
 
 def _kinds() -> dict[str, Any]:
@@ -251,7 +256,9 @@ def _kinds() -> dict[str, Any]:
 
 def _paired(differing: DataFrame) -> DataFrame:
     """Rows before beside rows after, of what is the same row: ``key, id, n, before, after``."""
-    one_each = differing.withColumn("_", F.explode(F.sequence(F.lit(1), F.abs("_count")))).drop("_")
+    one_each = differing.withColumn(
+        "_", F.explode(F.sequence(F.lit(1).cast("long"), F.abs("_count")))
+    ).drop("_")
     in_order = W.partitionBy("id", F.col("_count") > 0).orderBy("row")
     rows = one_each.withColumn("n", F.row_number().over(in_order))
     old, new = F.when(F.col("_count") > 0, F.col("row")), F.when(F.col("_count") < 0, F.col("row"))
