@@ -206,8 +206,8 @@ def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) ->
     """What differs. Plan: two shuffles of both, and of what differs a window and a join."""
     if before.node.key != after.node.key:
         raise StorageError(
-            f"{after.node.name}: expected the key {list(before.node.key)}, by which rows before and after "
-            f"are told, got {list(after.node.key)}; replay it under another name, and compare"
+            f"{after.node.name}: expected the key {list(before.node.key)}, by which rows before and "
+            f"after are told, got {list(after.node.key)}; replay it under another name, and compare"
         )
     sides = [comparable(one, "versions" if one.node.versioned else None) for one in (before, after)]
     names = [one.columns for one in sides]
