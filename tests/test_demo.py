@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from assets.corrections import FORGOTTEN
 from assets.demo import LATE
 from tests import reference
 from tests.reference import WEATHER_VALUES, as_of_join
-from vt_dagster import read
+from vt_dagster import lateness, read
 from vt_dagster.cli import app
+from vt_dagster.storage.lookup import head_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -394,3 +397,31 @@ def test_the_command_line_looks_into_its_tables(demo: tuple[Path, str], spark: S
     )
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: expected one of ['aircraft', 'airline_fleet',")
+
+
+def test_lateness_has_the_numbers_of_the_runs(demo: tuple[Path, str], joined: pd.DataFrame) -> None:
+    """Of the grace that each asset has run with; from the shell in 15 seconds."""
+    started = time.monotonic()
+    told = subprocess.run(
+        [
+            *(sys.executable, "-m", "vt_dagster.cli", "lateness", "flights_with_weather"),
+            *("--at-most", "0.1%", "--json", "--warehouse", str(demo[0] / "warehouse")),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert time.monotonic() - started < 15
+    choices = {one["length"]: one for one in json.loads(told.stdout)["choices"]}
+    declared = choices[timedelta(hours=6).total_seconds()]
+    assert declared["declared"]
+    assert declared["of"] == FLIGHTS
+    assert declared["waiting"] == FLIGHTS - len(joined)
+    assert declared["late"] == joined["is_late"].sum() > 0
+    assert declared["wrong"] == 0  # as test_every_joined_value_is_what_an_independent_join_gives
+    hours = lateness("departures_so_far", grace=["12h"], warehouse=str(demo[0] / "warehouse"))
+    dropped = hours.choices[0]
+    _, commit = head_of(str(demo[0] / "warehouse"), "departures_so_far")
+    assert dropped.late == commit.totals["late_records_dropped"]
+    assert dropped.dropped == commit.totals["expired_window_records_dropped"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 CONFORMANCE = ROOT / "tests" / "conformance"
 
 LAYERS = [
-    {"errors", "columns", "rules"},
+    {"errors", "columns", "rules", "drawing"},
     {"topology"},
     {"core"},
     {"spark"},
@@ -47,7 +47,7 @@ ORDER = {
         operators.stream_stream_join operators.suppress
         operators.table_aggregate operators.table_table_join operators.foreign_key_join
         operators.to_stream operators.to_table operators.windowed_aggregate operators
-        grouping joining model training_set
+        grouping joining model training_set changed
         """,
     "core": """
         arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
@@ -71,19 +71,22 @@ ORDER = {
     "provenance": """
         values logs expressions asked history origins row_by_row table_joins aggregates windows
         suppressed stream_joins as_of corrected question explain
+        choices key_codes in_order versions late_joins late_windows late_records lateness
+        lateness_picture
         """,
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
-        difference run replay restate_plan restate export training_set erase_plan certificate erase cut
+        difference run replay what_if restate_plan restate export training_set erase_plan certificate
+        erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager pictures types checks sensors deliveries decorators
+        resource metadata io_manager pictures types checks lateness sensors deliveries decorators
         translator run_config asset export training_set ops factory
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "lookup explain tables check spark app",
+    "cli": "lookup explain lateness tables what_if check spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 

@@ -39,11 +39,13 @@ if TYPE_CHECKING:
         build_resources,
     )
     from vt_dagster.orchestration.io_manager import tables_io_manager
+    from vt_dagster.orchestration.lateness import build_lateness_check
     from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
     from vt_dagster.orchestration.sensors import build_sensor
     from vt_dagster.orchestration.training_set import build_training_set
     from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.provenance.explain import explain
+    from vt_dagster.provenance.lateness import lateness
     from vt_dagster.sources.delta_table import DeltaSource
     from vt_dagster.sources.files import FilesSource
     from vt_dagster.sources.frames import AssetSource
@@ -89,11 +91,13 @@ _HOMES = {
     "VtDagsterError": "vt_dagster.errors",
     "WarehouseResource": "vt_dagster.orchestration.resource",
     "explain": "vt_dagster.provenance.explain",
+    "lateness": "vt_dagster.provenance.lateness",
     "read": "vt_dagster.storage.lookup",
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",
     "build_export": "vt_dagster.orchestration.export",
+    "build_lateness_check": "vt_dagster.orchestration.lateness",
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
@@ -140,11 +144,13 @@ __all__ = [
     "build_checks",
     "build_definitions",
     "build_export",
+    "build_lateness_check",
     "build_maintenance",
     "build_resources",
     "build_sensor",
     "build_training_set",
     "explain",
+    "lateness",
     "read",
     "stream",
     "table",

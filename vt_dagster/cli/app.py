@@ -17,6 +17,7 @@ COMMANDS = {
     "get": "vt_dagster.cli.lookup",
     "history": "vt_dagster.cli.lookup",
     "explain": "vt_dagster.cli.explain",
+    "lateness": "vt_dagster.cli.lateness",
     "replay": "vt_dagster.cli.tables",
     "compare": "vt_dagster.cli.tables",
     "swap": "vt_dagster.cli.tables",
@@ -24,6 +25,7 @@ COMMANDS = {
     "erase": "vt_dagster.cli.tables",
     "restate": "vt_dagster.cli.tables",
     "spark": "vt_dagster.cli.spark",
+    "what-if": "vt_dagster.cli.what_if",
 }
 """Each command's module, which has a function, or a group of commands, of its name. It is imported when
 it is asked for: most need Spark's or Dagster's code, which takes seconds."""
@@ -36,7 +38,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        found = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        found = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

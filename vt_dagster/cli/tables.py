@@ -63,7 +63,7 @@ def replay(
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Make an asset anew beside the live one, as far as that has come; then compare and swap."""
-    node = _node(module, asset)
+    node = node_of(module, asset)
     start: Any = None if start_offsets is None else as_offsets(start_offsets)
     if start_time is not None:
         start = datetime.fromtimestamp(parse_time(start_time) / 1e6, tz=timezone.utc)
@@ -105,7 +105,7 @@ def restate(
 ) -> None:
     """Make an asset's results from a time on anew, in place, and those of all that consumes it, while
     nothing runs; what was interrupted goes on."""
-    node, known = _node(module, asset), _nodes(module)
+    node, known = node_of(module, asset), _nodes(module)
     spark = build_session("vt-dagster")
     done = restatement.restate(warehouse, node, start, spark, [*known.values()], tell=typer.echo)
     typer.echo(f"made anew: {', '.join(done) or 'nothing'}")
@@ -145,7 +145,7 @@ def erase(
     if module is None:
         node, known, found = AssetStore.open(warehouse, asset, spark).node, [], []
     else:
-        node, known, found = _node(module, asset), [*_nodes(module).values()], _exports(module, asset)
+        node, known, found = node_of(module, asset), [*_nodes(module).values()], _exports(module, asset)
     done = erasure.erase(
         warehouse,
         node,
@@ -178,7 +178,12 @@ def _exports(module: str, asset: str) -> list[str]:
     return [path for path in found if delta.exists(path)]
 
 
-def _node(module: str, name: str) -> Stream:
+def node_of(module: str, name: str) -> Stream:
+    """The stream or table of a name among a module's variables.
+
+    Raises:
+        TopologyError: there is none.
+    """
     found = _nodes(module)
     if name not in found:
         raise TopologyError(f"expected one of {sorted(found)} in {module}, got {name!r}")

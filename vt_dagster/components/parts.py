@@ -26,8 +26,8 @@ from pydantic import (
     model_validator,
 )
 
-_UNITS = {"w": "weeks", "d": "days", "h": "hours", "m": "minutes", "s": "seconds", "ms": "milliseconds"}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[wdhms])\s*")
+from vt_dagster.errors import ContractError
+from vt_dagster.topology.durations import parse_length
 
 
 def is_template(value: Any) -> bool:
@@ -39,17 +39,10 @@ def as_duration(value: Any) -> Any:
     """``7d``, ``1h30m``, ``250ms``: a timedelta. A template is left as it is."""
     if isinstance(value, timedelta) or is_template(value):
         return value
-    text = str(value).strip()
-    amounts = list(_AMOUNT.finditer(text))
-    if not amounts or "".join(a.group() for a in amounts) != text:
-        raise ValueError(
-            f"expected a length of time like 7d, 1h30m or 250ms (units: {', '.join(_UNITS)}), got "
-            f"{value!r}"
-        )
-    units = [_UNITS[a.group(2)] for a in amounts]
-    if len(set(units)) < len(units):
-        raise ValueError(f"expected each unit once, got {value!r}")
-    return timedelta(**{u: float(a.group(1)) for u, a in zip(units, amounts, strict=True)})
+    try:
+        return parse_length(str(value))
+    except ContractError as error:
+        raise ValueError(str(error)) from None
 
 
 def as_signed_duration(value: Any) -> Any:

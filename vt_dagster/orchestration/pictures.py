@@ -6,13 +6,11 @@ neither slowed (some 50 ms) nor failed by them.
 
 from __future__ import annotations
 
-import base64
 import posixpath
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from html import escape
 from typing import Any
 
 import dagster as dg
@@ -30,6 +28,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.processors import processor_of
+from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.results import Receipt
 from vt_dagster.storage import delta
@@ -42,8 +41,8 @@ _LOOKED_AT = 1_000_000
 """Of at most so many, in whole files."""
 _LANES, _SHOWN, _MARKS, _BARS = 4, 30, 60, 80
 _LARGEST_FILE = 64_000_000
-_WIDTH, _LEFT, _LANE = 720, 110, 44
-_BLUE, _RED, _GREY, _BAND = "#4f7cf0", "#e0483e", "#8a8f98", "#7fa5f8"
+_LEFT, _LANE = 110, 44
+_BAND = "#7fa5f8"
 _EDGES = [0, 60, 600, 3_600, 21_600, 86_400, 604_800, 2_592_000]
 """Of the buckets of lateness, in seconds; the first is for records that are not late at all."""
 _LABELS = ["0", "< 1m", "< 10m", "< 1h", "< 6h", "< 1d", "< 7d", "< 30d", "more"]
@@ -75,7 +74,7 @@ def pictures(
     except Exception as error:
         log.warning(f"{store.node.name}: no pictures of this run: {type(error).__name__}: {error}")
         return {}
-    return {name: dg.MetadataValue.md(_image(name, svg)) for name, svg in drawn.items()}
+    return {name: dg.MetadataValue.md(image(name, one)) for name, one in drawn.items()}
 
 
 def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, str]:
@@ -268,7 +267,7 @@ def timeline(lanes: Sequence[Lane], odd: str, looked_at: int = 0, of: int = 0) -
     times = [moment for lane in lanes for moment, _ in lane.marks]
     margin = (max(times) - min(times)) // 20 + 1
     low, high = min(times) - margin, max(times) + margin
-    scale = (_WIDTH - _LEFT - 20) / (high - low)
+    scale = (WIDTH - _LEFT - 20) / (high - low)
 
     def x(moment: int) -> float:
         return round(_LEFT + (min(max(moment, low), high) - low) * scale, 1)
@@ -276,17 +275,17 @@ def timeline(lanes: Sequence[Lane], odd: str, looked_at: int = 0, of: int = 0) -
     drawn: list[str] = []
     for number, lane in enumerate(lanes):
         y = 24 + number * _LANE
-        drawn.append(_text(4, y + 26, lane.key[:16]))
+        drawn.append(text(4, y + 26, lane.key[:16]))
         if lane.of > len(lane.marks):
-            drawn.append(_text(4, y + 38, f"{len(lane.marks)} of {lane.of:,}"))
+            drawn.append(text(4, y + 38, f"{len(lane.marks)} of {lane.of:,}"))
         seen = [b for b in sorted(lane.bars) if b[0] <= high and (b[1] is None or b[1] >= low)]
         for turn, (start, end, deleted) in enumerate(seen[-_BARS:]):
             width = max(1.0, round(x(high if end is None else end) - x(start) - 1, 1))
             band = f'fill="{_BAND}" fill-opacity="{0.6 if turn % 2 else 0.35}"'
-            style = f'fill="none" stroke="{_GREY}"' if deleted else band
+            style = f'fill="none" stroke="{GREY}"' if deleted else band
             drawn.append(f'<rect x="{x(start)}" y="{y + 16}" width="{width}" height="12" {style}/>')
         for moment, is_odd in lane.marks:
-            colour = _RED if is_odd else _BLUE
+            colour = RED if is_odd else BLUE
             drawn.append(
                 f'<path d="M{x(moment)} {y + 8}V{y + 28}" stroke="{colour}"/>'
                 f'<circle cx="{x(moment)}" cy="{y + 6}" r="3" fill="{colour}"/>'
@@ -295,12 +294,12 @@ def timeline(lanes: Sequence[Lane], odd: str, looked_at: int = 0, of: int = 0) -
     for share in (0.0, 0.5, 1.0):
         moment = int(low + (high - low) * share)
         anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
-        drawn.append(_text(x(moment), bottom, _moment(moment), anchor))
+        drawn.append(text(x(moment), bottom, _moment(moment), anchor))
     some = f"{looked_at:,} of {of:,} " if of > looked_at else ""
     bars = "bars: versions, light and dark in turn, empty: deleted"
-    legend = _text(4, 12, f"{bars}; dots: {some}records of this run")
-    legend += _text(_WIDTH - 20, 12, odd, "end", _RED)
-    return _svg(bottom + 10, [legend, *drawn])
+    legend = text(4, 12, f"{bars}; dots: {some}records of this run")
+    legend += text(WIDTH - 20, 12, odd, "end", RED)
+    return svg(bottom + 10, [legend, *drawn])
 
 
 def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int = 0) -> str:
@@ -314,28 +313,28 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
     counts = [0] * len(_LABELS)
     for seconds in lateness:
         counts[_bucket(seconds)] += 1
-    step = (_WIDTH - 40) / len(_LABELS)
+    step = (WIDTH - 40) / len(_LABELS)
     top, height = 52, 90
     many = f"{len(lateness):,}" + (f" of {of:,}" if of > len(lateness) else "")
-    drawn = [_text(20, 12, f"lateness of {many} records: how far behind stream time they came")]
+    drawn = [text(20, 12, f"lateness of {many} records: how far behind stream time they came")]
     for number, count in enumerate(counts):
         size = 0 if not count else max(2.0, round(height * count / max(counts), 1))
         left = round(20 + number * step, 1)
         drawn.append(
             f'<rect x="{left}" y="{top + height - size}" width="{round(step - 6, 1)}" height="{size}" '
-            f'fill="{_BLUE}" fill-opacity="0.7"/>'
+            f'fill="{BLUE}" fill-opacity="0.7"/>'
         )
         middle = left + (step - 6) / 2
         if count:
-            drawn.append(_text(middle, top + height - size - 3, f"{count:,}", "middle"))
-        drawn.append(_text(middle, top + height + 14, _LABELS[number], "middle"))
+            drawn.append(text(middle, top + height - size - 3, f"{count:,}", "middle"))
+        drawn.append(text(middle, top + height + 14, _LABELS[number], "middle"))
     for name, limit in limits.items():
         left = round(20 + _position(limit.total_seconds()) * step, 1)
         drawn.append(
-            f'<path d="M{left} {top - 28}V{top + height}" stroke="{_RED}" stroke-dasharray="4 3"/>'
-            + _text(left - 4, top - 20, f"{name} {limit}", "end", _RED)
+            f'<path d="M{left} {top - 28}V{top + height}" stroke="{RED}" stroke-dasharray="4 3"/>'
+            + text(left - 4, top - 20, f"{name} {limit}", "end", RED)
         )
-    return _svg(top + height + 24, drawn)
+    return svg(top + height + 24, drawn)
 
 
 def _bucket(seconds: float) -> int:
@@ -351,20 +350,5 @@ def _position(seconds: float) -> float:
     return bucket + (seconds - low) / (high - low)
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = _GREY) -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
-
-
 def _moment(micros: int) -> str:
     return f"{datetime.fromtimestamp(micros / 1e6, timezone.utc):%Y-%m-%d %H:%M}"
-
-
-def _svg(height: int, drawn: Iterable[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'font-family="sans-serif" font-size="11">{"".join(drawn)}</svg>'
-    )
-
-
-def _image(name: str, svg: str) -> str:
-    return f"![{name}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"

@@ -312,7 +312,7 @@ def stream_table(asked: Asked) -> Made:
     stream, told = asked.inputs[left], asked.told
     lefts = streams_record(asked.log, stream, left, asked.record, asked.commit)
     if not lefts:
-        told.notes.append(f"its record of {left} is not there any more")
+        told.notes.append(f"its record of {left} is not there any more{stream.limit}")
     elif len(lefts) > 1:
         told.notes.append(f"it was made of one of {len(lefts)} records of its key and time")
     for one in lefts[:1]:

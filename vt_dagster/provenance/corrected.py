@@ -22,7 +22,7 @@ def corrected(asked: Asked) -> Made:
     place = _place(asked, rows)
     record = None if place is None else stream.one(*place)
     if record is None:
-        told.notes.append(f"its record of {left} is not there any more")
+        told.notes.append(f"its record of {left} is not there any more{stream.limit}")
         return Made()
     _tell_revisions(asked, rows)
     looked = looked_up(asked, right, record, [record.values[c] for c in stream.key])

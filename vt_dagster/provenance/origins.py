@@ -79,11 +79,12 @@ def _of_topic(log: Log, record: Record, commit: Commit) -> Origin:
 
 def _rejected_offsets(log: Log, batch: int, partition: int) -> list[int]:
     same = (pc.field("batch") == batch) & (pc.field(PARTITION) == partition)
-    rows = _quarantine(log, same)
+    rows = quarantine(log, same)
     return [] if rows is None else [p for p in rows.column("position").to_pylist() if p is not None]
 
 
-def _quarantine(log: Log, condition: Any) -> pa.Table | None:
+def quarantine(log: Log, condition: Any) -> pa.Table | None:
+    """The rows in an asset's quarantine that meet a condition; None where it has none."""
     path = posixpath.join(log.root, "quarantine")
     found = delta.last_commit(path)
     return None if found is None else rows_of(path, found.version, lambda _: condition)
@@ -95,7 +96,7 @@ def rejected(log: Log, key: Sequence[Any]) -> tuple[list[Rejected], int]:
     Args:
         key: its values, of which all are looked for in the row as it was read.
     """
-    rows = _quarantine(log, None)
+    rows = quarantine(log, None)
     if rows is None:
         return [], 0
     for value in key:

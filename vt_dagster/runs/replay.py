@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
@@ -25,6 +25,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.run import run_once
+from vt_dagster.runs.store import Stores
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.storage import commits, delta
@@ -90,11 +91,29 @@ def replay(
     if copy.operator is not None:
         copy = replace(copy, operator=replace(copy.operator, name=into))  # pyright: ignore
     live = AssetStore(warehouse, replace(node, source=source), spark)
-    for asked, recorded_at in _runs_of(live, head, keep_recorded):
-        about: dict[str, Any] = {"run_id": whose, "recorded_at": recorded_at, **asked}
-        while run_once(copy, stores_of(warehouse, spark, tell), **about).commit is not None:
-            pass
+    make_anew(copy, stores_of(warehouse, spark, tell), live, whose, keep_recorded)
     return AssetStore(warehouse, copy, spark)
+
+
+def make_anew(
+    copy: Stream, stores: Stores, live: AssetStore, run_id: str, keep_recorded: bool = True
+) -> None:
+    """Runs an asset until it has taken all that there is, as a live one took it.
+
+    Args:
+        stores: says where its tables are, and those of its inputs.
+        live: of which the runs are, where it has a source.
+        run_id, keep_recorded: see :func:`replay`.
+
+    Raises:
+        SourceError: the source has not got the records any more.
+    """
+    head = live.head()
+    runs = iter([({}, None)]) if head is None else _runs_of(live, head, keep_recorded)
+    for asked, recorded_at in runs:
+        about: dict[str, Any] = {"run_id": run_id, "recorded_at": recorded_at, **asked}
+        while run_once(copy, stores, **about).commit is not None:
+            pass
 
 
 def _runs_of(
@@ -149,21 +168,14 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
         StorageError: they have different columns.
     """
     what = "versions" if one.node.versioned else None
-    ours, theirs = (_comparable(store, what) for store in (one, other))
+    ours, theirs = (comparable(store, what) for store in (one, other))
     if sorted(ours.columns) != sorted(theirs.columns):
         raise StorageError(
             f"expected the same columns in {one.node.name} and {other.node.name}, got "
             f"{sorted(ours.columns)} and {sorted(theirs.columns)}"
         )
     columns = sorted(ours.columns)
-    counted = ours.select(*columns, F.lit(1).alias("_count")).unionByName(
-        theirs.select(*columns, F.lit(-1).alias("_count"))
-    )
-    # Maps cannot be grouped by: rows are compared by their JSON.
-    as_json = F.to_json(F.struct(*columns), {"ignoreNullFields": "false"})
-    differing = (
-        counted.groupBy(as_json.alias("row")).agg(F.sum("_count").alias("_count")).where("_count != 0")
-    )
+    differing = differing_rows(ours.select(as_json(columns)), theirs.select(as_json(columns)))
     sums = differing.agg(
         F.coalesce(F.sum(F.greatest("_count", F.lit(0))), F.lit(0)),
         F.coalesce(F.sum(F.greatest(-F.col("_count"), F.lit(0))), F.lit(0)),
@@ -171,7 +183,28 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
     return Differences(sums[0], sums[1], differing)
 
 
-def _comparable(store: AssetStore, what: str | None) -> DataFrame:
+def as_json(columns: Sequence[str], name: str = "row") -> Column:
+    """Some columns as one text: maps cannot be grouped by."""
+    return F.to_json(F.struct(*[f"`{c}`" for c in columns]), {"ignoreNullFields": "false"}).alias(name)
+
+
+def differing_rows(ours: DataFrame, theirs: DataFrame) -> DataFrame:
+    """The rows that one of two has more often, with ``_count``: above zero = so many more in the first.
+
+    Plan: one shuffle of both.
+    """
+    one, other = (rows.withColumn("_count", F.lit(n)) for rows, n in ((ours, 1), (theirs, -1)))
+    counted = one.unionByName(other).groupBy(*ours.columns)
+    return counted.agg(F.sum("_count").alias("_count")).where("_count != 0")
+
+
+def comparable(store: AssetStore, what: str | None) -> DataFrame:
+    """What an asset holds that another one may hold too: without offsets, and columns that were
+    declared once and are not now.
+
+    Args:
+        what: see ``AssetStore.read``.
+    """
     rows, head = store.read(what), store.head()
     if head is not None and head.commit.cut is not None and not store.node.is_table:
         raise StorageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any, cast
@@ -17,6 +18,9 @@ FOREVER = timedelta(days=50_000_000)
 """Longer than any stream of records; in microseconds it still fits a BIGINT."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_NAMES = {"w": "weeks", "d": "days", "h": "hours", "m": "minutes", "s": "seconds", "ms": "milliseconds"}
+_PRINTED = re.compile(r"(?:(-?\d+) days?, )?(\d+):(\d\d):(\d\d)(?:\.(\d{6}))?")
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[wdhms])\s*")
 
 
 def check_duration(name: str, what: str, value: Any, longest: timedelta = _LONGEST) -> None:
@@ -108,6 +112,37 @@ def plus(one: Duration, other: Duration) -> Duration:
         *(other if isinstance(other, Mapping) else ())
     }
     return {p: length_at(one, p) + length_at(other, p) for p in sorted(partitions)}
+
+
+def printed(text: str) -> timedelta:
+    """The length of time that Python prints like this: ``1 day, 2:00:00``.
+
+    Raises:
+        ContractError: it prints none so.
+    """
+    found = _PRINTED.fullmatch(text)
+    if found is None:
+        raise ContractError(f"expected a length of time like '1 day, 2:00:00', got {text!r}")
+    days, hours, minutes, seconds, micros = (int(one or 0) for one in found.groups())
+    return timedelta(days, seconds, micros, minutes=minutes, hours=hours)
+
+
+def parse_length(text: str) -> timedelta:
+    """A length of time as people write it: ``7d``, ``1h30m``, ``250ms``.
+
+    Raises:
+        ContractError: it is none.
+    """
+    amounts = list(_AMOUNT.finditer(text.strip()))
+    if not amounts or "".join(a.group() for a in amounts) != text.strip():
+        raise ContractError(
+            f"expected a length of time like 7d, 1h30m or 250ms (units: {', '.join(_NAMES)}), got "
+            f"{text!r}"
+        )
+    units = [_NAMES[a.group(2)] for a in amounts]
+    if len(set(units)) < len(units):
+        raise ContractError(f"expected each unit once, got {text!r}")
+    return timedelta(**{u: float(a.group(1)) for u, a in zip(units, amounts, strict=True)})
 
 
 def parse_time(text: str) -> int:

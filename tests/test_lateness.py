@@ -1,0 +1,312 @@
+"""``lateness``: its numbers are those of real runs with each length, on Spark."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import numpy as np
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+from typer.testing import CliRunner
+
+from vt_dagster import (
+    FilesSource,
+    HoppingWindow,
+    Stream,
+    TumblingWindow,
+    VersionedTable,
+    WarehouseResource,
+    build_lateness_check,
+    lateness,
+)
+from vt_dagster.cli.app import app
+from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.provenance.choices import Choice, Lateness
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import stores_of
+from vt_dagster.testing.memory import MemoryStore
+
+EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
+START, MINUTE = int(EPOCH.timestamp()) * 1_000_000, 60_000_000
+VALUES = [StructField("k", StringType()), StructField("n", IntegerType())]
+SCHEMA = StructType([*VALUES, StructField("timestamp", TimestampType())])
+RETENTION = timedelta(minutes=15)
+GRACES = [timedelta(0), timedelta(minutes=3), timedelta(minutes=8), timedelta(minutes=15)]
+MAX_AGE = timedelta(minutes=9)
+STEPS = 3
+FOUND = ["left.n as id", "right.n as rate"]
+Row = Mapping[str, Any]
+
+
+class Lab:
+    """A stream and a table whose records come out of order, in steps; joins and windows of them with
+    several graces, of which the first of each is on Delta, the others in memory."""
+
+    def __init__(self, root: Path, spark: SparkSession) -> None:
+        self.root, self.spark, self.warehouse = root, spark, str(root / "warehouse")
+        self.rates = VersionedTable(
+            "rates",
+            key="k",
+            schema=SCHEMA,
+            tombstone="n is null",
+            history_retention=RETENTION,
+            partitions=2,
+            source=FilesSource(str(root / "rates"), max_bad_share=1.0),
+        )
+        self.orders = Stream(
+            "orders",
+            key="k",
+            schema=SCHEMA,
+            tombstone="n is null",
+            partitions=2,
+            null_key="keep",
+            source=FilesSource(str(root / "orders"), max_bad_share=1.0),
+        )
+        match: dict[str, Any] = {"select": FOUND, "max_age": MAX_AGE, "at": "before"}
+        self.joins = {
+            grace: self.orders.left_join(self.rates, name=f"join{i}", grace_period=grace, **match)
+            for i, grace in enumerate(GRACES)
+        }
+        self.inner = self.orders.join(self.rates, name="inner", **match)
+        size, advance = timedelta(minutes=4), timedelta(minutes=2)
+        windows = {
+            "tumbling": TumblingWindow(size),
+            "tumbling_waits": TumblingWindow(size, grace=GRACES[1]),
+            "hopping": HoppingWindow(size, advance),
+        }
+        self.windows = [
+            self.orders.group_by().windowed_by(window).aggregate({"many": "count(*)"}, name=name)
+            for name, window in windows.items()
+        ]
+        self.short = replace(self.rates, name="short", history_retention=timedelta(minutes=4))
+        joins = [*self.joins.values()]
+        self.once = [self.inner, self.short, *self.windows]
+        self.nodes = {n.name: n for n in [self.rates, self.orders, *joins, *self.once]}
+        on_delta = stores_of(self.warehouse, spark)
+        in_memory = [*joins[1:], self.windows[1]]
+        self.memory = {n.name: MemoryStore(n, spark) for n in in_memory}
+        self.stores: Any = lambda node: self.memory.get(node.name) or on_delta(node)
+
+    def land(self, node: Stream, step: int, rows: Sequence[Row]) -> None:
+        (self.root / node.name).mkdir(exist_ok=True)
+        lines = [json.dumps(r, default=lambda t: t.isoformat()) for r in rows]
+        (self.root / node.name / f"{step}.json").write_text("\n".join(lines), encoding="utf-8")
+
+    def run(self) -> None:
+        chance, ids = random.Random(3), iter(range(10_000))
+        for step in range(STEPS):
+            now = 12 * step
+            # The table is behind: some of its records come a step or two later than they are true.
+            rates = [
+                {"k": chance.choice("abcd"), "n": chance.choice([None, *range(5)]), "timestamp": moment}
+                for moment in times(chance, 40, now, [0, 0, 1, 4, 13])
+            ]
+            orders = [
+                {
+                    "k": chance.choice(["a", "b", "c", "d", "e", None]),
+                    "n": None if chance.random() < 0.1 else next(ids),
+                    "timestamp": moment,
+                }
+                for moment in times(chance, 60, now, [0, 0, 1, 5, 14])
+            ]
+            self.land(self.rates, step, rates)
+            self.land(self.orders, step, orders)
+            run_once(self.rates, self.stores)
+            run_once(self.orders, self.stores)
+            for node in self.joins.values():
+                run_once(node, self.stores, recorded_at=recorded(step))
+        for node in self.once:
+            run_once(node, self.stores)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        store = self.stores(self.nodes[name])
+        return store.log({}, store.head()).toArrow().to_pylist()
+
+    def commits(self, name: str) -> list[Any]:
+        return [*self.stores(self.nodes[name]).commits()]
+
+    def lateness(self, name: str, **asked: Any) -> Lateness:
+        return lateness(name, warehouse=self.warehouse, **asked)
+
+
+def recorded(step: int) -> int:
+    """When the joins' runs of a step are recorded; not evenly apart."""
+    return START + (step * step + 100) * 3600 * 1_000_000
+
+
+def times(chance: random.Random, number: int, now: int, back: Sequence[int]) -> list[datetime]:
+    found = [now + 12 * i / number - chance.choice(back) for i in range(number)]
+    return [EPOCH + timedelta(minutes=max(0.0, round(one * 4) / 4)) for one in found]
+
+
+@pytest.fixture(scope="module")
+def lab(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    made = Lab(tmp_path_factory.mktemp("lateness"), spark)
+    made.run()
+    return made
+
+
+def truth(lab: Lab) -> dict[int, int | None]:
+    """What each order should find, by all that is known: row by row."""
+    rates = sorted(lab.rows("rates"), key=lambda r: r["offset"])
+    found: dict[int, int | None] = {}
+    for order in lab.rows("orders"):
+        if order["is_tombstone"]:
+            continue
+        mine = {r["timestamp"]: r for r in rates if r["k"] == order["k"]}
+        moment = order["timestamp"]
+        earlier = [t for t in mine if t < moment]
+        best = mine[max(earlier)] if earlier else None
+        young = best is not None and moment - best["timestamp"] <= MAX_AGE
+        found[order["n"]] = best["n"] if best is not None and young else None
+    return found
+
+
+def assert_as_run(lab: Lab, name: str, choice: Choice, should: dict[int, int | None]) -> None:
+    """A choice has the numbers of a left join that has run with it."""
+    commits, rows = lab.commits(name), lab.rows(name)
+    assert choice.late == sum(c.counts["late"] for c in commits)
+    waiting = [c.counts["waiting"] for c in commits]
+    assert choice.waiting == waiting[-1]
+    assert choice.waiting_most == max(waiting)
+    assert choice.waiting_average == np.mean(waiting)
+    wrong = [r for r in rows if should[r["id"]] != r["rate"]]
+    assert choice.wrong == len(wrong)
+    assert choice.of == len(rows) + waiting[-1] == len(should)
+    first = {r["id"]: r["recorded_at"] for r in lab.rows("join0")}
+    later = sorted(r["recorded_at"] - first[r["id"]] for r in rows)
+    steps = {datetime.fromtimestamp(recorded(s) / 1e6, timezone.utc): s for s in range(STEPS)}
+    behind = sorted(
+        commits[steps[r["recorded_at"]]].stream_time[r["partition"]]
+        - commits[steps[first[r["id"]]]].stream_time[r["partition"]]
+        for r in rows
+    )
+    assert choice.later is not None
+    assert choice.later_in_stream_time is not None
+    for share, at, time in (
+        (50, choice.later.p50, choice.later_in_stream_time.p50),
+        (99, choice.later.p99, choice.later_in_stream_time.p99),
+    ):
+        place = -(-len(rows) * share // 100) - 1
+        assert at == later[place]
+        assert time // timedelta(microseconds=1) == behind[place]
+
+
+def test_each_grace_period_costs_what_a_run_with_it_does(lab: Lab) -> None:
+    found, should = lab.lateness("join0", grace=GRACES), truth(lab)
+    for grace, node in lab.joins.items():
+        assert_as_run(lab, node.name, found.of(grace), should)
+    wrong = [found.of(grace).wrong for grace in GRACES]
+    assert wrong[0] > wrong[1] > 0
+    assert found.of(GRACES[2]).late > 0
+    assert found.of(GRACES[3]).late == 0
+    # What waits longer than the table remembers is not found any more.
+    assert found.of(GRACES[3]).expired == wrong[3] > wrong[0]
+    assert found.declared == found.of(GRACES[0])
+
+
+def test_the_shortest_grace_period_for_a_percentage(lab: Lab) -> None:
+    """Against all that there are, in steps of which the records' times are made."""
+    grid = [timedelta(seconds=15 * i) for i in range(60)]
+    shown = lab.lateness("join0", grace=grid)
+    for percentage in (9, 9.5, 10, 11):
+        found = lab.lateness("join0", at_most=f"{percentage}%")
+        assert found.suggested is not None
+        enough = [g for g in grid if shown.of(g).share <= percentage / 100]
+        assert enough[0] - grid[1] < found.suggested <= enough[0]
+        assert found.of(found.suggested).share <= percentage / 100
+        assert not found.passed
+    assert lab.lateness("join0", at_most=0.12).passed
+    hopeless = lab.lateness("join0", at_most="1%")
+    assert hopeless.suggested is None
+    assert "a longer history retention" in hopeless.notes[0]
+    retention = lab.lateness("rates", at_most="5%")
+    assert retention.suggested is not None
+    lengths = [retention.suggested - timedelta(microseconds=1), retention.suggested]
+    shares = [one.share for one in lab.lateness("rates", grace=lengths).choices]
+    assert shares[0] > 0.05 >= shares[1]
+    for at_most in ("5", "-1%", 1.5, "x%"):
+        with pytest.raises(StorageError, match="expected a share of the results like"):
+            lab.lateness("join0", at_most=at_most)
+    with pytest.raises(StorageError, match="orders is made by source: expected a join"):
+        lab.lateness("orders")
+
+
+def test_on_the_command_line_and_as_a_check(lab: Lab, tmp_path: Path) -> None:
+    drawn = tmp_path / "lateness.svg"
+    args = ["lateness", "join0", "--grace", "0s,3m", "--at-most", "10%", "--warehouse", lab.warehouse]
+    told = CliRunner().invoke(app, [*args, "--picture", str(drawn)])
+    assert told.exit_code == 1, told.output
+    assert "> at most 10 % wrong: the shortest grace period is" in told.output
+    assert drawn.read_text().startswith("<svg")
+    said = json.loads(CliRunner().invoke(app, [*args, "--json"]).output)
+    assert said["choices"][0]["length"] == 0.0
+    assert said["choices"][0]["wrong"] == lab.lateness("join0", grace=["0s"]).choices[0].wrong
+    node = lab.joins[GRACES[0]]
+    for at_most, passed in (("10%", False), ("50%", True)):
+        check = build_lateness_check(node, at_most=at_most)
+        result = dg.materialize(
+            [dg.AssetSpec("join0"), check],
+            selection=dg.AssetSelection.checks(check),
+            resources={"vt_dagster_warehouse": WarehouseResource(path=lab.warehouse)},
+        )
+        (one,) = result.get_asset_check_evaluations()
+        assert one.passed is passed
+        assert one.metadata["wrong"].value == said["choices"][0]["wrong"]
+        assert "image/svg+xml" in str(one.metadata["picture"].value)
+    with pytest.raises(TopologyError, match="orders: expected a join of a stream"):
+        build_lateness_check(lab.orders, at_most="1%")
+
+
+def test_an_inner_join_has_no_result_of_a_record_without_a_key(lab: Lab) -> None:
+    choice, should = lab.lateness("inner", grace=["0s"]).choices[0], truth(lab)
+    keyed = {r["n"] for r in lab.rows("orders") if r["k"] is not None and not r["is_tombstone"]}
+    there = {r["id"]: r["rate"] for r in lab.rows("inner")}
+    assert choice.of == len(keyed) < len(should)
+    assert choice.wrong == sum(should[one] != there.get(one) for one in keyed)
+
+
+def test_windows_drop_what_a_run_with_the_grace_drops(lab: Lab) -> None:
+    for name, node in (
+        ("tumbling", "tumbling"),
+        ("tumbling", "tumbling_waits"),
+        ("hopping", "hopping"),
+    ):
+        grace = GRACES[node == "tumbling_waits"]
+        choice = lab.lateness(name, grace=[grace]).of(grace)
+        (commit,) = lab.commits(node)
+        assert choice.late == commit.counts["late_records_dropped"] > 0
+        assert choice.dropped == commit.counts["expired_window_records_dropped"]
+        counted = {r["window_start"]: r["many"] for r in lab.rows(node) if r["k"] == "a"}
+        every = Counter[datetime]()
+        for order in (r for r in lab.rows("orders") if r["k"] == "a"):
+            minutes = (order["timestamp"] - EPOCH) // timedelta(minutes=1)
+            step = 2 if name == "hopping" else 4
+            first = minutes // step * step
+            starts = [first, first - step] if name == "hopping" else [first]
+            every.update(EPOCH + timedelta(minutes=one) for one in starts)
+        lacking = sum(counted.get(start) != many for start, many in every.items())
+        assert lacking <= choice.wrong
+        assert choice.of >= len(every)
+    longest = lab.lateness("tumbling", grace=["1d"]).choices[0]
+    assert (longest.late, longest.wrong, longest.dropped) == (0, 0, 0)
+
+
+def test_a_retention_refuses_what_a_run_with_it_refuses(lab: Lab) -> None:
+    found = lab.lateness("rates", grace=[timedelta(minutes=4), RETENTION, "1d"])
+    refused = [lab.commits(name)[-1].totals["late"] for name in ("short", "rates")]
+    assert [one.wrong for one in found.choices[:2]] == refused
+    assert found.of(timedelta(minutes=4)).of == sum(
+        lab.commits("short")[-1].counts[c] for c in ("applied", "late")
+    )
+    assert found.choices[1].declared
+    assert found.choices[2].wrong == 0

@@ -1,0 +1,111 @@
+"""``what_if``: what it tells is what a full replay of the changed declaration differs by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.market import Market
+from vt_dagster import HoppingWindow
+from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.what_if import this_host, what_if
+from vt_dagster.topology.changed import with_settings
+
+
+def everything(market: Market) -> set[Path]:
+    return {path for path in Path(market.warehouse).rglob("*") if path.is_file()}
+
+
+def rows_of(store: Any, *columns: str) -> Counter[tuple[Any, ...]]:
+    return Counter(tuple(row[c] for c in columns) for row in store.read("log").collect())
+
+
+def test_it_tells_what_a_full_replay_would_change(market: Market, tmp_path: Path) -> None:
+    """With another column, another value, and another retention of an input."""
+    copy = market.copy(tmp_path)
+    warehouse = str(copy.warehouse)
+    short = replace(copy.prices, history_retention=timedelta(hours=2))
+    changed = copy.sales.left_join(
+        short,
+        name="priced",
+        select=["left.*", "upper(right.v) as price", "right.valid_from as since"],
+        grace_period=timedelta(minutes=30),
+    )
+    # What a process that was killed has left: no process has this number.
+    left = Path(warehouse) / f"what-if.{this_host()}.{2**30}.0a1b2c3d"
+    there = everything(copy)
+    left.mkdir()
+    found = what_if(warehouse, changed, copy.spark)
+    assert everything(copy) == there
+    assert not left.exists()
+    assert found.remade == ("prices", "priced")
+    assert (found.columns_added, found.columns_removed) == (("since",), ())
+    anew = replay(warehouse, short, "short", copy.spark).node
+    whole = replay(
+        warehouse,
+        copy.sales.left_join(
+            anew,
+            name="priced",
+            select=["left.*", "upper(right.v) as price"],
+            grace_period=timedelta(minutes=30),
+        ),
+        "whole",
+        copy.spark,
+    )
+    before = rows_of(copy.store(copy.priced), "k", "timestamp", "price")
+    after = rows_of(whole, "k", "timestamp", "price")
+    assert (found.rows_before, found.rows_after) == (before.total(), after.total())
+    gone, new = before - after, after - before
+    places = [Counter((k, at) for k, at, _ in some.elements()) for some in (gone, new)]
+    changes = (places[0] & places[1]).total()
+    assert found.changed == changes > 0
+    assert (found.removed, found.added) == (gone.total() - changes, new.total() - changes)
+    assert found.keys == len({k for k, _, _ in (gone + new)})
+    assert {(one.before is None, one.after is None) for one in found.examples} <= {
+        (False, False),
+        (False, True),
+        (True, False),
+    }
+    assert 0 < found.share <= 1
+
+
+def test_what_fails_is_cleaned_up(market: Market, tmp_path: Path) -> None:
+    copy = market.copy(tmp_path)
+    there = everything(copy)
+
+    def tell(line: str) -> None:
+        raise KeyboardInterrupt(line)
+
+    with pytest.raises(KeyboardInterrupt):
+        what_if(str(copy.warehouse), copy.priced, copy.spark, tell=tell)
+    assert everything(copy) == there
+    with pytest.raises(StorageError, match="expected inputs to be made anew as well, of"):
+        what_if(str(copy.warehouse), copy.priced, copy.spark, also=["nobody"])
+
+
+def test_other_settings(market: Market) -> None:
+    changed: Any = with_settings(
+        market.priced,
+        {"grace_period": "2h", "select": '["left.*", "right.v as cost"]', "kind": "inner"},
+    )
+    assert changed.operator.grace_period == timedelta(hours=2)
+    assert changed.operator.kind == "inner"
+    assert changed.schema.names == ["k", "v", "at", "cost"]
+    shorter: Any = with_settings(market.prices, {"history_retention": "1h", "partitions": "3"})
+    assert (shorter.history_retention, shorter.partitions) == (timedelta(hours=1), 3)
+    hour = timedelta(hours=1)
+    windows = market.sales.group_by().windowed_by(HoppingWindow(hour, hour / 2)).count(name="windows")
+    wider: Any = with_settings(windows, {"window.grace": "5m", "window.size": "2h"})
+    assert wider.operator.window == HoppingWindow(2 * hour, hour / 2, timedelta(minutes=5))
+    for settings, said in (
+        ({"grace": "1h"}, "priced: expected one of the settings .*'grace_period'.*, got 'grace'"),
+        ({"kind.of": "1h"}, "priced: expected a setting with parts, got 'kind.of' of 'left'"),
+    ):
+        with pytest.raises(TopologyError, match=said):
+            with_settings(market.priced, settings)

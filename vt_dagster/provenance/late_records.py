@@ -1,0 +1,97 @@
+"""What another history retention would have refused, by what was recorded. No Spark.
+
+A record whose timestamp is before stream time less the retention is refused, and does not move it: so
+stream time is the same whatever the retention (KIP-889, ``core.versioned.put``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.provenance.choices import Choice
+from vt_dagster.provenance.in_order import cut, running_time
+from vt_dagster.provenance.logs import Log, both
+from vt_dagster.provenance.origins import quarantine
+from vt_dagster.rules import LATE
+from vt_dagster.storage.commits import commits
+from vt_dagster.storage.folding import micros
+
+_ONE = timedelta(microseconds=1)
+_ALL = np.iinfo(np.int64).max
+
+
+class LateRecords:
+    """A versioned table with the records that it took, and those that it refused.
+
+    Of a refused one it is known between which two stream times it came: before and after its run.
+
+    Args:
+        log: of the table.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.refused_least, self.refused_most = self._refused()
+
+    @property
+    def total(self) -> int:
+        """How many records the table was given."""
+        return self.log.commit.total + len(self.refused_most)
+
+    def _refused(self) -> tuple[Any, Any]:
+        """How far at least and at most the refused records were behind stream time, microseconds."""
+        count = self.log.commit.totals.get(LATE.name, 0)
+        rows = None if self.log.meaning else quarantine(self.log, pc.field("reason") == LATE.name)
+        if rows is None or rows.num_rows != count:
+            return np.zeros(count, np.int64), np.full(count, _ALL)
+        moment, batch = micros(rows, TIMESTAMP), rows.column("batch").to_numpy()
+        home = rows.column(PARTITION).to_numpy()
+        before: dict[int, int] = {}
+        least, most = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        for run in commits(self.log.root):
+            for i in np.flatnonzero(batch == run.batch).tolist():
+                time = run.stream_time[int(home[i])]
+                least[i] = before.get(int(home[i]), moment[i]) - moment[i]
+                most[i] = time - moment[i]
+            before = run.stream_time
+        return least, most
+
+    def behind(self) -> Iterator[Any]:
+        """How far the records that were accepted were behind stream time, microseconds."""
+        latest: dict[int, int] = {}
+        for start, end in cut({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
+            rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP])
+            moment = micros(rows, TIMESTAMP)
+            yield running_time(rows.column(PARTITION).to_numpy(), moment, latest) - moment
+
+    def cost(self, lengths: Sequence[timedelta]) -> list[Choice]:
+        """What each retention would have refused: of what was refused in fact, at most."""
+        every = [length // _ONE for length in lengths]
+        counts = [int((self.refused_most > one).sum()) for one in every]
+        for behind in self.behind():
+            counts = [n + int((behind > one).sum()) for n, one in zip(counts, every, strict=True)]
+        return [
+            Choice(length, of=self.total, wrong=n, late=n)
+            for length, n in zip(lengths, counts, strict=True)
+        ]
+
+    def doubtful(self, lengths: Sequence[timedelta]) -> list[timedelta]:
+        """The lengths of which it is not known whether they would have refused all that is counted."""
+        every = [(one, one // _ONE) for one in lengths]
+        least, most = self.refused_least, self.refused_most
+        return [one for one, n in every if (least > n).sum() != (most > n).sum()]
+
+    def smallest(self, at_most: float) -> Choice | None:
+        """The shortest retention that would have refused at most such a share; None = that is not
+        known, since more than those were refused in fact, nobody knows how late."""
+        found = [self.refused_most, *(b[b > 0] for b in self.behind())]
+        needed = np.sort(np.concatenate(found))
+        place = len(needed) - int(at_most * self.total + 1e-9) - 1
+        length = int(needed[place]) if place >= 0 else 0
+        return None if length == _ALL else self.cost([length * _ONE])[0]

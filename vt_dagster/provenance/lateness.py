@@ -1,0 +1,167 @@
+"""``lateness``: what another grace period, or history retention, would have cost. No Spark.
+
+It reads what runs have recorded: the logs in their order of arrival, and in each commit which offsets
+of its inputs it took and which versions of tables it read, so that no definitions are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from vt_dagster.errors import StorageError
+from vt_dagster.provenance.as_of import grace_of
+from vt_dagster.provenance.choices import Choice, Lateness
+from vt_dagster.provenance.late_joins import LateJoin
+from vt_dagster.provenance.late_records import LateRecords
+from vt_dagster.provenance.late_windows import LateWindows
+from vt_dagster.provenance.logs import Log
+from vt_dagster.topology.durations import parse_length, spoken
+
+GRACES = ("0s", "1m", "10m", "1h", "6h", "1d")
+RETENTIONS = ("0s", "1h", "6h", "1d", "7d", "30d")
+_JOIN, _WINDOWS = "StreamTableJoin", "WindowedAggregate"
+
+
+def lateness(
+    table: Any,
+    *,
+    grace: Sequence[str | timedelta] = (),
+    at_most: str | float | None = None,
+    warehouse: str = "data/warehouse",
+) -> Lateness:
+    """What other choices of a length would have cost an asset, by what was recorded; without Spark.
+
+    Of a join of a stream with a versioned table it is the grace period, of tumbling or hopping windows
+    their grace, of a versioned table the history retention. The numbers are those that its runs would
+    have had with that length, each taking the same records and seeing the same tables.
+
+    Args:
+        table: an asset's name (with a key prefix: ``shop/prices``), or the stream or table itself.
+        grace: the lengths, as timedeltas or texts like ``10m``; none = some, and the declared one,
+            which without a declaration is the one that the last run went by, where that is known.
+        at_most: a share of results that may be wrong, like ``"0.1%"`` or 0.001: then the shortest
+            length is told by which there are no more.
+        warehouse: the directory or URL of the tables.
+
+    Raises:
+        StorageError: there is no such asset, its inputs are gone, or it has no such length.
+        ContractError: a length is none.
+    """
+    name = table if isinstance(table, str) else "/".join(table.path)
+    log, share = Log.open(str(warehouse), name), parse_share(at_most)
+    asked = [one if isinstance(one, timedelta) else parse_length(one) for one in grace]
+    operator = log.meaning.get("operator", "source")
+    found: LateJoin | LateWindows | LateRecords
+    declared, notes = None, list[str]()
+    if operator == _JOIN:
+        found, what = LateJoin(log, *_inputs(log, "left", "right")), "grace_period"
+        join = getattr(table, "operator", None)
+        declared = _declared_grace(log) if join is None else join.grace_period or timedelta(0)
+    elif operator == _WINDOWS:
+        found, what = LateWindows(log, *_inputs(log, "source")), "grace"
+        window = getattr(getattr(table, "operator", None), "window", None)
+        declared = getattr(window, "grace", None)
+    elif log.head.shape.kind == "versioned":
+        found, what = LateRecords(log), "history_retention"
+        declared = log.head.shape.retention()
+    else:
+        raise StorageError(
+            f"{name} is made by {operator}: expected a join of a stream with a versioned table whose "
+            "results are not corrected, an aggregate by tumbling or hopping windows, or a versioned "
+            "table"
+        )
+    declared = declared if isinstance(declared, timedelta) else None
+    usual = RETENTIONS if what == "history_retention" else GRACES
+    lengths = {*asked} or {*map(parse_length, usual)}
+    if declared is not None and (share is not None or not asked):
+        lengths.add(declared)
+    choices = found.cost(sorted(lengths))
+    suggested = None
+    if share is not None:
+        best = found.smallest(share)
+        if best is None:
+            notes.append(_hopeless(found))
+        else:
+            suggested, choices = best.length, [*choices, best]
+    notes += _notes(found, choices)
+    by_length = {one.length: replace(one, declared=one.length == declared) for one in choices}
+    ordered = tuple(by_length[one] for one in sorted(by_length))
+    return Lateness(name, operator, what, ordered, share, suggested, tuple(notes))
+
+
+def parse_share(at_most: str | float | None) -> float | None:
+    """A share of results, 0 to 1; None = none is asked for.
+
+    Raises:
+        StorageError: it is none.
+    """
+    if at_most is None:
+        return None
+    text = str(at_most).strip()
+    try:
+        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1 or (isinstance(at_most, str) and not text.endswith("%")):
+        raise StorageError(
+            f"expected a share of the results like '0.1%', or a number from 0 to 1, got {at_most!r}"
+        )
+    return found
+
+
+def _inputs(log: Log, *places: str) -> list[Log]:
+    found: list[Log] = []
+    for name in (log.meaning[place] for place in places):
+        one = log.input(name)
+        if one is None:
+            raise StorageError(
+                f"{log.name}: expected the log of its input {name} in {log.warehouse}, found none, or "
+                "another one than it was made of"
+            )
+        found.append(one)
+    return found
+
+
+def _declared_grace(log: Log) -> timedelta | None:
+    commit = log.commit
+    told = {grace_of(commit, p) for p in commit.released}
+    return told.pop() if len(told) == 1 else None
+
+
+def _hopeless(found: LateJoin | LateWindows | LateRecords) -> str:
+    if isinstance(found, LateRecords):
+        return "no retention is suggested: how late the refused records were is not known"
+    return (
+        "no grace period is suggested: the table had forgotten too many versions (expired); a longer "
+        "history retention would have kept them"
+    )
+
+
+def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice]) -> list[str]:
+    if isinstance(found, LateRecords):
+        doubtful = found.doubtful([one.length for one in choices])
+        return [
+            f"with {spoken(one)} at most so many are refused: how late those were that were refused in "
+            "fact is known by their run alone"
+            for one in sorted(doubtful)
+        ]
+    if isinstance(found, LateJoin):
+        retention = found.table.head.shape.retention()
+        longer = [
+            c.length for c in choices if isinstance(retention, timedelta) and c.length > retention
+        ]
+        notes = [
+            f"{spoken(one)} is longer than the history retention {spoken(retention)} of "
+            f"{found.table.name}: lengthen that with it"
+            for one in longer
+        ]
+        first = found.runs[0].batch
+        if first > 1:
+            notes.append(
+                f"of the runs before {first} nothing is known: they are counted as one with it"
+            )
+        return notes
+    return []

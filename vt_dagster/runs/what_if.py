@@ -1,0 +1,274 @@
+"""What would change, were an asset declared otherwise: it is made anew elsewhere, and compared."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+from pyspark.sql.types import NumericType
+
+from vt_dagster.columns import TIMESTAMP, VALID_FROM
+from vt_dagster.errors import StorageError
+from vt_dagster.runs.replay import as_json, comparable, differing_rows, make_anew
+from vt_dagster.storage import delta
+from vt_dagster.storage.store import AssetStore, shape_of
+from vt_dagster.topology.model import Stream, topological
+
+EXAMPLES = 10
+_RUN = "what-if"
+_BEFORE, _AFTER = "before", "after"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row before and after, as JSON; None = it is not there."""
+
+    key: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What would change.
+
+    Args:
+        asset: its name; remade: what was made anew, inputs first.
+        rows_before, rows_after: how many rows there are: versions, current rows, or a stream's records.
+        added, removed, changed: rows that only the one, or only the other has, and those that both have
+            with other values: a row is told by its key, and its time where it has one.
+        keys: so many keys have such rows.
+        columns_added, columns_removed: those that only one has; they are not compared.
+        sums: of each numeric column, before and after; None = it is not there, or all is null.
+        examples: some of the rows.
+    """
+
+    asset: str
+    remade: tuple[str, ...]
+    rows_before: int
+    rows_after: int
+    added: int
+    removed: int
+    changed: int
+    keys: int
+    columns_added: tuple[str, ...] = ()
+    columns_removed: tuple[str, ...] = ()
+    sums: dict[str, tuple[float | None, float | None]] = field(
+        default_factory=dict[str, tuple[float | None, float | None]]
+    )
+    examples: tuple[Change, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Rows that differ, of those that there were; of none 1, if there are some now."""
+        differ = self.added + self.removed + self.changed
+        return differ / self.rows_before if self.rows_before else float(bool(differ))
+
+
+def what_if(
+    warehouse: str,
+    node: Stream,
+    spark: SparkSession,
+    *,
+    also: Sequence[str] = (),
+    baseline: Stream | None = None,
+    scratch: str | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Changes:
+    """What would change, were an asset declared as given. Nothing is written into the warehouse, but in
+    a scratch place, which is removed whatever happens; what a killed process left, the next one does.
+
+    The asset is made anew as a replay makes it; of what it is made of, the same is done where the
+    warehouse has it with another meaning, and with all that is made of that. What only waits or keeps
+    otherwise is not seen there: ``also`` names it.
+
+    Args:
+        node: as it would be declared.
+        also: further inputs, direct or not, that are made anew.
+        baseline: compare with a replay of this declaration; None = with what is live, which has been
+            made run by run, so that what came late since is a difference too.
+        scratch: a directory or URL; None = in the warehouse.
+        tell: is told what each run has written, in a line each.
+
+    Raises:
+        StorageError: the asset, or an input, was never committed; or ``also`` names no input.
+        SourceError: a source that is to be read again has not got the records any more.
+    """
+    live = AssetStore(warehouse, node, spark)
+    if live.head() is None:
+        raise StorageError(
+            f"{node.name}: nothing was ever committed, so there is nothing to compare with; "
+            "materialize the asset first"
+        )
+    with _place(scratch or warehouse) as place:
+        after, remade = _made(warehouse, node, posixpath.join(place, _AFTER), also, spark, tell)
+        if baseline is None:
+            before = AssetStore.open(warehouse, "/".join(node.path), spark)
+        else:
+            other = posixpath.join(place, _BEFORE)
+            before, _ = _made(warehouse, baseline, other, also, spark, tell)
+        return _compared(before, after, remade)
+
+
+def _made(
+    warehouse: str,
+    node: Stream,
+    place: str,
+    also: Sequence[str],
+    spark: SparkSession,
+    tell: Callable[[str], None] | None,
+) -> tuple[AssetStore, tuple[str, ...]]:
+    """The asset made anew in a place, and the names of all that is."""
+    every = topological([node])
+    unknown = sorted({*also} - {one.name for one in every})
+    if unknown:
+        raise StorageError(
+            f"{node.name}: expected inputs to be made anew as well, of "
+            f"{[one.name for one in every[:-1]]}, got {unknown}"
+        )
+    remade: list[str] = []
+
+    def stores(one: Stream) -> AssetStore:
+        return AssetStore(place if one.name in remade else warehouse, one, spark, tell)
+
+    for one in every:
+        there = AssetStore(warehouse, one, spark)
+        head = there.head()
+        if head is None and one.operator is None:
+            raise StorageError(
+                f"{one.name}: expected what {node.name} is made of in {warehouse}, but nothing was "
+                "ever committed; materialize it first"
+            )
+        same = head is not None and head.commit.shape == shape_of(one)
+        fed = any(up.name in remade for up in one.inputs)
+        if same and not fed and one.name not in also and one.name != node.name:
+            continue
+        remade.append(one.name)
+        make_anew(one, stores, there, f"{_RUN}:{node.name}")
+    return stores(node), tuple(remade)
+
+
+# -------------------------------------------------------------------------------- the scratch place
+
+
+@contextmanager
+def _place(root: str) -> Iterator[str]:
+    """A directory of this process's own, which is removed at the end."""
+    fs, folder = delta.filesystem(str(root))
+    _clean(fs, folder)
+    name = f"{_RUN}.{this_host()}.{os.getpid()}.{uuid4().hex[:8]}"
+    try:
+        yield posixpath.join(str(root), name)
+    finally:
+        if fs.exists(posixpath.join(folder, name)):
+            fs.rm(posixpath.join(folder, name), recursive=True)
+
+
+def _clean(fs: Any, folder: str) -> None:
+    """Removes what processes of this machine have left that are not there any more."""
+    if not fs.exists(folder):
+        return
+    for found in fs.ls(folder, detail=False, refresh=True):
+        what, *about = posixpath.basename(found.rstrip("/")).split(".")
+        if what != _RUN or len(about) != 3 or about[0] != this_host() or _lives(about[1]):
+            continue
+        fs.rm(found, recursive=True)
+
+
+def this_host() -> str:
+    """This machine's name, as directories may be called."""
+    return "".join(c if c.isalnum() else "-" for c in socket.gethostname())
+
+
+def _lives(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError):
+        return True
+    return True
+
+
+# ------------------------------------------------------------------------------------ the comparison
+
+
+def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) -> Changes:
+    """What differs. Plan: two shuffles of both, and of what differs a window and a join."""
+    if before.node.key != after.node.key:
+        raise StorageError(
+            f"{after.node.name}: expected the key {list(before.node.key)}, by which rows before and "
+            f"after are told, got {list(after.node.key)}; replay it under another name, and compare"
+        )
+    sides = [comparable(one, "versions" if one.node.versioned else None) for one in (before, after)]
+    names = [one.columns for one in sides]
+    common = [c for c in names[0] if c in names[1]]
+    key = [c for c in after.node.key if c in common]
+    timed = [c for c in (VALID_FROM,) if c in common]
+    if not after.node.is_table:
+        timed = [TIMESTAMP]
+    identity = [*key, *timed]
+    shown = sorted(c for c in common if c not in identity) or identity
+    told = [
+        one.select(as_json(key, "key"), as_json(identity, "id"), as_json(shown, "row")) for one in sides
+    ]
+    differing = differing_rows(*told).persist()
+    try:
+        pairs = _paired(differing)
+        counts = pairs.agg(
+            *[F.count_if(one).alias(name) for name, one in _kinds().items()],
+            F.count_distinct("key").alias("keys"),
+        ).collect()[0]
+        some = pairs.orderBy("id", "n").limit(EXAMPLES).collect()
+    finally:
+        differing.unpersist()
+    totals = [_totals(rows) for rows in sides]
+    numbers = [c for c in dict.fromkeys([*totals[0], *totals[1]]) if c != _ROWS]
+    return Changes(
+        after.node.name,
+        remade,
+        int(totals[0][_ROWS] or 0),
+        int(totals[1][_ROWS] or 0),
+        **counts.asDict(),
+        columns_added=tuple(c for c in names[1] if c not in names[0]),
+        columns_removed=tuple(c for c in names[0] if c not in names[1]),
+        sums={c: (totals[0].get(c), totals[1].get(c)) for c in numbers},
+        examples=tuple(Change(r["key"], r[_BEFORE], r[_AFTER]) for r in some),
+    )
+
+
+_ROWS = "_rows"
+
+
+def _kinds() -> dict[str, Any]:
+    old, new = F.col(_BEFORE).isNotNull(), F.col(_AFTER).isNotNull()
+    return {"added": ~old & new, "removed": old & ~new, "changed": old & new}
+
+
+def _paired(differing: DataFrame) -> DataFrame:
+    """Rows before beside rows after, of what is the same row: ``key, id, n, before, after``."""
+    one_each = differing.withColumn(
+        "_", F.explode(F.sequence(F.lit(1).cast("long"), F.abs("_count")))
+    ).drop("_")
+    in_order = W.partitionBy("id", F.col("_count") > 0).orderBy("row")
+    rows = one_each.withColumn("n", F.row_number().over(in_order))
+    old, new = F.when(F.col("_count") > 0, F.col("row")), F.when(F.col("_count") < 0, F.col("row"))
+    return rows.groupBy("id", "n").agg(
+        F.first("key").alias("key"), F.max(old).alias(_BEFORE), F.max(new).alias(_AFTER)
+    )
+
+
+def _totals(rows: DataFrame) -> dict[str, float | None]:
+    """How many rows there are, and the sums of numeric columns."""
+    numeric = [f.name for f in rows.schema.fields if isinstance(f.dataType, NumericType)]
+    sums = [F.sum(F.col(f"`{c}`").cast("double")).alias(c) for c in numeric]
+    return rows.agg(F.count(F.lit(1)).cast("double").alias(_ROWS), *sums).collect()[0].asDict()
