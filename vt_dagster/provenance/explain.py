@@ -101,6 +101,7 @@ class Explainer:
         self._known: dict[tuple[str, int, int], Explanation] = {}
         self._logs: dict[tuple[str, int | None], Log] = {}
         self._inputs: dict[tuple[str, str], Log | None] = {}
+        self._left = _MOST_IN_ALL
 
     def explain(
         self,
@@ -124,27 +125,28 @@ class Explainer:
             )
         moment = None if at is None else in_micros(at)
         record, absent = asked_for(log, values, moment, offset, where)
-        return (
-            self._absent(log, values, f"{absent}{log.limit}")
-            if record is None
-            else self._of(log, record)
-        )
+        self._left = _MOST_IN_ALL
+        if record is None:
+            return self._absent(log, values, f"{absent}{log.limit}")
+        return self._of(log, record)
 
     # -- why it is so ------------------------------------------------------------------------------
 
     def _of(self, log: Log, record: Record, depth: int = 0) -> Explanation:
         place = log.name, record.partition, record.offset
-        if place not in self._known:
-            self._known[place] = self._explained(log, record, depth)
+        if place in self._known:
+            return self._known[place]
+        if depth > _DEEPEST or not self._left:
+            note = "it is one of many, or many assets deep: ask for it by itself"
+            return Explanation(log.name, log.meaning.get("operator", SOURCE), record, notes=(note,))
+        self._left -= 1
+        self._known[place] = self._explained(log, record, depth)
         return self._known[place]
 
     def _explained(self, log: Log, record: Record, depth: int) -> Explanation:
         told = Told()
         operator = log.meaning.get("operator", SOURCE)
         found = Explanation(log.name, operator, record)
-        if depth > _DEEPEST or len(self._known) >= _MOST_IN_ALL:
-            told.notes.append("it is one of many, or many assets deep: ask for it by itself")
-            return replace(found, notes=tuple(told.notes))
         commit = log.commit_of(record)
         found = replace(found, written=written(commit))
         if commit is None:
@@ -233,7 +235,8 @@ class Explainer:
                 parts = [self._of(up, one, 1) for one in records[-1:]]
                 return replace(found, made_of=tuple(parts or [self._by_key(up, key)]))
         if found.operator in _SAME_KEY:
-            return replace(found, made_of=tuple(self._by_key(up, key) for up in inputs.values()))
+            sides = list(inputs.values())[: 1 if found.operator == "ForeignKeyJoin" else None]
+            return replace(found, made_of=tuple(self._by_key(up, key) for up in sides))
         told.notes.append(f"nothing of it has come; it is made of {', '.join(inputs)}")
         return found
 

@@ -31,7 +31,7 @@ def suppress(asked: Asked) -> Made:
     now = asked.commit.stream_time.get(place)
     moment = "not known" if now is None else str(as_time(now))
     told.decide(rules.SUPPRESSED, f"since {since}, of {since.timestamp}, of which it kept the place")
-    if closes(log):
+    if now is not None and closes(log) and bounds_of(asked.record)[1] <= now:
         told.decide(
             rules.WINDOW_CLOSED,
             f"its window ended at {_end(asked.record)}; at the end of run {asked.commit.batch} stream "
