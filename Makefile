@@ -42,10 +42,12 @@ test-kafka: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SHARED)
 
+# By its real path: scripts begin with it, and .venv may be a link that goes.
+.venv/.dagster-$(OLDER): HOME_OF = $(realpath .venv)
 .venv/.dagster-$(OLDER): $(STAMP)
-	@$(PYTHON) -m venv .venv/older
-	@.venv/older/bin/python -m pip install --quiet --disable-pip-version-check "dagster==$(OLDER).*"
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	@$(PYTHON) -m venv --clear $(HOME_OF)/older
+	@$(HOME_OF)/older/bin/python -m pip install --quiet --disable-pip-version-check "dagster==$(OLDER).*"
+	@$(HOME_OF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$(.venv/older/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newer.pth"
 	@touch $@
 
