@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from typer import Typer
 from typer.testing import CliRunner
 
+from tests.core.random_scenarios import ALL, scenarios
 from tests.core.reference_model import complete
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS, read_scenarios
@@ -249,14 +250,27 @@ def test_a_run_goes_by_the_records_that_tables_accept(spark: SparkSession, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_a_share_is_identical_record_by_record(spark: SparkSession, tmp_path: Path) -> None:
-    """A short sequence of each random configuration; all of them take too long for every change."""
-    for path in sorted(SCENARIOS.glob("**/random/*.json")):
-        write(tmp_path / path.name, *shortest_of_each_configuration(path))
+def test_shares_are_identical_record_by_record(spark: SparkSession, tmp_path: Path) -> None:
+    """A short sequence of each random configuration; all of them take too long for every change. Beside
+    them new random ones, of which the model tells what to expect, and all with sliding windows."""
+    shares = {
+        path.stem: shortest_of_each_configuration(path)
+        for path in sorted(SCENARIOS.glob("**/random/*.json"))
+    }
+    assert sum(map(len, shares.values())) >= 30
+    drawn = {f"new_{o}": scenarios(1, o, configs=2, sequences=1, longest=8) for o in ALL}
+    more = {"configs": 6, "sequences": 2, "longest": 12}
+    drawn["new_sliding"] = scenarios(1, "windowed_aggregate", sliding=True, **more)
+    path = SCENARIOS / "optional" / "sliding_and_bytes.json"
+    sliding = [s for s in json.loads(path.read_text(encoding="utf-8")) if "-sliding" in s["name"]]
+    assert len(sliding) >= 5
+    every = {**shares, **drawn, "sliding": sliding}
+    for name, found in every.items():
+        write(tmp_path / f"{name}.json", *found)
     lines: list[str] = []
-    report = run([tmp_path], spark=spark, echo=lines.append)
-    assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
-    assert report.identical >= 30
+    run([tmp_path], spark=spark, echo=lines.append)
+    count = sum(map(len, every.values()))
+    assert lines == [f"{count} identical, 0 different, 0 not supported"]
 
 
 @pytest.mark.parametrize("granularity", ["record", "run"])
@@ -329,15 +343,6 @@ def test_optional_scenarios_are_reported_apart(spark: SparkSession, tmp_path: Pa
         "optional, not counted: 0 identical, 1 different, 0 not supported",
         "1 identical, 0 different, 0 not supported",
     ]
-
-
-def test_sliding_windows_are_identical_record_by_record(spark: SparkSession, tmp_path: Path) -> None:
-    path = SCENARIOS / "optional" / "sliding_and_bytes.json"
-    found = [s for s in json.loads(path.read_text(encoding="utf-8")) if "-sliding" in s["name"]]
-    lines: list[str] = []
-    report = run([write(tmp_path / "sliding.json", *found)], spark=spark, echo=lines.append)
-    assert lines == [f"{len(found)} identical, 0 different, 0 not supported"]
-    assert report.identical >= 5
 
 
 def test_limits_in_bytes_are_not_supported_unless_left_out(
