@@ -70,8 +70,10 @@ ABOUT = {{
 prices = VersionedTable("prices", history_retention=timedelta(days=3650), **ABOUT)
 orders = Stream("orders", **ABOUT)
 priced = orders.left_join(prices, name="priced", select=["left.*", "right.v as price"])
-ours = build_definitions(priced, warehouse={warehouse!r}, spark=SparkResource(master="local[2]"))
-defs = dg.Definitions.merge(ours, dg.Definitions(executor=dg.{executor}))
+defs = dg.Definitions.merge(
+    build_definitions(priced, warehouse={warehouse!r}, spark=SparkResource(master="local[2]")),
+    dg.Definitions(executor=dg.{executor}),
+)
 """
 
 NOTHING = """
