@@ -6,6 +6,7 @@ RUNS := .venv/.runs
 OLDER := 1.12
 OF_DAGSTER := definitions specs components nothing_new executor sensors io_manager
 STAMP := .venv/.installed
+CLASSES := .venv/.classes.jsa
 
 .PHONY: install demo demo-kafka kafka test test-kafka test-older-dagster browser endurance ui lint bench bench-quick clean
 .DELETE_ON_ERROR:
@@ -36,16 +37,23 @@ demo-kafka: $(RUNS)
 kafka: $(RUNS)
 	$(BIN)/python -m vt_dagster.testing_kafka data/kafka
 
-test-kafka: $(STAMP)
+# The classes of Spark, as every JVM of a test would load them from its jars.
+$(CLASSES): $(STAMP)
+	@echo "Writing Spark's classes to $@: a minute, the first time"
+	@PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.class_archive $@
+
+test-kafka: $(CLASSES)
 	$(BIN)/python -m pytest $(SHARED) -m kafka
 
-test: $(STAMP)
+test: $(CLASSES)
 	$(BIN)/python -m pytest $(SHARED)
 
+# By its real path: scripts begin with it, and .venv may be a link that goes.
+.venv/.dagster-$(OLDER): HOME_OF = $(realpath .venv)
 .venv/.dagster-$(OLDER): $(STAMP)
-	@$(PYTHON) -m venv .venv/older
-	@.venv/older/bin/python -m pip install --quiet --disable-pip-version-check "dagster==$(OLDER).*"
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	@$(PYTHON) -m venv --clear $(HOME_OF)/older
+	@$(HOME_OF)/older/bin/python -m pip install --quiet --disable-pip-version-check "dagster==$(OLDER).*"
+	@$(HOME_OF)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$(.venv/older/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newer.pth"
 	@touch $@
 

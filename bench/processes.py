@@ -19,6 +19,7 @@ from vt_dagster.storage.lookup import head_of
 
 BIN = Path(sys.executable).parent
 RECORDS = 1_000
+EXECUTORS = ("in_process_executor", "multiprocess_executor")
 INTERVAL = 5
 """Seconds between a sensor's ticks."""
 
@@ -47,6 +48,31 @@ defs = dg.Definitions(
     sensors=[build_sensor(prices, minimum_interval_seconds={interval}, running=True)],
     resources=build_resources({warehouse!r}, SparkResource(master="local[2]")),
     executor=dg.in_process_executor,
+)
+"""
+
+THREE = """
+from datetime import timedelta
+
+import dagster as dg
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
+
+from vt_dagster import FilesSource, SparkResource, Stream, VersionedTable, build_definitions
+
+TYPES = {{"k": StringType(), "v": StringType(), "at": TimestampType()}}
+ABOUT = {{
+    "key": "k",
+    "schema": StructType([StructField(name, kind) for name, kind in TYPES.items()]),
+    "timestamp": "at",
+    "source": FilesSource({landing!r}),
+}}
+
+prices = VersionedTable("prices", history_retention=timedelta(days=3650), **ABOUT)
+orders = Stream("orders", **ABOUT)
+priced = orders.left_join(prices, name="priced", select=["left.*", "right.v as price"])
+defs = dg.Definitions.merge(
+    build_definitions(priced, warehouse={warehouse!r}, spark=SparkResource(master="local[2]")),
+    dg.Definitions(executor=dg.{executor}),
 )
 """
 
@@ -80,6 +106,8 @@ class Project:
         places = {"landing": str(self.landing), "warehouse": self.warehouse, "interval": INTERVAL}
         (root / "ours.py").write_text(OURS.format(**places))
         (root / "nothing.py").write_text(NOTHING)
+        for executor in EXECUTORS:
+            (root / f"{executor}.py").write_text(THREE.format(**places, executor=executor))
 
     def land(self) -> None:
         """The next file: records of 100 keys, a minute each."""
@@ -92,8 +120,8 @@ class Project:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         path.rename(self.landing / f"{self.landed}.jsonl")
 
-    def materialize(self, module: str, warm: bool = False) -> None:
-        words = ["dagster", "asset", "materialize", "--select", "prices", "-f", f"{module}.py"]
+    def materialize(self, module: str, warm: bool = False, select: str = "prices") -> None:
+        words = ["dagster", "asset", "materialize", "--select", select, "-f", f"{module}.py"]
         done = subprocess.run(
             [str(BIN / words[0]), *words[1:]],
             cwd=self.root,
@@ -159,6 +187,27 @@ def run(repeat: int, ticks: int, outputs: Outputs) -> tuple[list[Result], list[s
     finally:
         server.stop()
     return results, notes
+
+
+def executors(repeat: int, outputs: Outputs) -> tuple[list[Result], list[str]]:
+    """Times a run of three assets and their checks in one process, beside a process for each asset."""
+    projects = {executor: Project(Path(outputs.fresh(executor))) for executor in EXECUTORS}
+
+    def news(executor: str) -> None:
+        projects[executor].land()
+        projects[executor].materialize(executor, select="*")
+
+    one, many = EXECUTORS
+    times = take_turns({one: lambda: news(one), many: lambda: news(many)}, repeat)
+    for project in projects.values():
+        head = head_of(project.warehouse, "priced")[1]
+        if sum(head.next_offset.values()) != RECORDS * project.landed:
+            raise AssertionError(f"expected the records of {project.landed} files, got {head}")
+    line = f"table, stream and join of {RECORDS:,} records, shell to shell, one process"
+    peer = "a process and a JVM for each asset"
+    return [compare(line, RECORDS, times[one], peer, times[many], None)], [
+        "executors: each joined all its records"
+    ]
 
 
 def _from_the_shell(project: Project, repeat: int) -> list[Result]:

@@ -101,12 +101,16 @@ def benchmarks(
     runs: int = 0,
     ticks: int = 0,
     only: Sequence[str] = (),
+    executors: bool = False,
 ) -> tuple[list[Result], list[str]]:
     """Runs all of them in one session; or those that need a Kafka broker, many runs of one table, or
     processes of their own."""
-    if ticks:
+    if ticks or executors:
         with tempfile.TemporaryDirectory(prefix="vt_dagster-bench-") as folder:
-            return processes.run(repeat, ticks, Outputs(Path(folder)))
+            outputs = Outputs(Path(folder))
+            return (
+                processes.run(repeat, ticks, outputs) if ticks else processes.executors(repeat, outputs)
+            )
     spark = build_session(
         "vt_dagster bench", master=f"local[{CORES}]", conf={"spark.driver.memory": "4g"}
     )
@@ -189,6 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="TICKS",
         help="runs in processes of their own instead, and so many files that land with a daemon there",
     )
+    parser.add_argument(
+        "--executors",
+        action="store_true",
+        help="a run of three assets in one process instead, beside a process for each of them",
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=(), help="these parts alone")
     parser.add_argument(
         "--repeat",
@@ -209,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.runs,
         options.processes,
         options.only,
+        options.executors,
     )
     print(table(results))
     print()

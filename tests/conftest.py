@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
@@ -13,10 +15,16 @@ from vt_dagster.spark.session import build_session
 
 # Of every JVM that a test starts. Most live for a minute of many short queries: to compile them well
 # takes longer than to run them.
-os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
+JVM = "-XX:TieredStopAtLevel=1 -Xlog:cds=off,cds+dynamic=off"
+CLASSES = Path(sys.prefix) / ".classes.jsa"
+"""What ``make test`` writes first (``class_archive.py``); without it tests take longer."""
+os.environ.setdefault(
+    "JDK_JAVA_OPTIONS", f"{JVM} -XX:SharedArchiveFile={CLASSES}" if CLASSES.is_file() else JVM
+)
 
 _LONGEST_FIRST = (
-    *("test_demo.py", "test_crash.py", "test_pages.py", "test_operator_assets.py", "test_bench.py"),
+    *("test_conformance.py", "test_assets_conformance.py", "test_demo.py", "test_bench.py"),
+    *("test_crash.py", "test_pages.py", "test_operator_assets.py", "test_operator_properties.py"),
     *("test_end_to_end.py", "test_faults.py", "test_sink.py"),
 )
 
@@ -35,7 +43,7 @@ def spark() -> Iterator[SparkSession]:
         master="local[2]",
         conf={
             "spark.sql.shuffle.partitions": "2",
-            "spark.driver.extraJavaOptions": "-XX:ReservedCodeCacheSize=256m",
+            "spark.driver.extraJavaOptions": "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC",
             "spark.python.sql.dataFrameDebugging.enabled": "false",
         },
     )

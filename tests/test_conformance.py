@@ -11,9 +11,11 @@ from pyspark.sql import DataFrame, SparkSession
 from typer import Typer
 from typer.testing import CliRunner
 
+from tests.core.random_scenarios import ALL, scenarios
 from tests.core.reference_model import complete
 from vt_dagster.conformance import conformance, run
-from vt_dagster.conformance.scenario import OPERATORS
+from vt_dagster.conformance.scenario import OPERATORS, Scenario, read_scenarios
+from vt_dagster.conformance.steps import layout, supported
 from vt_dagster.core import arrival, processor, side_times, source
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.core.stream_time import Bounds
@@ -53,16 +55,50 @@ def shortest_of_each_configuration(path: Path) -> list[dict[str, Any]]:
     return [s for s in found.values() if len(s["records"]) <= 6]
 
 
+ONE_BY_ONE = 12
+"""So many records are taken for every change of a scenario that runs record by record in any case."""
+
+
+def record_by_record(*paths: Path) -> list[Scenario]:
+    """The scenarios of which every record is a run, whatever the granularity."""
+    found = (s for s in read_scenarios(paths) if supported(s) and s.operator != "versioned_store")
+    return [s for s in found if layout(s).one_by_one]
+
+
+def beginning(scenario: dict[str, Any], end: int) -> dict[str, Any]:
+    """What is expected of a scenario's first records; what is left at its end is then not known."""
+    whole = scenario | scenario.get("by_design", {})
+    error = whole.get("expected_error")
+    return whole | {
+        "by_design": {},
+        "records": whole["records"][:end],
+        "expected": [e for e in whole["expected"] if e["trigger"] < end],
+        "expected_error": error if error and error["trigger"] < end else None,
+        "final_store": None,
+        "metrics": None,
+    }
+
+
+def beginnings(path: Path, directory: Path, end: int) -> None:
+    """Copies a file of scenarios; of those that run record by record only the first records."""
+    long = {s.name for s in record_by_record(path) if len(s.records) > end}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    copied = [beginning(s, end) if s["name"] in long else s for s in found]
+    write(directory / path.relative_to(SCENARIOS), *copied)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_the_worked_examples_are_identical_in_long_runs(spark: SparkSession) -> None:
+@pytest.mark.parametrize("end", [ONE_BY_ONE, pytest.param(1_000, marks=pytest.mark.endurance)])
+def test_the_worked_examples_are_identical_in_long_runs(
+    spark: SparkSession, tmp_path: Path, end: int
+) -> None:
+    for path in [
+        p for name in ("optional", "streams") for p in sorted((SCENARIOS / name).rglob("*.json"))
+    ]:
+        beginnings(path, tmp_path, end)
     lines: list[str] = []
-    report = run(
-        [SCENARIOS / "worked", SCENARIOS / "optional", SCENARIOS / "streams"],
-        granularity="run",
-        spark=spark,
-        echo=lines.append,
-    )
+    report = run([SCENARIOS / "worked", tmp_path], granularity="run", spark=spark, echo=lines.append)
     assert lines == [
         "optional, not counted: 19 identical, 0 different, 8 not supported",
         f"{report.identical} identical, 0 different, 0 not supported",
@@ -125,9 +161,13 @@ def test_the_plans_of_large_runs_are_identical_too(
         (arrival, "HOUR", 5_000),
     ):
         monkeypatch.setattr(module, name, value)
+    single = {s.path for s in record_by_record(SCENARIOS / "worked")}  # they are never cut
     lines: list[str] = []
     report = run(
-        [SCENARIOS / "worked", SCENARIOS / "streams" / "worked.json"],
+        [
+            *(path for path in sorted((SCENARIOS / "worked").glob("*.json")) if path not in single),
+            SCENARIOS / "streams" / "worked.json",
+        ],
         operators=[
             "versioned_store",
             "windowed_aggregate",
@@ -216,14 +256,27 @@ def test_a_run_goes_by_the_records_that_tables_accept(spark: SparkSession, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_a_share_is_identical_record_by_record(spark: SparkSession, tmp_path: Path) -> None:
-    """A short sequence of each random configuration; all of them take too long for every change."""
-    for path in sorted(SCENARIOS.glob("**/random/*.json")):
-        write(tmp_path / path.name, *shortest_of_each_configuration(path))
+def test_shares_are_identical_record_by_record(spark: SparkSession, tmp_path: Path) -> None:
+    """A short sequence of each random configuration; all of them take too long for every change. Beside
+    them new random ones, of which the model tells what to expect, and all with sliding windows."""
+    shares = {
+        path.stem: shortest_of_each_configuration(path)
+        for path in sorted(SCENARIOS.glob("**/random/*.json"))
+    }
+    assert sum(map(len, shares.values())) >= 30
+    drawn = {f"new_{o}": scenarios(1, o, configs=2, sequences=1, longest=8) for o in ALL}
+    more = {"configs": 6, "sequences": 2, "longest": 12}
+    drawn["new_sliding"] = scenarios(1, "windowed_aggregate", sliding=True, **more)
+    path = SCENARIOS / "optional" / "sliding_and_bytes.json"
+    sliding = [s for s in json.loads(path.read_text(encoding="utf-8")) if "-sliding" in s["name"]]
+    assert len(sliding) >= 5
+    every = {**shares, **drawn, "sliding": sliding}
+    for name, found in every.items():
+        write(tmp_path / f"{name}.json", *found)
     lines: list[str] = []
-    report = run([tmp_path], spark=spark, echo=lines.append)
-    assert lines == [f"{report.identical} identical, 0 different, 0 not supported"]
-    assert report.identical >= 30
+    run([tmp_path], spark=spark, echo=lines.append)
+    count = sum(map(len, every.values()))
+    assert lines == [f"{count} identical, 0 different, 0 not supported"]
 
 
 @pytest.mark.parametrize("granularity", ["record", "run"])
@@ -296,15 +349,6 @@ def test_optional_scenarios_are_reported_apart(spark: SparkSession, tmp_path: Pa
         "optional, not counted: 0 identical, 1 different, 0 not supported",
         "1 identical, 0 different, 0 not supported",
     ]
-
-
-def test_sliding_windows_are_identical_record_by_record(spark: SparkSession, tmp_path: Path) -> None:
-    path = SCENARIOS / "optional" / "sliding_and_bytes.json"
-    found = [s for s in json.loads(path.read_text(encoding="utf-8")) if "-sliding" in s["name"]]
-    lines: list[str] = []
-    report = run([write(tmp_path / "sliding.json", *found)], spark=spark, echo=lines.append)
-    assert lines == [f"{len(found)} identical, 0 different, 0 not supported"]
-    assert report.identical >= 5
 
 
 def test_limits_in_bytes_are_not_supported_unless_left_out(

@@ -64,9 +64,17 @@ defs = dg.Definitions(
 )
 """
 
+# What a step prints, Dagster copies by a process that it ends with the step: on a busy machine the last
+# lines, which tell why it failed, are lost (its issue 23336).
+INSTANCE = """
+telemetry: {enabled: false}
+compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}
+"""
+
 
 def execute(root: Path, job: str) -> subprocess.CompletedProcess[str]:
     (root / "home").mkdir()
+    (root / "home" / "dagster.yaml").write_text(INSTANCE)
     module = root / "spread.py"
     module.write_text(MODULE.format(root=str(root)))
     return subprocess.run(
