@@ -28,7 +28,7 @@ from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import Run
 from vt_dagster.sources.base import delivered
 from vt_dagster.sources.frames import FrameSource
-from vt_dagster.sources.kafka import PinnedTopics
+from vt_dagster.sources.kafka_pinned import PinnedTopics
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream

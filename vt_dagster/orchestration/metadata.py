@@ -32,7 +32,7 @@ from vt_dagster.core.log import log_columns
 from vt_dagster.core.processors import processor_of
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.results import Receipt
-from vt_dagster.sources.kafka import PinnedTopics
+from vt_dagster.sources.kafka_pinned import PinnedTopics
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import spoken

@@ -10,7 +10,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, CAUSE, FATE, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, InPlace
+from vt_dagster.core.processor import Processor
 from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.arrival import Arrival
@@ -64,6 +65,16 @@ def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str,
         f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the input, or "
         "raise max_bad_share of the source to send them to quarantine"
     )
+
+
+def places_of(arrival: Arrival, processor: Processor[Any], passed: Passed) -> InPlace | None:
+    """What numbers results by the offsets of the records that they are of; None = nothing does."""
+    if arrival.source is not None or not processor.keeps_order:
+        return None
+    (taken,) = arrival.taken.values()
+    found = {p: some[Fate.APPLIED] for p, some in passed.by_partition.items()}
+    complete = all(found.get(p) == end - start for p, (start, end) in taken.items())
+    return InPlace(taken, complete)
 
 
 def ends_of(arrival: Arrival) -> dict[str, dict[int, int]]:

@@ -32,14 +32,21 @@ from vt_dagster.columns import (
     SEQUENCE,
     TURN,
 )
-from vt_dagster.core.arrival import Fate, InPlace, by_partition
+from vt_dagster.core.arrival import Fate, by_partition
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import prepare
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.commit import check_share, document, ends_of, recorded, stage_rejected
+from vt_dagster.runs.commit import (
+    check_share,
+    document,
+    ends_of,
+    places_of,
+    recorded,
+    stage_rejected,
+)
 from vt_dagster.runs.difference import difference
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
@@ -291,7 +298,7 @@ class Run:
                 arrival.held.append(rows)
                 passed, commit = self._prepare(rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
-                in_place = self._in_place(passed)
+                in_place = places_of(arrival, self.processor, passed)
                 new = self.processor.produce(rows, first, passed.few, in_place)
                 if told is None:
                     when = F.timestamp_micros(F.lit(commit.recorded_at))
@@ -325,16 +332,6 @@ class Run:
         while self.arrival.held:
             self.store.release(self.arrival.held.pop())
 
-    def _in_place(self, passed: Passed) -> InPlace | None:
-        """What numbers results by the offsets of the records that they are of; None = nothing does."""
-        arrival = self.arrival
-        if arrival.source is not None or not self.processor.keeps_order:
-            return None
-        (taken,) = arrival.taken.values()
-        found = {p: some[Fate.APPLIED] for p, some in passed.by_partition.items()}
-        complete = all(found.get(p) == end - start for p, (start, end) in taken.items())
-        return InPlace(taken, complete)
-
     def _prepare(
         self, rows: DataFrame, results: Results, run_id: str | None, recorded_at: int | None
     ) -> tuple[Passed, Commit]:
@@ -365,7 +362,6 @@ class Run:
         consumed = None if arrival.source is None else arrival.source.consumed()
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
-        own_time = processor.goes_by_time
         told = arrival.source is not None and RECORDED_AT in rows.columns
         steps = steps_of(rows, before) if told else []
         return passed, document(
@@ -373,7 +369,7 @@ class Run:
             passed,
             counts,
             judged.by_partition or passed.by_partition,
-            stream_time=arrival.stream_time if own_time else passed.times,
+            stream_time=arrival.stream_time if processor.goes_by_time else passed.times,
             gauges=gauges,
             strategy=judged.strategy,
             state=state is not None,

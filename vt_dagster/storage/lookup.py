@@ -340,11 +340,9 @@ def rows_of(
     local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
     where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
-    if only is not None:
-        names = {n for c in only if c in columns.names for n in names_of(columns, c)}
-        read = pa.schema([f for f in columns if f.name in names])
-    else:
-        read = columns
+    asked = columns.names if only is None else [c for c in only if c in columns.names]
+    names = {n for c in asked for n in names_of(columns, c)}
+    read = columns if only is None else pa.schema([f for f in columns if f.name in names])
     if not places:
         return by_newest_names(read.empty_table(), read)
     chosen = condition(columns)

@@ -1,0 +1,156 @@
+"""What a run takes of Kafka topics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType
+
+from vt_dagster.errors import SourceError
+from vt_dagster.sources.base import End, delivered
+from vt_dagster.sources.kafka_messages import reached
+from vt_dagster.storage.evolution import by_newest_names
+from vt_dagster.storage.positions import Commit, Offsets, Ranges
+from vt_dagster.topology.model import Stream
+
+
+class Topics(Protocol):
+    """A source of topics, see ``KafkaSource``."""
+
+    @property
+    def max_bad_share(self) -> float: ...
+
+    @property
+    def max_clock_skew(self) -> timedelta: ...
+
+    def describe(self) -> str: ...
+
+    def read(
+        self,
+        spark: SparkSession,
+        ranges: Mapping[str, Mapping[int, tuple[int, int]]],
+        *,
+        key: Sequence[str],
+        schema: StructType,
+    ) -> DataFrame: ...
+
+
+@dataclass(frozen=True)
+class PinnedTopics:
+    """What a run takes from its topics.
+
+    Args:
+        source: the topics.
+        before: the asset's last commit; None = there is none.
+        ranges: what is read, of every partition that there is.
+        ids: of the topics.
+        gaps: what was lost before the ranges, and accepted to be lost; of a topic that was created
+            anew where it stood, since nobody knows how much it had.
+        ends: the offset after the last record of each partition, when the run started.
+    """
+
+    source: Topics
+    before: Commit | None
+    ranges: Ranges
+    ids: dict[str, str]
+    gaps: Ranges
+    ends: dict[str, Offsets]
+
+    bytes = None
+
+    @property
+    def max_bad_share(self) -> float:
+        return self.source.max_bad_share
+
+    @property
+    def max_clock_skew(self) -> timedelta:
+        return self.source.max_clock_skew
+
+    @property
+    def records(self) -> Ranges:
+        """The ranges that hold something."""
+        some = {t: {p: r for p, r in of.items() if r[1] > r[0]} for t, of in self.ranges.items()}
+        return {t: of for t, of in some.items() if of}
+
+    @property
+    def taken(self) -> Ranges:
+        """The same, or all of them where there is something to commit besides records."""
+        # A first position counts, even where there is nothing to read: else ``latest`` would move on.
+        new = self.before is None or self.gaps or set(self.ids) - set(self.before.topics)
+        return self.ranges if new else self.records
+
+    @property
+    def empty(self) -> bool:
+        return not self.taken
+
+    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+        columns = delivered(node)
+        key = [*node.key, *(n for k in node.key for n in node.earlier.get(k, ()))]
+        rows = self.source.read(spark, self.records, key=key, schema=columns)
+        return by_newest_names(rows, columns)
+
+    def consumed(self) -> None:
+        """Offsets tell."""
+
+    def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
+        return {
+            "taken": self.taken,
+            "inputs": {t: {p: e for p, (_, e) in of.items()} for t, of in self.ranges.items()},
+            "topics": self.ids,
+            "gaps": self.gaps,
+        }
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """``lost``: offsets that are gone, and accepted to be."""
+        return {"lost": sum(e - s for some in self.gaps.values() for s, e in some.values())}
+
+    def describe(self, schema: StructType) -> list[str]:
+        taken = {topic: sum(e - s for s, e in some.values()) for topic, some in self.taken.items()}
+        lines = ["takes records: " + ", ".join(f"{n:,} of {topic}" for topic, n in taken.items())]
+        if self.gaps:
+            lines.append(f"!goes on without {self.gaps}, as it was told")
+        inputs = {} if self.before is None else self.before.inputs
+        for topic, some in self.ranges.items():
+            new = sorted(set(some) - set(inputs[topic])) if topic in inputs else []
+            if new:
+                lines.append(f"topic {topic} has new partitions {new}")
+        return lines
+
+    def explain(self, error: Exception) -> SourceError | None:
+        said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
+        if said is None:
+            return None
+        return SourceError(
+            f"the {self.source.describe()} could not be read to their end: {said[1].strip()}; nothing "
+            "was committed: run again, and see what the topic's retention is"
+        )
+
+    @property
+    def source_end(self) -> dict[str, Offsets]:
+        return self.ends
+
+    def reaches(self, end: End) -> bool:
+        return not isinstance(end, str) and reached(self.ranges, end)
+
+    @property
+    def behind(self) -> int:
+        """Offsets that the run leaves to later ones."""
+        return sum(e - self._position(t, p) for t, some in self.ends.items() for p, e in some.items())
+
+    @property
+    def waiting(self) -> dict[str, Offsets]:
+        """The position in each partition that has records after it."""
+        places = {
+            t: {p: self._position(t, p) for p, e in some.items() if self._position(t, p) < e}
+            for t, some in self.ends.items()
+        }
+        return {t: some for t, some in places.items() if some}
+
+    def _position(self, topic: str, partition: int) -> int:
+        return self.ranges[topic][partition][1]
