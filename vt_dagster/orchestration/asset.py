@@ -81,15 +81,22 @@ def build_asset(
         if isinstance(source, FrameSource):
             return _of_frames(node, source, about, resource_prefix)
     config_type = config_of(node)
+    if config_type is None:
+
+        @dg.asset(**about)
+        def plain(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+            return _run(context, node, resource_prefix, {})
+
+        return cast(dg.AssetsDefinition, plain)
 
     @dg.asset(**about)
-    def run(
+    def configured(
         context: dg.AssetExecutionContext,
         config: config_type,  # pyright: ignore[reportInvalidTypeForm]
     ) -> dg.MaterializeResult[Any]:
         return _run(context, node, resource_prefix, config.asked())
 
-    return cast(dg.AssetsDefinition, run)
+    return cast(dg.AssetsDefinition, configured)
 
 
 def _of_frames(

@@ -35,7 +35,7 @@ from vt_dagster.orchestration.resource import (
     tables_key,
     warehouse_of,
 )
-from vt_dagster.orchestration.run_config import config_of
+from vt_dagster.orchestration.run_config import SourceConfig, config_of
 from vt_dagster.orchestration.types import (
     ArrivalType,
     considered_type,
@@ -96,7 +96,7 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
         required_resource_keys=keys_of(resource_prefix),
     )
 
-    config_type = config_of(node)
+    config_type = config_of(node) or SourceConfig
 
     @op
     def read(

@@ -79,9 +79,9 @@ _CONFIGS: dict[type[Any], type[SourceConfig]] = {
 }
 
 
-def config_of(node: Stream) -> type[SourceConfig]:
-    """The config that an asset takes; where nothing can be asked, an empty one."""
+def config_of(node: Stream) -> type[SourceConfig] | None:
+    """The config that an asset takes; None where nothing can be asked of it."""
     if node.operator is not None:
-        return JoinConfig if node.operator.waits_for and waits(node) else SourceConfig
+        return JoinConfig if node.operator.waits_for and waits(node) else None
     source: object = node.source
-    return next((_CONFIGS[kind] for kind in type(source).__mro__ if kind in _CONFIGS), SourceConfig)
+    return next((_CONFIGS[kind] for kind in type(source).__mro__ if kind in _CONFIGS), None)
