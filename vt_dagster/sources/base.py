@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.errors import SourceError
+from vt_dagster.storage.evolution import by_newest_names
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.renames import named, was
@@ -105,6 +106,19 @@ def delivered(node: Stream) -> StructType:
     own = [named(f.name, f.dataType, node.earlier.get(f.name, ())) for f in node.schema.fields]
     before = [StructField(name, f.dataType) for f in own for name in was(f)]
     return StructType([*own, *before]) if before else node.schema
+
+
+def read_by_all_names(
+    node: Stream, read: Callable[[Sequence[str], StructType], DataFrame]
+) -> DataFrame:
+    """A node's records by all names that its columns had, each column under its newest one.
+
+    Args:
+        read: gives them, by the columns of the key and all columns.
+    """
+    columns = delivered(node)
+    key = [*node.key, *(name for k in node.key for name in node.earlier.get(k, ()))]
+    return by_newest_names(read(key, columns), columns)
 
 
 class Uncounted:

@@ -23,7 +23,7 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text, set_aside
-from vt_dagster.sources.base import End, News, Uncounted, delivered, require_limits
+from vt_dagster.sources.base import End, News, Uncounted, read_by_all_names, require_limits
 from vt_dagster.sources.csv_text import header_of, one_record, read_record
 from vt_dagster.sources.directory import (
     FileInfo,
@@ -39,7 +39,6 @@ from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.values import is_no_text
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.evolution import by_newest_names
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream
 
@@ -96,8 +95,7 @@ class PinnedFiles(Uncounted):
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         try:
-            columns = delivered(node)
-            return by_newest_names(self.source.read(spark, self.files, columns), columns)
+            return read_by_all_names(node, lambda _, all_: self.source.read(spark, self.files, all_))
         except PySparkException as error:
             told = self.explain(error)
             if told is None:

@@ -12,9 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.base import End, delivered
+from vt_dagster.sources.base import End, read_by_all_names
 from vt_dagster.sources.kafka_messages import reached
-from vt_dagster.storage.evolution import by_newest_names
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 
@@ -89,10 +88,8 @@ class PinnedTopics:
         return not self.taken
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        columns = delivered(node)
-        key = [*node.key, *(n for k in node.key for n in node.earlier.get(k, ()))]
-        rows = self.source.read(spark, self.records, key=key, schema=columns)
-        return by_newest_names(rows, columns)
+        read, records = self.source.read, self.records
+        return read_by_all_names(node, lambda key, all_: read(spark, records, key=key, schema=all_))
 
     def consumed(self) -> None:
         """Offsets tell."""
