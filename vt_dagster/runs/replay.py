@@ -209,7 +209,7 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
     if head is not None and head.commit.cut is not None and not store.node.is_table:
         raise StorageError(
             f"{store.node.name}: expected a stream with its whole log to compare, but "
-            f"{head.commit.cut.told()}"
+            f"{head.commit.cut.told()}; leave it out, and compare what is made of it"
         )
     declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
     own = [
