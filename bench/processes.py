@@ -204,7 +204,7 @@ def executors(repeat: int, outputs: Outputs) -> tuple[list[Result], list[str]]:
         if sum(head.next_offset.values()) != RECORDS * project.landed:
             raise AssertionError(f"expected the records of {project.landed} files, got {head}")
     line = f"table, stream and join of {RECORDS:,} records, shell to shell, one process"
-    peer = "a process and a JVM for each asset"
+    peer = "a process for each asset, and for its checks"
     return [compare(line, RECORDS, times[one], peer, times[many], None)], [
         "executors: each joined all its records"
     ]
