@@ -359,7 +359,8 @@ class Run:
             store.stage_files(arrival.attempt, consumed)
         own_time = processor.goes_by_time
         told = arrival.source is not None and RECORDED_AT in rows.columns
-        steps = steps_of(rows, before) if told else []
+        recorded_at = recorded(before, recorded_at)
+        steps = steps_of(rows, before, recorded_at) if told else []
         return passed, document(
             arrival,
             passed,
@@ -371,7 +372,7 @@ class Run:
             state=state is not None,
             rejected=rejected,
             run_id=run_id,
-            recorded_at=recorded(before, recorded_at),
+            recorded_at=recorded_at,
             steps=steps,
             stepped=before.stepped or bool(steps),
             **position,
