@@ -34,6 +34,7 @@ FILES: dict[str, dict[str, tuple[int, list[tuple[str | None, int | None, float]]
         "1": (2, [("a", 1, 4), ("b", 2, 4)]),
         "2": (5, [("a", 3, 4), ("b", 4, 13), ("a", 5, 0), ("c", 6, 15)]),
         "3": (10, [("a", 7, 25), ("a", 8, 4), ("b", 9, 18), ("d", 1, 30)]),
+        "4": (12, []),
     },
 }
 TIMES = [(0, 0), (4, 0), (4, 0), (8, 0), (9, 0), (9, 1)]
@@ -86,7 +87,19 @@ def test_any_time_is_answered_as_by_a_run_a_file(
 ) -> None:
     topology, ones = both
     kind = "versioned" if name == "rates" else "stream"
-    for known in (at(0) - 1, at(0), at(2), at(4) - 1, at(4), at(8) - 1, at(8), at(9), at(9, 1), at(11)):
+    for known in (
+        at(0) - 1,
+        at(0),
+        at(2),
+        at(4) - 1,
+        at(4),
+        at(8) - 1,
+        at(8),
+        at(9),
+        at(9, 1),
+        at(11),
+        at(12),
+    ):
         for asked in questions(kind):
             found, expected = (
                 answer(w, name, moment(known), **asked) for w in (topology.warehouse, ones)

@@ -363,7 +363,8 @@ class Run:
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
         told = arrival.source is not None and RECORDED_AT in rows.columns
-        steps = steps_of(rows, before) if told else []
+        recorded_at = recorded(before, recorded_at)
+        steps = steps_of(rows, before, recorded_at) if told else []
         return passed, document(
             arrival,
             passed,
@@ -375,7 +376,7 @@ class Run:
             state=state is not None,
             rejected=refused,
             run_id=run_id,
-            recorded_at=recorded(before, recorded_at),
+            recorded_at=recorded_at,
             steps=steps,
             stepped=before.stepped or bool(steps),
             **position,

@@ -50,13 +50,14 @@ def with_times(rows: DataFrame, times: Mapping[str, int], spark: SparkSession) -
     return rows.join(F.broadcast(told), SOURCE, "left")
 
 
-def steps_of(rows: DataFrame, before: Commit) -> list[Step]:
-    """How far a run's log comes by each of its times, but for the last, which is its commit's.
+def steps_of(rows: DataFrame, before: Commit, end: int) -> list[Step]:
+    """How far a run's log comes by each of its times, but for that of its commit.
 
     Plan: one aggregate of held rows.
 
     Args:
         rows: results with ``recorded_at``.
+        end: when the commit is recorded.
     """
     applied = rows.where(F.col(FATE) == Fate.APPLIED)
     of_each = applied.groupBy(F.unix_micros(RECORDED_AT).alias(RECORDED_AT), PARTITION)
@@ -70,4 +71,4 @@ def steps_of(rows: DataFrame, before: Commit) -> list[Step]:
         times[partition] = max(times.get(partition, row["time"]), row["time"])
         at = row[RECORDED_AT]
         steps[at] = Step(recorded_at=at, next_offset={**offsets}, stream_time={**times})
-    return [*steps.values()][:-1]
+    return [step for at, step in steps.items() if at < end]
