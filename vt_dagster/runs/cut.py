@@ -190,7 +190,7 @@ class _Log:
         if head.commit.logs.get(self.node.name, last.log) != last.log:
             return Consumer(node.name, {}, why=", which is made of another log of that name: replay it")
         done = head.commit.inputs.get(self.node.name, {})
-        back = looks_back(processor_of(node), self.node, head.commit)
+        back = looks_back(processor_of(node), self.node, head.commit, last)
         if back is not None and head.commit.stream_time and self.node.log_retention is not None:
             # A window or grace period may be made longer, up to the log retention.
             micros = self.node.log_retention // timedelta(microseconds=1)

@@ -144,7 +144,7 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
         StorageError: it has been made to reach further back since.
     """
     node, cut = processor.node, commit.cut
-    back = looks_back(processor, up, before)
+    back = looks_back(processor, up, before, commit)
     if cut is None or back is None or node.operator is None:
         return
     reach = node.operator.reads_back.get(up.name, timedelta(0))
@@ -159,14 +159,21 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
             )
 
 
-def looks_back(processor: Processor[Any], up: Stream, before: Commit) -> int | None:
+def looks_back(processor: Processor[Any], up: Stream, before: Commit, last: Commit) -> int | None:
     """How far back an operator may need an input's log again, after its last commit: records with a
-    larger timestamp, epoch microseconds; None = not at all."""
+    larger timestamp, epoch microseconds; None = not at all.
+
+    Args:
+        last: the input's last commit.
+    """
     state = before.stream_time, before.released, before.marks
     places = [i for i, one in enumerate(processor.consumed) if one.name == up.name]
     found = [processor.look_back(i, *state) for i in places]
     operator, final = processor.node.operator, before.marks.get(FINAL)
-    if final and operator is not None and up.name in operator.reads_back:
+    reach = None if operator is None else operator.reads_back.get(up.name)
+    if final and reach is not None and up.is_table:
+        found.append(min(last.stream_time.values()) - reach // timedelta(microseconds=1) - 1)
+    elif final and reach is not None:
         found.append(min(final.values()) - 1)
     return min((after for after in found if after is not None), default=None)
 

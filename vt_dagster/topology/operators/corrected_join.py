@@ -10,7 +10,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import CAUSE, LEFT_OFFSET, LEFT_PARTITION, OFFSET, PARTITION, REVISION, VALID_TO
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import check_duration, pairs, spoken
+from vt_dagster.topology.durations import check_duration, longest, pairs, spoken
 from vt_dagster.topology.operators.base import make_table
 from vt_dagster.topology.operators.stream_table_join import StreamTableJoin
 from vt_dagster.topology.projection import Projection
@@ -65,7 +65,12 @@ class CorrectedJoin(StreamTableJoin):
 
     @property
     def reads_back(self) -> dict[str, timedelta]:
-        return {self.left.name: max(self.corrected_for, *super().reads_back.values())}
+        # A late record of the table is bounded by its later ones, and lies so far behind at most.
+        late = longest(self.right.retention or timedelta(0))
+        return {
+            self.left.name: max(self.corrected_for, *super().reads_back.values()),
+            self.right.name: late,
+        }
 
     def _check_promise(self) -> None:
         check_duration(self.name, "corrected_for", self.corrected_for)
