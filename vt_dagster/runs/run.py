@@ -301,8 +301,7 @@ class Run:
                 in_place = places_of(arrival, self.processor, passed)
                 new = self.processor.produce(rows, first, passed.few, in_place)
                 if told is None:
-                    when = F.timestamp_micros(F.lit(commit.recorded_at))
-                    new = new.withColumn(RECORDED_AT, when)
+                    new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.

@@ -13,6 +13,7 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.base import End, read_by_all_names
+from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.kafka_messages import reached
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
@@ -20,6 +21,9 @@ from vt_dagster.topology.model import Stream
 
 class Topics(Protocol):
     """A source of topics, see ``KafkaSource``."""
+
+    @property
+    def cluster(self) -> KafkaCluster: ...
 
     @property
     def max_bad_share(self) -> float: ...
