@@ -27,7 +27,7 @@ LAYERS = [
     {"storage"},
     {"sources", "provenance"},
     {"runs"},
-    {"orchestration", "testing"},
+    {"orchestration", "testing", "explore"},
     {"conformance", "components"},
     {"cli"},
     {"kafka", "ops", "testing_kafka", ""},
@@ -84,9 +84,10 @@ ORDER = {
         resource metadata io_manager pictures types checks lateness sensors deliveries decorators
         translator run_config asset export training_set ops factory
         """,
+    "explore": "tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "lookup explain lateness tables what_if check spark app",
+    "cli": "lookup explain lateness explore tables what_if check spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 

@@ -1,0 +1,104 @@
+"""Records of a log, a bounded number of them, and how many there are that are not shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.provenance.in_order import cut
+from vt_dagster.provenance.logs import Condition, Log
+from vt_dagster.provenance.values import Record
+from vt_dagster.storage.folding import micros
+
+MOST = 200
+"""So many records are shown at most."""
+LOOKED_AT = 20_000_000
+"""Of at most so many, the newest by arrival: some seconds on two cores."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest records that meet a condition.
+
+    Args:
+        records: oldest first.
+        rows: their key, time, place and whether they are tombstones, as the log has them.
+        count: how many meet it, of those that were looked at.
+        later: how many of these come after the time that was asked for; one of them is shown.
+        looked_at: so many records of the log, its newest, of all ``of``.
+    """
+
+    records: Sequence[Record]
+    rows: pa.Table
+    count: int
+    later: int
+    looked_at: int
+    of: int
+
+    @property
+    def shown(self) -> int:
+        return len(self.records)
+
+    @property
+    def earlier(self) -> int:
+        """How many are before the first one that is shown."""
+        return self.count - self.shown - max(0, self.later - 1)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole log was looked at."""
+        return self.looked_at >= self.of
+
+
+def newest(
+    log: Log,
+    condition: Condition,
+    *,
+    until: int | None = None,
+    by_arrival: bool = False,
+    most: int = MOST,
+    looked_at: int = LOOKED_AT,
+) -> Found:
+    """The newest records that meet a condition, by timestamp or by arrival, and how many there are.
+
+    Narrow columns are read in parts, of which the newest records are kept; then these are read whole.
+
+    Args:
+        until: epoch microseconds: the newest up to that time (inclusive), and the one after it.
+        by_arrival: whether the newest are those that came last; without ``until``.
+    """
+    ends, total = log.commit.next_offset, log.commit.total
+    share = min(1.0, looked_at / total) if total else 1.0
+    ranges = {p: (end - round(end * share), end) for p, end in ends.items()}
+    kept: pa.Table | None = None
+    count = later = 0
+    for start, end in cut(ranges):
+        rows = log.rows(condition, start, end, [*log.key, TIMESTAMP, IS_TOMBSTONE])
+        if not rows.num_rows:
+            continue
+        count += rows.num_rows
+        if until is not None:
+            later += int((micros(rows, TIMESTAMP) > until).sum())
+        rows = rows if kept is None else pa.concat_tables([kept, rows], promote_options="default")
+        kept = _newest(rows, until, by_arrival, most)
+    if kept is None:
+        kept = log.rows(condition, {}, {}, [*log.key, TIMESTAMP, IS_TOMBSTONE])
+    places = list(zip(*(kept.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
+    by_place = {one.place: one for one in log.at(places)}
+    records = [by_place[place] for place in places if place in by_place]
+    seen = sum(end - start for start, end in ranges.values())
+    return Found(records, kept, count, later, seen, total)
+
+
+def _newest(rows: pa.Table, until: int | None, by_arrival: bool, most: int) -> pa.Table:
+    moment = micros(rows, TIMESTAMP)
+    partition, offset = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
+    rank = np.lexsort((partition, offset) if by_arrival else (partition, offset, moment))
+    if until is None:
+        return rows.take(pa.array(rank[-most:]))
+    split = int(np.searchsorted(moment[rank], until, side="right"))
+    return rows.take(pa.array(rank[max(0, split - most) : split + 1]))
