@@ -26,10 +26,12 @@ class Costs:
     """The costs of some lengths, with the places of their points in a drawing.
 
     Args:
+        highest: the largest share of wrong results that is drawn.
         xs: of each choice; wrong, waiting: the heights of its points, from the top.
     """
 
     found: Lateness
+    highest: float
     xs: Sequence[float]
     wrong: Sequence[float]
     waiting: Sequence[float]
@@ -67,11 +69,12 @@ def costs(warehouse: str, name: str, more: Sequence[str], at_most: str | None) -
     if not log.meaning and read[name] > MOST:
         _refuse(name, read)
     found = _lateness(warehouse, name, log.version, tuple(more), at_most)
-    highest = max([one.share for one in found.choices] + [found.at_most or 0.0, 1e-9])
+    highest = max([one.share for one in found.choices] + [1e-9])
     held = max([one.waiting_most or 0 for one in found.choices] + [1])
     step = WIDTH / max(1, len(found.choices) - 1)
     return Costs(
         found,
+        highest,
         [round(place * step, 1) for place in range(len(found.choices))],
         [_height(one.share / highest) for one in found.choices],
         [_height((one.waiting_most or 0) / held) for one in found.choices],

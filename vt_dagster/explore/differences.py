@@ -134,9 +134,9 @@ def _shown(only: Sequence[pa.Table], columns: Sequence[str], key: Sequence[str])
     told.sort(key=lambda one: ([str(one[1][c]) for c in order], not one[0]))
     found: list[Difference] = []
     for first, row in told[:SHOWN]:
-        before = found[-1] if found else None
-        pair = before is not None and before.first and not first
-        same = pair and all(before.values[c] == row[c] for c in order)
-        differs = {c for c in columns if same and before is not None and before.values[c] != row[c]}
+        before = found[-1].values if found and found[-1].first and not first else None
+        if before is not None and any(before[c] != row[c] for c in order):
+            before = None
+        differs = () if before is None else [c for c in columns if before[c] != row[c]]
         found.append(Difference(first, row, frozenset(differs)))
     return found

@@ -22,31 +22,28 @@ LOOKED_AT = 20_000_000
 
 @dataclass(frozen=True)
 class Found:
-    """The newest records that meet a condition.
+    """The newest records that meet a condition, or those around a time.
 
     Args:
         records: oldest first.
         rows: their key, time, place and whether they are tombstones, as the log has them.
         count: how many meet it, of those that were looked at.
-        later: how many of these come after the time that was asked for; one of them is shown.
+        earlier, later: how many of these come before the first that is shown, and after the last.
         looked_at: so many records of the log, its newest, of all ``of``.
     """
 
     records: Sequence[Record]
     rows: pa.Table
     count: int
+    earlier: int
     later: int
     looked_at: int
     of: int
 
     @property
     def shown(self) -> int:
+        """How many there are to show."""
         return len(self.records)
-
-    @property
-    def earlier(self) -> int:
-        """How many are before the first one that is shown."""
-        return self.count - self.shown - max(0, self.later - 1)
 
     @property
     def whole(self) -> bool:
@@ -58,7 +55,7 @@ def newest(
     log: Log,
     condition: Condition,
     *,
-    until: int | None = None,
+    around: int | None = None,
     by_arrival: bool = False,
     most: int = MOST,
     looked_at: int = LOOKED_AT,
@@ -68,37 +65,39 @@ def newest(
     Narrow columns are read in parts, of which the newest records are kept; then these are read whole.
 
     Args:
-        until: epoch microseconds: the newest up to that time (inclusive), and the one after it.
-        by_arrival: whether the newest are those that came last; without ``until``.
+        around: epoch microseconds: half of the records are the newest up to that time (inclusive), the
+            others the oldest after it.
+        by_arrival: whether the newest are those that came last; then without ``around``.
     """
     ends, total = log.commit.next_offset, log.commit.total
     share = min(1.0, looked_at / total) if total else 1.0
     ranges = {p: (end - round(end * share), end) for p, end in ends.items()}
-    kept: pa.Table | None = None
-    count = later = 0
+    names = [*log.key, TIMESTAMP, IS_TOMBSTONE]
+    kept = log.rows(condition, {}, {}, names)
+    count = earlier = later = 0
     for start, end in cut(ranges):
-        rows = log.rows(condition, start, end, [*log.key, TIMESTAMP, IS_TOMBSTONE])
-        if not rows.num_rows:
-            continue
+        rows = log.rows(condition, start, end, names)
         count += rows.num_rows
-        if until is not None:
-            later += int((micros(rows, TIMESTAMP) > until).sum())
-        rows = rows if kept is None else pa.concat_tables([kept, rows], promote_options="default")
-        kept = _newest(rows, until, by_arrival, most)
-    if kept is None:
-        kept = log.rows(condition, {}, {}, [*log.key, TIMESTAMP, IS_TOMBSTONE])
+        rows = pa.concat_tables([kept, rows], promote_options="default")
+        kept, before, after = _newest(rows, around, by_arrival, most)
+        earlier, later = earlier + before, later + after
     places = list(zip(*(kept.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
     by_place = {one.place: one for one in log.at(places)}
     records = [by_place[place] for place in places if place in by_place]
     seen = sum(end - start for start, end in ranges.values())
-    return Found(records, kept, count, later, seen, total)
+    return Found(records, kept, count, earlier, later, seen, total)
 
 
-def _newest(rows: pa.Table, until: int | None, by_arrival: bool, most: int) -> pa.Table:
+def _newest(
+    rows: pa.Table, around: int | None, by_arrival: bool, most: int
+) -> tuple[pa.Table, int, int]:
+    """Those to keep, oldest first, and how many are left out before and after them."""
     moment = micros(rows, TIMESTAMP)
     partition, offset = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
     rank = np.lexsort((partition, offset) if by_arrival else (partition, offset, moment))
-    if until is None:
-        return rows.take(pa.array(rank[-most:]))
-    split = int(np.searchsorted(moment[rank], until, side="right"))
-    return rows.take(pa.array(rank[max(0, split - most) : split + 1]))
+    first, last = len(rank) - most, len(rank)
+    if around is not None:
+        split = int(np.searchsorted(moment[rank], around, side="right"))
+        first, last = split - most // 2, split + most // 2
+    first, last = max(0, first), min(last, len(rank))
+    return rows.take(pa.array(rank[first:last])), first, len(rank) - last

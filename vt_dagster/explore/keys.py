@@ -16,12 +16,13 @@ from vt_dagster.provenance.history import horizons_of
 from vt_dagster.provenance.logs import Condition, Log, as_micros, between, both
 from vt_dagster.provenance.origins import rejected
 from vt_dagster.provenance.values import Record, Rejected
-from vt_dagster.storage.folding import fold, micros, values_by_partition
+from vt_dagster.storage.folding import fold, micros
 from vt_dagster.storage.lookup import asset_names, head_of, of_key
 from vt_dagster.storage.positions import Commit
 
 LOOKUPS = 60
 """So many lookups of each join are drawn."""
+CORRECTED = "CorrectedJoin"
 QUARANTINE = 1_000_000
 """A quarantine with more rows is not searched."""
 
@@ -60,22 +61,29 @@ class KeyHistory:
 
     Args:
         found: its records, of which some may not have been known then.
-        known: the places of those that were.
+        around: the time that they are around; None = they are the newest.
+        revisions: of a corrected join: how often the row had been corrected as of each record.
+        then: the commit of what was known then.
         spans: the versions as known then.
         answer: the row that is true as of the time that was asked for, as known then; None = none is.
         horizon: what ended before it has been forgotten, epoch microseconds; None = nothing has.
     """
 
     log: Log
-    key: Sequence[str]
     found: Found
-    known: frozenset[tuple[int, int]]
+    around: int | None
+    revisions: Sequence[int] | None
+    then: Commit
     spans: Sequence[Span]
     answer: Span | None
     horizon: int | None
     lookups: Sequence[Lookups]
     rejected: Sequence[Rejected]
     rejected_in_all: int
+
+    def was_known(self, record: Record) -> bool:
+        """Whether a record was known then."""
+        return record.offset < self.then.next_offset.get(record.partition, 0)
 
 
 def key_history(
@@ -84,61 +92,73 @@ def key_history(
     key: Sequence[str],
     as_of: int | None,
     known: int | None,
-    until: int | None,
+    around: int | None,
 ) -> KeyHistory:
     """What is shown of a key.
 
     Args:
         as_of, known: epoch microseconds, inclusive; None = the latest, and by all that is known.
-        until: the newest records up to that time are shown; None = the newest of all.
+        around: the records around that time are shown; None = the newest, or those around ``as_of``
+            where it is before them.
     """
     log = Log.open(warehouse, name)
-    then = log.commit if known is None else Log.open(warehouse, name, known).commit
-    plain = log.head.shape.kind == "table"
-    condition = log.of_key(key)
-    found = newest(log, condition, until=None if plain else until, by_arrival=plain)
-    rows = found.rows
-    there = rows.column(OFFSET).to_numpy() < values_by_partition(rows, then.next_offset, 0)
-    rows = rows.filter(pa.array(there))
-    places = frozenset(zip(*(rows.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
-    spans = _spans(log, then, rows, found.records)
-    horizon = None
-    if log.versioned and then.stream_time:
-        horizon = max(horizons_of(log, then).values())
+    then = log if known is None else Log.open(warehouse, name, known)
+    plain, condition = log.head.shape.kind == "table", log.of_key(key)
+    as_of, around = (as_of, None if plain else around) if log.versioned else (None, around)
+    found = newest(log, condition, around=around, by_arrival=plain)
+    if as_of is not None and _outside(found, as_of):
+        around, found = as_of, newest(log, condition, around=as_of)
+    # What was not known then is not in between: versions are made of those that were.
+    mine = found if then is log else newest(then, condition, around=around, by_arrival=plain)
+    if as_of is not None and _outside(mine, as_of):
+        mine = newest(then, condition, around=as_of)
+    spans = _spans(then, mine)
+    horizon = max(horizons_of(log, then.commit).values(), default=None) if log.versioned else None
     refused, count = list[Rejected](), 0
     if not log.meaning and Files.of(posixpath.join(log.root, "quarantine")).rows <= QUARANTINE:
         refused, count = rejected(log, key)
+    corrects = log.meaning.get("operator") == CORRECTED
     return KeyHistory(
         log,
-        key,
         found,
-        places,
+        around,
+        _revisions(log, found.records) if corrects else None,
+        then.commit,
         spans,
-        _answer(spans, as_of if log.versioned else None),
+        _answer(spans, as_of),
         horizon,
-        _all_lookups(log, key, found),
+        _all_lookups(log, key, found, as_of),
         refused,
         count,
     )
 
 
-def _spans(log: Log, then: Commit, rows: pa.Table, records: Sequence[Record]) -> list[Span]:
+def _outside(found: Found, moment: int) -> bool:
+    """Whether a time is among the records that are left out."""
+    if not found.records:
+        return False
+    first, last = (as_micros(found.records[place].timestamp) for place in (0, -1))
+    return (moment < first and found.earlier > 0) or (moment > last and found.later > 0)
+
+
+def _spans(log: Log, found: Found) -> list[Span]:
     """The versions that some records of a key make, by the library's own rules."""
+    rows = found.rows
     if log.head.shape.kind == "stream" or not rows.num_rows:
         return []
-    folded = fold(None, rows, log.key, horizons_of(log, then) if log.versioned else None)
+    folded = fold(None, rows, log.key, horizons_of(log, log.commit) if log.versioned else None)
     begins = micros(folded, TIMESTAMP).tolist()
     ends: list[int | None] = [None] * folded.num_rows
     if log.versioned:
         open_ = folded.column(VALID_TO).is_null().to_pylist()
         ends = [None if n else int(m) for n, m in zip(open_, micros(folded, VALID_TO), strict=True)]
-    by_place = {one.place: one for one in records}
+    by_place = {one.place: one for one in found.records}
     places = zip(*(folded.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True)
     told = zip(places, begins, ends, strict=True)
-    return sorted(
-        (Span(by_place[p], begin, end) for p, begin, end in told if p in by_place),
-        key=lambda one: one.begin,
-    )
+    spans = [Span(by_place[p], begin, end) for p, begin, end in told if p in by_place]
+    if found.later:  # the end of the last one is among those that are left out
+        spans = [one for one in spans if one.end is not None]
+    return sorted(spans, key=lambda one: one.begin)
 
 
 def _answer(spans: Sequence[Span], as_of: int | None) -> Span | None:
@@ -154,7 +174,7 @@ def _answer(spans: Sequence[Span], as_of: int | None) -> Span | None:
 # --------------------------------------------------------------------------------------- who looked
 
 
-def _all_lookups(log: Log, key: Sequence[str], found: Found) -> list[Lookups]:
+def _all_lookups(log: Log, key: Sequence[str], found: Found, around: int | None) -> list[Lookups]:
     """What joins with a table looked up of a key, in the time of the records that are shown."""
     if log.head.shape.kind == "stream" or not found.records:
         return []
@@ -162,27 +182,34 @@ def _all_lookups(log: Log, key: Sequence[str], found: Found) -> list[Lookups]:
     low = as_micros(min(one.timestamp for one in found.records))
     newest_time = max(log.commit.stream_time.values(), default=low)
     last = as_micros(max(one.timestamp for one in found.records))
-    high = last if found.later > 1 else max(newest_time, last)
+    high = last if found.later else max(newest_time, last)
     for name in asset_names(log.warehouse):
         _, head = head_of(log.warehouse, name)
         meaning = head.shape.meaning
         if meaning.get("right") != base or head.logs.get(base, log.head.log) != log.head.log:
             continue
-        if meaning.get("operator") in ("StreamTableJoin", "CorrectedJoin"):
-            told.append(_lookups(Log.open(log.warehouse, name), key, meaning, low, high))
+        if meaning.get("operator") in ("StreamTableJoin", CORRECTED):
+            shown = between(low, high)
+            told.append(_lookups(Log.open(log.warehouse, name), key, meaning, shown, around))
     return told
 
 
-def _lookups(join: Log, key: Sequence[str], meaning: Mapping[str, str], low: int, high: int) -> Lookups:
+def _lookups(
+    join: Log,
+    key: Sequence[str],
+    meaning: Mapping[str, str],
+    shown: Condition,
+    around: int | None,
+) -> Lookups:
     names: Sequence[str] = join.key
-    corrects = meaning["operator"] == "CorrectedJoin"
+    corrects = meaning["operator"] == CORRECTED
     if corrects:
         stream = join.input(meaning["left"])
         names = () if stream is None else stream.key
     if len(names) != len(key) or not {*names} <= {*join.columns.names}:
         return Lookups(join.name, note="its rows do not have the key of its stream")
     same: Condition = lambda columns: of_key(join.path, columns, names, key)  # noqa: E731
-    some = newest(join, both(same, between(low, high)), most=LOOKUPS)
+    some = newest(join, both(same, shown), around=around, most=LOOKUPS)
     revisions = _revisions(join, some.records) if corrects else None
     return Lookups(join.name, some.records, some.count, revisions)
 

@@ -66,10 +66,10 @@ class Pages:
         log = Log.open(self._warehouse, name)
         words = asked.get("find", "").strip()
         condition = _conditions(log, words) if words else both()
-        until = _moment(asked.get("until"))
+        around = _moment(asked.get("around"))
         # Where nothing is looked for, the last ones by arrival have the newest among them.
-        enough = LOOKED_AT if words or until is not None else 20 * NEWEST
-        found = newest(log, condition, until=until, most=NEWEST, looked_at=enough)
+        enough = LOOKED_AT if words or around is not None else 20 * NEWEST
+        found = newest(log, condition, around=around, most=NEWEST, looked_at=enough)
         return self.page(
             "table.html",
             facts=facts(self._warehouse, name),
@@ -78,15 +78,15 @@ class Pages:
             key=log.key,
             columns=[c for c in (log.head.shape.columns or ()) if c.lower() != "timestamp"],
             now=time.time() * 1e6,
-            until=asked.get("until", ""),
+            around=asked.get("around", ""),
         )
 
     def key(self, request: Request) -> Response:
         """What a key was when, as known when."""
         name, asked = self._name(request), request.query_params
         key = asked.getlist("key")
-        as_of, known, until = (_moment(asked.get(n)) for n in ("as_of", "known", "until"))
-        found = key_history(self._warehouse, name, key, as_of, known, until)
+        as_of, known, around = (_moment(asked.get(n)) for n in ("as_of", "known", "around"))
+        found = key_history(self._warehouse, name, key, as_of, known, around)
         drawn = timeline.of_key(found, as_of)
         return self.page(
             "key.html",
@@ -98,7 +98,6 @@ class Pages:
             as_of=asked.get("as_of", ""),
             known=known,
             known_text=asked.get("known", ""),
-            until=asked.get("until", ""),
         )
 
     def row(self, request: Request) -> Response:

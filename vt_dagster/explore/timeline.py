@@ -90,6 +90,7 @@ def of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
     times += [as_micros(r.timestamp) for one in history.lookups for r in one.records]
     low, high = _with_margin(times)
     scale = _Scale(low, high)
+    seen = [one for one in history.spans if one.begin < high and (one.end is None or one.end > low)]
     bars = [
         Bar(
             scale.at(one.begin),
@@ -102,11 +103,15 @@ def of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
             _place(one.record),
             one.record.asset,
         )
-        for turn, one in enumerate(history.spans)
+        for turn, one in enumerate(seen)
     ]
     found = history.found
     note = f"{found.shown:,} of {found.count:,} records" if found.count > found.shown else ""
-    marks = [_mark(scale, one, one.place in history.known) for one in records]
+    revised = history.revisions or [0] * len(records)
+    marks = [
+        _mark(scale, one, history.was_known(one), "corrected" if revision else None)
+        for one, revision in zip(records, revised, strict=True)
+    ]
     lanes = [Lane(history.log.name, note, bars, marks)]
     lanes += [_lane_of(scale, one) for one in history.lookups]
     return Timeline(low, high, lanes, None if as_of is None else scale.at(as_of))

@@ -93,6 +93,13 @@ async function show(form) {
   if (number !== asked) return; // a later question has been asked meanwhile
   const found = page.getElementById("shown") || page.querySelector("main");
   by("shown").replaceChildren(...found.childNodes);
+  const newer = page.getElementById("times");
+  if (newer) {
+    if (newer.dataset.low !== form.dataset.low) view = [0, 1];
+    Object.assign(form.dataset, { low: newer.dataset.low, high: newer.dataset.high });
+    by("around").value = page.getElementById("around").value;
+    slide(form);
+  }
   history.replaceState(null, "", address);
   document.querySelectorAll(".timeline").forEach(timeline);
 }
@@ -102,15 +109,22 @@ function soon(form) {
   waiting = setTimeout(() => show(form), 120);
 }
 
+// A time without an offset is UTC, as everywhere.
+const asTime = (text) => Date.parse(/(Z|[+-]\d\d:?\d\d)$/.test(text) ? text : `${text}Z`) * 1000;
+
+function slide(form) {
+  if (!by("as_of")) return;
+  const low = +form.dataset.low, high = +form.dataset.high, given = asTime(by("as_of").value.trim());
+  by("as_of_slider").value = isNaN(given) ? 1000 : ((given - low) / (high - low)) * 1000;
+}
+
 function times(form) {
-  const low = +form.dataset.low, high = +form.dataset.high;
   const text = by("as_of"), slider = by("as_of_slider");
   if (text) {
-    const given = Date.parse(text.value) * 1000;
-    slider.value = isNaN(given) ? 1000 : ((given - low) / (high - low)) * 1000;
+    slide(form);
     slider.hidden = false;
     slider.addEventListener("input", () => {
-      const share = +slider.value / 1000;
+      const low = +form.dataset.low, high = +form.dataset.high, share = +slider.value / 1000;
       text.value = share >= 1 ? "" : `${moment(low + (high - low) * share).replace(" ", "T")}Z`;
       const cursor = document.querySelector(".cursor");
       cursor.dataset.a = share;
