@@ -36,6 +36,7 @@ def explore(
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((HOST, port))
+            place.listen()
         except (OSError, OverflowError) as error:
             raise DefinitionsError(
                 f"expected a free port of this machine, got {port}: {error}; name another: --port"

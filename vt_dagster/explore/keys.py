@@ -63,7 +63,7 @@ class KeyHistory:
         found: its records, of which some may not have been known then.
         around: the time that they are around; None = they are the newest.
         revisions: of a corrected join: how often the row had been corrected as of each record.
-        then: the commit of what was known then.
+        known: when; then: the table's commit of then.
         spans: the versions as known then.
         answer: the row that is true as of the time that was asked for, as known then; None = none is.
         horizon: what ended before it has been forgotten, epoch microseconds; None = nothing has.
@@ -73,6 +73,7 @@ class KeyHistory:
     found: Found
     around: int | None
     revisions: Sequence[int] | None
+    known: int | None
     then: Commit
     spans: Sequence[Span]
     answer: Span | None
@@ -82,8 +83,11 @@ class KeyHistory:
     rejected_in_all: int
 
     def was_known(self, record: Record) -> bool:
-        """Whether a record was known then."""
-        return record.offset < self.then.next_offset.get(record.partition, 0)
+        """Whether a record was known then, or a result of a join was there."""
+        if record.asset == self.log.name:
+            return record.offset < self.then.next_offset.get(record.partition, 0)
+        recorded = record.recorded_at
+        return self.known is None or recorded is None or as_micros(recorded) <= self.known
 
 
 def key_history(
@@ -113,7 +117,7 @@ def key_history(
     if as_of is not None and _outside(mine, as_of):
         mine = newest(then, condition, around=as_of)
     spans = _spans(then, mine)
-    horizon = max(horizons_of(log, then.commit).values(), default=None) if log.versioned else None
+    horizons = horizons_of(log, then.commit) if log.versioned else {}
     refused, count = list[Rejected](), 0
     if not log.meaning and Files.of(posixpath.join(log.root, "quarantine")).rows <= QUARANTINE:
         refused, count = rejected(log, key)
@@ -123,10 +127,11 @@ def key_history(
         found,
         around,
         _revisions(log, found.records) if corrects else None,
+        known,
         then.commit,
         spans,
-        _answer(spans, as_of),
-        horizon,
+        _answer(spans, as_of, horizons),
+        max(horizons.values(), default=None),
         _all_lookups(log, key, found, as_of),
         refused,
         count,
@@ -161,13 +166,15 @@ def _spans(log: Log, found: Found) -> list[Span]:
     return sorted(spans, key=lambda one: one.begin)
 
 
-def _answer(spans: Sequence[Span], as_of: int | None) -> Span | None:
-    """The row as of a time; a deletion answers with itself, a tombstone."""
+def _answer(spans: Sequence[Span], as_of: int | None, horizons: Mapping[int, int]) -> Span | None:
+    """The row as of a time; a deletion answers with itself, a tombstone. Before the horizon of its
+    partition nothing but what is still true answers, as everywhere."""
     for one in reversed(spans):
         if as_of is None:
             return one if one.end is None else None
         if one.begin <= as_of and (one.end is None or as_of < one.end):
-            return one
+            horizon = horizons.get(one.record.partition, as_of)
+            return one if one.end is None or as_of >= horizon else None
     return None
 
 

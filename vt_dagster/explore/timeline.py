@@ -113,7 +113,7 @@ def of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
         for one, revision in zip(records, revised, strict=True)
     ]
     lanes = [Lane(history.log.name, note, bars, marks)]
-    lanes += [_lane_of(scale, one) for one in history.lookups]
+    lanes += [_lane_of(scale, history, one) for one in history.lookups]
     return Timeline(low, high, lanes, None if as_of is None else scale.at(as_of))
 
 
@@ -141,13 +141,13 @@ def _lane_of_candidate(scale: _Scale, one: Candidate) -> Lane:
     return Lane(_place(one.record), one.rule, [bar])
 
 
-def _lane_of(scale: _Scale, one: Lookups) -> Lane:
+def _lane_of(scale: _Scale, history: KeyHistory, one: Lookups) -> Lane:
     note = one.note or f"{len(one.records):,} of {one.count:,} lookups"
     if one.revisions is not None and not one.note:
         note += f", {sum(r > 0 for r in one.revisions):,} of them corrections"
     revised = one.revisions or [0] * len(one.records)
     marks = [
-        _mark(scale, record, True, "corrected" if revision else None)
+        _mark(scale, record, history.was_known(record), "corrected" if revision else None)
         for record, revision in zip(one.records, revised, strict=True)
     ]
     return Lane(one.join, note, (), marks)
