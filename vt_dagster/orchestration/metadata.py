@@ -6,9 +6,11 @@ plotted, ``versions``; what has always been zero is left out, unless its zero is
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
+from urllib.parse import quote
 
 import dagster as dg
 from pyspark.sql.types import NullType
@@ -37,6 +39,9 @@ from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+EXPLORE = "VT_DAGSTER_EXPLORE"
+"""Where a ``vt-dagster explore`` answers, as http://127.0.0.1:3001: then each asset has a link there."""
 
 _ADDED_COLUMNS = {
     TIMESTAMP: ("timestamp", "when the record was true, UTC"),
@@ -111,6 +116,10 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     if node.source is not None:
         metadata["vt_dagster/source"] = node.source.describe()
     metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
+    address = os.environ.get(EXPLORE)
+    if address:
+        page = f"{address.rstrip('/')}/table/{quote('/'.join(node.path))}"
+        metadata["vt_dagster/explore"] = dg.MetadataValue.url(page)
     return metadata
 
 
