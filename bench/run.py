@@ -15,6 +15,7 @@ from pathlib import Path
 
 import as_of_join
 import corrections
+import explore
 import incremental_run
 import kafka_throughput
 import operators
@@ -90,6 +91,7 @@ PARTS: dict[str, Callable[[SparkSession, Sizes, int, Outputs], tuple[list[Result
     "corrections": lambda s, n, repeat, out: corrections.run(s, n.operators, repeat, out),
     "dagster": lambda s, n, repeat, out: through_dagster.run(s, n.operators // 4, repeat, out),
     "gates": lambda s, n, repeat, out: upkeep.gates(s, n.tables[0], n.new, repeat, out),
+    "explore": lambda _, n, repeat, out: explore.run(n.tables[-1], repeat, out),
     "expiry": lambda s, n, repeat, out: upkeep.expiry(s, n.tables[:2], n.new, repeat, out),
 }
 

@@ -48,8 +48,9 @@ def test_bench_writes_results_of_contenders_that_agree(tmp_path):
     assert "through Dagster: 3 assets have taken all records" in done.stdout
     assert "gates: 8 checks after each run, all passed" in done.stdout
     assert "expiry: of 2,000 versions" in done.stdout
+    assert "explore: 2,000 versions opened" in done.stdout
     results = json.loads(output.read_text())
-    assert len(results) == 41
+    assert len(results) == 43
     for result in results:
         assert list(result) == list(FIELDS)
         for name, kind in FIELDS.items():

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,7 @@ def page(address: str, chromium: str) -> Iterator[Page]:
 
 
 @pytest.fixture
-def shot(screenshots: Path, page: Page) -> Iterator[object]:
+def shot(screenshots: Path, page: Page) -> Callable[[str], None]:
     """Keeps a picture; where ``VT_DAGSTER_DOCS_IMAGES`` is set among those of the documentation too."""
 
     def take(name: str) -> None:
@@ -64,10 +64,10 @@ def shot(screenshots: Path, page: Page) -> Iterator[object]:
             DOCS.mkdir(parents=True, exist_ok=True)
             shutil.copy(screenshots / f"explore-{name}.png", DOCS)
 
-    yield take
+    return take
 
 
-def test_from_a_flight_to_the_weather_as_it_was_known(page: Page, shot) -> None:
+def test_from_a_flight_to_the_weather_as_it_was_known(page: Page, shot: Callable[[str], None]) -> None:
     """Find a flight, see its explanation, follow it upstream, and move to before a late observation."""
     page.goto("/")
     expect(page.get_by_role("row", name=re.compile("^weather "))).to_contain_text("versioned table")
@@ -107,14 +107,14 @@ def test_from_a_flight_to_the_weather_as_it_was_known(page: Page, shot) -> None:
     expect(answer).not_to_contain_text("True from 2013-01-07 23:00:00Z")
 
 
-def test_a_record_is_followed_upstream_by_clicks(page: Page, shot) -> None:
+def test_a_record_is_followed_upstream_by_clicks(page: Page, shot: Callable[[str], None]) -> None:
     page.goto("/row/flights_with_weather?offset=0:100")
     page.locator(".upstream a").filter(has_text="flights").nth(1).click()
     expect(page.get_by_role("heading", level=1)).to_contain_text("flights 0:")
     expect(page.get_by_text("flights-2013-01.jsonl")).to_be_visible()
 
 
-def test_the_grace_line_is_dragged(page: Page, shot) -> None:
+def test_the_grace_line_is_dragged(page: Page, shot: Callable[[str], None]) -> None:
     """By mouse and by keys, and the numbers follow."""
     page.goto("/lateness/flights_with_weather")
     cost = page.locator("#cost")
@@ -137,7 +137,7 @@ def test_the_grace_line_is_dragged(page: Page, shot) -> None:
     expect(cost).to_contain_text("7 d:")
 
 
-def test_by_keyboard_alone(page: Page, shot) -> None:
+def test_by_keyboard_alone(page: Page, shot: Callable[[str], None]) -> None:
     page.goto("/key/weather?key=JFK")
     ticks = page.locator(".timeline .tick")
     whole = ticks.first.text_content()
@@ -152,7 +152,7 @@ def test_by_keyboard_alone(page: Page, shot) -> None:
     expect(ticks.first).to_have_text(whole or "")
 
 
-def test_narrow_and_dark(page: Page, shot) -> None:
+def test_narrow_and_dark(page: Page, shot: Callable[[str], None]) -> None:
     page.set_viewport_size({"width": 380, "height": 800})
     page.emulate_media(color_scheme="dark")
     for place in ("/", "/table/weather", "/key/weather?key=JFK", "/lateness/flights_with_weather"):

@@ -41,7 +41,7 @@ from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 EXPLORE = "VT_DAGSTER_EXPLORE"
-"""Where a ``vt-dagster explore`` answers, as http://127.0.0.1:3001: then each asset has a link there."""
+"""Where a ``vt-dagster explore`` answers, like http://127.0.0.1:3001: each asset has a link there."""
 
 _ADDED_COLUMNS = {
     TIMESTAMP: ("timestamp", "when the record was true, UTC"),
