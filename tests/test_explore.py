@@ -164,7 +164,7 @@ def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: An
     """Of random records, whatever part of them is shown, and however they are read in parts."""
     chance = random.Random(seed)
     monkeypatch.setattr(in_order, "CHUNK", chance.choice([3, 7, 1000]))
-    monkeypatch.setattr(found.newest, "__kwdefaults__", {**found.newest.__kwdefaults__, "most": 6})
+    monkeypatch.setitem(found.newest.__kwdefaults__, "most", 6)
     retention = timedelta(minutes=chance.choice([20, 10_000]))
     prices = Written(tmp_path, retention=retention)
     for run in range(1, 4):

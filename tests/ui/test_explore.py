@@ -119,7 +119,7 @@ def test_the_grace_line_is_dragged(page: Page, shot: Callable[[str], None]) -> N
     page.goto("/lateness/flights_with_weather")
     cost = page.locator("#cost")
     expect(cost).to_contain_text("6 h (declared)")
-    line, target = page.locator("#grace circle"), page.locator(".costs .point").nth(0)
+    line, target = page.locator("#grace circle"), page.locator(".costs .point.wrong").first
     start, end = line.bounding_box(), target.bounding_box()
     assert start is not None
     assert end is not None

@@ -8,13 +8,15 @@ from datetime import timedelta
 from functools import lru_cache
 
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.choices import Choice, Lateness
+from vt_dagster.explore.tables import GRACED
+from vt_dagster.provenance.choices import Lateness
 from vt_dagster.provenance.lateness import lateness
+from vt_dagster.provenance.lateness_picture import share
 from vt_dagster.provenance.logs import Log
 from vt_dagster.storage.lookup import head_of
 from vt_dagster.topology.durations import parse_length
 
-MOST = 5_000_000
+MOST = 2_000_000
 """Logs with more records are read on the command line, where one expects to wait."""
 _GRACES = ("0s", "1m", "5m", "10m", "30m", "1h", "2h", "3h", "6h", "12h", "1d", "2d", "7d")
 _RETENTIONS = ("0s", "1h", "6h", "12h", "1d", "2d", "7d", "14d", "30d", "90d", "180d")
@@ -22,35 +24,45 @@ WIDTH, HEIGHT = 640, 200
 
 
 @dataclass(frozen=True)
-class Costs:
-    """The costs of some lengths, with the places of their points in a drawing.
+class Line:
+    """One cost over the lengths, drawn on a scale of its own.
 
     Args:
-        highest: the largest share of wrong results that is drawn.
-        xs: of each choice; wrong, waiting: the heights of its points, from the top.
+        look: its CSS class; said: what it counts, and how many at most.
+        ys: of each choice, from the top.
+    """
+
+    look: str
+    said: str
+    ys: Sequence[float]
+
+    @classmethod
+    def of(cls, look: str, said: str, values: Sequence[float]) -> Line:
+        """A line whose highest value is at the top."""
+        highest = max(*values, 1e-9)
+        return cls(look, said, [round(HEIGHT * (1 - value / highest), 1) for value in values])
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of some lengths, and where a drawing has them.
+
+    Args:
+        xs: of each choice.
     """
 
     found: Lateness
-    highest: float
     xs: Sequence[float]
-    wrong: Sequence[float]
-    waiting: Sequence[float]
+    lines: Sequence[Line]
 
     @property
     def chosen(self) -> int:
         """The place of the declared choice, else of the first."""
         return next((i for i, one in enumerate(self.found.choices) if one.declared), 0)
 
-    @property
-    def steps(self) -> list[tuple[str, str]]:
-        """The lines as SVG draws them, each with its CSS class."""
-        told = [("wrong", self.wrong)]
-        if any(one.waiting_most for one in self.found.choices):
-            told.append(("waiting", self.waiting))
-        return [
-            (look, "M" + "L".join(f"{x} {y}" for x, y in zip(self.xs, ys, strict=True)))
-            for look, ys in told
-        ]
+    def path(self, line: Line) -> str:
+        """A line as SVG draws it."""
+        return "M" + "L".join(f"{x} {y}" for x, y in zip(self.xs, line.ys, strict=True))
 
 
 def costs(warehouse: str, name: str, more: Sequence[str], at_most: str | None) -> Costs:
@@ -64,38 +76,36 @@ def costs(warehouse: str, name: str, more: Sequence[str], at_most: str | None) -
     """
     log = Log.open(warehouse, name)
     read = {name: log.commit.total, **{one: _total(log, one) for one in log.commit.logs}}
-    if log.meaning and sum(read.values()) > MOST:
-        _refuse(name, read)
-    if not log.meaning and read[name] > MOST:
-        _refuse(name, read)
+    if log.meaning.get("operator") not in GRACED:
+        read = {name: log.commit.total}
+    if sum(read.values()) > MOST:
+        told = ", ".join(f"{count:,} of {one}" for one, count in read.items())
+        raise StorageError(
+            f"{name}: expected at most {MOST:,} records to read for a page, got {told}; run "
+            f"vt-dagster lateness {name} instead"
+        )
     found = _lateness(warehouse, name, log.version, tuple(more), at_most)
-    highest = max([one.share for one in found.choices] + [1e-9])
-    held = max([one.waiting_most or 0 for one in found.choices] + [1])
     step = WIDTH / max(1, len(found.choices) - 1)
-    return Costs(
-        found,
-        highest,
-        [round(place * step, 1) for place in range(len(found.choices))],
-        [_height(one.share / highest) for one in found.choices],
-        [_height((one.waiting_most or 0) / held) for one in found.choices],
-    )
+    xs = [round(place * step, 1) for place in range(len(found.choices))]
+    return Costs(found, xs, _lines(found))
 
 
-def _height(share: float) -> float:
-    return round(HEIGHT * (1 - share), 1)
+def _lines(found: Lateness) -> list[Line]:
+    shares = [one.share for one in found.choices]
+    late, held = ([getattr(one, n) or 0 for one in found.choices] for n in ("late", "waiting_most"))
+    refused = found.what == "history_retention"
+    wrong = "records that are refused" if refused else "results that are wrong"
+    told = [Line.of("wrong", f"{wrong}: up to {share(max(shares))}", shares)]
+    if any(late) and not refused:
+        told.append(Line.of("late", f"late records: up to {max(late):,}", late))
+    if any(held):
+        told.append(Line.of("waiting", f"records that wait at once: up to {max(held):,}", held))
+    return told
 
 
 def _total(log: Log, name: str) -> int:
     up = log.input(name)
     return 0 if up is None else up.commit.total
-
-
-def _refuse(name: str, read: dict[str, int]) -> None:
-    told = ", ".join(f"{count:,} of {one}" for one, count in read.items())
-    raise StorageError(
-        f"{name}: expected at most {MOST:,} records to read for a page, got {told}; run "
-        f"vt-dagster lateness {name} instead"
-    )
 
 
 @lru_cache(maxsize=32)
@@ -104,15 +114,14 @@ def _lateness(
 ) -> Lateness:
     """Kept as long as the log has that version."""
     _, head = head_of(warehouse, name)
-    joined = bool(head.shape.meaning)
-    declared: Choice | None = None
-    if joined:
-        declared = lateness(name, grace=(), warehouse=warehouse).declared
-    else:
-        retention = head.shape.retention()
-        if isinstance(retention, timedelta):
-            declared = Choice(retention, 0, 0, 0)
-    lengths = {parse_length(one) for one in (*(_GRACES if joined else _RETENTIONS), *more)}
+    graced = head.shape.meaning.get("operator") in GRACED
+    declared: timedelta | None = None
+    if graced:
+        known = lateness(name, warehouse=warehouse).declared
+        declared = None if known is None else known.length
+    elif isinstance(retention := head.shape.retention(), timedelta):
+        declared = retention
+    lengths = {parse_length(one) for one in (*(_GRACES if graced else _RETENTIONS), *more)}
     if declared is not None:
-        lengths.add(declared.length)
+        lengths.add(declared)
     return lateness(name, grace=sorted(lengths), at_most=at_most, warehouse=warehouse)

@@ -15,7 +15,8 @@ from vt_dagster.storage.positions import Checkpoint, Commit
 KINDS = {"stream": "stream", "table": "table", "versioned": "versioned table"}
 RUNS = 200
 """So many of the newest runs are told apart."""
-_LENGTHS = ("StreamTableJoin", "WindowedAggregate")
+GRACED = ("StreamTableJoin", "WindowedAggregate")
+"""The operators whose grace period ``lateness`` tells the cost of; of versioned tables the retention."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Facts:
     @property
     def has_cost(self) -> bool:
         """Whether ``lateness`` may tell what another length would have cost."""
-        return self.made_by in _LENGTHS or self.kind == KINDS["versioned"]
+        return self.made_by in GRACED or self.kind == KINDS["versioned"]
 
     @property
     def size(self) -> int:
