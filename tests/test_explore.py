@@ -208,6 +208,19 @@ def test_it_says_what_it_left_out(tmp_path: Path) -> None:
     assert (some.count, some.looked_at, some.of, some.whole) == (60, 100, 540, False)
 
 
+def test_assets_in_folders(tmp_path: Path) -> None:
+    """Links between them have the folders that they are in."""
+    prices = Written(tmp_path, "shop/eu/prices")
+    prices.run([("apple", "1", 0)], recorded=1)
+    meaning = {"operator": "Filter", "source": "prices"}
+    cheap = Written(tmp_path, "shop/eu/cheap", meaning=meaning, logs={"prices": "log of prices"})
+    cheap.run([("apple", "1", 0)], recorded=2)
+    pages = client(tmp_path)
+    assert 'href="/table/shop/eu/prices"' in pages.get("/table/shop/eu/cheap").text
+    assert pages.get("/key/shop/eu/prices?key=apple").status_code == 200
+    assert 'href="/row/shop/eu/prices?offset=0%3A0"' in pages.get("/row/shop/eu/cheap?offset=0:0").text
+
+
 def test_find_records(warehouse: Path) -> None:
     page = client(warehouse).get("/table/prices", params={"find": "k=apple v='3'"}).text
     assert "1 of 1 that are there" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -30,6 +31,7 @@ def document(
     kind: str = "versioned",
     retention: timedelta = timedelta(days=3650),
     meaning: Mapping[str, str] | None = None,
+    logs: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What a commit says; times are epoch microseconds."""
     shape = {"kind": kind, "key": ["k"], "columns": ["k", "v"], "meaning": meaning or {}}
@@ -40,7 +42,10 @@ def document(
         "batch": batch,
         "attempt": f"{batch}-a",
         "shape": shape,
-        "log": f"log of {name}",
+        "log": f"log of {posixpath.basename(name)}",
+        "logs": dict(logs or {}),
+        "inputs": {one: dict(next_offset) for one in logs or ()},
+        "taken": {one: {p: (0, end) for p, end in next_offset.items()} for one in logs or ()},
         "recorded_at": recorded,
         "next_offset": dict(next_offset),
         "stream_time": dict(stream_time),

@@ -10,13 +10,13 @@ from typing import Any
 from vt_dagster.errors import StorageError, VtDagsterError
 from vt_dagster.storage import delta
 from vt_dagster.storage.lookup import asset_names, head_of
-from vt_dagster.storage.positions import Checkpoint, Commit
+from vt_dagster.storage.positions import Checkpoint
 
 KINDS = {"stream": "stream", "table": "table", "versioned": "versioned table"}
 RUNS = 200
 """So many of the newest runs are told apart."""
 GRACED = ("StreamTableJoin", "WindowedAggregate")
-"""The operators whose grace period ``lateness`` tells the cost of; of versioned tables the retention."""
+"""Operators with a grace period whose cost ``lateness`` tells; of versioned tables the retention's."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def facts(warehouse: str, name: str) -> Facts:
         name,
         KINDS[commit.shape.kind],
         meaning.get("operator", "source"),
-        inputs_of(commit),
+        tuple(_placed(warehouse, name, one) for one in commit.logs) if meaning else (),
         tuple(commit.shape.key),
         log,
         of_view,
@@ -132,9 +132,11 @@ def facts(warehouse: str, name: str) -> Facts:
     )
 
 
-def inputs_of(commit: Commit) -> tuple[str, ...]:
-    """The assets that an operator's asset is made of; of a source none."""
-    return tuple(commit.logs) if commit.shape.meaning else ()
+def _placed(warehouse: str, name: str, one: str) -> str:
+    """An input of an asset with the folders that it is in: those of the asset, where it is there."""
+    beside = posixpath.join(posixpath.dirname(name), one)
+    others = [other for other in asset_names(warehouse) if posixpath.basename(other) == one]
+    return beside if beside in others else (others or [one])[0]
 
 
 @dataclass(frozen=True)
