@@ -18,7 +18,7 @@ from tests.ui.conftest import FLAGS
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 expect.set_options(timeout=30_000)
-FLIGHT = "carrier=B6 flight=219 day=10"
+FLIGHT = "carrier=B6 flight=219 month=1 day=10"
 """It left JFK in the week whose weather came a month late."""
 DOCS = Path(__file__).parents[2] / "docs" / "images"
 
@@ -27,9 +27,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "images"
 def address(environment: dict[str, str]) -> Iterator[str]:
     """Of a ``vt-dagster explore`` on the instance's warehouse."""
     command = [str(Path(sys.executable).parent / "vt-dagster"), "explore", "--port", "0"]
-    warehouse = str(Path(environment["VT_DAGSTER_DATA"]) / "warehouse")
+    where = environment["VT_DAGSTER_DATA"]  # so that pictures show no path of this machine
     process = subprocess.Popen(
-        [*command, warehouse], env=environment, stdout=subprocess.PIPE, text=True
+        [*command, "warehouse"], cwd=where, env=environment, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
