@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 import shlex
 import time
@@ -24,10 +23,10 @@ from vt_dagster.explore.keys import key_history
 from vt_dagster.explore.tables import facts, overview, require_asset, runs
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.lateness_picture import share
-from vt_dagster.provenance.logs import Condition, Log, both
+from vt_dagster.provenance.logs import Condition, Log, as_micros, both
 from vt_dagster.provenance.values import Record
 from vt_dagster.storage.lookup import asset_names, of_key
-from vt_dagster.topology.durations import in_utc, parse_time, spoken
+from vt_dagster.topology.durations import in_utc, parse_time
 
 NEWEST, MADE_OF = 50, 8
 """So many records are listed, and so many that one was made of are named."""
@@ -248,10 +247,9 @@ _FILTERS: dict[str, Any] = {
     "seconds": _seconds,
     "time": lambda micros: "" if micros is None else in_utc(micros).replace("T", " ").split(".")[0],
     "utc": in_utc,
-    "spoken": spoken,
+    "stamp": lambda moment: in_utc(as_micros(moment)),
     "share": share,
     "said": timeline.said,
-    "base": posixpath.basename,
     "when": lambda moment: "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}",
     "value": lambda value: "null" if value is None else str(value)[:2000],
 }
