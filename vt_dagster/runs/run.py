@@ -56,7 +56,7 @@ from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
 from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
-from vt_dagster.runs.told import steps_of, told_times, with_times
+from vt_dagster.runs.told import steps_of, with_times
 from vt_dagster.sources.base import Comparing, Pinned, Source
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit
@@ -291,16 +291,14 @@ class Run:
             return Receipt(None, None)
         with self._explained():
             with store.tuned(self._small(results.judged)):
-                rows, told = results.rows, told_times(arrival.source, arrival.before, recorded_at)
-                if told is not None:
-                    rows, recorded_at = with_times(rows, told, store.spark), max(told.values())
+                rows, recorded_at = with_times(results.rows, arrival, store, recorded_at)
                 rows = store.hold(rows)
                 arrival.held.append(rows)
                 passed, commit = self._prepare(rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = places_of(arrival, self.processor, passed)
                 new = self.processor.produce(rows, first, passed.few, in_place)
-                if told is None:
+                if RECORDED_AT not in new.columns:
                     new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other
