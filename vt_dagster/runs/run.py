@@ -231,7 +231,8 @@ class Run:
         view = state = None
         if with_tables and arrival.previous is not None:
             state = store.state(arrival.previous)
-            view = store.current() if isinstance(self.node, Table) else None
+            own = isinstance(self.node, Table) and self.processor.reads_own(arrival.marks)
+            view = store.current() if own else None
             view = None if view is None else view.drop(RECORDED_AT)
         since = self.processor.reaches_back(0, arrival.marks)
         asked = with_tables and since is not None and self.processor.refuses
