@@ -48,12 +48,10 @@ def timed(
         bounds = bounds_of(processor, inputs, before.stream_time, spark)
         times |= bounds.stream_time
         late = bounds.lateness if processor.tells_lateness else None
-    brought = processor.reads_own(marks) and not processor.reads_own({})
-    rows_read = arrival.rows_read + (arrival.view_rows if brought else 0)
     gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
     released = processor.released(times, before.released)
     told: dict[str, Any] = {"bounds": bounds, "gauges": gauges, "released": released, "marks": marks}
-    return replace(arrival, stream_time=times, in_time=in_time, rows_read=rows_read, **told)
+    return replace(arrival, stream_time=times, in_time=in_time, **told)
 
 
 def known_marks(marks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:

@@ -217,7 +217,9 @@ class Run:
                 bounds = bounds_of(processor, self._inputs(read), before, spark)
                 known = replace(known, bounds=bounds)
         inputs = self._inputs(read)
-        judged = processor.judge(inputs, known)
+        own = self.arrival.view_rows if processor.reads_own(self.arrival.marks) else 0
+        with self.store.tuned(self._small(Judged(rows_read=own))):
+            judged = processor.judge(inputs, known)
         if judged is None:
             return Results(processor.results(inputs, known), known)
         with self.store.tuned(self.arrival.small):
@@ -254,8 +256,7 @@ class Run:
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
-        """Computes rows at once: where a broadcast computes held rows inside of other held ones, the
-        two builders of Spark's cache can wait for each other for ever."""
+        """Computes rows at once: two builders of Spark's cache can wait for each other for ever."""
         self.arrival.held.append(self.store.hold(rows))
         self.arrival.held[-1].count()
         return self.arrival.held[-1]
