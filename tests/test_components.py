@@ -75,6 +75,7 @@ attributes:
             key: {{raw: {{column: product}}}}
             value: {{debezium: {{format: {{avro: {{registry: {{url: "http://registry:8081"}}}}}}}}}}
             start: latest
+            recorded_at: append_time
         sensor: {{minimum_records: 1000, maximum_wait: 2m}}
     - name: orders
       stream:
@@ -82,7 +83,7 @@ attributes:
         columns: {{product: string, ordered_at: timestamp, amount: "decimal(10,2)", tags: array<int>}}
         timestamp: ordered_at
         source:
-          files: {{path: {landing}/orders}}
+          files: {{path: {landing}/orders, recorded_at: ordered_at}}
     - name: products
       table:
         key: product
@@ -470,6 +471,11 @@ BROKEN = {
         "expected either columns or schema, got neither",
     ),
     "sensor": ("minimum_interval_seconds: 60", "interval: 60", "'interval' is not known here; "),
+    "time of record": (
+        "recorded_at: ordered_at",
+        "recorded_at: order_at",
+        "type timestamp, of which there are ['ordered_at'], got 'order_at'; correct it",
+    ),
     "suppress": ("input: by_maker", "input: prices", "suppress would lose versions of 'prices'"),
 }
 

@@ -62,6 +62,10 @@ FUTURE_TIMESTAMP = _rule(
     "future_timestamp", "the timestamp is further than max_clock_skew ahead of the clock"
 )
 IMPOSSIBLE_TIMESTAMP = _rule("impossible_timestamp", "the timestamp is outside the years 1 to 9999")
+NULL_RECORDED_AT = _rule("null_recorded_at", "the source does not tell when it has recorded the row")
+FUTURE_RECORDED_AT = _rule(
+    "future_recorded_at", "the time of record is further than max_clock_skew ahead of the clock"
+)
 NULL_PARTITION = _rule("null_partition", "partition_by gives null, or cannot be computed")
 NULL_TOMBSTONE = _rule("null_tombstone", "the tombstone condition cannot be computed")
 DUPLICATE_KEY = _rule("duplicate_key", "the key is there twice in a dump")

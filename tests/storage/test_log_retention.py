@@ -293,6 +293,10 @@ def test_who_comes_later_and_who_was_not_known(
     topology.nodes = every
     assert set(topology.cut(1, spark)[0]) == {"rates"}
     (first,) = topology.commit("rates").cut.next_offset.values()
+    kept = vt_dagster.read("rates", warehouse=topology.warehouse, what="versions").to_pylist()
+    old = next(row["offset"] for row in kept if row["offset"] < first)
+    told_of = vt_dagster.explain("rates", offset=(0, old), warehouse=topology.warehouse)
+    assert "a record of a later timestamp by then is not known any more" in str(told_of.decisions[0])
     with pytest.raises(StorageError, match="high: expected the log of rates from 0:0 on") as refused:
         run_once(high, stores_of(topology.warehouse, spark))
     assert f"begins at 0:{first}" in str(refused.value)

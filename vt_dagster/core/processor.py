@@ -141,6 +141,11 @@ class Processor(ABC, Generic[O]):
         """The same by what the run brings: its :meth:`marks`, empty until they are told."""
         return None
 
+    def reads_own(self, marks: Mapping[str, Mapping[int, int]]) -> bool:
+        """Whether a run looks into the asset's own table, or at as much of its inputs' logs; by what it
+        brings, see :meth:`marks`."""
+        return True
+
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
         """The inputs' rows in the order in which a Kafka Streams task takes them.
 
