@@ -53,6 +53,8 @@ FINAL = "final"
 """The mark of a commit that tells it: the time from which on rows of a partition can, inclusive."""
 LEFT_PARTITION, LEFT_OFFSET = "left_partition", "left_offset"
 """Of a corrected join: where the row's record is in the stream's log, INT and BIGINT."""
+RIGHT_PARTITION, RIGHT_OFFSET = "right_partition", "right_offset"
+"""The same of the right side, where that is a stream too; -1 where a side has no record."""
 
 ARRIVAL = "_arrival"
 """Order of arrival of a record: BIGINT. Its offset, or where inputs are merged the stream time of its
