@@ -26,8 +26,8 @@ MS = timedelta(milliseconds=1)
 
 
 def rows_of(join: StreamJoin, grace: int) -> Counter[Any]:
-    """What the rows are, by the model of a join whose grace period is the promise: its results, and what
-    of the others has been let go by ``grace``."""
+    """What the rows are, by the model of a join whose grace period is the promise: its results, and
+    what of the others has been let go by ``grace``."""
     rows = Counter((e["key"], e["value"], e["timestamp"]) for e in join.emitted)
     for row in join.unmatched:
         if row.time + join.fore[row.side] + grace < join.looked:
@@ -100,8 +100,10 @@ def listed(driver: TopologyTestDriver) -> dict[int, Counter[int]]:
     """The times of the records in quarantine."""
     found: dict[int, Counter[int]] = {n: Counter() for n in range(CASES)}
     rows = driver._stores["rows"].quarantine()  # pyright: ignore[reportPrivateUsage]
-    for row in [] if rows is None else rows.collect():
-        found[row["partition"]][millis(row["timestamp"])] += 1
+    if rows is None:
+        return found
+    for row in rows.selectExpr("partition", "unix_millis(timestamp) as at").collect():
+        found[row["partition"]][row["at"]] += 1
     return found
 
 
