@@ -51,9 +51,9 @@ from vt_dagster.core.within import (
     AT,
     END,
     FROM,
+    HORIZON,
     LATE,
     LEFT,
-    LOOK,
     ONCE,
     RIGHT,
     SIDE,
@@ -63,6 +63,8 @@ from vt_dagster.core.within import (
 )
 from vt_dagster.topology.operators import CorrectedStreamJoin
 
+_NEVER = 1 << 62
+"""Later than any time."""
 _SAID = "_said"
 """Of a record without a match, whether its row is there."""
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
@@ -93,6 +95,10 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
                 at = moment - max(in_micros_at(ahead, p) for ahead in self.ahead)
                 final[p] = max(final.get(p, at), at)
         return {**marks, FINAL: final}
+
+    def judged(self, rows: DataFrame, known: Known) -> DataFrame:
+        # What is too late finds nothing: it would be at odds with rows that are final.
+        return super().judged(rows, known).withColumn(HORIZON, F.lit(_NEVER))
 
     def results(self, inputs: Sequence[Input], known: Known) -> DataFrame:
         return self.process(self.in_order(inputs), inputs, known)
@@ -127,10 +133,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         width = tile_width(operator.before, operator.after)
         said = there.where(_SAID).drop(_SAID)
         found = found_by(others, said, 1 - place, on=on, width=width)
-        end = F.col(THERE) + micros(self.ahead[place]) + micros(operator.promise)
-        in_time = found.where(F.coalesce(F.col(LOOK) <= end, F.lit(True)))
-        first = F.min_by(F.struct(*in_time.columns), F.struct(*ORDER))
-        row = in_time.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
+        first = F.min_by(F.struct(*found.columns), F.struct(*ORDER))
+        row = found.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
         return [self._end(row, place)]
 
     def _end(self, pairs: DataFrame, place: int) -> DataFrame:

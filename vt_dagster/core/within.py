@@ -77,8 +77,8 @@ def matches(
         width: of a tile, see ``tile_width``.
 
     Returns:
-        ``left, right`` (the sides' structs), ``_at`` (the larger time)``, partition, ORDER, _late,
-        _look`` (of the later one by arrival)``, _there, _from``, and the places of both.
+        ``left, right`` (the sides' structs), ``_at`` (the larger time)``, partition, ORDER, _late``
+        (of the later one by arrival)``, _there, _from``, and the places of both.
     """
     left, right = new
     found = found_by(left, _with(right, earlier[1]), 0, on=on, width=width)
@@ -146,7 +146,7 @@ def _pairs(left: DataFrame, right: DataFrame, on: Sequence[str]) -> DataFrame:
         _c("l", LEFT).alias(LEFT),
         _c("r", RIGHT).alias(RIGHT),
         F.greatest(_c("l", AT), _c("r", AT)).alias(AT),
-        *[of_later(c) for c in (PARTITION, *ORDER, LATE, LOOK)],
+        *[of_later(c) for c in (PARTITION, *ORDER, LATE)],
         of_earlier(AT, THERE),
         of_earlier(OFFSET, FROM),
         *[_c("l", c).alias(n) for c, n in ((PARTITION, LEFT_PARTITION), (OFFSET, LEFT_OFFSET))],
