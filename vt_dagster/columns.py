@@ -45,8 +45,8 @@ sliding window's its start + time difference, inclusive."""
 REVISION = "revision"
 """Of a corrected join: how often a row has been corrected, INT; 0 = as it was joined first."""
 CAUSE = "cause"
-"""Of a corrected join: STRUCT ``table, partition, offset`` of the record that corrected a row; null where it
-came with its stream record."""
+"""Of a corrected join: STRUCT ``table, partition, offset`` of the record that corrected a row; null
+where it came with its stream record."""
 IS_FINAL = "is_final"
 """Of a corrected join, where its rows are read: whether a row can no longer change. BOOLEAN."""
 FINAL = "final"
