@@ -22,6 +22,7 @@ import operators
 import plot
 import processes
 import snapshot_diff
+import stream_join
 import through_dagster
 import upkeep
 import versioned_put
@@ -88,6 +89,7 @@ PARTS: dict[str, Callable[[SparkSession, Sizes, int, Outputs], tuple[list[Result
     "put": lambda s, n, repeat, out: versioned_put.run(s, n.put, repeat, out),
     "snapshot": lambda s, n, repeat, out: snapshot_diff.run(s, n.put, repeat, out),
     "operators": lambda s, n, repeat, out: operators.run(s, n.operators, repeat, out),
+    "stream-join": lambda s, n, repeat, out: stream_join.run(s, n.stream, repeat, out),
     "corrections": lambda s, n, repeat, out: corrections.run(s, n.operators, repeat, out),
     "dagster": lambda s, n, repeat, out: through_dagster.run(s, n.operators // 4, repeat, out),
     "gates": lambda s, n, repeat, out: upkeep.gates(s, n.tables[0], n.new, repeat, out),

@@ -123,6 +123,9 @@ def _operators(left: Any, right: Any, clicks: Any, views: Any) -> list[Any]:
         grouped.suppress(UntilTimeLimit(2 * MINUTE), name="limited"),
         clicks.left_join(views, name="seen", select=JOINED, **WITHIN),
         clicks.outer_join(views, name="either", select=JOINED, **WITHIN),
+        clicks.outer_join(
+            views, name="amended", select=JOINED, within=MINUTE, corrected_for=timedelta(days=1)
+        ),
         clicks.left_join(left, name="corrected", select=JOINED, corrected_for=timedelta(days=1)),
         clicks.left_join(
             left,

@@ -359,6 +359,27 @@ def test_versions_that_answered(warehouse: Warehouse, name: str) -> None:
         assert any(note.startswith("revision 0 at ") for note in told.notes)
 
 
+def test_rows_of_two_streams_that_are_taken_back(warehouse: Warehouse) -> None:
+    """The key says of which records a row is; what took one back is named, and matches it."""
+    logs, explainer = logs_of(warehouse.path, ["amended", "clicks", "views"]), Explainer(warehouse.path)
+    seen: set[str] = set()
+    for row in logs["amended"]:
+        told = explainer.explain("amended", offset=(0, row["offset"]))
+        parts = {asset: offset for asset, _, offset in named(told)}
+        own = {"clicks": row["left_offset"], "views": row["right_offset"]}
+        own = {name: offset for name, offset in own.items() if offset >= 0}
+        if row["cause"] is not None:
+            own[row["cause"]["table"]] = row["cause"]["offset"]
+            assert row["is_tombstone"]
+        assert parts == own
+        if len(parts) == 2:
+            click, view = logs["clicks"][parts["clicks"]], logs["views"][parts["views"]]
+            assert click["k"] == view["k"]
+            assert abs(click["timestamp"] - view["timestamp"]) <= MINUTE
+        seen |= set(told.rules)
+    assert seen == {"matched", "no_match", "corrected"}
+
+
 def test_versions_that_are_too_old(warehouse: Warehouse) -> None:
     """What ``max_age`` leaves out is named, and no part of the row."""
     logs, explainer = logs_of(warehouse.path, ["strict", "left"]), Explainer(warehouse.path)

@@ -45,7 +45,9 @@ DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or 
 NO_RESULT = _rule("no_result", "the operator took it, and had nothing to say")
 AGAIN = _rule("again", "no new record: it was joined in a run before, and is looked up anew")
 TOO_LATE = _rule(
-    "too_late", "the same, for which a record of the table came too late: the row can no longer change"
+    "too_late",
+    "the same, for which a record of the table came too late: the row can no longer change; of two "
+    "streams, a record that came so late",
 )
 CHANGE = _rule("change", "a record of a table, which may correct what has been joined")
 KEPT = _rule("kept", "no record: what an operator knows from before, and keeps for the next run")

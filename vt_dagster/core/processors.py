@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vt_dagster.core.corrected_join import CorrectedJoinProcessor
+from vt_dagster.core.corrected_stream_join import CorrectedStreamJoinProcessor
 from vt_dagster.core.filter import FilterProcessor
 from vt_dagster.core.flat_map_values import FlatMapValuesProcessor
 from vt_dagster.core.foreign_key_join import ForeignKeyJoinProcessor
@@ -28,6 +29,7 @@ from vt_dagster.topology.model import Stream
 PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
     of.StreamTableJoin: StreamTableJoinProcessor,
     of.CorrectedJoin: CorrectedJoinProcessor,
+    of.CorrectedStreamJoin: CorrectedStreamJoinProcessor,
     of.StreamStreamJoin: StreamStreamJoinProcessor,
     of.TableTableJoin: TableTableJoinProcessor,
     of.ForeignKeyJoin: ForeignKeyJoinProcessor,

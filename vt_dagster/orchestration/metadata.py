@@ -52,7 +52,7 @@ _ADDED_COLUMNS = {
     IS_LATEST: ("boolean", "false: out of order for its key on arrival"),
     IS_LATE: ("boolean", "joined at once, since it came after its grace period"),
     REVISION: ("int", "how often the row has been corrected"),
-    CAUSE: ("struct<table:string,partition:int,offset:bigint>", "the table's record that corrected it"),
+    CAUSE: ("struct<table:string,partition:int,offset:bigint>", "the record that corrected it"),
     VALID_FROM: ("timestamp", "start of the version, inclusive, UTC"),
     VALID_TO: ("timestamp", "end of the version, exclusive, UTC; null = current"),
 }

@@ -7,6 +7,7 @@ look at a topology.
 from vt_dagster.topology.node import Emit, Operator
 from vt_dagster.topology.operators.base import Materialized
 from vt_dagster.topology.operators.corrected_join import CorrectedJoin
+from vt_dagster.topology.operators.corrected_stream_join import CorrectedStreamJoin
 from vt_dagster.topology.operators.filter import Filter
 from vt_dagster.topology.operators.flat_map_values import FlatMapValues
 from vt_dagster.topology.operators.foreign_key_join import ForeignKeyJoin
@@ -33,6 +34,7 @@ from vt_dagster.topology.operators.windowed_aggregate import WindowedAggregate
 __all__ = [
     "Aggregator",
     "CorrectedJoin",
+    "CorrectedStreamJoin",
     "Emit",
     "Filter",
     "FlatMapValues",
