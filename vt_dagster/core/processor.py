@@ -141,6 +141,11 @@ class Processor(ABC, Generic[O]):
         """The same by what the run brings: its :meth:`marks`, empty until they are told."""
         return None
 
+    def versions_since(self, logs: Sequence[DataFrame]) -> int | None:
+        """What it looks into its tables' history for, by what the run takes: versions that ended after
+        that time (epoch microseconds); None = nothing."""
+        return None
+
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
         """The inputs' rows in the order in which a Kafka Streams task takes them.
 
@@ -360,12 +365,8 @@ class Processor(ABC, Generic[O]):
             found: of its results, by fate, and ``tallies``.
             judged: of the records that it judged, by fate.
         """
-        return {
-            "in": taken,
-            "out": found[Fate.APPLIED],
-            Fate.LATE: found[Fate.LATE],
-            Fate.DROPPED: found[Fate.DROPPED],
-        }
+        refused = {fate: found[fate] for fate in (Fate.LATE, Fate.DROPPED)}
+        return {"in": taken, "out": found[Fate.APPLIED], **refused}
 
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
         """How full its buffer is: ``partition, records, bytes``; None where it has none."""
