@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -14,8 +16,27 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster import Materialized, Table, TopologyError, VersionedTable
+from tests.storage.topology import EPOCH, Topology
+from vt_dagster import (
+    FilesSource,
+    Materialized,
+    Table,
+    TopologyError,
+    VersionedTable,
+    explain,
+    read,
+)
+from vt_dagster.columns import OFFSET, RECORDED_AT
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
+
+
+class KilledError(Exception):
+    pass
+
 
 MS = timedelta(milliseconds=1)
 KINDS = ("inner", "left", "outer")
@@ -177,3 +198,56 @@ def test_its_history_is_the_shorter_one() -> None:
     short = table("left", 5 * MS).join(table("right"), name="j", history="complete")
     assert isinstance(short, VersionedTable)
     assert short.history_retention == 5 * MS
+
+
+def test_on_delta_without_spark_and_made_anew(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = Topology(tmp_path)
+    columns, minute = ["right.n as rate"], timedelta(minutes=1)
+    rates = replace(topology.rates, history_retention=60 * minute)
+    other = replace(rates, name="others", source=FilesSource(str(tmp_path / "others")))
+    both = other.left_join(rates, name="both", select=["left.*", *columns], history="complete")
+    priced = topology.orders.left_join(both, name="priced", select=["left.n", *columns])
+    stores = stores_of(topology.warehouse, spark)
+    topology.land("rates", "1.jsonl", [("a", 1, 1), ("a", 2, 6), ("b", 3, 2)])
+    topology.land("others", "1.jsonl", [("a", 10, 0), ("b", 30, 20)])
+    topology.land("orders", "1.jsonl", [("a", 100, 7)])
+    for node in (rates, other, both):
+        run_once(node, stores)
+    # Both are late, and the second is cut by the first.
+    topology.land("rates", "2.jsonl", [("a", 4, 4)])
+    topology.land("others", "2.jsonl", [("a", 11, 3), ("b", None, 15)])
+    run_once(rates, stores)
+    run_once(other, stores)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AssetStore, "commit", killed)
+        with pytest.raises(KilledError):
+            run_once(both, stores)
+    run_once(both, stores)
+    found = read("both", key="a", as_of=EPOCH + 5 * minute, warehouse=topology.warehouse).to_pylist()
+    assert [(r["n"], r["rate"]) for r in found] == [(11, 4)]
+    why = explain(both, key="a", at=EPOCH + 5 * minute, warehouse=topology.warehouse)
+    assert [(str(one.record), one.operator) for one in why.made_of] == [
+        ("others 0:2", "source"),
+        ("rates 0:3", "source"),
+    ]
+    assert [one.rule for one in why.decisions] == ["as_of", "as_of"]
+    run_once(topology.orders, stores)
+    run_once(priced, stores)
+    joined = read("priced", key="a", warehouse=topology.warehouse).to_pylist()
+    assert [(r["n"], r["rate"]) for r in joined] == [(100, 2)]
+    assert [one.name for one in audit(stores(both)) if not one.passed] == []
+    # Made anew in one run, it has the same versions.
+    again = replay(topology.warehouse, both, "both_again", spark)
+    assert rows_of(again) == rows_of(AssetStore(topology.warehouse, both, spark))
+
+
+def rows_of(store: AssetStore) -> list[Any]:
+    versions = store.read("versions")
+    own = [c for c in versions.columns if c not in (RECORDED_AT, OFFSET)]
+    return sorted(map(tuple, versions.where("not is_tombstone").select(*own).collect()), key=repr)
