@@ -46,6 +46,7 @@ ORDER = {
         operators.corrected_join
         operators.stream_stream_join operators.corrected_stream_join operators.suppress
         operators.table_aggregate operators.table_table_join operators.foreign_key_join
+        operators.history_join
         operators.to_stream operators.to_table operators.windowed_aggregate operators
         grouping joining model training_set changed
         """,
@@ -54,7 +55,7 @@ ORDER = {
         sessions sliding emit_early periods fixed_windows table versioned store known per_run
         processor source filter map_values stream_table_join corrections corrected_join suppress
         table_table_join side_times within two_streams stream_stream_join corrected_stream_join
-        foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
+        foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors training_set
         """,
     "spark": "settings small_runs jars launch session server",

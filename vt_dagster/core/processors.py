@@ -9,6 +9,7 @@ from vt_dagster.core.corrected_stream_join import CorrectedStreamJoinProcessor
 from vt_dagster.core.filter import FilterProcessor
 from vt_dagster.core.flat_map_values import FlatMapValuesProcessor
 from vt_dagster.core.foreign_key_join import ForeignKeyJoinProcessor
+from vt_dagster.core.history_join import HistoryJoinProcessor
 from vt_dagster.core.map_values import MapValuesProcessor
 from vt_dagster.core.merge import MergeProcessor
 from vt_dagster.core.processor import Processor
@@ -33,6 +34,7 @@ PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
     of.StreamStreamJoin: StreamStreamJoinProcessor,
     of.TableTableJoin: TableTableJoinProcessor,
     of.ForeignKeyJoin: ForeignKeyJoinProcessor,
+    of.HistoryJoin: HistoryJoinProcessor,
     of.Filter: FilterProcessor,
     of.MapValues: MapValuesProcessor,
     of.ToTable: ToTableProcessor,

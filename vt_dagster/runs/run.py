@@ -147,8 +147,7 @@ class Run:
         limit: Column | None = None
         now = now or datetime.now(timezone.utc)
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
-            latest = now + source.max_clock_skew
-            limit = F.timestamp_micros(F.lit(int(latest.timestamp()) * 1_000_000))
+            limit = F.timestamp_seconds(F.lit(int((now + source.max_clock_skew).timestamp())))
         with self._explained():
             if isinstance(source, Comparing):
                 rows = difference(source, self.node, self.store, self.arrival.held)
@@ -179,7 +178,7 @@ class Run:
         """The rows that were read, and the tables that are looked into besides."""
         if self.arrival.source is not None:
             return [Input(rows) for rows in logs]
-        before = self.arrival.before
+        before, since = self.arrival.before, self.processor.versions_since(logs)
         found: list[Input] = []
         for node, rows in zip(self.processor.consumed, logs, strict=True):
             start = before.inputs.get(node.name, {})
@@ -187,7 +186,8 @@ class Run:
             # Where nothing was consumed before, every row of the table is among the changes.
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 store, at = self.stores(node), self.arrival.tables[node.name]
-                table = store.current_at(at).drop(RECORDED_AT)
+                table = store.current_at(at) if since is None else store.view_at(at, since)
+                table = table.drop(RECORDED_AT)
             if start and self._look_back(node) is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)

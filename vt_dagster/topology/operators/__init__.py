@@ -11,6 +11,7 @@ from vt_dagster.topology.operators.corrected_stream_join import CorrectedStreamJ
 from vt_dagster.topology.operators.filter import Filter
 from vt_dagster.topology.operators.flat_map_values import FlatMapValues
 from vt_dagster.topology.operators.foreign_key_join import ForeignKeyJoin
+from vt_dagster.topology.operators.history_join import HistoryJoin
 from vt_dagster.topology.operators.join import JoinKind
 from vt_dagster.topology.operators.map_values import MapValues
 from vt_dagster.topology.operators.merge import Merge
@@ -39,6 +40,7 @@ __all__ = [
     "Filter",
     "FlatMapValues",
     "ForeignKeyJoin",
+    "HistoryJoin",
     "JoinKind",
     "Limit",
     "MapValues",
