@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import StorageError
+from vt_dagster.runs.remembered import require_history
 from vt_dagster.storage import delta
 from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.lookup import asset_names, head_of
@@ -96,7 +97,8 @@ class Planner:
         self._require_logs(node, head.commit, keep, plan)
         if keep is not None and keep.batch == head.commit.batch and not plan.steps:
             return None
-        self._require_history(node, keep)
+        longer = "Give a later time, or lengthen the history_retention of the table first"
+        require_history(node, self._live, keep, longer)
         if keep is not None:
             self._require_nothing_earlier(node, keep)
         what = f"keeps {keep.total:,} of {head.commit.total:,} results" if keep else f"replayed: {why}"
@@ -142,33 +144,6 @@ class Planner:
         later = store.log({}, head).where(F.col(TIMESTAMP) >= F.timestamp_micros(F.lit(self.moment)))
         found = later.groupBy(PARTITION).agg(F.min(OFFSET)).collect()
         return {**head.commit.next_offset, **{row[0]: row[1] for row in found}}
-
-    def _require_history(self, node: Stream, keep: Commit | None) -> None:
-        """Refuses to join anew what the table has forgotten the answer to."""
-        table = processor_of(node).looked_up
-        head = None if table is None else self._live(table).head()
-        if head is None or not isinstance(table, VersionedTable):
-            return
-        horizon = max(horizons(table.history_retention, head.commit.stream_time), default=None)
-        up = processor_of(node).consumed[0]
-        store = self._live(up)
-        last = store.head()
-        if horizon is None or last is None:
-            return
-        start, waiting = {}, None
-        if keep is not None:
-            start = keep.inputs.get(up.name, {})
-            state = keep.stream_time, keep.released, keep.marks
-            waiting = processor_of(node).look_back(0, *state)
-        rows = store.log(start, last, waiting)
-        oldest = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
-        if oldest is not None and oldest < horizon:
-            raise StorageError(
-                f"{node.name}: expected that {table.name} remembers all that is joined anew, got "
-                f"records of {up.name} from {in_utc(oldest)} on, and a history from {in_utc(horizon)} "
-                "on: they would lose what they were joined with. Give a later time, or lengthen the "
-                f"history_retention of {table.name} first: its log has it all"
-            )
 
     def _require_logs(self, node: Stream, last: Commit, keep: Commit | None, plan: Plan) -> None:
         """Refuses where a log that is read again, or kept, has been cut off."""

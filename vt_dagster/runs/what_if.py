@@ -18,6 +18,7 @@ from pyspark.sql.types import NumericType
 
 from vt_dagster.columns import TIMESTAMP, VALID_FROM
 from vt_dagster.errors import StorageError
+from vt_dagster.runs.remembered import require_history
 from vt_dagster.runs.replay import as_json, comparable, differing_rows, make_anew
 from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore, shape_of
@@ -26,6 +27,7 @@ from vt_dagster.topology.model import Stream, topological
 EXAMPLES = 10
 _RUN = "what-if"
 _BEFORE, _AFTER = "before", "after"
+_LONGER = "Declare a longer history_retention of the table too, with which it is made anew here"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ def what_if(
         tell: is told what each run has written, in a line each.
 
     Raises:
-        StorageError: the asset, or an input, was never committed; or ``also`` names no input.
+        StorageError: the asset, or an input, was never committed; ``also`` names no input; or a table
+            that is looked into has forgotten what records would be joined with: what was joined run by
+            run would seem to change.
         SourceError: a source that is to be read again has not got the records any more.
     """
     live = AssetStore(warehouse, node, spark)
@@ -153,6 +157,8 @@ def _made(
         if same and not fed and one.name not in also and one.name != node.name:
             continue
         remade.append(one.name)
+        if one.operator is not None:
+            require_history(one, stores, None, _LONGER)
         make_anew(one, stores, there, f"{_RUN}:{node.name}")
     return stores(node), tuple(remade)
 
