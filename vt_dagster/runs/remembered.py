@@ -1,16 +1,39 @@
-"""Refuses to join anew what a versioned table has forgotten the answer to."""
+"""Refuses to make anew what would come out otherwise: logs were cut off, or a table has forgotten."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import StorageError
-from vt_dagster.runs.store import Stores
+from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.positions import Commit, horizons
+from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
+
+Stores = Callable[[Stream], AssetStore]
+"""Gives the tables of a stream or table."""
+
+
+def require_logs(node: Stream, ups: Iterable[Stream], stores: Stores, keep: Commit | None) -> None:
+    """Of all that is read again, nothing has been cut off.
+
+    Args:
+        ups: of what the node consumes, what is read as it is.
+        stores, keep: see :func:`require_history`.
+
+    Raises:
+        StorageError: a log has been cut off.
+    """
+    start = {} if keep is None else keep.inputs
+    for up in ups:
+        head = stores(up).head()
+        if head is not None:
+            require_kept(node.name, up.name, start.get(up.name, {}), head.commit)
 
 
 def require_history(node: Stream, stores: Stores, keep: Commit | None, instead: str) -> None:

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import StorageError
-from vt_dagster.runs.remembered import require_history
+from vt_dagster.runs.remembered import require_history, require_logs
 from vt_dagster.storage import delta
 from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.lookup import asset_names, head_of
@@ -147,11 +147,9 @@ class Planner:
 
     def _require_logs(self, node: Stream, last: Commit, keep: Commit | None, plan: Plan) -> None:
         """Refuses where a log that is read again, or kept, has been cut off."""
-        made, start = {step.path for step in plan.steps}, {} if keep is None else keep.inputs
-        for up in processor_of(node).consumed:
-            head = None if path_of(up) in made else self._live(up).head()
-            if head is not None:
-                require_kept(node.name, up.name, start.get(up.name, {}), head.commit)
+        made = {step.path for step in plan.steps}
+        ups = [up for up in processor_of(node).consumed if path_of(up) not in made]
+        require_logs(node, ups, self._live, keep)
         if keep is not None and last.cut is not None:
             raise StorageError(
                 f"{node.name}: expected its whole log, of which a restatement keeps what is from "
