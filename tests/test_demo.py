@@ -362,6 +362,11 @@ def test_it_tells_what_happened(demo: tuple[Path, str]) -> None:
         "The longest storm",
         "The newest departures",
         "Weather that came late",
+        "Why is it so? A late record",
+        "Why is it so? A corrected row",
+        "Why is it so? An aggregate's row",
+        "> at most 1 % wrong: the shortest grace is",
+        "exit code 1: the step fails",
         "An aircraft that is forgotten",
     ):
         assert title in text

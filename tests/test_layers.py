@@ -77,8 +77,8 @@ ORDER = {
         """,
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
-        difference run replay what_if restate_plan restate export training_set erase_plan certificate
-        erase cut
+        difference run remembered replay what_if restate_plan restate export training_set erase_plan
+        certificate erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
