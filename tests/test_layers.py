@@ -59,7 +59,7 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions kept commits values folding names lookup evolution transaction parquet segments
+        delta positions kept commits values folding names lookup intervals evolution transaction parquet segments
         offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
@@ -81,7 +81,7 @@ ORDER = {
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager pictures types checks lateness sensors deliveries decorators
+        resource metadata io_manager partition_sensor pictures types checks lateness sensors deliveries decorators
         translator run_config asset export training_set ops factory
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
