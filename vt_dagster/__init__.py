@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         build_maintenance,
         build_resources,
     )
+    from vt_dagster.orchestration.freshness import build_freshness_check
     from vt_dagster.orchestration.io_manager import tables_io_manager
     from vt_dagster.orchestration.lateness import build_lateness_check
     from vt_dagster.orchestration.partition_sensor import build_partition_sensor
@@ -98,6 +99,7 @@ _HOMES = {
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",
     "build_export": "vt_dagster.orchestration.export",
+    "build_freshness_check": "vt_dagster.orchestration.freshness",
     "build_lateness_check": "vt_dagster.orchestration.lateness",
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_partition_sensor": "vt_dagster.orchestration.partition_sensor",
@@ -146,6 +148,7 @@ __all__ = [
     "build_checks",
     "build_definitions",
     "build_export",
+    "build_freshness_check",
     "build_lateness_check",
     "build_maintenance",
     "build_partition_sensor",

@@ -567,8 +567,7 @@ class AssetStore:
         what = choose(node.name, shape_of(node).kind, what, as_of)
         if as_known_at is not None:
             at = self.known_at(parse_time(as_known_at))
-        elif at is None:
-            at = Snapshot(self.head()) if what == "log" else self.snapshot()
+        at = at or (Snapshot(self.head()) if what == "log" else self.snapshot())
         if at.head is None:
             raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")
         if what == "log":
