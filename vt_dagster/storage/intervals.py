@@ -209,12 +209,12 @@ class _Changes(AssetRows):
             self.root, self.commit, self.version, self.shape, None, self.later, keys=keys
         )
         versions = of_keys._versions(reads.first, int(micros(rows, TIMESTAMP).min()))
-        start, end = micros(versions, VALID_FROM), micros(versions, VALID_TO)
         latest = versions.column(_WAS_LATEST).fill_null(True).to_numpy()
         open_ = versions.column(VALID_TO).is_null().to_numpy()
         # Out of order, and yet none after it: that one has been forgotten.
-        end[open_] = np.where(latest[open_], _OPEN, horizon)
-        low, high = np.searchsorted(reads.times, start), np.searchsorted(reads.times, end)
+        end = np.where(open_, np.where(latest, _OPEN, horizon), micros(versions, VALID_TO))
+        low = np.searchsorted(reads.times, micros(versions, VALID_FROM))
+        high = np.searchsorted(reads.times, end)
         homes, offsets = versions.column(PARTITION).to_numpy(), versions.column(OFFSET).to_numpy()
         recorded = micros(versions, RECORDED_AT)
         held = np.flatnonzero(low < high)
