@@ -60,8 +60,8 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions kept commits values folding names lookup evolution transaction parquet segments
-        offsets progress view snapshot store maintenance erasing
+        delta positions kept commits values folding names lookup intervals evolution transaction parquet
+        segments offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
@@ -82,8 +82,8 @@ ORDER = {
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager pictures types checks lateness sensors deliveries decorators
-        translator run_config asset export training_set ops factory
+        resource metadata io_manager partition_sensor pictures types checks freshness lateness sensors
+        deliveries decorators translator run_config asset export training_set ops factory
         """,
     "explore": "tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",

@@ -203,14 +203,14 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
             t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
         }
     if commit.cut is not None:
-        metadata["log_kept_since"] = _time(commit.cut.recorded_at)
+        metadata["log_kept_since"] = as_time(commit.cut.recorded_at)
     if commit.stream_time:
         newest = max(commit.stream_time.values())
-        metadata["stream_time"] = _time(newest)
+        metadata["stream_time"] = as_time(newest)
         retention = getattr(node, "history_retention", None)
         if isinstance(retention, timedelta):
             oldest = min(commit.stream_time.values())
-            metadata["retention_horizon"] = _time(oldest - retention // _MICROSECOND)
+            metadata["retention_horizon"] = as_time(oldest - retention // _MICROSECOND)
     return metadata
 
 
@@ -276,7 +276,7 @@ _GAUGES = {
 }
 
 
-def _time(micros: int) -> dg.MetadataValue[Any]:
+def as_time(micros: int) -> dg.MetadataValue[Any]:
     """A time; of one that Python does not have, on which side of all that it has."""
     try:
         return dg.MetadataValue.timestamp(_EPOCH + micros * _MICROSECOND)
