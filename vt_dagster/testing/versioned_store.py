@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import datetime
 from enum import Enum
 from typing import Any, Final, Literal
@@ -152,7 +153,8 @@ class VersionedStore:
         """What :meth:`delete_each` would answer; changes nothing."""
         node, store = self._node, self._store
         with self._session():
-            requests = prepare(Records(store, records).read(store.spark, node), node)
+            asked = replace(node, tombstone=None)
+            requests = prepare(Records(store, records).read(store.spark, asked), asked)
             found = versioned.delete(
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
                 store.view(),

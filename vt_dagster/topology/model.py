@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.declared import check_ready, one_condition
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -52,8 +53,10 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
         timestamp: the column, or a SQL expression over the columns, that says when the record was
             true (TIMESTAMP, UTC). The log has it as ``timestamp``.
         tombstone: a SQL condition that marks a record whose *value is null*: a deletion in a
-            table, in a stream a record that joins drop. None: there are none. A null column alone
-            never makes a tombstone.
+            table, in a stream a record that joins drop. Where it is null, the record is none. None:
+            there are none; a null column alone never makes a tombstone. A column that it alone names
+            need not be in the schema: it is read as text, and is not in the log. When a run starts,
+            the condition is checked against the columns.
         partitions: number of partitions of the log of a files source; a record goes to the hash of
             its key modulo this number. Stream time is kept per partition, so it is a semantic
             setting, not only one of speed.
@@ -151,13 +154,20 @@ class Table(Stream, kind="table"):
             run, which costs what the table holds. A timedelta: by the first run that finds it that old.
         broadcast: a small table that every executor holds a copy of in joins with streams (Kafka's
             global table). A versioned table cannot be one.
+        deleted_when: the same as ``tombstone``, as change feeds say it: ``"op = 'D'"``. Give one of
+            both; it is kept as ``tombstone``.
     """
 
     broadcast: bool = field(default=False, kw_only=True)
+    deleted_when: str | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
     def __post_init__(self) -> None:
+        if self.deleted_when is not None:
+            condition = one_condition(self.name, self.deleted_when, self.tombstone)
+            object.__setattr__(self, "tombstone", condition)
+            object.__setattr__(self, "deleted_when", None)
         super().__post_init__()
         if self.null_key != "quarantine":
             raise TopologyError(
@@ -359,21 +369,7 @@ class VersionedTable(Table, kind="versioned_table"):
                 f"{self.name}: segment_interval must be longer than 0, got {self.segment_interval}; "
                 "leave it out for the default"
             )
-        self._check_ready()
-
-    def _check_ready(self) -> None:
-        given: object = self.ready
-        timed = isinstance(given, datetime) and given.tzinfo is not None
-        if given is not None and given != "first_end" and not timed:
-            raise TopologyError(
-                f"{self.name}: ready must be 'first_end', a datetime with a time zone or None, got "
-                f"{given!r}"
-            )
-        if given is not None and self.operator is not None:
-            raise TopologyError(
-                f"{self.name}: expected ready of a table with a source, got it of the result of an "
-                "operator, which is ready when what it is made of is: declare it there"
-            )
+        check_ready(self.name, self.ready, self.operator is None)
 
     @property
     def retention(self) -> Duration:
