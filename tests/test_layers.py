@@ -39,7 +39,7 @@ Those of one layer know nothing of each other."""
 
 ORDER = {
     "topology": """
-        durations naming declared schema renames accumulators projection windowing node
+        durations naming schema declared renames accumulators projection windowing node
         operators.base operators.join operators.aggregate operators.row_by_row
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join

@@ -68,6 +68,7 @@ class VersionedTableAttributes(StreamAttributes, total=False):
     history_retention: Required[Duration]
     segment_interval: timedelta | None
     ready: Ready
+    tie_break: str | None
 
 
 def stream(**about: Unpack[StreamAttributes]) -> Callable[[Callable[..., Any]], Stream]:

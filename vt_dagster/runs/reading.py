@@ -43,6 +43,16 @@ def records_of(
     return rows.drop(*[c for c in read.schema.names if c not in node.schema.names])
 
 
+def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
+    """The versions of a table that may have the key and timestamp of a record; None = none.
+
+    Plan: a job that tells the oldest record.
+    """
+    oldest = records.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
+    at = store.snapshot()
+    return None if oldest is None or at.head is None else store.view_at(at, oldest)
+
+
 def as_read(spark: SparkSession, node: Stream, compared: bool = False) -> Stream:
     """A node with the columns that it is read by: its own, and those that only the condition of a
     tombstone has, as text.

@@ -37,6 +37,7 @@ from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
+from vt_dagster.core.store import tie_break_of
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
     check_share,
@@ -51,7 +52,7 @@ from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, timed
 from vt_dagster.runs.past import recorded_if
 from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
-from vt_dagster.runs.reading import records_of
+from vt_dagster.runs.reading import records_of, rivals_of
 from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
@@ -202,10 +203,15 @@ class Run:
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
             return Results(self._nothing(), known)
-        if self.arrival.source is not None and processor.bounded:
+        ties = tie_break_of(self.node) is not None and self.arrival.previous is not None
+        if self.arrival.source is not None and (processor.bounded or ties):
             # They are looked at twice, and reading them is the most of it.
             read = [self.store.hold(rows) for rows in read]
             self.arrival.held.extend(read)
+        if ties:
+            with self._explained():
+                known = replace(known, rivals=rivals_of(read[0], self.store))
+        if self.arrival.source is not None and processor.bounded:
             with self._explained():
                 before, spark = self.arrival.before.stream_time, self.store.spark
                 bounds = bounds_of(processor, self._inputs(read), before, spark)

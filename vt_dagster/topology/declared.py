@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
+from pyspark.sql.types import StructField
+
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.schema import holds_map
 
 
 def one_condition(name: str, deleted_when: object, tombstone: str | None) -> str:
@@ -33,4 +37,23 @@ def check_ready(name: str, ready: object, has_source: bool) -> None:
         raise TopologyError(
             f"{name}: expected ready of a table with a source, got it of the result of an "
             "operator, which is ready when what it is made of is: declare it there"
+        )
+
+
+def check_tie_break(name: str, column: object, values: Sequence[StructField]) -> None:
+    """Refuses what is no column that decides between records of one key and timestamp.
+
+    Args:
+        values: the value columns of a table with a source; of another, none.
+    """
+    found = next((f for f in values if f.name == column), None)
+    if found is None:
+        raise TopologyError(
+            f"{name}: expected tie_break to be a value column of a table with a source, of "
+            f"{[f.name for f in values]}, got {column!r}; correct it, or leave it out"
+        )
+    if holds_map(found.dataType):
+        raise TopologyError(
+            f"{name}: expected tie_break to be a column whose values have an order, got {column!r}, "
+            f"which is {found.dataType.simpleString()}; name another, for example a number"
         )

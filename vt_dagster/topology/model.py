@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.declared import check_ready, one_condition
+from vt_dagster.topology.declared import check_ready, check_tie_break, one_condition
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -348,11 +348,17 @@ class VersionedTable(Table, kind="versioned_table"):
             loaded. ``first_end``: once it has taken all that its first run found in the source. A time
             (with a time zone): once stream time has come to it, inclusive, in each partition that has
             records. None: at once, as in Kafka Streams. Of a table with a source.
+        tie_break: a value column: of records with one key and timestamp that with its largest value
+            counts, whatever the order of arrival; the others are refused and counted, ``lost_tie``.
+            Null is smaller than any value; of equal values the last that arrives counts. Text is
+            compared by its characters: give a number. None: the last that arrives counts, as in Kafka
+            Streams. It holds for what arrives from then on. Of a table with a source.
     """
 
     history_retention: Duration = field(kw_only=True)
     segment_interval: timedelta | None = field(default=None, kw_only=True)
     ready: Ready = field(default=None, kw_only=True)
+    tie_break: str | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
@@ -370,6 +376,9 @@ class VersionedTable(Table, kind="versioned_table"):
                 "leave it out for the default"
             )
         check_ready(self.name, self.ready, self.operator is None)
+        if self.tie_break is not None:
+            names = self.value_columns if self.operator is None else ()
+            check_tie_break(self.name, self.tie_break, [self.schema[c] for c in names])
 
     @property
     def retention(self) -> Duration:
