@@ -17,6 +17,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.runs.difference import difference
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Comparing, Pinned
+from vt_dagster.sources.frames import PinnedFrames
 from vt_dagster.topology.model import Stream
 
 _ALIKE = 0.75
@@ -35,10 +36,9 @@ def records_of(
     Raises:
         TopologyError: of the condition of a tombstone, see :func:`as_read`.
     """
+    read = as_read(store.spark, node, alone=isinstance(source, Comparing | PinnedFrames))
     if isinstance(source, Comparing):
-        as_read(store.spark, node, compared=True)
         return prepare(difference(source, node, store, held), node, latest)
-    read = as_read(store.spark, node)
     rows = prepare(source.read(store.spark, read), node, latest)
     return rows.drop(*[c for c in read.schema.names if c not in node.schema.names])
 
@@ -53,12 +53,13 @@ def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
     return None if oldest is None or at.head is None else store.view_at(at, oldest)
 
 
-def as_read(spark: SparkSession, node: Stream, compared: bool = False) -> Stream:
+def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
     """A node with the columns that it is read by: its own, and those that only the condition of a
     tombstone has, as text.
 
     Args:
-        compared: whether it is compared with what the table holds, which has its own columns alone.
+        alone: whether the source gives the columns of the schema alone: a whole state, which is
+            compared with what the table holds, or a DataFrame.
 
     Raises:
         TopologyError: the condition is no condition over the columns, or names what is none.
@@ -71,7 +72,7 @@ def as_read(spark: SparkSession, node: Stream, compared: bool = False) -> Stream
     )
     own += [StructField(TIMESTAMP, TimestampType())] if timed else []
     while (name := _unknown(spark, node, StructType([*own, *found]))) is not None:
-        _require_other(node, name, compared)
+        _require_other(node, name, alone)
         found.append(StructField(name, StringType()))
     return replace(node, schema=StructType([*node.schema.fields, *found])) if found else node
 
@@ -94,7 +95,7 @@ def _unknown(spark: SparkSession, node: Stream, columns: StructType) -> str | No
         ) from None
 
 
-def _require_other(node: Stream, name: str, compared: bool) -> None:
+def _require_other(node: Stream, name: str, alone: bool) -> None:
     """Refuses what is rather a slip of the pen, or cannot be read beside the columns."""
     said = f"{node.name}: deleted_when (tombstone), {node.tombstone!r}, names {name!r}"
     if name in node.renamed:
@@ -108,8 +109,8 @@ def _require_other(node: Stream, name: str, compared: bool) -> None:
             f"{said}, which is no column, but much like {alike[0]!r}: expected a column of the table "
             "or one of another name that the source has; correct it, or add it to the schema"
         )
-    if compared:
+    if alone:
         raise TopologyError(
-            f"{said}, which is no column of the table: expected one, as a whole state is compared with "
-            f"the table's columns {node.schema.names}; add it to the schema"
+            f"{said}, which is no column of the table: expected one of {node.schema.names}, as no "
+            "others are taken of a whole state or a DataFrame; add it to the schema"
         )

@@ -437,7 +437,8 @@ class AssetStore:
             attempt=commit.attempt,
             erased=self.erased_rejected(),
         )
-        count = sum(commit.counts.get(n, 0) for n in ("late", "quarantined", "corrections_too_late"))
+        fates = ("late", "lost_tie", "quarantined", "corrections_too_late")
+        count = sum(commit.counts.get(n, 0) for n in fates)
         with small_run(self.spark, is_small(count, 0)):
             parquet.write(
                 rows,

@@ -53,10 +53,10 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
         timestamp: the column, or a SQL expression over the columns, that says when the record was
             true (TIMESTAMP, UTC). The log has it as ``timestamp``.
         tombstone: a SQL condition that marks a record whose *value is null*: a deletion in a
-            table, in a stream a record that joins drop. Where it is null, the record is none. None:
-            there are none; a null column alone never makes a tombstone. A column that it alone names
-            need not be in the schema: it is read as text, and is not in the log. When a run starts,
-            the condition is checked against the columns.
+            table, in a stream a record that joins drop. Where it is null, it does not hold. None:
+            there are none; a null column alone never makes a tombstone. Of files, topics and Delta
+            tables it may name columns that are not in the schema: they are read as text, for it alone.
+            It is checked when a run starts.
         partitions: number of partitions of the log of a files source; a record goes to the hash of
             its key modulo this number. Stream time is kept per partition, so it is a semantic
             setting, not only one of speed.
