@@ -49,11 +49,10 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
         operator: Any = self.node.operator
         return operator
 
-    def versions_since(self, logs: Sequence[DataFrame]) -> int | None:
+    def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame:
         """One microsecond before the run's oldest change: what was true then may end with it."""
         times = [rows.select(F.unix_micros(TIMESTAMP).alias(_AT)) for rows in logs]
-        first = times[0].union(times[1]).agg(F.min(_AT)).collect()[0][0]
-        return None if first is None else first - 1
+        return times[0].union(times[1]).agg(F.min(_AT) - 1)
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         left, right = (

@@ -144,9 +144,9 @@ class Processor(ABC, Generic[O]):
         brings, see :meth:`marks`."""
         return True
 
-    def versions_since(self, logs: Sequence[DataFrame]) -> int | None:
+    def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame | None:
         """What it looks into its tables' history for, by what the run takes: versions that ended after
-        that time (epoch microseconds); None = nothing."""
+        a time, one row with epoch microseconds; None = nothing."""
         return None
 
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pyspark.sql import Column, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 
 from vt_dagster.columns import PARTITION
 from vt_dagster.core.arrival import by_partition
@@ -71,3 +71,9 @@ def bounds_of(
     if not bounds.near:
         return bounds
     return framed(bounds.only(processor.in_doubt(inputs, bounds).collect()))
+
+
+def oldest(processor: Processor[Any], logs: Sequence[DataFrame]) -> int | None:
+    """The time after which the tables' versions are looked into; None = current rows alone."""
+    since = processor.versions_since(logs)
+    return None if since is None else since.collect()[0][0]

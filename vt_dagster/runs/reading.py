@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pyspark.errors import AnalysisException, ParseException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
@@ -25,21 +25,22 @@ _ALIKE = 0.75
 
 
 def records_of(
-    source: Pinned, node: Stream, store: Store, held: list[DataFrame], latest: Column | None
+    source: Pinned, node: Stream, store: Store, held: list[DataFrame], latest: int | None
 ) -> DataFrame:
     """What a run takes of a source, prepared.
 
     Args:
         held: takes the rows that the run releases at its end.
-        latest: see ``prepare``.
+        latest: the largest timestamp that a record may have, epoch seconds; None = any.
 
     Raises:
         TopologyError: of the condition of a tombstone, see :func:`as_read`.
     """
     read = as_read(store.spark, node, alone=isinstance(source, Comparing | PinnedFrames))
+    limit = None if latest is None else F.timestamp_seconds(F.lit(latest))
     if isinstance(source, Comparing):
-        return prepare(difference(source, node, store, held), node, latest)
-    rows = prepare(source.read(store.spark, read), node, latest)
+        return prepare(difference(source, node, store, held), node, limit)
+    rows = prepare(source.read(store.spark, read), node, limit)
     return rows.drop(*[c for c in read.schema.names if c not in node.schema.names])
 
 

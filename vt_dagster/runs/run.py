@@ -18,7 +18,7 @@ from typing import Any
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
@@ -49,7 +49,7 @@ from vt_dagster.runs.commit import (
 )
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
-from vt_dagster.runs.own_time import bounds_of, known_marks, timed
+from vt_dagster.runs.own_time import bounds_of, known_marks, oldest, timed
 from vt_dagster.runs.past import recorded_if
 from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
 from vt_dagster.runs.reading import records_of, rivals_of
@@ -143,12 +143,11 @@ class Run:
         return [self._log_of(node) for node in self.processor.consumed]
 
     def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
-        limit: Column | None = None
-        now = now or datetime.now(timezone.utc)
+        latest, now = None, now or datetime.now(timezone.utc)
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
-            limit = F.timestamp_seconds(F.lit(int((now + source.max_clock_skew).timestamp())))
+            latest = int((now + source.max_clock_skew).timestamp())
         with self._explained():
-            return records_of(source, self.node, self.store, self.arrival.held, limit)
+            return records_of(source, self.node, self.store, self.arrival.held, latest)
 
     def _log_of(self, node: Stream) -> DataFrame:
         arrival, store = self.arrival, self.stores(node)
@@ -173,7 +172,7 @@ class Run:
         """The rows that were read, and the tables that are looked into besides."""
         if self.arrival.source is not None:
             return [Input(rows) for rows in logs]
-        before, since = self.arrival.before, self.processor.versions_since(logs)
+        before, since = self.arrival.before, oldest(self.processor, logs)
         found: list[Input] = []
         for node, rows in zip(self.processor.consumed, logs, strict=True):
             start = before.inputs.get(node.name, {})
