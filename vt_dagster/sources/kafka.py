@@ -293,9 +293,8 @@ class KafkaSource:
         deleted = absent
         if value.deleted is not None:
             deleted = absent | F.coalesce(value.deleted, F.lit(False))
-        time = F.col(RECORD_TIME)
-        if value.time is not None:
-            time = F.coalesce(value.time, time)
+        told = F.col(RECORD_TIME)
+        time = told if value.time is None else F.coalesce(value.time, told)
         for name, one in parsed.items():
             messages = messages.withColumn(name, one)
         read = messages.withColumns({**parts, REASON: reason, DELETED: deleted, RECORD_TIME: time})
