@@ -111,8 +111,6 @@ def test_what_a_table_has_forgotten_is_no_difference(market: Market, tmp_path: P
     with pytest.raises(StorageError, match="Declare a longer history_retention of the table too"):
         what_if(warehouse, copy.priced, copy.spark, also=["prices"])
     assert everything(copy) == there
-    found = what_if(warehouse, remembering(copy), copy.spark)
-    assert found.remade == ("prices", "priced")
 
 
 def test_other_settings(market: Market) -> None:
