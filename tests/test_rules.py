@@ -32,6 +32,8 @@ SHOWN = {
     "unreadable": "test_each_reason_with_source_position_and_content",
     "unreadable_file": "test_a_file_that_is_bad_as_a_whole",
     "unknown_schema": "test_avro_with_a_registry",
+    "null_recorded_at": "test_each_row_has_the_time_of_its_column",
+    "future_recorded_at": "test_each_row_has_the_time_of_its_column",
     "null_key": "kip889-probe-null-key",
     "null_timestamp": "test_each_reason_with_source_position_and_content",
     "future_timestamp": "test_each_reason_with_source_position_and_content",
