@@ -185,6 +185,10 @@ def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: An
         read = [(row["v"], row["valid_to"]) for row in rows.to_pylist()]
         ends = [None if one.end is None else as_time(one.end) for one in told]
         assert [(o.record.values["v"], e) for o, e in zip(told, ends, strict=True)] == read, about
+        every = look_up(str(tmp_path), "prices", "versions", [key], as_known_at=asked)
+        versions = {(row["valid_from"], row["valid_to"]) for row in every.to_pylist()}
+        spans = {(as_time(s.begin), s.end and as_time(s.end)) for s in history.spans}
+        assert spans <= versions, about
         first = history.found.records[0].timestamp
         assert first <= moment(as_of) or not history.found.earlier, "it is in the drawing"
         assert len(history.found.records) <= 6
