@@ -27,10 +27,9 @@ from vt_dagster.explore import costs, differences, found, keys, timeline, upstre
 from vt_dagster.explore.app import application
 from vt_dagster.provenance import in_order
 from vt_dagster.provenance.explain import explain
-from vt_dagster.provenance.logs import Log
+from vt_dagster.provenance.logs import Log, as_time
 from vt_dagster.provenance.values import Explanation, Record
 from vt_dagster.storage.lookup import look_up
-from vt_dagster.storage.values import texts
 
 EVIL = "<script>alert('k')</script>\"&"
 
@@ -133,7 +132,7 @@ def test_what_is_shown_is_text(warehouse: Path) -> None:
         ("/lateness/evil", "expected a join"),
         ("/compare?one=prices&other=evil", "expected the same columns"),
         ("/compare?one=prices&other=prices&known_other=x", "expected a time like"),
-        ("/nothing", "expected a page"),
+        ("/nothing", "expected GET and a page"),
     ],
 )
 def test_a_question_that_is_none_is_told(warehouse: Path, page: str, said: str) -> None:
@@ -180,11 +179,18 @@ def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: An
         about = (as_of, known, chance.choice([None, chance.randrange(60)]))
         micros = [None if one is None else MICROS + one * 60_000_000 for one in about]
         history = keys.key_history(str(tmp_path), "prices", [key], *micros)
-        said = None if history.answer is None else history.answer.record
-        told = None if said is None or said.is_tombstone else said.values["v"]
+        answer = history.answer
+        told = [] if answer is None or answer.record.is_tombstone else [answer]
         rows = look_up(str(tmp_path), "prices", None, [key], moment(as_of).isoformat(), True, asked)
-        read = [row["v"] for row in texts(rows)]
-        assert ([] if told is None else [told]) == read, (key, about)
+        read = [(row["v"], row["valid_to"]) for row in rows.to_pylist()]
+        ends = [None if one.end is None else as_time(one.end) for one in told]
+        assert [(o.record.values["v"], e) for o, e in zip(told, ends, strict=True)] == read, about
+        every = look_up(str(tmp_path), "prices", "versions", [key], as_known_at=asked)
+        versions = {(row["valid_from"], row["valid_to"]) for row in every.to_pylist()}
+        spans = {(as_time(s.begin), s.end and as_time(s.end)) for s in history.spans}
+        assert spans <= versions, about
+        first = history.found.records[0].timestamp
+        assert first <= moment(as_of) or not history.found.earlier, "it is in the drawing"
         assert len(history.found.records) <= 6
         shown = history.found.earlier + history.found.shown + history.found.later
         assert shown == history.found.count == look_up(str(tmp_path), "prices", "log", [key]).num_rows

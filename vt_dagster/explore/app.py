@@ -31,8 +31,8 @@ _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
 
 
 class Guard:
-    """Answers GET and HEAD alone, and only to who asked for this machine by its own name: a site whose
-    name was made to point here (DNS rebinding) sends its own name as Host."""
+    """Answers only who asks for this machine by its own name: a site whose name was made to point here
+    (DNS rebinding) sends its own name as Host."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -55,8 +55,6 @@ def _refusal(scope: Any) -> Response | None:
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
         return PlainTextResponse("expected this machine's own name as Host: open 127.0.0.1\n", 421)
-    if scope["method"] not in ("GET", "HEAD"):
-        return PlainTextResponse("expected GET: nothing can be changed here\n", 405)
     return None
 
 
@@ -78,7 +76,8 @@ def application(warehouse: str) -> Starlette:
 
     def missing(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        return pages.page("error.html", status, said=f"expected a page, got {request.url.path}")
+        said = f"expected GET and a page, got {request.method} {request.url.path}"
+        return pages.page("error.html", status, said=said)
 
     routes = [
         Route("/", pages.start),

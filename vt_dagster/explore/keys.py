@@ -112,10 +112,8 @@ def key_history(
     found = newest(log, condition, around=around, by_arrival=plain)
     if as_of is not None and _outside(found, as_of):
         around, found = as_of, newest(log, condition, around=as_of)
-    # What was not known then is not in between: versions are made of those that were.
+    # Versions are made of what was known then: of fewer records, which reach as far or further.
     mine = found if then is log else newest(then, condition, around=around, by_arrival=plain)
-    if as_of is not None and _outside(mine, as_of):
-        mine = newest(then, condition, around=as_of)
     spans = _spans(then, mine)
     horizons = horizons_of(log, then.commit) if log.versioned else {}
     refused, count = list[Rejected](), 0
@@ -143,7 +141,7 @@ def _outside(found: Found, moment: int) -> bool:
     if not found.records:
         return False
     first, last = (as_micros(found.records[place].timestamp) for place in (0, -1))
-    return (moment < first and found.earlier > 0) or (moment > last and found.later > 0)
+    return (moment < first and found.earlier > 0) or (moment >= last and found.later > 0)
 
 
 def _spans(log: Log, found: Found) -> list[Span]:
