@@ -86,7 +86,7 @@ ORDER = {
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "lookup explain lateness tables what_if check spark app",
+    "cli": "init lookup explain lateness tables what_if check spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 

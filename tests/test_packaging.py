@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.network]
 LIBRARY = {
     *(p.relative_to(ROOT).as_posix() for p in (ROOT / "vt_dagster").rglob("*") if p.suffix == ".py"),
     *("vt_dagster/py.typed", "vt_dagster/spark/log4j2.properties", "vt_dagster/spark/jars.sha256"),
+    *(p.relative_to(ROOT).as_posix() for p in (ROOT / "vt_dagster/cli/project").rglob("*.txt")),
     "vt_dagster_pytest.py",
 }
 
