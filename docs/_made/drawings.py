@@ -19,16 +19,17 @@ def x(hour: float) -> float:
 def bar(start: float, end: float, y: float, said: str, colour: str = AMBER, empty: bool = False) -> str:
     fill = "none" if empty else colour
     return (
-        f'<rect x="{x(start):.1f}" y="{y}" width="{(end - start) * HOUR - 2:.1f}" height="22" fill="{fill}" '
-        f'fill-opacity="0.3" stroke="{colour}"/>' + text(x((start + end) / 2), y + 15, said, "middle")
+        f'<rect x="{x(start):.1f}" y="{y}" width="{(end - start) * HOUR - 2:.1f}" height="22" '
+        f'fill="{fill}" fill-opacity="0.3" stroke="{colour}"/>'
+        + text(x((start + end) / 2), y + 15, said, "middle")
     )
 
 
 def dot(hour: float, y: float, said: str, colour: str = BLUE, hollow: bool = False) -> str:
     fill = "none" if hollow else colour
     return (
-        f'<circle cx="{x(hour):.1f}" cy="{y}" r="5" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
-        + text(x(hour) + 10, y + 4, said)
+        f'<circle cx="{x(hour):.1f}" cy="{y}" r="5" fill="{fill}" stroke="{colour}" '
+        'stroke-width="1.5"/>' + text(x(hour) + 10, y + 4, said)
     )
 
 
@@ -55,8 +56,18 @@ def label(y: float, *said: str) -> str:
 
 
 def versions() -> str:
-    drawn = [hours(150), label(50, "weather of JFK"), label(104, "flight B6 917"), label(134, "its data arrives")]
-    drawn += [bar(10, 11, 36, "39 °F"), bar(11, 12, 36, "41 °F"), bar(12, 13, 36, "44 °F"), bar(13, 15.4, 36, "45 °F")]
+    drawn = [
+        hours(150),
+        label(50, "weather of JFK"),
+        label(104, "flight B6 917"),
+        label(134, "its data arrives"),
+    ]
+    drawn += [
+        bar(10, 11, 36, "39 °F"),
+        bar(11, 12, 36, "41 °F"),
+        bar(12, 13, 36, "44 °F"),
+        bar(13, 15.4, 36, "45 °F"),
+    ]
     drawn += [dot(11.33, 100, "leaves at 11:20"), arrow(x(11.33), 93, x(11.33), 60, BLUE)]
     drawn += [dot(13.67, 130, "13:40: joined with 41 °F, not with 45", GREEN)]
     return svg(W, 155, "versions of a table and a record that is joined as of its time", drawn)
@@ -72,18 +83,28 @@ def out_of_order() -> str:
 
 def grace() -> str:
     drawn = [hours(215), label(46, "1: order of 11:00"), label(80, "2: price of 10:30", "(late)")]
-    drawn += [label(120, "3: order of 12:00"), label(154, "4: order of 12:30"), label(190, "5: order of 10:45")]
+    drawn += [
+        label(120, "3: order of 12:00"),
+        label(154, "4: order of 12:30"),
+        label(190, "5: order of 10:45"),
+    ]
     drawn += [dot(11, 42, "waits: stream time 11:00 < 11:00 + grace 1:00")]
     drawn += [dot(10.5, 76, "is in time: the order of 11:00 still waits", AMBER)]
-    drawn += [dot(12, 116, "stream time 12:00: the order of 11:00 goes out, with the price of 10:30", GREEN)]
+    drawn += [
+        dot(12, 116, "stream time 12:00: the order of 11:00 goes out, with the price of 10:30", GREEN)
+    ]
     drawn += [dot(12.5, 150, "waits in its turn")]
-    drawn += [dot(10.75, 186, "late: 10:45 < stream time 12:30 − 1:00. Joined at once, is_late", RED)]
+    drawn += [
+        dot(10.75, 186, "late: 10:45 < 12:30, stream time, less 1:00. Joined at once, is_late", RED)
+    ]
     return svg(W, 218, "a stream record waits for the grace period", drawn)
 
 
 def retention() -> str:
     drawn = [hours(150), label(46, "stream time 14:00,", "history retention 3 h")]
-    drawn += [f'<rect x="{x(11)}" y="36" width="{3 * HOUR}" height="22" fill="{GREEN}" fill-opacity="0.2"/>']
+    drawn += [
+        f'<rect x="{x(11)}" y="36" width="{3 * HOUR}" height="22" fill="{GREEN}" fill-opacity="0.2"/>'
+    ]
     drawn += [text(x(12.5), 51, "what the table remembers and accepts", "middle")]
     drawn += [dot(14, 84, "the largest timestamp so far"), dot(11, 110, "exactly 3 h: accepted", GREEN)]
     drawn += [dot(10.5, 136, "older: refused, counted, kept in quarantine (late)", RED)]
@@ -96,7 +117,11 @@ def known() -> str:
     rows = [
         ("Monday", [(10, 15.4, "1.0")], "1.0 of 10:00 is recorded"),
         ("Tuesday", [(10, 12, "1.0"), (12, 15.4, "1.4")], "1.4 of 12:00 is recorded"),
-        ("Wednesday", [(10, 11, "1.0"), (11, 12, "1.2"), (12, 15.4, "1.4")], "1.2 of 11:00 is recorded: late"),
+        (
+            "Wednesday",
+            [(10, 11, "1.0"), (11, 12, "1.2"), (12, 15.4, "1.4")],
+            "1.2 of 11:00 is recorded: late",
+        ),
     ]
     for number, (day, bars, said) in enumerate(rows):
         y = top + number * step
@@ -108,10 +133,20 @@ def known() -> str:
 
 
 def corrections() -> str:
-    drawn = [hours(196), label(50, "prices"), label(92, "order of 11:30"), label(130, "a late price"), label(178, "its row after that")]
+    drawn = [
+        hours(196),
+        label(50, "prices"),
+        label(92, "order of 11:30"),
+        label(130, "a late price"),
+        label(178, "its row after that"),
+    ]
     drawn += [bar(10, 12, 36, "1.0"), bar(12, 15.4, 36, "1.4")]
     drawn += [dot(11.5, 88, "revision 0: price 1.0", GREEN), arrow(x(11.5), 80, x(11.5), 60, GREEN)]
-    drawn += [dot(11, 126, "1.2, true from 11:00 to 12:00: who was joined in that time is looked up anew", RED)]
+    drawn += [
+        dot(
+            11, 126, "1.2, true from 11:00 to 12:00: who was joined in that time is looked up anew", RED
+        )
+    ]
     drawn += [dot(11.5, 174, "revision 1: price 1.2; old: 1.0; cause: the late price's offset", GREEN)]
     return svg(W, 198, "a late price corrects the row of an order", drawn)
 
@@ -119,12 +154,20 @@ def corrections() -> str:
 def log_and_view() -> str:
     drawn = [label(14, "log: what was said, in order of arrival; never changed")]
     columns = ["offset", "product", "price", "timestamp", "is_latest"]
-    rows = [["0", "apple", "1.0", "10:00", "true"], ["1", "apple", "1.4", "14:00", "true"], ["2", "apple", "1.2", "12:00", "false"]]
+    rows = [
+        ["0", "apple", "1.0", "10:00", "true"],
+        ["1", "apple", "1.4", "14:00", "true"],
+        ["2", "apple", "1.2", "12:00", "false"],
+    ]
     drawn += _table(4, 26, columns, rows, 70)
     drawn += [arrow(370, 66, 446, 66), text(408, 58, "fold", "middle", GREY)]
     drawn += [text(456, 14, "view: what is true when", colour=GREY)]
     columns = ["product", "price", "valid_from", "valid_to"]
-    rows = [["apple", "1.0", "10:00", "12:00"], ["apple", "1.2", "12:00", "14:00"], ["apple", "1.4", "14:00", "null"]]
+    rows = [
+        ["apple", "1.0", "10:00", "12:00"],
+        ["apple", "1.2", "12:00", "14:00"],
+        ["apple", "1.4", "14:00", "null"],
+    ]
     drawn += _table(456, 26, columns, rows, 95)
     return svg(W, 116, "a log of three records and the view that is made of it", drawn)
 
@@ -136,13 +179,17 @@ def _table(left: float, top: float, head: list[str], rows: list[list[str]], widt
         for column, said in enumerate(row):
             colour = GREY if number == 0 else "currentColor"
             drawn.append(text(left + column * width + 4, y + 14, said, colour=colour))
-        drawn.append(f'<path d="M{left} {y + 20}h{len(head) * width}" stroke="{GREY}" stroke-opacity="0.4"/>')
+        drawn.append(
+            f'<path d="M{left} {y + 20}h{len(head) * width}" stroke="{GREY}" stroke-opacity="0.4"/>'
+        )
     return drawn
 
 
 def _box(left: float, top: float, width: float, lines: list[str], colour: str = BLUE) -> str:
     height = 16 * len(lines) + 12
-    said = "".join(text(left + width / 2, top + 18 + 16 * n, one, "middle") for n, one in enumerate(lines))
+    said = "".join(
+        text(left + width / 2, top + 18 + 16 * n, one, "middle") for n, one in enumerate(lines)
+    )
     return (
         f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="6" fill="{colour}" '
         f'fill-opacity="0.15" stroke="{colour}"/>{said}'
@@ -163,9 +210,24 @@ def run() -> str:
         drawn.append(_box(4 + number * 143, 10, 122, lines, colour))
         if number:
             drawn.append(arrow(4 + number * 143 - 21, 40, 4 + number * 143 - 2, 40))
-    drawn += [text(4, 96, "killed here: nothing has happened; the next run takes the same records", colour=GREY)]
-    drawn += [f'<path d="M4 78H{4 + 4 * 143 + 122}" stroke="{RED}"/>', f'<path d="M{4 + 5 * 143} 78h122" stroke="{GREEN}"/>']
-    drawn += [text(W - 8, 112, "killed here: it has happened; the next run brings the view up to date", "end", GREY)]
+    drawn += [
+        text(
+            4, 96, "killed here: nothing has happened; the next run takes the same records", colour=GREY
+        )
+    ]
+    drawn += [
+        f'<path d="M4 78H{4 + 4 * 143 + 122}" stroke="{RED}"/>',
+        f'<path d="M{4 + 5 * 143} 78h122" stroke="{GREEN}"/>',
+    ]
+    drawn += [
+        text(
+            W - 8,
+            112,
+            "killed here: it has happened; the next run brings the view up to date",
+            "end",
+            GREY,
+        )
+    ]
     return svg(W, 120, "a run from pin to follow", drawn)
 
 

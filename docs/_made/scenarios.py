@@ -114,6 +114,8 @@ def _drawn(scenario: Scenario) -> list[str]:
     error = scenario.get("expected_error")
     found = [f'<div class="timeline">{picture(scenario)}</div>'] if scenario["records"] else []
     if error:
-        when = "when definitions load" if error["at"] == "build" else f"at record {error['trigger'] + 1}"
+        when = (
+            "when definitions load" if error["at"] == "build" else f"at record {error['trigger'] + 1}"
+        )
         found += ["", f"**Refused {when}**; Kafka Streams says: {_plain(error['message'] or '')}"]
     return found

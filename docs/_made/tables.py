@@ -43,7 +43,11 @@ def differences(words: str) -> str:
 
 def rules() -> str:
     return "\n".join(
-        ["| rule | what it decides |", "|---|---|", *(f"| `{r.name}` | {r.says} |" for r in RULES.values())]
+        [
+            "| rule | what it decides |",
+            "|---|---|",
+            *(f"| `{r.name}` | {r.says} |" for r in RULES.values()),
+        ]
     )
 
 
@@ -92,7 +96,14 @@ def commands() -> str:
 def _command(name: str, command: click.Command) -> list[str]:
     about = " ".join((command.help or "").split())
     given = [str(p.name).upper() for p in command.params if p.param_type_name == "argument"]
-    parts = [f"## vt-dagster {name}", "", _escaped(about), "", f"`{' '.join(['vt-dagster', name, *given])}`", ""]
+    parts = [
+        f"## vt-dagster {name}",
+        "",
+        _escaped(about),
+        "",
+        f"`{' '.join(['vt-dagster', name, *given])}`",
+        "",
+    ]
     options = [p for p in command.params if p.name != "help"]
     if options:
         parts += ["| option | what it says |", "|---|---|"]

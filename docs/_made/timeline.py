@@ -46,7 +46,7 @@ class Axis:
     def __init__(self, times: Sequence[int]) -> None:
         self.low, self.high = min(times), max(times)
         self.coarse = self.high >= 1_000_000
-        self.scale = (RIGHT - LEFT - 30) / max(1, self.high - self.low)
+        self.scale = (RIGHT - LEFT - 70) / max(1, self.high - self.low)
 
     def x(self, time: int) -> float:
         return LEFT + 15 + (min(max(time, self.low), self.high) - self.low) * self.scale
@@ -87,7 +87,7 @@ def picture(scenario: Mapping[str, Any]) -> str:
             )
         if time is not None and record.get("call") != "get":
             newest = max(newest, time)
-            path += f"{'L' if path else 'M'}{axis.x(newest):.1f} {y}"
+            path += f"V{y}H{axis.x(newest):.1f}" if path else f"M{axis.x(newest):.1f} {y}"
         for turn, result in enumerate(results):
             drawn += _result(result, y + turn * ROW, axis, store)
         y += ROW * max(1, len(results))
@@ -141,7 +141,7 @@ def _result(result: Entry, y: float, axis: Axis, store: bool) -> Iterator[str]:
     window = ""
     if result.get("window_start") is not None:
         ends = (moment(result[k], axis.coarse) for k in ("window_start", "window_end"))
-        window = f" in {'–'.join(ends)}"
+        window = f" in {' to '.join(ends)}"
     when = moment(result["timestamp"], axis.coarse)
     yield text(RIGHT + 8, y + 4, f"{key}: {shown(result['value'])}{window} @ {when}", colour=GREEN)
 
@@ -162,9 +162,9 @@ def _versions(store: Sequence[Entry], axis: Axis, top: float) -> Iterator[str]:
         yield text(24, y + 12, f"in the end, {key}:", colour=GREY)
         for version in (e for e in store if str(e["key"]) == key):
             left = axis.x(version["valid_from"])
-            right = axis.x(axis.high if version["valid_to"] is None else version["valid_to"])
+            right = RIGHT - 4 if version["valid_to"] is None else axis.x(version["valid_to"])
             yield (
-                f'<rect x="{left:.1f}" y="{y + 2}" width="{max(14.0, right - left - 1):.1f}" height="14" '
-                f'fill="{AMBER}" fill-opacity="0.25" stroke="{AMBER}"/>'
+                f'<rect x="{left:.1f}" y="{y + 2}" width="{max(14.0, right - left - 1):.1f}" '
+                f'height="14" fill="{AMBER}" fill-opacity="0.25" stroke="{AMBER}"/>'
             )
             yield text(left + 4, y + 13, str(version["value"]))
