@@ -85,6 +85,9 @@ def test_python(page: Path, shop: Path, spark: SparkSession, monkeypatch: pytest
             names[name](lambda *nodes: TopologyTestDriver(*nodes, spark=spark))
 
 
+@pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning")
+@pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.PreviewWarning")
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 @pytest.mark.parametrize("page", pages_with("yaml"))
 def test_yaml(page: Path) -> None:
     for block in (b for b in blocks(page) if b.language == "yaml"):

@@ -18,6 +18,12 @@ from vt_dagster.cli import app
 from vt_dagster.errors import DefinitionsError
 from vt_dagster.testing import TopologyTestDriver
 
+pytestmark = [  # of Dagster's own code, where it loads a folder of definitions
+    pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning"),
+    pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.PreviewWarning"),
+    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
+]
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

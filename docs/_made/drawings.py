@@ -95,7 +95,7 @@ def grace() -> str:
     ]
     drawn += [dot(12.5, 150, "waits in its turn")]
     drawn += [
-        dot(10.75, 186, "late: 10:45 < 12:30, stream time, less 1:00. Joined at once, is_late", RED)
+        dot(10.75, 186, "10:45 is late: 12:30 less 1:00 is past it. Joined at once, is_late", RED)
     ]
     return svg(W, 218, "a stream record waits for the grace period", drawn)
 
