@@ -15,7 +15,7 @@ from tests.built import ROOT, distributions
 
 pytestmark = [pytest.mark.endurance, pytest.mark.network, pytest.mark.timeout(2_400)]
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST = (ROOT / "docs" / "start" / "files.md").read_text(encoding="utf-8")
 PRICES = "product,price,at\napple,1.0,2026-01-31T10:00:00Z\napple,1.2,2026-01-31T14:00:00Z\n"
 LATE_PRICE = "product,price,at\npear,2.5,2026-01-31T16:00:00Z\n"
 ANOTHER_ORDER = "order_id,product,ordered_at\n6,apple,2026-01-31T18:00:00Z\n"
@@ -119,7 +119,7 @@ def test_a_project(newcomer: Newcomer, flavour: str) -> None:
 
 
 def test_in_python(newcomer: Newcomer) -> None:
-    code = re.search(r"## Your own table in 15 lines\s+```python\n(.*?)```", README, re.DOTALL)
+    code = re.search(r"# Your own table in 15 lines\s+```python[^\n]*\n(.*?)```", FIRST, re.DOTALL)
     assert code is not None
     module = newcomer.home / "prices.py"
     module.write_text(code.group(1))
