@@ -1,20 +1,17 @@
 """What the pages of the documentation speak of without declaring it: a shop, its orders and prices."""
 
+# ruff: noqa: F401, F403
 from datetime import timedelta
 
+import dagster as dg
+import pandas as pd
 import pandera.pyspark as pa
+import polars as pl
 import pyspark.sql.types as T
 
 import vt_dagster
-from vt_dagster import *  # noqa: F403
-from vt_dagster import (
-    FilesSource,
-    Stream,
-    TumblingWindow,
-    VersionedTable,
-)
-
-__all__ = [name for name in globals() if not name.startswith("_")]
+from vt_dagster import *
+from vt_dagster import FilesSource, Stream, TumblingWindow, VersionedTable, build_definitions
 
 
 class Price(pa.DataFrameModel):
@@ -86,8 +83,8 @@ class Sale(pa.DataFrameModel):
     at: T.TimestampType
 
 
-def _landing(name: str) -> FilesSource:
-    return FilesSource(f"landing/{name}", format="csv", optional=["category", "shop", "note", "amount"])
+def _landing(name: str, *optional: str) -> FilesSource:
+    return FilesSource(f"landing/{name}", format="csv", optional=list(optional))
 
 
 def _table(name: str, key: str, schema: type) -> VersionedTable:
@@ -101,13 +98,21 @@ prices = VersionedTable(
     schema=Price,
     timestamp="at",
     history_retention=timedelta(days=30),
-    source=_landing("prices"),
+    source=_landing("prices", "category"),
 )
 orders = Stream(
-    "orders", key="product", schema=Order, timestamp="ordered_at", source=_landing("orders")
+    "orders",
+    key="product",
+    schema=Order,
+    timestamp="ordered_at",
+    source=_landing("orders", "shop", "note", "amount"),
 )
 returns = Stream(
-    "returns", key="product", schema=Order, timestamp="ordered_at", source=_landing("returns")
+    "returns",
+    key="product",
+    schema=Order,
+    timestamp="ordered_at",
+    source=_landing("returns", "shop", "note", "amount"),
 )
 payments = Stream(
     "payments", key="product", schema=Payment, timestamp="at", source=FilesSource("landing/payments")
