@@ -91,7 +91,7 @@ def _heading(scenario: Scenario) -> str:
 
 def _plain(text: str) -> str:
     """A text in which nothing is markup."""
-    return re.sub(r"([<>*_\[\]])", r"\\\1", text)
+    return re.sub(r"([*_\[\]])", r"\\\1", text.replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def _config(config: Mapping[str, Any]) -> str:

@@ -106,9 +106,10 @@ def _command(name: str, command: click.Command) -> list[str]:
     ]
     options = [p for p in command.params if p.name != "help"]
     if options:
-        parts += ["| option | what it says |", "|---|---|"]
+        parts += ["| argument or option | what it says |", "|---|---|"]
     for one in options:
         said = " ".join((getattr(one, "help", None) or "").split()).replace("|", "\\|")
-        shown = ", ".join(f"`{o}`" for o in (*one.opts, *one.secondary_opts))
+        given = one.param_type_name == "argument"
+        shown = ", ".join(f"`{o.upper() if given else o}`" for o in (*one.opts, *one.secondary_opts))
         parts.append(f"| {shown} | {_escaped(said)} |")
     return [*parts, ""]

@@ -76,20 +76,17 @@ def picture(scenario: Mapping[str, Any]) -> str:
         else:
             results = [e for e in expected if e["trigger"] == number]
         time = record.get("timestamp", record.get("as_of"))
-        lead = (GREY, 1.0) if record.get("call") == "get" else (_colour(record), 1.0)
+        asked = record.get("call") == "get"
+        colour = GREY if asked else _colour(record)
         drawn.append(text(4, y + 4, f"{number + 1}", colour=GREY))
-        drawn.append(text(24, y + 4, _told(record, axis.coarse)[:34], colour=lead[0]))
-        if time is not None:
-            fill = "none" if record.get("call") == "get" or _is_null(record) else lead[0]
-            drawn.append(
-                f'<circle cx="{axis.x(time):.1f}" cy="{y}" r="4.5" fill="{fill}" stroke="{lead[0]}" '
-                'stroke-width="1.5"/>'
-            )
-        if time is not None and record.get("call") != "get":
+        drawn.append(text(24, y + 4, _told(record, axis.coarse)[:34], colour=colour))
+        if time is not None and not asked:
             newest = max(newest, time)
             path += f"V{y}H{axis.x(newest):.1f}" if path else f"M{axis.x(newest):.1f} {y}"
         for turn, result in enumerate(results):
             drawn += _result(result, y + turn * ROW, axis, store)
+        if time is not None:
+            drawn.append(_dot(axis.x(time), y, colour, hollow=asked or _is_null(record)))
         y += ROW * max(1, len(results))
     drawn.insert(0, f'<path d="{path}" fill="none" stroke="{RED}" stroke-dasharray="2 4"/>')
     drawn[:0] = axis.drawn(y)
@@ -101,6 +98,12 @@ def picture(scenario: Mapping[str, Any]) -> str:
         drawn.append(bar)
     height = int(bottom + ROW * len({e["key"] for e in scenario.get("final_store") or []}) + 8)
     return svg(WIDTH, height, f"timeline of {scenario['name']}", drawn)
+
+
+def _dot(x: float, y: float, colour: str, hollow: bool) -> str:
+    fill = "var(--md-default-bg-color, #fff)" if hollow else colour
+    style = f"fill:{fill};stroke-width:1.5"
+    return f'<circle cx="{x:.1f}" cy="{y}" r="4" style="{style}" stroke="{colour}"/>'
 
 
 def _colour(record: Entry) -> str:
@@ -134,8 +137,9 @@ def _result(result: Entry, y: float, axis: Axis, store: bool) -> Iterator[str]:
     at = axis.x(result["timestamp"])
     fill = "none" if result["value"] is None else GREEN
     yield (
-        f'<path d="M{at:.1f} {y - 6}l6 6l-6 6l-6 -6z" fill="{fill}" stroke="{GREEN}"/>'
-        f'<path d="M{at + 8:.1f} {y}H{RIGHT}" stroke="{GREEN}" stroke-opacity="0.3"/>'
+        f'<path d="M{at:.1f} {y - 8}l8 8l-8 8l-8 -8z" fill="{fill}" fill-opacity="0.5" '
+        f'stroke="{GREEN}"/>'
+        f'<path d="M{at + 10:.1f} {y}H{RIGHT}" stroke="{GREEN}" stroke-opacity="0.3"/>'
     )
     key = "no key" if result["key"] is None else result["key"]
     window = ""
