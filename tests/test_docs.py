@@ -31,6 +31,7 @@ ORDERS = "order_id,product,ordered_at\n1,apple,2026-01-31T11:00:00Z\n2,apple,202
 
 sys.path.insert(0, str(DOCS / "_made"))
 import drawings  # noqa: E402  # pyright: ignore[reportMissingImports]
+import hook  # noqa: E402  # pyright: ignore[reportMissingImports]
 import scenarios  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
@@ -180,3 +181,33 @@ def test_drawings_are_pictures_with_a_name(name: str) -> None:
     drawn = ElementTree.fromstring(drawings.DRAWINGS[name]())
     assert drawn.attrib["aria-label"]
     assert any(f"made: drawing {name} " in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+class _Page:
+    class file:
+        src_uri = "a.md"
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        '<script src="https://cdn.example/x.js">',
+        '<img alt="a" src=//cdn.example/x.png>',
+        '<link href="https://fonts.example/css" rel="stylesheet">',
+        '<link rel=preconnect href="https://fonts.example">',
+    ],
+)
+def test_a_page_that_loads_from_elsewhere_is_refused(loads: str) -> None:
+    assert hook.on_post_page('<a href="https://a.example">to read</a>', _Page) is not None
+    with pytest.raises(hook.PluginError, match="loads from another site"):
+        hook.on_post_page(loads, _Page)
+
+
+def test_links_of_files_that_lie_elsewhere() -> None:
+    text = "[a](docs/start/files.md#a-test) [b](tests/README.md) [c](Makefile) [d](https://e.example)"
+    assert hook.linked(text, "README.md", "index.md") == (
+        "[a](start/files.md#a-test) [b](faults.md) `Makefile` [d](https://e.example)"
+    )
+    assert hook.linked("[r](README.md#a-run)", "bench/large_site.md", "benchmarks/large_site.md") == (
+        "[r](../benchmarks/index.md#a-run)"
+    )

@@ -55,13 +55,11 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def show() -> None:
-    table = Table("visit", "customer", "bought", "score: as known then", "with the leak")
+    table = Table("visit", "customer", "bought", "as known then", "with the leak")
     for row, leak in zip(rows_of("examples"), rows_of("leaky"), strict=True):
         told = [f"{row['timestamp']:%d %b %H:%M}", row["customer"], str(row["bought"])]
         differs = row["score"] != leak["score"]
-        table.add_row(
-            *told, str(row["score"]), f"{leak['score']}{'  <- not known yet' if differs else ''}"
-        )
+        table.add_row(*told, str(row["score"]), f"{leak['score']}{'  <- leak' if differs else ''}")
     Console().print(table)
     manifests = sorted(Path(SETS / "examples" / "_manifests").glob("*.json"))
     print(f"the same set again, whatever is backfilled: a run with config manifest: {manifests[-1]}")
