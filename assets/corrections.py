@@ -9,11 +9,12 @@ from typing import Any
 import pandas as pd
 import pyarrow.compute as pc
 
+from assets.answers import why
 from assets.landing import LateWeather
 from assets.topology import PUBLISHED, aircraft
 from resources import spark, warehouse
 from vt_dagster import read
-from vt_dagster.columns import CAUSE, OFFSET, OLD, RECORDED_AT, REVISION, TIMESTAMP
+from vt_dagster.columns import CAUSE, OFFSET, OLD, PARTITION, RECORDED_AT, REVISION, TIMESTAMP
 from vt_dagster.runs.erase import erase
 
 Say = Callable[[str], None]
@@ -34,7 +35,9 @@ def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
         "when its flights had been joined:\n"
         f"  {len(corrected):,} flights were corrected, {too_late:,} were too old to be"
     )
-    _before_and_now(max(corrected, key=_change), weather, say)
+    most = max(corrected, key=_change)
+    _before_and_now(most, weather, say)
+    why("A corrected row", "flights_corrected", most[PARTITION], most[OFFSET], say)
     expected = _by_pandas(weather)
     say("  not as pandas joins all that has landed (merge_asof):")
     for name in ("flights_corrected", "flights_with_weather"):

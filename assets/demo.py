@@ -16,9 +16,10 @@ from pyspark.sql import functions as F
 from rich.console import Console
 from rich.table import Table as TextTable
 
+from assets import answers
 from assets.landing import LateWeather, write_landing
 from resources import DATA, LANDING, spark, warehouse
-from vt_dagster.columns import IS_LATE, IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import IS_LATE, IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import VtDagsterError
 from vt_dagster.storage.store import AssetStore
 
@@ -69,6 +70,7 @@ def run() -> None:
     _bad_weather()
     _board()
     corrections.late_weather(LATE, _totals("flights_corrected")["corrections_too_late"], _plain)
+    answers.what_else(_plain)
     corrections.forgotten_aircraft(_plain)
     say(started, "done")
     console.print(f"\nTables: {warehouse.path}/<asset>/log and /view (Delta Lake)")
@@ -165,6 +167,7 @@ def _explain_late_record() -> None:
         f"{later.valid_to.strftime('%m-%d %H:%M') if later.valid_to else 'now'}: "
         f"{later.temp} °F, wind {later.wind_speed:.1f} mph   <- what a join by arrival would take"
     )
+    answers.why("A late record", "flights_with_weather", flight[PARTITION], flight[OFFSET], _plain)
 
 
 def _fleet() -> None:
@@ -216,6 +219,7 @@ def _hours() -> None:
         f"  {told:,} hours, each told once; {so_far['dropped']:,} flights were known only when their "
         f"hour had closed"
     )
+    answers.why("An aggregate's row", "hourly_departures", busy[PARTITION], busy[OFFSET], _plain)
 
 
 def _bad_weather() -> None:

@@ -156,6 +156,8 @@ def json_lines(
     keys: int,
     late: int = 5,
     reach: int | None = None,
+    step: int | None = None,
+    seed: int = 4,
 ) -> Path:
     """One file of JSON lines: arrivals ``first`` to ``first + rows`` of ``total``.
 
@@ -163,11 +165,14 @@ def json_lines(
 
     Args:
         late, reach: one of so many records is late, by up to the time of so many.
+        step: from one record to the next, microseconds; None: all of them are a year.
+        seed: of the keys.
     """
     reach = min(total // 5, 20_000) if reach is None else reach
-    path = DATA / f"lines-{first}-{rows}-{total}-{keys}-{late}-{reach}-v{LAYOUT}.jsonl"
+    told = "" if step is None else f"-{step}-{seed}"
+    path = DATA / f"lines-{first}-{rows}-{total}-{keys}-{late}-{reach}{told}-v{LAYOUT}.jsonl"
     if not path.exists():
-        records = _arrivals(spark, first, rows, total, keys, 1, reach, late)
+        records = _arrivals(spark, first, rows, total, keys, 1, reach, late, step, seed)
         whole = records.drop("id").withColumn(
             "at", F.date_format("at", "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'")
         )
@@ -187,17 +192,19 @@ def _arrivals(
     files: int,
     reach: int,
     one_in: int = 5,
+    step: int | None = None,
+    seed: int = 4,
 ) -> DataFrame:
     """``id, key, price, grade, at``; no two records of a key have the same time.
 
     Args:
         reach: one record in ``one_in`` is late, by up to the time of so many.
     """
-    step = SPAN // total
+    step = SPAN // total if step is None else step
     late = F.when(noise(9, "id") % one_in == 0, 1 + noise(10, "id") % reach).otherwise(F.lit(0))
     return spark.range(first, first + rows, 1, files).select(
         "id",
-        (noise(4, "id") % keys).alias("key"),
+        (noise(seed, "id") % keys).alias("key"),
         price().alias("price"),
         grade().alias("grade"),
         F.timestamp_micros(

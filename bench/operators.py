@@ -39,8 +39,6 @@ STREAMED = "Structured Streaming, update mode, one batch, to Delta"
 CENTS = {"n": "count(*)", "total": "sum(cast(price * 100 as bigint))"}
 DAY = timedelta(days=1)
 GRACE = 10 * DAY
-NEAR = timedelta(hours=44)
-"""A key has a record in twice that time, more or less, where there are a million of 10,000 keys."""
 RATE = StructType(
     [
         StructField("grade", StringType()),
@@ -70,10 +68,7 @@ def topology(home: Path) -> dict[str, Stream]:
     rates = VersionedTable(
         "rates", key="grade", schema=RATE, history_retention=timedelta(days=3650), **about("rates")
     )
-    orders, payments = (
-        Stream(name, key="key", schema=generate.RECORD, **about(name))
-        for name in ("orders", "payments")
-    )
+    orders = Stream("orders", key="key", schema=generate.RECORD, **about("orders"))
     both, totals = ["left.*", "right.price as other"], {"n": "count(*)", "total": "sum(price)"}
     by_grade = left.group_by("grade")
     count = {"n": "count(*)"}
@@ -82,7 +77,7 @@ def topology(home: Path) -> dict[str, Stream]:
     sessions = orders.group_by().windowed_by(SessionWindow(2 * DAY, GRACE))
     monthly = tumbling.aggregate(count, name="monthly")
     nodes: list[Stream] = [
-        *(left, right, rates, orders, payments, monthly),
+        *(left, right, rates, orders, monthly),
         hopping.aggregate(count, name="hopping"),
         sessions.aggregate(count, name="sessions"),
         monthly.suppress(UntilWindowCloses(), name="closed"),
@@ -93,13 +88,6 @@ def topology(home: Path) -> dict[str, Stream]:
         left.join(right, name="both", select=both),
         left.join(right, name="both_once", select=both, emit="per_run"),
         orders.left_join(left, name="joined", select=["left.*", "right.price as of_table"]),
-        orders.join(
-            payments,
-            within=NEAR,
-            grace=10 * GRACE,
-            name="paid",
-            select=["left.*", "right.price as paid"],
-        ),
         left.join(rates, foreign_key="grade", name="rated", select=["left.*", "right.rate"]),
     ]
     return {node.name: node for node in nodes}
@@ -237,17 +225,6 @@ def rated(prices: DataFrame, rates: DataFrame) -> DataFrame:
     return left.join(right, "grade").where(both)
 
 
-def near(orders: DataFrame, payments: DataFrame) -> DataFrame:
-    right = payments.select(
-        F.col("key").alias("of"), F.col(TIMESTAMP).alias("paid_at"), F.col("price").alias("paid")
-    )
-    time, span = F.col("paid_at"), F.lit(NEAR)
-    within = time.between(F.col(TIMESTAMP) - span, F.col(TIMESTAMP) + span)
-    left = orders.select("key", "price", "grade", TIMESTAMP)
-    found = left.join(right, (F.col("key") == F.col("of")) & within)
-    return found.select("key", "price", "grade", "paid", F.greatest(TIMESTAMP, time).alias(TIMESTAMP))
-
-
 def last_rated(updates: DataFrame) -> DataFrame:
     return updates.where("l_to is null and r_to is null")
 
@@ -263,7 +240,6 @@ CASES = [
     Case("aggregate of whole numbers, per run", "cents_once", 3.0, whole),
     Case("table-table join, every update", "both", 1.5, last_pair, pairs),
     Case("table-table join, per run", "both_once", 3.0, pair),
-    Case("stream-stream join", "paid", 1.3, near),
     Case("foreign-key join, every update", "rated", 1.5, last_rated, rated),
 ]
 
@@ -271,7 +247,7 @@ CASES = [
 def prepare(spark: SparkSession, home: Path, rows: int, nodes: dict[str, Stream]) -> None:
     """The logs of the sources, and of the windows that are suppressed."""
     keys = min(KEYS, rows // 10)
-    sizes = {"prices": rows, "others": rows // 5, "orders": rows + 1, "payments": rows}
+    sizes = {"prices": rows, "others": rows // 5, "orders": rows + 1}
     for name, many in sizes.items():
         (home / name).mkdir(parents=True)
         shutil.copy(generate.json_lines(spark, 0, many, many, keys), home / name / "1.jsonl")
@@ -284,7 +260,7 @@ def prepare(spark: SparkSession, home: Path, rows: int, nodes: dict[str, Stream]
         ),
     )
     rates.coalesce(1).write.mode("append").json(str(home / "rates"))
-    for name in ("prices", "others", "orders", "payments", "rates", "monthly"):
+    for name in ("prices", "others", "orders", "rates", "monthly"):
         run_once(nodes[name], stores_of(str(home / "warehouse"), spark))
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import as_of_join
 import corrections
+import explore
 import incremental_run
 import kafka_throughput
 import operators
 import plot
 import processes
 import snapshot_diff
+import stream_join
 import through_dagster
 import upkeep
 import versioned_put
@@ -87,9 +89,11 @@ PARTS: dict[str, Callable[[SparkSession, Sizes, int, Outputs], tuple[list[Result
     "put": lambda s, n, repeat, out: versioned_put.run(s, n.put, repeat, out),
     "snapshot": lambda s, n, repeat, out: snapshot_diff.run(s, n.put, repeat, out),
     "operators": lambda s, n, repeat, out: operators.run(s, n.operators, repeat, out),
+    "stream-join": lambda s, n, repeat, out: stream_join.run(s, n.stream, repeat, out),
     "corrections": lambda s, n, repeat, out: corrections.run(s, n.operators, repeat, out),
     "dagster": lambda s, n, repeat, out: through_dagster.run(s, n.operators // 4, repeat, out),
     "gates": lambda s, n, repeat, out: upkeep.gates(s, n.tables[0], n.new, repeat, out),
+    "explore": lambda _, n, repeat, out: explore.run(n.tables[-1], repeat, out),
     "expiry": lambda s, n, repeat, out: upkeep.expiry(s, n.tables[:2], n.new, repeat, out),
 }
 

@@ -110,19 +110,17 @@ def _operators(left: Any, right: Any, clicks: Any, views: Any) -> list[Any]:
     }
     grouped = clicks.group_by("g").aggregate(COUNTED, name="of_clicks")
     return [
-        left.join(right, name="inner", select=JOINED),
         left.outer_join(right, name="outer", select=JOINED),
-        right.left_join(left, name="by_left", select=JOINED),
         left.join(right, foreign_key="g", name="refers", select=JOINED),
-        left.left_join(right, foreign_key="g", name="may_refer", select=JOINED),
         left.group_by("g").aggregate(COUNTED, name="of_left"),
-        right.group_by("g").aggregate(COUNTED, name="of_right"),
         grouped,
         *windowed.values(),
         windowed["tumbling"].suppress(UntilWindowCloses(), name="final"),
         grouped.suppress(UntilTimeLimit(2 * MINUTE), name="limited"),
-        clicks.left_join(views, name="seen", select=JOINED, **WITHIN),
         clicks.outer_join(views, name="either", select=JOINED, **WITHIN),
+        clicks.outer_join(
+            views, name="amended", select=JOINED, within=MINUTE, corrected_for=timedelta(days=1)
+        ),
         clicks.left_join(left, name="corrected", select=JOINED, corrected_for=timedelta(days=1)),
         clicks.left_join(
             left,

@@ -31,6 +31,8 @@ from vt_dagster.topology.windowing import (
 
 START = 1_600_000_000
 FILES = 4
+NEAR = timedelta(seconds=500)
+"""There are a thousand offers in twice that time."""
 SETTINGS = {
     "spark.driver.memory": "1g",
     "spark.executor.memory": "1g",
@@ -68,6 +70,20 @@ class Shop:
         )
         self.priced = self.orders.left_join(
             self.prices, name="priced", select=["left.*", "right.price"]
+        )
+        self.offers = Stream(
+            "offers",
+            key="product",
+            schema=_schema("price"),
+            timestamp="at",
+            source=FilesSource(str(folder / "prices"), pattern="*.txt"),
+        )
+        self.near = self.orders.join(
+            self.offers,
+            within=NEAR,
+            grace=timedelta(hours=1),
+            name="near",
+            select=["left.*", "right.price"],
         )
 
     @property
@@ -126,6 +142,13 @@ class Shop:
         names = ["joined", "wrong", "joined_sum", "versions", "current", "versions_sum"]
         return dict(zip(names, [*found, *ends], strict=True))
 
+    def run_near(self, spark: SparkSession) -> list[int]:
+        """One run of each stream and of their join: how many matches, and what they say."""
+        for node in (self.orders, self.offers, self.near):
+            run_once(node, stores_of(self.warehouse, spark))
+        found = AssetStore(self.warehouse, self.near, spark).read()
+        return [*found.agg(F.count(F.lit(1)), F.sum("price"), F.sum("due")).collect()[0]]
+
     def run_operators(self, spark: SparkSession) -> dict[str, list[int]]:
         """One run of each operator: rows of its log, of its table, and what these say."""
         for node in (self.prices, self.orders):
@@ -147,4 +170,5 @@ if __name__ == "__main__":
     jvm: Any = session.sparkContext._jvm
     assert jvm.java.lang.Runtime.getRuntime().maxMemory() <= 2**30, "the driver has more than 1 GB"
     shop = Shop(Path(sys.argv[2]))
-    print(json.dumps(shop.run_operators(session) if "operators" in sys.argv else shop.run(session)))
+    runs = {"operators": shop.run_operators, "near": shop.run_near}
+    print(json.dumps(runs.get(sys.argv[-1], shop.run)(session)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import dagster as dg
@@ -11,7 +13,9 @@ import pytest
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from tests.market import Market, checks, record
+from tests.market import Market, checks, messages, record, run
+from vt_dagster import TopologyError, build_freshness_check
+from vt_dagster.orchestration import freshness
 from vt_dagster.runs import audit
 from vt_dagster.storage.snapshot import Snapshot
 from vt_dagster.storage.store import AssetStore
@@ -241,6 +245,30 @@ def test_corrupted_table_is_red_and_holds_downstream(market: Market, tmp_path: P
     assert any(case.names.items() <= row.items() for row in said), said
     assert not result.success
     assert ran == []
+
+
+def test_fresh_is_what_stream_time_is_by_the_clock(
+    market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long ago a run was: the newest price is of day 2, 05:00."""
+    newest = datetime(2024, 1, 2, 5, tzinfo=timezone.utc).timestamp()
+
+    def said(copy: Market, age: float) -> Any:
+        monkeypatch.setattr(freshness, "time", SimpleNamespace(time=lambda: newest + age))
+        check = build_freshness_check(copy.prices, at_most=timedelta(hours=2))
+        (found,) = run([check], copy.warehouse).get_asset_check_evaluations()
+        return found
+
+    for age, passed in ((0, True), (7200, True), (7200.001, False), (-60, True)):
+        found = said(market, age)
+        assert (found.check_name, found.passed) == ("is_fresh", passed)
+        assert found.metadata["age_seconds"].value == age
+        assert found.metadata["stream_time"].value == newest
+    assert found.description == "The newest record is of 2024-01-02T05:00:00Z; it may be 2 hours old."
+    result = run([build_freshness_check(market.prices, at_most=timedelta(hours=2))], tmp_path)
+    assert "expected an asset 'prices' in the warehouse" in messages(result)
+    with pytest.raises(TopologyError, match="expected at_most to be a length of time"):
+        build_freshness_check(market.prices, at_most=timedelta(0))
 
 
 def test_another_run_commits_meanwhile(market: Market, tmp_path: Path) -> None:

@@ -13,15 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 
 import pyspark
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 
 from tests.cluster_child import WORKED
-from tests.memory_child import START, Shop
+from tests.memory_child import NEAR, START, Shop
 from tests.storage.chain import Chain
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.spark.jars import resolve_jars
@@ -224,3 +225,26 @@ def test_one_gigabyte_is_enough_for_each_operator_with_one_key(
         "foreign": [updates - 1, 1, updates - 1],
         "even": [updates, 0, None],
     }
+
+
+def test_one_gigabyte_is_enough_for_a_thousand_matches_a_record(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams of one key, of which each record has all within a thousand seconds of the other."""
+    seconds = 20_000
+    Shop(tmp_path).land(spark, seconds, seconds, 1)
+    monkeypatch.delenv("JDK_JAVA_OPTIONS")
+    with standalone(tmp_path) as address:
+        found = json.loads(child("tests.memory_child", address, str(tmp_path), "near"))
+    orders = spark.read.schema("due long").json(str(tmp_path / "orders"))
+    matches = orders.select("due", F.explode(F.sequence(*ends_of(seconds))).alias("price"))
+    expected = matches.agg(F.count("due"), F.sum("price"), F.sum("due")).collect()[0]
+    assert found == [*expected]
+    assert found[0] > 900 * seconds
+
+
+def ends_of(seconds: int) -> tuple[Column, Column]:
+    """The first and the last second whose price is near an order's."""
+    near = NEAR // timedelta(seconds=1)
+    first, last = F.col("due") - near, F.col("due") + near
+    return F.greatest(F.lit(0), first), F.least(F.lit(seconds - 1), last)

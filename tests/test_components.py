@@ -75,6 +75,7 @@ attributes:
             key: {{raw: {{column: product}}}}
             value: {{debezium: {{format: {{avro: {{registry: {{url: "http://registry:8081"}}}}}}}}}}
             start: latest
+            recorded_at: append_time
         sensor: {{minimum_records: 1000, maximum_wait: 2m}}
     - name: orders
       stream:
@@ -82,7 +83,7 @@ attributes:
         columns: {{product: string, ordered_at: timestamp, amount: "decimal(10,2)", tags: array<int>}}
         timestamp: ordered_at
         source:
-          files: {{path: {landing}/orders}}
+          files: {{path: {landing}/orders, recorded_at: ordered_at}}
     - name: products
       table:
         key: product
@@ -470,6 +471,11 @@ BROKEN = {
         "expected either columns or schema, got neither",
     ),
     "sensor": ("minimum_interval_seconds: 60", "interval: 60", "'interval' is not known here; "),
+    "time of record": (
+        "recorded_at: ordered_at",
+        "recorded_at: order_at",
+        "type timestamp, of which there are ['ordered_at'], got 'order_at'; correct it",
+    ),
     "suppress": ("input: by_maker", "input: prices", "suppress would lose versions of 'prices'"),
 }
 
@@ -598,6 +604,52 @@ attributes:
         graph = defs.resolve_asset_graph()
         assert {k.to_user_string() for k in graph.materializable_asset_keys} == {"long"}
         assert {k.to_user_string() for k in graph.external_asset_keys} == {"words"}
+
+
+PARTITION_SENSORS = """\
+type: vt_dagster.components.TopologyComponent
+attributes:
+  warehouse: here
+  assets:
+    - name: prices
+      versioned_table:
+        key: product
+        columns: {product: string, at: timestamp}
+        timestamp: at
+        history_retention: 30d
+        source: {files: {path: landing}}
+  partition_sensors:
+    - report: tests.test_components.daily
+      reads: prices
+      running: true
+"""
+
+
+@dg.asset(
+    partitions_def=dg.DailyPartitionsDefinition("2024-01-01"),
+    ins={"prices": dg.AssetIn(metadata={"vt_dagster/as_of": "partition_end"})},
+)
+def daily(prices: pl.DataFrame) -> None: ...
+
+
+def test_partition_sensors() -> None:
+    its = "import dagster as dg\nfrom tests.test_components import daily\n"
+    its += "@dg.definitions\ndef its():\n    return dg.Definitions(assets=[daily])\n"
+    with project(PARTITION_SENSORS, its) as defs:
+        dg.Definitions.validate_loadable(defs)
+        sensor = defs.resolve_sensor_def("daily_partitions_of_prices")
+        assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
+    for old, new, said in (
+        ("test_components.daily", "test_components.WORDS", "expected report to be the Python path of"),
+        ("components.daily", "components.weekly", "got 'tests.test_components.weekly'"),
+        ("reads: prices", "reads: rates", "expected one of the assets of this file (prices)"),
+        ("reads: prices", "reads: tests.test_components.WORDS", "got the Table 'words'"),
+        ("running: true", "runing: true", "'runing' is not known here; did you mean"),
+    ):
+        assert old in PARTITION_SENSORS
+        message = errors(PARTITION_SENSORS.replace(old, new))
+        assert said in message
+        assert re.search(r"shop/defs\.yaml:1[2-6]", message)
 
 
 WORDS = Table(

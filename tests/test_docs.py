@@ -16,6 +16,7 @@ import typer
 from click import Command, Context
 from pyspark.sql import SparkSession
 
+import vt_dagster
 from tests.test_components import project
 from vt_dagster import SparkResource, build_definitions
 from vt_dagster.cli.app import app
@@ -181,6 +182,13 @@ def test_drawings_are_pictures_with_a_name(name: str) -> None:
     drawn = ElementTree.fromstring(drawings.DRAWINGS[name]())
     assert drawn.attrib["aria-label"]
     assert any(f"made: drawing {name} " in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def test_each_public_name_is_in_the_reference() -> None:
+    reference = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    homes = vt_dagster._HOMES
+    listed = re.findall(r"^::: (\S+\.)(\w+)$", reference, re.MULTILINE)
+    assert {name: home.rstrip(".") for home, name in listed} == homes
 
 
 class _Page:

@@ -27,7 +27,7 @@ LAYERS = [
     {"storage"},
     {"sources", "provenance"},
     {"runs"},
-    {"orchestration", "testing"},
+    {"orchestration", "testing", "explore"},
     {"conformance", "components"},
     {"cli"},
     {"kafka", "ops", "testing_kafka", ""},
@@ -44,8 +44,9 @@ ORDER = {
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join
         operators.corrected_join
-        operators.stream_stream_join operators.suppress
+        operators.stream_stream_join operators.corrected_stream_join operators.suppress
         operators.table_aggregate operators.table_table_join operators.foreign_key_join
+        operators.history_join
         operators.to_stream operators.to_table operators.windowed_aggregate operators
         grouping joining model training_set changed
         """,
@@ -53,14 +54,14 @@ ORDER = {
         arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
         sessions sliding emit_early periods fixed_windows table versioned store known per_run
         processor source filter map_values stream_table_join corrections corrected_join suppress
-        table_table_join side_times within stream_stream_join
-        foreign_key_join table_aggregate stream_aggregate merge select_key flat_map_values
+        table_table_join side_times within two_streams stream_stream_join corrected_stream_join
+        foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors training_set
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions kept commits values folding names lookup evolution transaction parquet segments
-        offsets progress view snapshot store maintenance erasing
+        delta positions kept commits values folding names lookup intervals evolution transaction parquet
+        segments offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
@@ -76,17 +77,18 @@ ORDER = {
         """,
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
-        difference run replay what_if restate_plan restate export training_set erase_plan certificate
-        erase cut
+        difference run remembered replay what_if restate_plan restate export training_set erase_plan
+        certificate erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager pictures types checks lateness sensors deliveries decorators
-        translator run_config asset export training_set ops factory
+        resource metadata io_manager partition_sensor pictures types checks freshness lateness sensors
+        deliveries decorators translator run_config asset export training_set ops factory
         """,
+    "explore": "tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "init lookup explain lateness tables what_if check spark app",
+    "cli": "init lookup explain lateness explore tables what_if check spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 

@@ -161,6 +161,13 @@ def test_definitions_carry_columns_and_lineage(market: Market) -> None:
     assert [c.name for c in priced["dagster/column_schema"].columns] == log.columns
 
 
+def test_each_asset_is_linked_where_explore_answers(monkeypatch: Any) -> None:
+    assert "vt_dagster/explore" not in metadata.definition_metadata(weather)
+    monkeypatch.setenv(metadata.EXPLORE, "http://127.0.0.1:3001/")
+    link = metadata.definition_metadata(weather)["vt_dagster/explore"]
+    assert link.url == "http://127.0.0.1:3001/table/weather"
+
+
 def test_nothing_new_makes_no_commit(market: Market, tmp_path: Path) -> None:
     copy = market.copy(tmp_path / "copy")
     before = commits(copy)

@@ -13,8 +13,9 @@ from tests.built import ROOT, distributions
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
+OURS = {".py", ".html", ".css", ".js", ".svg"}
 LIBRARY = {
-    *(p.relative_to(ROOT).as_posix() for p in (ROOT / "vt_dagster").rglob("*") if p.suffix == ".py"),
+    *(p.relative_to(ROOT).as_posix() for p in (ROOT / "vt_dagster").rglob("*") if p.suffix in OURS),
     *("vt_dagster/py.typed", "vt_dagster/spark/log4j2.properties", "vt_dagster/spark/jars.sha256"),
     *(p.relative_to(ROOT).as_posix() for p in (ROOT / "vt_dagster/cli/project").rglob("*.txt")),
     "vt_dagster_pytest.py",
@@ -37,7 +38,7 @@ def test_wheel() -> None:
         "pytest11": {"vt_dagster": "vt_dagster_pytest"},
         "dagster_dg_cli.registry_modules": {"vt_dagster": "vt_dagster.components"},
     }
-    assert {"dg", "ui", "demo"} <= set(about.get_all("Provides-Extra") or [])
+    assert {"dg", "ui", "demo", "explore"} <= set(about.get_all("Provides-Extra") or [])
     assert about["Requires-Python"] == ">=3.10"
     assert "Versioned tables" in about.get_payload()
     needs = [n.split(";")[0] for n in about.get_all("Requires-Dist") or [] if "extra ==" not in n]

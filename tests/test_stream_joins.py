@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from tests.through_assets import ThroughAssets
 from vt_dagster import Stream, Table, TopologyError
 from vt_dagster.components.assets import CONCEPTS
 from vt_dagster.conformance.scenario import read_scenarios
+from vt_dagster.errors import StorageError
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 SCENARIOS = Path(__file__).parent / "conformance" / "streams"
@@ -85,6 +89,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ),
         ["x", "the same types", "k string", "of bigint"],
     ),
+    "nothing to take back": (
+        lambda: orders().join(payments(), name="x", within=HOUR, corrected_for=HOUR),  # type: ignore[call-overload]
+        ["x", "which an inner join of streams never says", "left_join or outer_join"],
+    ),
+    "a promise within the grace period": (
+        lambda: orders().left_join(
+            payments(), name="x", within=HOUR, grace=HOUR, corrected_for=HOUR / 2
+        ),
+        ["x", "corrected_for of at least the grace period, 1:00:00", "got 0:30:00", "lengthen it"],
+    ),
+    "a key of a corrected join of streams": (
+        lambda: orders().left_join(payments(), name="x", within=HOUR, corrected_for=HOUR, key="k"),  # type: ignore[call-overload]
+        ["x", "'payments' is a stream", "leave key out"],
+    ),
+    "a name that corrections have": (
+        lambda: orders().left_join(
+            payments(), name="x", within=HOUR, corrected_for=HOUR, select=["left.n as cause"]
+        ),
+        ["x", "other names than ['cause']", "'left.cause as own_cause'"],
+    ),
     "a column that is not there": (
         lambda: orders().join(payments(), name="x", within=HOUR, select=["right.total"]),
         ["x", "'payments' has no column 'total'"],
@@ -122,6 +146,9 @@ def test_in_yaml() -> None:
         payments(), name="x", before=-5 * 60_000 * MS, after=1.5 * HOUR, grace=HOUR / 6, group="g"
     )
     assert made == said
+    longer = {**values, "corrected_for": HOUR}
+    amended = concept.make("x", longer, {"left": orders(), "right": payments()}, {})
+    assert amended.is_table
     with pytest.raises(TopologyError, match="outer_join of a Table, here 'rates', has no before"):
         concept.make("x", values, {"left": rates(), "right": rates()}, {})
 
@@ -164,6 +191,57 @@ def test_an_outer_join_over_several_runs(spark: SparkSession) -> None:
     assert driver.metrics("x") == {"applied": 6, "late": 2, "dropped": 1, "waiting": 0}
 
 
+def test_a_match_that_comes_late_takes_a_row_back(spark: SparkSession) -> None:
+    """And a table that is made of the rows takes it out."""
+    select = ["left.n", "right.amount", "coalesce(right.amount, 0) as paid"]
+    rows = orders().left_join(
+        payments(), name="x", after=10 * MS, grace=5 * MS, corrected_for=50 * MS, select=select
+    )
+    assert rows.key == ("left_partition", "left_offset", "right_partition", "right_offset")
+    assert rows.operator is not None
+    assert "is taken back where one comes within 50 ms of stream time" in rows.operator.describe()
+    sums = rows.group_by("k").aggregate({"rows": "count(*)", "paid": "sum(paid)"}, name="sums")
+    driver = TopologyTestDriver(sums, spark=spark)
+    for some in ([("a", 1, 0), ("b", 2, 1)], [("c", 3, 40)]):
+        driver.pipe("orders", *({"k": k, "n": n, "timestamp": at} for k, n, at in some))
+    assert [(r["k"], r["amount"], r["revision"]) for r in driver.read("x")] == [
+        ("a", None, 0),
+        ("b", None, 0),
+    ]
+    # Two that match, of which the first one in time takes the row back; one that comes too late.
+    paid = [("a", 7, 3), ("a", 8, 2), ("c", 9, 100), ("b", 5, 4)]
+    driver.pipe("payments", *({"of": k, "amount": n, "timestamp": at} for k, n, at in paid))
+    told = driver.read("x")
+    (gone,) = [r for r in told if r["is_tombstone"]]
+    new = [r for r in told if not r["is_tombstone"]]
+    assert (gone["is_tombstone"], gone["revision"], gone["old"]["n"], gone["n"]) == (True, 1, 1, None)
+    assert gone["cause"] == {"table": "payments", "partition": 0, "offset": 0}
+    assert [(r["k"], r["amount"], r["revision"], r["is_late"]) for r in new] == [
+        ("c", None, 0, False),
+        ("a", 7, 0, False),
+        ("a", 8, 0, False),
+    ]
+    assert [(r["k"], r["rows"], r["paid"]) for r in driver.table("sums")] == [
+        ("a", 2, 15),
+        ("b", 1, 0),
+        ("c", 1, 0),
+    ]
+    assert [(r["k"], r["is_final"]) for r in driver.table("x")] == [
+        ("a", True),
+        ("a", True),
+        ("b", True),
+        ("c", False),
+    ]
+    head = driver._stores["x"].head()  # pyright: ignore[reportPrivateUsage]
+    assert head is not None
+    assert {n: head.commit.counts[n] for n in ("corrected", "late", "unmatched", "waiting")} == {
+        "corrected": 1,
+        "late": 1,
+        "unmatched": 1,
+        "waiting": 0,
+    }
+
+
 def test_a_stream_with_itself(spark: SparkSession) -> None:
     near = orders().left_join(
         orders(), name="near", before=-1 * MS, after=5 * MS, select=["left.n", "right.n as next"]
@@ -183,6 +261,11 @@ def test_through_assets(spark: SparkSession, tmp_path: Path) -> None:
     through = ThroughAssets([s for s in scenarios if s.name in names], tmp_path, spark)
     through.run()
     assert through.differences(True) == {name: [] for name in names}
-    commit = through.warehouse.commit(through.node(through.layouts[0], "result").name)
+    node = through.node(through.layouts[0], "result")
+    commit = through.warehouse.commit(node.name)
     assert commit is not None
     assert set(commit.marks) == {"left", "right", "look", "open"}
+    assert node.operator is not None
+    wider = replace(node, operator=replace(node.operator, before=HOUR))
+    with pytest.raises(StorageError, match=r"before was .*, is '1:00:00'\. .* make it anew .*replay"):
+        run_once(wider, stores_of(str(tmp_path / "warehouse"), spark))

@@ -11,11 +11,23 @@ from typing import Any
 import pytest
 
 from tests.market import Market
-from vt_dagster import HoppingWindow
+from vt_dagster import HoppingWindow, Stream
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.what_if import this_host, what_if
 from vt_dagster.topology.changed import with_settings
+
+LONG = timedelta(days=2)
+
+
+def remembering(market: Market) -> Stream:
+    """Sales with their prices, of which the history is long enough for all of them."""
+    return market.sales.left_join(
+        replace(market.prices, history_retention=LONG),
+        name="priced",
+        select=["left.*", "right.v as price"],
+        grace_period=timedelta(hours=1),
+    )
 
 
 def everything(market: Market) -> set[Path]:
@@ -30,9 +42,9 @@ def test_it_tells_what_a_full_replay_would_change(market: Market, tmp_path: Path
     """With another column, another value, and another retention of an input."""
     copy = market.copy(tmp_path)
     warehouse = str(copy.warehouse)
-    short = replace(copy.prices, history_retention=timedelta(hours=2))
+    longer = replace(copy.prices, history_retention=LONG)
     changed = copy.sales.left_join(
-        short,
+        longer,
         name="priced",
         select=["left.*", "upper(right.v) as price", "right.valid_from as since"],
         grace_period=timedelta(minutes=30),
@@ -46,7 +58,7 @@ def test_it_tells_what_a_full_replay_would_change(market: Market, tmp_path: Path
     assert not left.exists()
     assert found.remade == ("prices", "priced")
     assert (found.columns_added, found.columns_removed) == (("since",), ())
-    anew = replay(warehouse, short, "short", copy.spark).node
+    anew = replay(warehouse, longer, "longer", copy.spark).node
     whole = replay(
         warehouse,
         copy.sales.left_join(
@@ -83,10 +95,24 @@ def test_what_fails_is_cleaned_up(market: Market, tmp_path: Path) -> None:
         raise KeyboardInterrupt(line)
 
     with pytest.raises(KeyboardInterrupt):
-        what_if(str(copy.warehouse), copy.priced, copy.spark, tell=tell)
+        what_if(str(copy.warehouse), remembering(copy), copy.spark, tell=tell)
     assert everything(copy) == there
     with pytest.raises(StorageError, match="expected inputs to be made anew as well, of"):
         what_if(str(copy.warehouse), copy.priced, copy.spark, also=["nobody"])
+
+
+def test_what_a_table_has_forgotten_is_no_difference(market: Market, tmp_path: Path) -> None:
+    """Live sales found prices that have expired since; made anew they would find nothing."""
+    copy = market.copy(tmp_path)
+    there, warehouse = everything(copy), str(copy.warehouse)
+    forgotten = "prices remembers all that is joined anew, got records of sales from 2024-01-01T03:00"
+    with pytest.raises(StorageError, match=forgotten):
+        what_if(warehouse, with_settings(copy.priced, {"grace_period": "2h"}), copy.spark)
+    with pytest.raises(StorageError, match="Declare a longer history_retention of the table too"):
+        what_if(warehouse, copy.priced, copy.spark, also=["prices"])
+    assert everything(copy) == there
+    found = what_if(warehouse, remembering(copy), copy.spark)
+    assert found.remade == ("prices", "priced")
 
 
 def test_other_settings(market: Market) -> None:

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
         build_maintenance,
         build_resources,
     )
+    from vt_dagster.orchestration.freshness import build_freshness_check
     from vt_dagster.orchestration.io_manager import tables_io_manager
     from vt_dagster.orchestration.lateness import build_lateness_check
+    from vt_dagster.orchestration.partition_sensor import build_partition_sensor
     from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
     from vt_dagster.orchestration.sensors import build_sensor
     from vt_dagster.orchestration.training_set import build_training_set
@@ -97,8 +99,10 @@ _HOMES = {
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",
     "build_export": "vt_dagster.orchestration.export",
+    "build_freshness_check": "vt_dagster.orchestration.freshness",
     "build_lateness_check": "vt_dagster.orchestration.lateness",
     "build_maintenance": "vt_dagster.orchestration.factory",
+    "build_partition_sensor": "vt_dagster.orchestration.partition_sensor",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
     "build_training_set": "vt_dagster.orchestration.training_set",
@@ -144,8 +148,10 @@ __all__ = [
     "build_checks",
     "build_definitions",
     "build_export",
+    "build_freshness_check",
     "build_lateness_check",
     "build_maintenance",
+    "build_partition_sensor",
     "build_resources",
     "build_sensor",
     "build_training_set",

@@ -45,14 +45,16 @@ sliding window's its start + time difference, inclusive."""
 REVISION = "revision"
 """Of a corrected join: how often a row has been corrected, INT; 0 = as it was joined first."""
 CAUSE = "cause"
-"""Of a corrected join: STRUCT ``table, partition, offset`` of the table's record that corrected a row;
-null where it came with its stream record."""
+"""Of a corrected join: STRUCT ``table, partition, offset`` of the record that corrected a row; null
+where it came with its stream record."""
 IS_FINAL = "is_final"
 """Of a corrected join, where its rows are read: whether a row can no longer change. BOOLEAN."""
 FINAL = "final"
 """The mark of a commit that tells it: the time from which on rows of a partition can, inclusive."""
 LEFT_PARTITION, LEFT_OFFSET = "left_partition", "left_offset"
 """Of a corrected join: where the row's record is in the stream's log, INT and BIGINT."""
+RIGHT_PARTITION, RIGHT_OFFSET = "right_partition", "right_offset"
+"""The same of the right side, where that is a stream too; -1 where a side has no record."""
 
 ARRIVAL = "_arrival"
 """Order of arrival of a record: BIGINT. Its offset, or where inputs are merged the stream time of its

@@ -18,6 +18,7 @@ ranges when there are ``minimum_records``, or some have waited for ``maximum_wai
   others are unaffected;
 - the schema registry is away, or knows no such schema: the run fails before it reads; a single message
   with an unknown schema goes to quarantine (``unknown_schema``);
+- ``recorded_at="append_time"`` of a topic with its producers' times: pin and tick fail and say so;
 - two sensors, a doubled tick, a lost cursor: the same run key, so one run.
 
 A publication that was killed leaves out what the topic has got already. After a replay and a swap, what

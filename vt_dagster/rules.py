@@ -45,7 +45,9 @@ DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or 
 NO_RESULT = _rule("no_result", "the operator took it, and had nothing to say")
 AGAIN = _rule("again", "no new record: it was joined in a run before, and is looked up anew")
 TOO_LATE = _rule(
-    "too_late", "the same, for which a record of the table came too late: the row can no longer change"
+    "too_late",
+    "the same, for which a record of the table came too late: the row can no longer change; of two "
+    "streams, a record that came so late",
 )
 CHANGE = _rule("change", "a record of a table, which may correct what has been joined")
 KEPT = _rule("kept", "no record: what an operator knows from before, and keeps for the next run")
@@ -62,6 +64,10 @@ FUTURE_TIMESTAMP = _rule(
     "future_timestamp", "the timestamp is further than max_clock_skew ahead of the clock"
 )
 IMPOSSIBLE_TIMESTAMP = _rule("impossible_timestamp", "the timestamp is outside the years 1 to 9999")
+NULL_RECORDED_AT = _rule("null_recorded_at", "the source does not tell when it has recorded the row")
+FUTURE_RECORDED_AT = _rule(
+    "future_recorded_at", "the time of record is further than max_clock_skew ahead of the clock"
+)
 NULL_PARTITION = _rule("null_partition", "partition_by gives null, or cannot be computed")
 NULL_TOMBSTONE = _rule("null_tombstone", "the tombstone condition cannot be computed")
 DUPLICATE_KEY = _rule("duplicate_key", "the key is there twice in a dump")

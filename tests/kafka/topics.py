@@ -8,7 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,  # pyright: ignore[reportPrivateImportUsage]
+    ConfigEntry,  # pyright: ignore[reportPrivateImportUsage]
+    ConfigResource,  # pyright: ignore[reportPrivateImportUsage]
+    ResourceType,  # pyright: ignore[reportPrivateImportUsage]
+)
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
@@ -43,6 +49,14 @@ class Topics:
         settings = {k.replace("_", "."): v for k, v in config.items()}
         self._wait(self._admin.create_topics([NewTopic(name, partitions, 1, config=settings)]))
         return name
+
+    def configure(self, name: str, **config: str) -> None:
+        """Sets what a topic is configured with."""
+        wanted = ConfigResource(ResourceType.TOPIC, name)
+        for key, value in config.items():
+            setting, how = key.replace("_", "."), AlterConfigOpType.SET
+            wanted.add_incremental_config(ConfigEntry(setting, value, incremental_operation=how))
+        self._wait(self._admin.incremental_alter_configs([wanted]))
 
     def delete(self, name: str) -> None:
         self._wait(self._admin.delete_topics([name]))

@@ -76,6 +76,59 @@ def test_corrections_on_delta(
     assert [f.name for f in audit(store) if not f.passed] == []
 
 
+def test_two_streams_on_delta(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = Topology(tmp_path)
+    amended = topology.orders.outer_join(
+        topology.payments,
+        name="amended",
+        select=["left.n as number", "right.n as payment"],
+        within=timedelta(minutes=2),
+        corrected_for=timedelta(minutes=10),
+    )
+    stores = stores_of(topology.warehouse, spark)
+    topology.land("orders", "1.jsonl", [("a", 1, 0), ("b", 2, 1), ("c", 3, 8)])
+    topology.land("payments", "1.jsonl", [("d", 11, 2)])
+    for node in (topology.orders, topology.payments, amended):
+        run_once(node, stores)
+    topology.land("payments", "2.jsonl", [("a", 12, 1), ("c", 13, 20), ("b", 14, 2)])
+    run_once(topology.payments, stores)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KilledError
+
+    for step in ("commit", "update"):
+        with monkeypatch.context() as patched:
+            patched.setattr(View if step == "update" else AssetStore, step, killed)
+            with pytest.raises(KilledError):
+                run_once(amended, stores)
+    assert run_once(amended, stores).commit is None
+    store = AssetStore(topology.warehouse, amended, spark)
+    told = look_up(topology.warehouse, "amended").to_pylist()
+    rows = {(r["number"], r["payment"]): r["is_final"] for r in told}
+    # The payment of b was too late, after one of minute 20: what is said of both stays so.
+    assert rows == {
+        (1, 12): True,
+        (2, None): True,
+        (3, None): False,
+        (None, 11): True,
+        (None, 14): True,
+    }
+    assert {(r["number"], r["payment"]): r["is_final"] for r in store.read().collect()} == rows
+    gone = store.read("log").where("is_tombstone").collect()
+    assert [(r["revision"], r["old"]["number"], r["cause"]["offset"]) for r in gone] == [(1, 1, 1)]
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    assert [(r["reason"], r["source"], r["position"]) for r in quarantine.collect()] == [
+        ("too_late", "payments", 3)
+    ]
+    assert [f.name for f in audit(store) if not f.passed] == []
+    replay(topology.warehouse, amended, "anew", spark)
+    anew = AssetStore.open(topology.warehouse, "anew", spark).read().collect()
+    assert {(r["number"], r["payment"]) for r in anew} == {*rows}
+
+
 def test_through_dagster_and_made_anew(tmp_path: Path, spark: SparkSession) -> None:
     topology = Topology(tmp_path)
     nodes, warehouse = (topology.rates, topology.orders, topology.corrected), topology.warehouse

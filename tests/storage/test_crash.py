@@ -27,7 +27,14 @@ SOURCE_POINTS = [
     "during:view",
     "before:forget",
 ]
-JOIN_POINTS = [("priced", "before:log"), ("corrected", "after:log")]
+JOIN_POINTS = [
+    ("priced", "before:log"),
+    ("corrected", "after:log"),
+    ("paid", "during:stage_state"),
+    ("paid", "before:log"),
+    ("paid", "after:log"),
+    ("paid", "before:forget"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +45,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> P
     land_first(topology)
     # one that is corrected later, and one that a rate comes too late for
     topology.land("orders", "1b.jsonl", [("a", 8, 3.5), ("b", 9, 4.5)])
-    for name in ("rates", "orders", "priced", "corrected"):
+    topology.land("payments", "1.jsonl", [("a", 21, 2), ("q", 22, 3)])
+    for name in ("rates", "orders", "priced", "corrected", "payments", "paid"):
         topology.run(name, spark)
     land_second(topology)
     topology.land("rates", "2b.jsonl", [("b", 7, 4.2)])
-    topology.run("orders", spark)
+    # One whose match waits, one that will wait, two that are late, one in time.
+    payments = [("b", 23, 5.5), ("z", 24, 16), ("a", 25, 1), ("b", 27, 9), ("c", 26, 15)]
+    topology.land("payments", "2.jsonl", payments)
+    for name in ("orders", "payments"):
+        topology.run(name, spark)
     return root
 
 
@@ -51,10 +63,15 @@ def undisturbed(
     prepared: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
 ) -> dict[str, Any]:
     topology = _copy(prepared, tmp_path_factory.mktemp("undisturbed"))
-    names = ("rates", "priced", "corrected")
+    names = ("rates", "priced", "corrected", "paid")
     for name in names:
         topology.run(name, spark)
     found = {name: topology.tables(name, spark) for name in names}
+    paid = {(r["n"], r["payment"]) for r in found["paid"]["log"]}
+    assert paid >= {(2, 23), (6, 26), (None, 22), (None, 25)}
+    assert {row["_side"] for row in found["paid"]["state"]} == {0, 1}
+    totals = found["paid"]["commit"][-1]
+    assert (totals["unmatched"], totals["late"], totals["waiting"]) == (3, 1, 3)
     totals = found["corrected"]["commit"][-1]
     assert (totals["corrected"], totals["corrections_too_late"]) == (1, 1)
     assert len(found["corrected"]["quarantine"]) == 1

@@ -29,6 +29,7 @@ from vt_dagster.runs.pin import require_reach
 from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
+from vt_dagster.runs.what_if import what_if
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Commit, Cut, Shape
 from vt_dagster.storage.store import AssetStore, stores_of
@@ -293,11 +294,17 @@ def test_who_comes_later_and_who_was_not_known(
     topology.nodes = every
     assert set(topology.cut(1, spark)[0]) == {"rates"}
     (first,) = topology.commit("rates").cut.next_offset.values()
+    kept = vt_dagster.read("rates", warehouse=topology.warehouse, what="versions").to_pylist()
+    old = next(row["offset"] for row in kept if row["offset"] < first)
+    told_of = vt_dagster.explain("rates", offset=(0, old), warehouse=topology.warehouse)
+    assert "a record of a later timestamp by then is not known any more" in str(told_of.decisions[0])
     with pytest.raises(StorageError, match="high: expected the log of rates from 0:0 on") as refused:
         run_once(high, stores_of(topology.warehouse, spark))
     assert f"begins at 0:{first}" in str(refused.value)
     with pytest.raises(StorageError, match="fixed: expected the log of"):
         restate(topology.warehouse, topology.fixed, "2020-01-01T00:00:00", spark, every)
+    with pytest.raises(StorageError, match="fixed: expected the log of"):
+        what_if(topology.warehouse, topology.fixed, spark)
     store = AssetStore(topology.warehouse, topology.orders, spark)
     with pytest.raises(StorageError, match="expected a stream with its whole log to compare"):
         compare(store, store)
@@ -328,6 +335,10 @@ def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
     assert "true from" in str(found.notes)
     found = vt_dagster.explain("rates", key="unheard of", **asked)
     assert (found.record, "its log was cut off at" in str(found.notes)) == (None, True)
+    gone = min({*range(alone.commit("rates").kept_from(0))} - there)
+    found = vt_dagster.explain("rates", offset=(0, gone), **asked)
+    assert found.record is None
+    assert "its log has not that offset any more: the log is cut" in str(found.notes)
     fs, view = delta.filesystem(store.view_path)
     fs.rm(view, recursive=True)
     assert answers(alone) == then

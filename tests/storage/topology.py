@@ -29,8 +29,9 @@ EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 
 
 class Topology:
-    """``rates`` (versioned, 10 minutes), ``orders`` (stream), ``priced`` (left join, 2 minutes), and
-    ``corrected`` (the same, corrected for 5 minutes)."""
+    """``rates`` (versioned, 10 minutes), ``orders`` (stream), ``priced`` (left join, 2 minutes),
+    ``corrected`` (the same, corrected for 5 minutes), ``payments`` (stream), and ``paid`` (orders with
+    payments within 2 minutes, 3 minutes of grace, outer)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -56,10 +57,20 @@ class Topology:
             select=["left.*", "right.n as rate"],
             corrected_for=timedelta(minutes=5),
         )
+        self.payments = Stream(
+            "payments", key="k", schema=SCHEMA, source=FilesSource(str(root / "payments"))
+        )
+        self.paid = self.orders.outer_join(
+            self.payments,
+            name="paid",
+            select=["left.*", "right.n as payment"],
+            within=timedelta(minutes=2),
+            grace=timedelta(minutes=3),
+        )
 
     @property
     def nodes(self) -> list[Stream]:
-        return [self.rates, self.orders, self.priced, self.corrected]
+        return [self.rates, self.orders, self.priced, self.corrected, self.payments, self.paid]
 
     def land(
         self, name: str, file: str, records: Sequence[tuple[str | None, int | None, float]]
@@ -89,17 +100,20 @@ class Topology:
             found["view"] = _rows(store.read("versions"))
         if name == "corrected":
             found["view"] = _rows(store.read())
+        head = store.head()
+        assert head is not None
+        state = store.state(head)
+        found["state"] = [] if state is None else _rows(state)
         if name != "priced":
             quarantine = store.quarantine()
             found["quarantine"] = [] if quarantine is None else _rows(quarantine)
-        head = store.head()
-        assert head is not None
         commit = head.commit
         found["commit"] = [
             commit.batch,
             commit.inputs,
             commit.next_offset,
             commit.stream_time,
+            commit.marks,
             commit.totals,
         ]
         return found

@@ -89,6 +89,22 @@ def _answers(address: str) -> bool:
 
 
 @pytest.fixture(scope="session")
+def explore(environment: dict[str, str]) -> Iterator[str]:
+    """Of a ``vt-dagster explore`` on the instance's warehouse."""
+    command = [str(Path(sys.executable).parent / "vt-dagster"), "explore", "--port", "0"]
+    where = environment["VT_DAGSTER_DATA"]  # so that pictures show no path of this machine
+    process = subprocess.Popen(
+        [*command, "warehouse"], cwd=where, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[0]
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.fixture(scope="session")
 def chromium() -> str:
     """The path of a Chromium; ``make browser`` installs one."""
     names = ("chromium", "chromium-browser", "google-chrome")

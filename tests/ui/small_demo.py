@@ -1,4 +1,5 @@
-"""A small instance of the worked example: two months consumed, a third landed, one table damaged.
+"""A small instance of the worked example: two months consumed, a third landed, one table damaged, and a
+week of weather that came a month late.
 
 Run as a process of its own, with ``VT_DAGSTER_DATA`` and ``DAGSTER_HOME``: it starts Spark.
 """
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 SHOWN = ("weather", "flights", "airlines", "flights_with_weather")
 DAMAGED = "airlines"
+LATE = ("JFK", "2013-01-08", "2013-01-15")
+"""The airport, and the days (the second exclusive) whose weather came with the next month's."""
 
 
 def main() -> None:
@@ -14,7 +17,7 @@ def main() -> None:
     import dagster as dg
 
     from assets.definitions import defs
-    from assets.landing import write_landing
+    from assets.landing import LateWeather, write_landing
     from resources import LANDING, spark, warehouse
     from vt_dagster.cli.check import run_checks
 
@@ -22,7 +25,7 @@ def main() -> None:
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
     with dg.DagsterInstance.get() as instance:
         for month in (1, 2):
-            write_landing(LANDING, (month,))
+            write_landing(LANDING, (month,), LateWeather(*LATE, month=1, lands=2))
             job.execute_in_process(
                 instance=instance,
                 run_config=quiet,

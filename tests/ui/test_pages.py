@@ -1,9 +1,12 @@
-"""Dagster's own pages, as a user sees them: lineage, an asset, its checks, its plots, a run."""
+"""Pages as a user sees them: Dagster's own (lineage, an asset, its checks, its plots, a run), and those
+of ``vt-dagster explore``. In one file, so that the instance is made once."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,9 @@ from tests.ui.small_demo import DAMAGED
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 expect.set_options(timeout=30_000)
+FLIGHT = "carrier=B6 flight=219 month=1 day=10"
+"""It left JFK in the week whose weather came a month late."""
+DOCS = Path(__file__).parents[2] / "docs" / "images"
 
 
 @pytest.fixture
@@ -87,6 +93,136 @@ def test_a_failing_check_shows_the_rows(page: Page, screenshots: Path) -> None:
     moments = page.get_by_text("2013-01-01 00:00:00", exact=True)
     expect(moments).to_have_count(6)  # three keys, twice each
     page.screenshot(path=screenshots / "check.png")
+
+
+# -- vt-dagster explore: before the next test, which adds a run ------------------------------------
+
+
+@pytest.fixture
+def explorer(explore: str, chromium: str) -> Iterator[Page]:
+    """A page of ``vt-dagster explore``; nothing that a browser complains of may happen on it."""
+    trouble: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1250, "height": 900}, base_url=explore)
+        page.set_default_timeout(30_000)
+        page.on("console", lambda said: trouble.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        yield page
+        browser.close()
+    assert trouble == []
+
+
+@pytest.fixture
+def shot(screenshots: Path, explorer: Page) -> Callable[[str], None]:
+    """Keeps a picture; where ``VT_DAGSTER_DOCS_IMAGES`` is set among those of the documentation too."""
+
+    def take(name: str) -> None:
+        explorer.screenshot(path=screenshots / f"explore-{name}.png")
+        if os.environ.get("VT_DAGSTER_DOCS_IMAGES"):
+            DOCS.mkdir(parents=True, exist_ok=True)
+            shutil.copy(screenshots / f"explore-{name}.png", DOCS)
+
+    return take
+
+
+def test_explore_from_a_flight_to_the_weather_as_it_was_known(
+    explorer: Page, shot: Callable[[str], None]
+) -> None:
+    """Find a flight, see its explanation, follow it upstream, and move to before a late observation."""
+    explorer.goto("/")
+    expect(explorer.get_by_role("row", name=re.compile("^weather "))).to_contain_text("versioned table")
+    shot("tables")
+    explorer.get_by_role("link", name="flights_with_weather", exact=True).click()
+    explorer.get_by_label("column=value").fill(FLIGHT)
+    explorer.get_by_role("button", name="Find").click()
+    expect(explorer.locator("#left-out")).to_have_text("1 of 1 that are there.")
+    explorer.locator("tbody tr th a").click()
+
+    boxes = explorer.locator(".upstream .name")
+    expect(boxes).to_have_text(["flights_with_weather", "flights", "weather"])
+    expect(explorer.locator("dl.rules dt").filter(has_text="corrected")).to_be_visible()
+    expect(explorer.locator("rect.answer")).to_have_count(1)
+    expect(explorer.locator("rect.now")).to_have_count(1)
+    shot("row")
+    explorer.locator(".timeline a").filter(has=explorer.locator("rect.now")).click()
+    expect(explorer.get_by_role("heading", level=1)).to_contain_text("weather 0:")
+    explorer.get_by_role("link", name="History of its key").click()
+
+    answer = explorer.locator("#answer")
+    expect(answer).to_contain_text("True from 2013-01-10")
+    assert explorer.locator(".mark.late").count() > 10
+    shot("key")
+    known = explorer.get_by_label("as known at, by runs")
+    known.focus()
+    known.press("ArrowLeft")  # the last run: the same is known
+    known.press("ArrowLeft")
+    expect(answer).to_contain_text("as known at")
+    expect(answer).to_contain_text("True from 2013-01-07 23:00:00Z to 2013-01-15 00:00:00Z")
+    assert explorer.locator(".mark.late:not(.unknown)").count() == 1  # the legend's
+    assert "known=" in explorer.url
+    shot("key-as-known")
+    as_of = explorer.get_by_label("as of, within the drawing")
+    as_of.focus()
+    as_of.press("Home")
+    expect(answer).not_to_contain_text("True from 2013-01-07 23:00:00Z")
+
+
+def test_explore_a_record_is_followed_upstream_by_clicks(explorer: Page) -> None:
+    explorer.goto("/row/flights_with_weather?offset=0:100")
+    explorer.locator(".upstream a").filter(has_text="flights").nth(1).click()
+    expect(explorer.get_by_role("heading", level=1)).to_contain_text("flights 0:")
+    expect(explorer.get_by_text("flights-2013-01.jsonl")).to_be_visible()
+
+
+def test_explore_the_grace_line_is_dragged(explorer: Page, shot: Callable[[str], None]) -> None:
+    """By mouse and by keys, and the numbers follow."""
+    explorer.goto("/lateness/flights_with_weather")
+    cost = explorer.locator("#cost")
+    expect(cost).to_contain_text("6 h (declared)")
+    line, target = explorer.locator("#grace circle"), explorer.locator(".costs .point.wrong").first
+    start, end = line.bounding_box(), target.bounding_box()
+    assert start is not None
+    assert end is not None
+    explorer.mouse.move(start["x"] + 5, start["y"] + 5)
+    explorer.mouse.down()
+    explorer.mouse.move(end["x"] + 30, end["y"] + 20, steps=5)
+    explorer.mouse.move(end["x"] + 5, end["y"] + 20, steps=3)
+    explorer.mouse.up()
+    expect(cost).to_contain_text(re.compile(r"^0 s: [\d,]+ of [\d,]+ wrong"))
+    expect(explorer.locator("#choices tr.chosen th")).to_have_text("0 s")
+    shot("lateness")
+    slider = explorer.get_by_label("grace period", exact=True)
+    slider.focus()
+    slider.press("End")
+    expect(cost).to_contain_text("7 d:")
+
+
+def test_explore_by_keyboard_alone(explorer: Page) -> None:
+    explorer.goto("/key/weather?key=JFK")
+    ticks = explorer.locator(".timeline .tick")
+    whole = ticks.first.text_content()
+    for _ in range(20):
+        explorer.keyboard.press("Tab")
+        if explorer.evaluate("document.activeElement.classList.contains('timeline')"):
+            break
+    explorer.keyboard.press("+")
+    expect(ticks.first).not_to_have_text(whole or "")
+    explorer.keyboard.press("ArrowLeft")
+    explorer.keyboard.press("0")
+    expect(ticks.first).to_have_text(whole or "")
+
+
+def test_explore_narrow_and_dark(explorer: Page, shot: Callable[[str], None]) -> None:
+    explorer.set_viewport_size({"width": 380, "height": 800})
+    explorer.emulate_media(color_scheme="dark")
+    for place in ("/", "/table/weather", "/key/weather?key=JFK", "/lateness/flights_with_weather"):
+        explorer.goto(place)
+        wide = explorer.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 380, f"{place} is {wide} wide"
+        dark = explorer.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert dark == "rgb(20, 23, 27)"
+    shot("narrow")
 
 
 @pytest.mark.timeout(900)

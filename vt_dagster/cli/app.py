@@ -18,6 +18,7 @@ COMMANDS = {
     "get": "vt_dagster.cli.lookup",
     "history": "vt_dagster.cli.lookup",
     "explain": "vt_dagster.cli.explain",
+    "explore": "vt_dagster.cli.explore",
     "lateness": "vt_dagster.cli.lateness",
     "replay": "vt_dagster.cli.tables",
     "compare": "vt_dagster.cli.tables",

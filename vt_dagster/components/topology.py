@@ -17,6 +17,7 @@ from vt_dagster.components.parts import Choice, Part, is_template, optional, par
 from vt_dagster.errors import DefinitionsError, VtDagsterError
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.factory import build_asset, build_maintenance, build_resources
+from vt_dagster.orchestration.partition_sensor import build_partition_sensor
 from vt_dagster.orchestration.resource import SparkResource
 from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.topology.model import Stream
@@ -45,6 +46,13 @@ _SPARK = part("Spark", [SparkResource], ["master"], master=(str, "local[*]"))
 
 
 _MAINTENANCE = part("Maintenance", [build_maintenance], ["nodes", "resource_prefix"])
+_PARTITION_SENSOR = part(
+    "PartitionSensor",
+    [build_partition_sensor],
+    ["resource_prefix"],
+    report=(str, Field(description="The Python path of an asset with partitions that reads a table.")),
+    reads=(str, Field(description="That table: an asset of this file, or the Python path of one.")),
+)
 
 
 class TopologyAttributes(Part):
@@ -65,6 +73,10 @@ class TopologyAttributes(Part):
         default=None,
         description="A job and schedule that keep the tables of the warehouse in shape, and cut off "
         "the logs of this file's assets as their log_retention says; in one file alone.",
+    )
+    partition_sensors: optional(list[_PARTITION_SENSOR]) = Field(  # pyright: ignore[reportInvalidTypeForm]
+        default=None,
+        description="Sensors that ask for the partitions of assets of yours that a table made wrong.",
     )
 
 
@@ -126,6 +138,10 @@ class TopologyComponent(dg.Component):
                 build_sensor(node, **builder.sensors[name])
                 for name, node in nodes.items()
                 if has_sensor(node)
+            ]
+            + [
+                builder.partition_sensor(number, about)
+                for number, about in enumerate(self.attributes.partition_sensors or ())
             ],
             resources=resources,
         )
@@ -199,6 +215,21 @@ class _Builder:
             self._made[name] = made
             self._open.pop()
         return self._made[name]
+
+    def partition_sensor(self, number: int, about: Part) -> dg.SensorDefinition:
+        """The sensor of one of ``partition_sensors``."""
+        place, values = ("partition_sensors", number), about.values()
+        reads = self._input((*place, "reads"), values.pop("reads"))
+        try:
+            report = self._imported("report", path := values.pop("report"))
+            if not isinstance(report, dg.AssetsDefinition):
+                raise DefinitionsError(
+                    f"expected report to be the Python path of an asset, got {path!r}, a "
+                    f"{type(report).__name__}; name the function that has the @dg.asset"
+                )
+            return build_partition_sensor(report, reads=reads, **values)
+        except VtDagsterError as error:
+            raise self._error((*place, "report"), str(error)) from None
 
     def _input(self, path: tuple[Any, ...], name: str) -> Stream:
         if name in self._open:

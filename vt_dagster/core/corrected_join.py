@@ -119,6 +119,9 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         changed = marks.get(_CHANGED)
         return min(changed.values()) - 1 if changed else None
 
+    def reads_own(self, marks: Mapping[str, Mapping[int, int]]) -> bool:
+        return bool(self.operator.key or marks.get(_CHANGED))
+
     def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
         stream, table = (one.rows for one in inputs)
         at, nothing = F.unix_micros(TIMESTAMP), F.lit(None).cast("long")

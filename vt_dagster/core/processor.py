@@ -54,6 +54,8 @@ from vt_dagster.core.stream_time import (
 from vt_dagster.topology.model import Stream, Table
 
 Counts = Mapping[str, int]
+Times = Mapping[int, int]
+"""By partition: epoch microseconds."""
 O = TypeVar("O", covariant=True)  # noqa: E741
 
 
@@ -120,11 +122,7 @@ class Processor(ABC, Generic[O]):
         return timedelta(0)
 
     def look_back(
-        self,
-        place: int,
-        stream_time: Mapping[int, int],
-        released: Mapping[int, int],
-        marks: Mapping[str, Mapping[int, int]],
+        self, place: int, stream_time: Times, released: Times, marks: Mapping[str, Times]
     ) -> int | None:
         """How far back it needs the log of an input again: rows with a larger timestamp (epoch
         microseconds); None = not at all.
@@ -137,8 +135,18 @@ class Processor(ABC, Generic[O]):
         """
         return None
 
-    def reaches_back(self, place: int, marks: Mapping[str, Mapping[int, int]]) -> int | None:
+    def reaches_back(self, place: int, marks: Mapping[str, Times]) -> int | None:
         """The same by what the run brings: its :meth:`marks`, empty until they are told."""
+        return None
+
+    def reads_own(self, marks: Mapping[str, Times]) -> bool:
+        """Whether a run looks into the asset's own table, or at as much of its inputs' logs; by what it
+        brings, see :meth:`marks`."""
+        return True
+
+    def versions_since(self, logs: Sequence[DataFrame]) -> int | None:
+        """What it looks into its tables' history for, by what the run takes: versions that ended after
+        that time (epoch microseconds); None = nothing."""
         return None
 
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
@@ -202,15 +210,11 @@ class Processor(ABC, Generic[O]):
         """What may tell, without any order, that none of the run's records is late; None = nothing."""
         return None
 
-    def in_time(
-        self, found: Sequence[Any], stream_time: Mapping[int, int]
-    ) -> list[dict[str, Any]] | None:
+    def in_time(self, found: Sequence[Any], stream_time: Times) -> list[dict[str, Any]] | None:
         """The rows of ``own_time``, if by ``found``, those of ``bounds_of_time``, no record is late."""
         return None
 
-    def marks(
-        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
-    ) -> dict[str, dict[int, int]]:
+    def marks(self, found: Sequence[Any], before: Mapping[str, Times]) -> dict[str, dict[int, int]]:
         """Other times that it keeps from run to run, by name and partition: epoch microseconds; from
         the rows of ``own_time``, and what they were before."""
         return {}
@@ -227,13 +231,11 @@ class Processor(ABC, Generic[O]):
 
     # -- what it makes of it ---------------------------------------------------------------------
 
-    def released(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> dict[int, int]:
+    def released(self, stream_time: Times, released: Times) -> dict[int, int]:
         """The time up to which held records go out, after a run that ends at a stream time."""
         return {}
 
-    def waiting(
-        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
-    ) -> DataFrame:
+    def waiting(self, logs: Sequence[DataFrame], released: Times, state: DataFrame | None) -> DataFrame:
         """Of the log rows that it has consumed, those that it holds back; of what holds back records.
 
         Args:
@@ -360,12 +362,8 @@ class Processor(ABC, Generic[O]):
             found: of its results, by fate, and ``tallies``.
             judged: of the records that it judged, by fate.
         """
-        return {
-            "in": taken,
-            "out": found[Fate.APPLIED],
-            Fate.LATE: found[Fate.LATE],
-            Fate.DROPPED: found[Fate.DROPPED],
-        }
+        refused = {fate: found[fate] for fate in (Fate.LATE, Fate.DROPPED)}
+        return {"in": taken, "out": found[Fate.APPLIED], **refused}
 
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
         """How full its buffer is: ``partition, records, bytes``; None where it has none."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from vt_dagster.core.corrected_join import CorrectedJoinProcessor
+from vt_dagster.core.corrected_stream_join import CorrectedStreamJoinProcessor
 from vt_dagster.core.filter import FilterProcessor
 from vt_dagster.core.flat_map_values import FlatMapValuesProcessor
 from vt_dagster.core.foreign_key_join import ForeignKeyJoinProcessor
+from vt_dagster.core.history_join import HistoryJoinProcessor
 from vt_dagster.core.map_values import MapValuesProcessor
 from vt_dagster.core.merge import MergeProcessor
 from vt_dagster.core.processor import Processor
@@ -28,9 +30,11 @@ from vt_dagster.topology.model import Stream
 PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
     of.StreamTableJoin: StreamTableJoinProcessor,
     of.CorrectedJoin: CorrectedJoinProcessor,
+    of.CorrectedStreamJoin: CorrectedStreamJoinProcessor,
     of.StreamStreamJoin: StreamStreamJoinProcessor,
     of.TableTableJoin: TableTableJoinProcessor,
     of.ForeignKeyJoin: ForeignKeyJoinProcessor,
+    of.HistoryJoin: HistoryJoinProcessor,
     of.Filter: FilterProcessor,
     of.MapValues: MapValuesProcessor,
     of.ToTable: ToTableProcessor,

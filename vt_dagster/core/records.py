@@ -29,6 +29,9 @@ DELETED = "_deleted"
 RECORD_TIME = "_record_time"
 """When the source got a row: a tombstone's timestamp, where its own columns do not tell one."""
 
+TOLD_AT = "_told_at"
+"""When the source has recorded a row, where it is asked for that; an optional column of its rows."""
+
 
 class Reason:
     """Why a row is no record, or a record is not in the log, see ``rules``."""
@@ -40,6 +43,8 @@ class Reason:
     NULL_TIMESTAMP = rules.NULL_TIMESTAMP.name
     FUTURE_TIMESTAMP = rules.FUTURE_TIMESTAMP.name
     IMPOSSIBLE_TIMESTAMP = rules.IMPOSSIBLE_TIMESTAMP.name
+    NULL_RECORDED_AT = rules.NULL_RECORDED_AT.name
+    FUTURE_RECORDED_AT = rules.FUTURE_RECORDED_AT.name
     NULL_PARTITION = rules.NULL_PARTITION.name
     NULL_TOMBSTONE = rules.NULL_TOMBSTONE.name
     DUPLICATE_KEY = rules.DUPLICATE_KEY.name
@@ -56,10 +61,11 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     Args:
         rows: the columns of ``node.schema``, ``_arrival``, and where the source can tell a broken
             row, ``_reason`` (null else); where it knows tombstones, ``_deleted`` and
-            ``_record_time``. ``partition`` is kept where the input has one, else it is the key's hash
-            modulo ``node.partitions``.
-        latest: the largest timestamp that is believed (inclusive); None = any. A far-future
-            timestamp would make everything after it late.
+            ``_record_time``; where it tells when it has recorded a row, ``_told_at`` (of a tombstone
+            without one, ``_record_time``). ``partition`` is kept where the input has one, else it is
+            the key's hash modulo ``node.partitions``.
+        latest: the largest timestamp and time of record that is believed (inclusive); None = any. A
+            far-future one would make everything after it late, or known as late.
 
     Where an expression of the node fails for a record (text that is no time, a number that is too
     large), it is that record's fault: the expression is null there.
@@ -88,6 +94,14 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     if DELETED in rows.columns:
         tombstone = tombstone | F.col(DELETED)
         when = F.coalesce(when, F.when(F.col(DELETED), F.col(RECORD_TIME)))
+    if TOLD_AT in rows.columns:
+        told = F.col(TOLD_AT)
+        if DELETED in rows.columns:
+            told = F.coalesce(told, F.when(F.col(DELETED), F.col(RECORD_TIME)))
+        rows = rows.withColumn(TOLD_AT, told)
+        reason = reason.when(F.col(TOLD_AT).isNull(), Reason.NULL_RECORDED_AT)
+        if latest is not None:
+            reason = reason.when(F.col(TOLD_AT) > latest, Reason.FUTURE_RECORDED_AT)
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
     if PARTITION not in rows.columns:
         if node.partition_by is not None:

@@ -81,6 +81,9 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         held = any(stream_time[partition] > moment for partition, moment in released.items())
         return min(released.values()) if held else None
 
+    def reads_own(self, marks: Mapping[str, Mapping[int, int]]) -> bool:
+        return False
+
     def timed(self, inputs: Sequence[Input]) -> Timed:
         operator, deadline = self.operator, None
         if operator.waits and operator.grace_period is not None:

@@ -60,22 +60,36 @@ def with_stream_time(
     Source: FORMAT 4.1.2, 4.5, 4.10; kip914-store-grace-across-keys, kip328-grace-boundary.
     """
     moves = F.col(TIMESTAMP) if counts is None else F.when(counts, F.col(TIMESTAMP))
+    timed = running_max(records, moves, STREAM_TIME, chunk=chunk, included=included)
+    return timed.withColumn(STREAM_TIME, F.greatest(STREAM_TIME, before))
+
+
+def running_max(
+    records: DataFrame,
+    value: Column,
+    name: str,
+    *,
+    chunk: Column | None = None,
+    included: bool = True,
+) -> DataFrame:
+    """Adds the largest value so far of a record's partition; null while there is none. Arguments and
+    plan: see ``with_stream_time``."""
     in_order = [c for c in ORDER if c in records.columns]
     last = W.currentRow if included else -1
     if chunk is None:
         every = W.partitionBy(PARTITION).orderBy(*in_order).rowsBetween(W.unboundedPreceding, last)
-        return records.withColumn(STREAM_TIME, F.greatest(F.max(moves).over(every), before))
+        return records.withColumn(name, F.max(value).over(every))
     chunked = records.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
     heads = (
         chunked.groupBy(PARTITION, _CHUNK)
-        .agg(F.max(moves).alias(_BEFORE))
+        .agg(F.max(value).alias(_BEFORE))
         .withColumn(_BEFORE, F.max(_BEFORE).over(earlier))
     )
     so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*in_order).rowsBetween(W.unboundedPreceding, last)
     return (
         chunked.join(F.broadcast(heads), [PARTITION, _CHUNK])
-        .withColumn(STREAM_TIME, F.greatest(F.max(moves).over(so_far), F.col(_BEFORE), before))
+        .withColumn(name, F.greatest(F.max(value).over(so_far), F.col(_BEFORE)))
         .drop(_CHUNK, _BEFORE)
     )
 

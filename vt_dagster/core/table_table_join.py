@@ -120,8 +120,8 @@ def join(
     applied = F.col(TAKEN) & says
     joined = moments.select(
         *on,
-        _row(left, _LEFT_STATE).alias(LEFT),
-        F.when(F.col(_RIGHT_STATE).isNotNull(), _row(right, _RIGHT_STATE)).alias(RIGHT),
+        side_row(left, F.col(_LEFT_STATE)).alias(LEFT),
+        F.when(F.col(_RIGHT_STATE).isNotNull(), side_row(right, F.col(_RIGHT_STATE))).alias(RIGHT),
         F.when(applied, F.greatest(TIMESTAMP, other)).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
         PARTITION,
         (applied & tombstone).alias(IS_TOMBSTONE),
@@ -147,11 +147,11 @@ def _outcome(kind: JoinKind) -> tuple[Column, Column]:
     return anything, ~(has_left | has_right)
 
 
-def _row(side: TableInput, state: str) -> Column:
+def side_row(side: TableInput, state: Column) -> Column:
     """A side's row as a struct: key, values, timestamp."""
     return F.struct(
         *[F.col(n).alias(k) for n, k in zip(match_names(side.key), side.key, strict=True)],
-        *[F.col(state).getField(c).alias(c) for c in side.state_columns],
+        *[state.getField(c).alias(c) for c in side.state_columns],
     )
 
 

@@ -12,7 +12,19 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, HOME, INPUT, OFFSET, ORDER, PARTITION, SEQUENCE
+from vt_dagster.columns import (
+    ARRIVAL,
+    HOME,
+    INPUT,
+    LEFT_OFFSET,
+    LEFT_PARTITION,
+    OFFSET,
+    ORDER,
+    PARTITION,
+    RIGHT_OFFSET,
+    RIGHT_PARTITION,
+    SEQUENCE,
+)
 from vt_dagster.core.arrival import micros
 from vt_dagster.topology.durations import Duration
 
@@ -24,7 +36,7 @@ AT = "_at"
 LOW, HIGH = "_low", "_high"
 """The times of the other side's records that it matches, both inclusive."""
 END = "_end"
-"""The stream time after which its window and the grace period are over."""
+"""The stream time after which its window is over, and nothing that is in time matches it."""
 NEW = "_new"
 """Whether it is of this run; the columns below are null where it is not."""
 NOW = "_now"
@@ -34,9 +46,9 @@ LOOK = "_look"
 HORIZON = "_horizon"
 """If it is late it finds only what is later than this."""
 LATE = "_late"
-"""Whether it came after the grace period."""
+"""Whether it came later than is promised that it finds every match."""
 ONCE = "_once"
-"""Whether its window and grace were over when it came."""
+"""Whether that was so when it came."""
 FROM = "_from"
 """Of a match, the offset of the record that was there; of a record without one, its own."""
 THERE = "_there"
@@ -66,13 +78,25 @@ def matches(
 
     Returns:
         ``left, right`` (the sides' structs), ``_at`` (the larger time)``, partition, ORDER, _late``
-        (of the later one by arrival)``, _there, _from``.
+        (of the later one by arrival)``, _there, _from``, and the places of both.
     """
     left, right = new
-    found = [_pairs(_wide(left, on, width), _narrow(_with(right, earlier[1]), on, width), on)]
-    if earlier[0] is not None:
-        found.append(_pairs(_narrow(earlier[0], on, width), _wide(right, on, width), on))
-    return found[0] if len(found) == 1 else found[0].unionByName(found[1])
+    found = found_by(left, _with(right, earlier[1]), 0, on=on, width=width)
+    if earlier[0] is None:
+        return found
+    return found.unionByName(found_by(right, earlier[0], 1, on=on, width=width))
+
+
+def found_by(
+    new: DataFrame, others: DataFrame, place: int, *, on: Sequence[str], width: Column
+) -> DataFrame:
+    """The pairs of new records of a side with others, as of :func:`matches`.
+
+    Args:
+        place: of the side that is new.
+    """
+    near, far = _wide(new, on, width), _narrow(others, on, width)
+    return _pairs(near, far, on) if place == 0 else _pairs(far, near, on)
 
 
 def without_match(
@@ -125,6 +149,8 @@ def _pairs(left: DataFrame, right: DataFrame, on: Sequence[str]) -> DataFrame:
         *[of_later(c) for c in (PARTITION, *ORDER, LATE)],
         of_earlier(AT, THERE),
         of_earlier(OFFSET, FROM),
+        *[_c("l", c).alias(n) for c, n in ((PARTITION, LEFT_PARTITION), (OFFSET, LEFT_OFFSET))],
+        *[_c("r", c).alias(n) for c, n in ((PARTITION, RIGHT_PARTITION), (OFFSET, RIGHT_OFFSET))],
     )
 
 

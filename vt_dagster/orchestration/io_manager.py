@@ -8,7 +8,8 @@ import dagster as dg
 
 from vt_dagster.errors import ContractError, ExecutorError
 from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, warehouse_of
-from vt_dagster.storage.lookup import Into, read
+from vt_dagster.storage.intervals import Read
+from vt_dagster.storage.lookup import Into, as_frame, head_of, look_up
 from vt_dagster.storage.store import AssetStore
 
 READ = "vt_dagster/read"
@@ -16,6 +17,8 @@ AS_OF = "vt_dagster/as_of"
 AS_KNOWN_AT = "vt_dagster/as_known_at"
 PARTIAL = "vt_dagster/partial"
 PARTITION_END = "partition_end"
+READS = "vt_dagster/reads"
+"""Of a materialization: what it has read of our tables, a ``Read`` by input."""
 _WORDS = {AS_OF: "as of", AS_KNOWN_AT: "as known at"}
 _TICK = timedelta(microseconds=1)
 """The finest that timestamps are: the last moment before an end is the end without it."""
@@ -79,8 +82,9 @@ class TablesIOManager(dg.IOManager):
       for what has come late since.
 
     What is read is as of the log's last commit; with ``"vt_dagster/as_known_at"``, a time or
-    ``partition_end``, by what was recorded up to then. Nothing is written by this manager: the tables
-    are written by their own assets.
+    ``partition_end``, by what was recorded up to then. The metadata of the materialization says in
+    ``vt_dagster/reads``, of each input, what it was and where the log stood. Nothing is written by this
+    manager: the tables are written by their own assets.
 
     Args:
         prefix: of the keys of the resources that it uses, ``<prefix>_spark`` and ``_warehouse``.
@@ -116,11 +120,28 @@ class TablesIOManager(dg.IOManager):
         annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
         library = _LIBRARIES.get(annotated.partition(".")[0])
         if library is None:
-            spark = spark_of(context, self._prefix).spark_session
-            return AssetStore.open(warehouse, name, spark).read(what, as_of, partial, known)
-        about = {"what": what, "as_of": as_of, "partial": partial, "as_known_at": known}
-        rows = read(name, warehouse=warehouse, into=library, **about)
+            store = AssetStore.open(warehouse, name, spark_of(context, self._prefix).spark_session)
+            at = store.snapshot()
+            rows = store.read(what, as_of, partial, known, at)
+            assert at.head is not None
+            _tell(context, Read.of(name, at.head.commit, what, as_of, known))
+            return rows
+        head = head_of(warehouse, name)
+        rows = as_frame(look_up(warehouse, name, what, None, as_of, partial, known, head), library)
+        _tell(context, Read.of(name, head[1], what, as_of, known))
         return rows.lazy() if annotated.endswith(".LazyFrame") else rows
+
+
+def _tell(context: dg.InputContext, read: Read) -> None:
+    """Has the materializations of the step that an input is of say what it has read."""
+    try:
+        step = context.step_context
+    except dg.DagsterInvariantViolationError:  # loaded by hand, for no step
+        return
+    for output in step.op_def.output_defs:
+        if not output.is_dynamic:
+            before = (step.get_output_metadata(output.name) or {}).get(READS, {})
+            step.add_output_metadata({READS: {**before, context.name: read.told}}, output.name)
 
 
 def _time(context: dg.InputContext, name: str, said: str, wanted: str | None) -> str | None:

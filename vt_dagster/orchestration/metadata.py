@@ -6,9 +6,11 @@ plotted, ``versions``; what has always been zero is left out, unless its zero is
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
+from urllib.parse import quote
 
 import dagster as dg
 from pyspark.sql.types import NullType
@@ -38,6 +40,9 @@ from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
+EXPLORE = "VT_DAGSTER_EXPLORE"
+"""Where a ``vt-dagster explore`` answers, like http://127.0.0.1:3001: each asset has a link there."""
+
 _ADDED_COLUMNS = {
     TIMESTAMP: ("timestamp", "when the record was true, UTC"),
     PARTITION: ("int", "partition that the record came in"),
@@ -47,7 +52,7 @@ _ADDED_COLUMNS = {
     IS_LATEST: ("boolean", "false: out of order for its key on arrival"),
     IS_LATE: ("boolean", "joined at once, since it came after its grace period"),
     REVISION: ("int", "how often the row has been corrected"),
-    CAUSE: ("struct<table:string,partition:int,offset:bigint>", "the table's record that corrected it"),
+    CAUSE: ("struct<table:string,partition:int,offset:bigint>", "the record that corrected it"),
     VALID_FROM: ("timestamp", "start of the version, inclusive, UTC"),
     VALID_TO: ("timestamp", "end of the version, exclusive, UTC; null = current"),
 }
@@ -111,6 +116,10 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     if node.source is not None:
         metadata["vt_dagster/source"] = node.source.describe()
     metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
+    address = os.environ.get(EXPLORE)
+    if address:
+        page = f"{address.rstrip('/')}/table/{quote('/'.join(node.path))}"
+        metadata["vt_dagster/explore"] = dg.MetadataValue.url(page)
     return metadata
 
 
@@ -194,14 +203,14 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
             t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
         }
     if commit.cut is not None:
-        metadata["log_kept_since"] = _time(commit.cut.recorded_at)
+        metadata["log_kept_since"] = as_time(commit.cut.recorded_at)
     if commit.stream_time:
         newest = max(commit.stream_time.values())
-        metadata["stream_time"] = _time(newest)
+        metadata["stream_time"] = as_time(newest)
         retention = getattr(node, "history_retention", None)
         if isinstance(retention, timedelta):
             oldest = min(commit.stream_time.values())
-            metadata["retention_horizon"] = _time(oldest - retention // _MICROSECOND)
+            metadata["retention_horizon"] = as_time(oldest - retention // _MICROSECOND)
     return metadata
 
 
@@ -267,7 +276,7 @@ _GAUGES = {
 }
 
 
-def _time(micros: int) -> dg.MetadataValue[Any]:
+def as_time(micros: int) -> dg.MetadataValue[Any]:
     """A time; of one that Python does not have, on which side of all that it has."""
     try:
         return dg.MetadataValue.timestamp(_EPOCH + micros * _MICROSECOND)

@@ -129,6 +129,11 @@ def table_aggregate(asked: Asked) -> Made:
     new &= ~rows.column(IS_TOMBSTONE).to_numpy()
     old &= ~rows.column(OLD).is_null().to_numpy()
     rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
+    if asked.meaning["aggregates"].startswith("Aggregator("):
+        asked.told.notes.append(
+            "functions of its own: rows that are in the group no more may show, where taking them out "
+            "does not undo what they gave"
+        )
     changes = narrow(source, rows)
     keys = list(zip(*(map(repr, rows.column(c).to_pylist()) for c in source.key), strict=True))
     about = {

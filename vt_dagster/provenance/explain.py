@@ -23,9 +23,9 @@ from vt_dagster.provenance.logs import Log, as_micros, as_time, written
 from vt_dagster.provenance.origins import origin, rejected
 from vt_dagster.provenance.question import asked_for, in_micros
 from vt_dagster.provenance.row_by_row import PASSING, row_by_row
-from vt_dagster.provenance.stream_joins import stream_stream
+from vt_dagster.provenance.stream_joins import corrected_streams, stream_stream
 from vt_dagster.provenance.suppressed import held, suppress
-from vt_dagster.provenance.table_joins import foreign_key, table_table
+from vt_dagster.provenance.table_joins import foreign_key, of_histories, table_table
 from vt_dagster.provenance.values import Explanation, Record, Told
 from vt_dagster.provenance.windows import too_late, windowed_aggregate
 from vt_dagster.storage.positions import Commit
@@ -42,15 +42,20 @@ KINDS: Mapping[str, Callable[[Asked], Made]] = {
     "CorrectedJoin": corrected,
     "TableTableJoin": table_table,
     "ForeignKeyJoin": foreign_key,
+    "HistoryJoin": of_histories,
     "TableAggregate": table_aggregate,
     "StreamAggregate": stream_aggregate,
     "WindowedAggregate": windowed_aggregate,
     "Suppress": suppress,
     "StreamStreamJoin": stream_stream,
+    "CorrectedStreamJoin": corrected_streams,
 }
 """What each operator's results are made of, by the names that commits have of them."""
 _BY_TIME_ALONE = ("StreamTableJoin", "StreamStreamJoin")
-_SAME_KEY = {*PASSING, "TableTableJoin", "ForeignKeyJoin", "StreamStreamJoin"} - {"SelectKey"}
+_SAME_KEY = {
+    *PASSING,
+    *("TableTableJoin", "ForeignKeyJoin", "HistoryJoin", "StreamStreamJoin"),
+} - {"SelectKey"}
 
 
 def explain(

@@ -124,6 +124,12 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         told.decide(
             rules.OUT_OF_ORDER, "when it came, its key had a record of a later timestamp already"
         )
+    elif record.is_latest is None:
+        told.decide(
+            rules.APPLIED,
+            "its log was cut off after it came: whether its key had a record of a later timestamp by "
+            "then is not known any more",
+        )
     else:
         told.decide(rules.APPLIED, "when it came, no record of its key had a later timestamp")
     if here is None:

@@ -7,12 +7,22 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from vt_dagster import rules
+from vt_dagster.columns import (
+    CAUSE,
+    LEFT_OFFSET,
+    LEFT_PARTITION,
+    OFFSET,
+    PARTITION,
+    RIGHT_OFFSET,
+    RIGHT_PARTITION,
+)
 from vt_dagster.provenance.asked import Arrivals, Asked, Made
 from vt_dagster.provenance.expressions import length, plain, split
 from vt_dagster.provenance.logs import Condition, Log, as_micros, between, both
 from vt_dagster.provenance.values import Candidate, Record
 from vt_dagster.topology.durations import spoken
 
+_PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
 _AROUND = 2
 """So many records before and after one without a match are shown."""
 Chosen = Callable[[int, Record | None], bool]
@@ -127,12 +137,16 @@ def _matched(
 
     left, right = _nth(asked, sorted(pairs, key=place))
     late = ordered[0, left.place] > ordered[1, right.place]
-    apart = right.timestamp - left.timestamp
-    said = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
-    asked.told.decide(rules.MATCHED, f"{right} lies {said if apart else 'at the time of'} {left}")
+    _tell_match(asked, left, right)
     asked.told.decide(rules.TRIGGERED, f"{left if late else right}, which came after the other")
     parts = [(logs[0], left), (logs[1], right)]
     return Made(parts[::-1] if late else parts)
+
+
+def _tell_match(asked: Asked, left: Record, right: Record) -> None:
+    apart = right.timestamp - left.timestamp
+    said = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
+    asked.told.decide(rules.MATCHED, f"{right} lies {said if apart else 'at the time of'} {left}")
 
 
 def _alone(
@@ -170,3 +184,41 @@ def _alone(
         for one in around
     ]
     return Made([(logs[side], record)], None, shown[: asked.most], len(near))
+
+
+def corrected_streams(asked: Asked) -> Made:
+    """What a row of a corrected join of two streams was made of, see ``core.corrected_stream_join``:
+    its key says so."""
+    told, parts = asked.told, list[tuple[Log, Record]]()
+    for side, (partition, offset) in zip(("left", "right"), _PLACES, strict=True):
+        log, place = asked.inputs[asked.meaning[side]], asked.record.values
+        if place[offset] < 0:
+            continue
+        found = log.one(place[partition], place[offset])
+        if found is None:
+            told.notes.append(f"its record of {log.name} is not there any more{log.limit}")
+            return Made(parts)
+        parts.append((log, found))
+    if asked.record.is_late:
+        told.decide(rules.LATE, "the later of its records by arrival came after corrected_for")
+    if len(parts) == len(_PLACES):
+        _tell_match(asked, parts[0][1], parts[1][1])
+        return Made(parts)
+    cause = _cause(asked)
+    if cause is None:
+        name, why = parts[0][0].name, "when stream time had passed its window and the grace period"
+        told.decide(rules.NO_MATCH, f"nothing had come that matches this record of {name} {why}")
+        return Made(parts)
+    where = cause[PARTITION], cause[OFFSET]
+    by = f"{cause['table']} {where[0]}:{where[1]}"
+    told.decide(rules.CORRECTED, f"revision 1, by {by}, which came after that and matches it")
+    other = asked.inputs[cause["table"]]
+    return Made([*parts, *[(other, one) for one in other.at([where])]])
+
+
+def _cause(asked: Asked) -> dict[str, Any] | None:
+    """Of the record that the row was taken back for."""
+    place = asked.record.partition
+    end = {place: asked.log.commit.next_offset.get(place, 0)}
+    rows = asked.log.rows(asked.log.same_key(asked.record.values), end=end, only=[CAUSE])
+    return next(one[CAUSE] for one in rows.to_pylist() if one[OFFSET] == asked.record.offset)

@@ -41,6 +41,25 @@ def table_table(asked: Asked) -> Made:
     return _told(asked, updates)
 
 
+def of_histories(asked: Asked) -> Made:
+    """What a result of a history join was made of: of each side the version at its time, by all that
+    the run had, see ``core.history_join``."""
+    at, made = as_micros(asked.record.timestamp), list[tuple[Log, Record]]()
+    for name in (asked.meaning["left"], asked.meaning["right"]):
+        log = asked.inputs[name]
+        same = log.same_key(asked.record.values, asked.log.key)
+        found = log.records(same, end=dict(asked.end(name)))
+        until = [one for one in found if as_micros(one.timestamp) <= at]
+        version = max(until, key=lambda one: (as_micros(one.timestamp), one.offset), default=None)
+        if version is None:
+            asked.told.decide(rules.NO_MATCH, f"{name} had no version of it then")
+            continue
+        decided = rules.DELETED if version.is_tombstone else rules.AS_OF
+        asked.told.decide(decided, f"{version}, from {version.timestamp}")
+        made.append((log, version))
+    return Made(made)
+
+
 def _outcome(
     kind: str, from_left: bool, rows: Sequence[Record | None], old: Record | None
 ) -> tuple[bool, bool]:

@@ -72,12 +72,8 @@ def from_logs(
     processor = processor_of(node)
     pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
     start = pinned.before.inputs
-    inputs, tables, taken, rows_read = (
-        dict(pinned.inputs),
-        dict(pinned.tables),
-        pinned.taken,
-        at.reach(),
-    )
+    inputs, tables, taken = dict(pinned.inputs), dict(pinned.tables), pinned.taken
+    rows_read = at.reach() if processor.reads_own({}) else 0
     erased, names = 0, {up.name for up in processor.consumed}
     heads: dict[str, Commit] = {}
     for up in {up.name: up for up in node.inputs}.values():
@@ -87,7 +83,7 @@ def from_logs(
         heads[up.name] = found.head.commit
         if isinstance(up, Table) and _looks_into(processor, up, names):
             tables[up.name] = found
-            rows_read += found.reach() if up.name in names else 0
+            rows_read += found.reach() if up.name in names and processor.reads_tables else 0
         if up.name not in names:
             continue
         inputs[up.name] = found.head

@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import StorageError
+from vt_dagster.runs.remembered import require_history, require_logs
 from vt_dagster.storage import delta
 from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.lookup import asset_names, head_of
@@ -96,7 +97,8 @@ class Planner:
         self._require_logs(node, head.commit, keep, plan)
         if keep is not None and keep.batch == head.commit.batch and not plan.steps:
             return None
-        self._require_history(node, keep)
+        longer = "Give a later time, or lengthen the history_retention of the table first"
+        require_history(node, self._live, keep, longer)
         if keep is not None:
             self._require_nothing_earlier(node, keep)
         what = f"keeps {keep.total:,} of {head.commit.total:,} results" if keep else f"replayed: {why}"
@@ -143,40 +145,11 @@ class Planner:
         found = later.groupBy(PARTITION).agg(F.min(OFFSET)).collect()
         return {**head.commit.next_offset, **{row[0]: row[1] for row in found}}
 
-    def _require_history(self, node: Stream, keep: Commit | None) -> None:
-        """Refuses to join anew what the table has forgotten the answer to."""
-        table = processor_of(node).looked_up
-        head = None if table is None else self._live(table).head()
-        if head is None or not isinstance(table, VersionedTable):
-            return
-        horizon = max(horizons(table.history_retention, head.commit.stream_time), default=None)
-        up = processor_of(node).consumed[0]
-        store = self._live(up)
-        last = store.head()
-        if horizon is None or last is None:
-            return
-        start, waiting = {}, None
-        if keep is not None:
-            start = keep.inputs.get(up.name, {})
-            state = keep.stream_time, keep.released, keep.marks
-            waiting = processor_of(node).look_back(0, *state)
-        rows = store.log(start, last, waiting)
-        oldest = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
-        if oldest is not None and oldest < horizon:
-            raise StorageError(
-                f"{node.name}: expected that {table.name} remembers all that is joined anew, got "
-                f"records of {up.name} from {in_utc(oldest)} on, and a history from {in_utc(horizon)} "
-                "on: they would lose what they were joined with. Give a later time, or lengthen the "
-                f"history_retention of {table.name} first: its log has it all"
-            )
-
     def _require_logs(self, node: Stream, last: Commit, keep: Commit | None, plan: Plan) -> None:
         """Refuses where a log that is read again, or kept, has been cut off."""
-        made, start = {step.path for step in plan.steps}, {} if keep is None else keep.inputs
-        for up in processor_of(node).consumed:
-            head = None if path_of(up) in made else self._live(up).head()
-            if head is not None:
-                require_kept(node.name, up.name, start.get(up.name, {}), head.commit)
+        made = {step.path for step in plan.steps}
+        ups = [up for up in processor_of(node).consumed if path_of(up) not in made]
+        require_logs(node, ups, self._live, keep)
         if keep is not None and last.cut is not None:
             raise StorageError(
                 f"{node.name}: expected its whole log, of which a restatement keeps what is from "

@@ -56,7 +56,7 @@ from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
 from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
-from vt_dagster.runs.told import steps_of, told_times, with_times
+from vt_dagster.runs.told import steps_of, with_times
 from vt_dagster.sources.base import Comparing, Pinned, Source
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit
@@ -147,8 +147,7 @@ class Run:
         limit: Column | None = None
         now = now or datetime.now(timezone.utc)
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
-            latest = now + source.max_clock_skew
-            limit = F.timestamp_micros(F.lit(int(latest.timestamp()) * 1_000_000))
+            limit = F.timestamp_seconds(F.lit(int((now + source.max_clock_skew).timestamp())))
         with self._explained():
             if isinstance(source, Comparing):
                 rows = difference(source, self.node, self.store, self.arrival.held)
@@ -179,7 +178,7 @@ class Run:
         """The rows that were read, and the tables that are looked into besides."""
         if self.arrival.source is not None:
             return [Input(rows) for rows in logs]
-        before = self.arrival.before
+        before, since = self.arrival.before, self.processor.versions_since(logs)
         found: list[Input] = []
         for node, rows in zip(self.processor.consumed, logs, strict=True):
             start = before.inputs.get(node.name, {})
@@ -187,7 +186,8 @@ class Run:
             # Where nothing was consumed before, every row of the table is among the changes.
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 store, at = self.stores(node), self.arrival.tables[node.name]
-                table = store.current_at(at).drop(RECORDED_AT)
+                table = store.current_at(at) if since is None else store.view_at(at, since)
+                table = table.drop(RECORDED_AT)
             if start and self._look_back(node) is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
@@ -217,7 +217,9 @@ class Run:
                 bounds = bounds_of(processor, self._inputs(read), before, spark)
                 known = replace(known, bounds=bounds)
         inputs = self._inputs(read)
-        judged = processor.judge(inputs, known)
+        own = self.arrival.view_rows if processor.reads_own(self.arrival.marks) else 0
+        with self.store.tuned(self._small(Judged(rows_read=own))):
+            judged = processor.judge(inputs, known)
         if judged is None:
             return Results(processor.results(inputs, known), known)
         with self.store.tuned(self.arrival.small):
@@ -231,7 +233,8 @@ class Run:
         view = state = None
         if with_tables and arrival.previous is not None:
             state = store.state(arrival.previous)
-            view = store.current() if isinstance(self.node, Table) else None
+            own = isinstance(self.node, Table) and self.processor.reads_own(arrival.marks)
+            view = store.current() if own else None
             view = None if view is None else view.drop(RECORDED_AT)
         since = self.processor.reaches_back(0, arrival.marks)
         asked = with_tables and since is not None and self.processor.refuses
@@ -253,8 +256,7 @@ class Run:
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
-        """Computes rows at once: where a broadcast computes held rows inside of other held ones, the
-        two builders of Spark's cache can wait for each other for ever."""
+        """Computes rows at once: two builders of Spark's cache can wait for each other for ever."""
         self.arrival.held.append(self.store.hold(rows))
         self.arrival.held[-1].count()
         return self.arrival.held[-1]
@@ -291,16 +293,14 @@ class Run:
             return Receipt(None, None)
         with self._explained():
             with store.tuned(self._small(results.judged)):
-                rows, told = results.rows, told_times(arrival.source, arrival.before, recorded_at)
-                if told is not None:
-                    rows, recorded_at = with_times(rows, told, store.spark), max(told.values())
+                rows, recorded_at = with_times(results.rows, arrival, store, recorded_at)
                 rows = store.hold(rows)
                 arrival.held.append(rows)
                 passed, commit = self._prepare(rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = places_of(arrival, self.processor, passed)
                 new = self.processor.produce(rows, first, passed.few, in_place)
-                if told is None:
+                if RECORDED_AT not in new.columns:
                     new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
                 head = store.commit(new, commit, passed.counts[Fate.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other

@@ -3,7 +3,7 @@
 A log never unsays what it said, so a time of record never goes back in it. What was recorded before
 something that is in the log already, or comes after it in order of arrival, counts as recorded just
 after that: later than it was, never earlier, so that nobody is told to have known what he did not. Nor
-is a time in the future of its run.
+is a time in the future of its run. Where rows tell it one by one, that is so of each partition.
 """
 
 from __future__ import annotations
@@ -12,42 +12,74 @@ import time
 from collections.abc import Mapping
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.records import SOURCE
-from vt_dagster.sources.base import Pinned, Recorded
+from vt_dagster.core.arrival import Fate, arrival_chunk
+from vt_dagster.core.records import SOURCE, TOLD_AT
+from vt_dagster.core.stream_time import running_max
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.store import Store
+from vt_dagster.sources.base import Recorded
 from vt_dagster.storage.positions import Commit, Step
 
 _MOST = 1_000
 """So many times at most are told apart in a run: its commit lists them."""
 
 
-def told_times(source: Pinned | None, before: Commit, latest: int | None) -> dict[str, int] | None:
-    """When what a run reads was recorded, epoch microseconds; None = when it commits.
+def with_times(
+    rows: DataFrame, arrival: Arrival, store: Store, latest: int | None
+) -> tuple[DataFrame, int | None]:
+    """Results, with ``recorded_at`` where their source tells it; and when their commit is recorded,
+    epoch microseconds, None = as it is made.
 
     Args:
         latest: no time is after it; None = now.
     """
+    source, first = arrival.source, arrival.before.recorded_at + 1
+    last = time.time_ns() // 1000 if latest is None else latest
     told = source.recorded() if isinstance(source, Recorded) else None
-    if told is None:
-        return None
-    latest = time.time_ns() // 1000 if latest is None else latest
-    now, found = before.recorded_at + 1, dict[str, int]()
+    if told is not None:
+        times = _of_origins(told, first, last)
+        return _by_origin(rows, times, store.spark), max(times.values())
+    if source is None or TOLD_AT not in rows.columns:
+        return rows, latest
+    rows = store.hold(rows)
+    arrival.held.append(rows)
+    at = F.greatest(F.least(F.unix_micros(TOLD_AT), F.lit(last)), F.lit(first))
+    rows = rows.withColumn(TOLD_AT, F.when(F.col(FATE) != Fate.QUARANTINED, at))
+    (end,) = rows.agg(F.max(TOLD_AT)).collect()[0]
+    return _by_row(rows), latest if end is None else end
+
+
+def _of_origins(told: Mapping[str, int], now: int, last: int) -> dict[str, int]:
+    """The times that count, of what is read in this order."""
+    found = dict[str, int]()
     names, length = list(told), -(-len(told) // _MOST)
     for first in range(0, len(names), length):
         together = names[first : first + length]
-        now = max(now, min(max(told[name] for name in together), latest))
+        now = max(now, min(max(told[name] for name in together), last))
         found.update(dict.fromkeys(together, now))
     return found
 
 
-def with_times(rows: DataFrame, times: Mapping[str, int], spark: SparkSession) -> DataFrame:
-    """Results of a source with ``recorded_at``. Plan: a broadcast join."""
+def _by_origin(rows: DataFrame, times: Mapping[str, int], spark: SparkSession) -> DataFrame:
+    """Plan: a broadcast join."""
     told = spark.createDataFrame([*times.items()], f"{SOURCE} STRING, {RECORDED_AT} BIGINT")
     told = told.withColumn(RECORDED_AT, F.timestamp_micros(RECORDED_AT))
     return rows.join(F.broadcast(told), SOURCE, "left")
+
+
+def _by_row(rows: DataFrame) -> DataFrame:
+    """Plan: the distinct times are sorted by one task and joined with held rows, which are then
+    shuffled and sorted as ``running_max`` does."""
+    tile, together = F.ntile(_MOST).over(W.orderBy(TOLD_AT)), W.partitionBy("_tile")
+    times = rows.select(TOLD_AT).where(F.col(TOLD_AT).isNotNull()).distinct().withColumn("_tile", tile)
+    times = times.select(TOLD_AT, F.max(TOLD_AT).over(together).alias("_last"))
+    timed = rows.join(times, TOLD_AT, "left")
+    last = F.timestamp_micros("_last")
+    return running_max(timed, last, RECORDED_AT, chunk=arrival_chunk()).drop(TOLD_AT, "_last")
 
 
 def steps_of(rows: DataFrame, before: Commit, end: int) -> list[Step]:

@@ -17,7 +17,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import NumericType
 
 from vt_dagster.columns import TIMESTAMP, VALID_FROM
+from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import StorageError
+from vt_dagster.runs.remembered import require_history, require_logs
 from vt_dagster.runs.replay import as_json, comparable, differing_rows, make_anew
 from vt_dagster.storage import delta
 from vt_dagster.storage.store import AssetStore, shape_of
@@ -26,6 +28,7 @@ from vt_dagster.topology.model import Stream, topological
 EXAMPLES = 10
 _RUN = "what-if"
 _BEFORE, _AFTER = "before", "after"
+_LONGER = "Declare a longer history_retention of the table too, with which it is made anew here"
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ def what_if(
         tell: is told what each run has written, in a line each.
 
     Raises:
-        StorageError: the asset, or an input, was never committed; or ``also`` names no input.
+        StorageError: the asset, or an input, was never committed; ``also`` names no input; or a table
+            that is looked into has forgotten what records would be joined with: what was joined run by
+            run would seem to change; or a log that is to be read has been cut off.
         SourceError: a source that is to be read again has not got the records any more.
     """
     live = AssetStore(warehouse, node, spark)
@@ -109,11 +114,12 @@ def what_if(
             f"{node.name}: nothing was ever committed, so there is nothing to compare with; "
             "materialize the asset first"
         )
+    before = AssetStore.open(warehouse, "/".join(node.path), spark)
+    if baseline is None and not node.is_table:
+        comparable(before, None)  # refuses what is cut off before all the work
     with _place(scratch or warehouse) as place:
         after, remade = _made(warehouse, node, posixpath.join(place, _AFTER), also, spark, tell)
-        if baseline is None:
-            before = AssetStore.open(warehouse, "/".join(node.path), spark)
-        else:
+        if baseline is not None:
             other = posixpath.join(place, _BEFORE)
             before, _ = _made(warehouse, baseline, other, also, spark, tell)
         return _compared(before, after, remade)
@@ -153,6 +159,9 @@ def _made(
         if same and not fed and one.name not in also and one.name != node.name:
             continue
         remade.append(one.name)
+        if one.operator is not None:
+            require_logs(one, processor_of(one).consumed, stores, None)
+            require_history(one, stores, None, _LONGER)
         make_anew(one, stores, there, f"{_RUN}:{node.name}")
     return stores(node), tuple(remade)
 

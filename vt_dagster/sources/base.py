@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructField, StructType, TimestampType
 
-from vt_dagster.errors import SourceError
+from vt_dagster.core.records import TOLD_AT
+from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.storage.evolution import by_newest_names
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
@@ -119,6 +121,25 @@ def read_by_all_names(
     columns = delivered(node)
     key = [*node.key, *(name for k in node.key for name in node.earlier.get(k, ()))]
     return by_newest_names(read(key, columns), columns)
+
+
+def with_told(rows: DataFrame, recorded_at: str, words: Collection[str]) -> DataFrame:
+    """Rows with ``_told_at``, where that is a column of theirs, and none of the words."""
+    return rows if recorded_at in words else rows.withColumn(TOLD_AT, F.col(f"`{recorded_at}`"))
+
+
+def require_told(name: str, recorded_at: str, words: Collection[str], schema: StructType) -> None:
+    """What a source is asked for as times of record is one of the words, or a column.
+
+    Raises:
+        TopologyError: it is neither.
+    """
+    columns = [f.name for f in schema.fields if isinstance(f.dataType, TimestampType)]
+    if recorded_at not in (*words, *columns):
+        raise TopologyError(
+            f"{name}: expected recorded_at of the source to be one of {list(words)} or a column of "
+            f"type timestamp, of which there are {columns}, got {recorded_at!r}; correct it"
+        )
 
 
 class Uncounted:

@@ -23,7 +23,15 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text, set_aside
-from vt_dagster.sources.base import End, News, Uncounted, read_by_all_names, require_limits
+from vt_dagster.sources.base import (
+    End,
+    News,
+    Uncounted,
+    read_by_all_names,
+    require_limits,
+    require_told,
+    with_told,
+)
 from vt_dagster.sources.csv_text import header_of, one_record, read_record
 from vt_dagster.sources.directory import (
     FileInfo,
@@ -49,6 +57,8 @@ _FILE, _BLOCK, _ID, _START, _LINE = "_file", "_block", "_id", "_start", "_line"
 
 FILES = "files"
 """The name of a files source among a commit's inputs; its offsets count lines."""
+_WORDS = ("run", "file_time")
+"""Times of record that are no column's."""
 _LOOKED_AT = 20
 """Of so many files a run says which columns they have besides the schema's."""
 
@@ -95,7 +105,8 @@ class PinnedFiles(Uncounted):
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         try:
-            return read_by_all_names(node, lambda _, all_: self.source.read(spark, self.files, all_))
+            rows = read_by_all_names(node, lambda _, all_: self.source.read(spark, self.files, all_))
+            return with_told(rows, self.source.recorded_at, _WORDS)
         except PySparkException as error:
             told = self.explain(error)
             if told is None:
@@ -170,9 +181,9 @@ class FilesSource:
         max_clock_skew: how far in the future a timestamp may lie, by this machine's clock; one
             further off is quarantined, since it would make everything after it late.
         recorded_at: the time of record of a file's rows. ``run``: when their run commits.
-            ``file_time``: when the file was written last; of one that comes, by its name or in a later
-            run, after one that was written later, not before that. Of a run, 1,000 times are told
-            apart.
+            ``file_time``: when the file was written last. Else a column of type timestamp; a row
+            without it, or further ahead than ``max_clock_skew``, is quarantined. It does not go back:
+            not before what was taken earlier (of a column: in the partition), nor after the run.
     """
 
     path: str
@@ -184,7 +195,7 @@ class FilesSource:
     max_clock_skew: timedelta = timedelta(days=1)
     on_bad_file: Literal["fail", "quarantine"] = "fail"
     optional: Sequence[str] = ()
-    recorded_at: Literal["run", "file_time"] = "run"
+    recorded_at: str = "run"
 
     gives_timestamp = False
 
@@ -192,8 +203,9 @@ class FilesSource:
         """Files can give any column; what a file lacks shows when it is read.
 
         Raises:
-            TopologyError: what is optional is no column, or of the key.
+            TopologyError: what is optional is no column, or of the key; nor is ``recorded_at`` one.
         """
+        require_told(name, self.recorded_at, _WORDS, schema)
         odd = [c for c in self.optional if c not in schema.names or c in key]
         if odd:
             raise TopologyError(
@@ -209,10 +221,6 @@ class FilesSource:
         if self.on_bad_file not in ("fail", "quarantine"):
             raise SourceError(
                 f"on_bad_file of {self.path!r} must be 'fail' or 'quarantine', got {self.on_bad_file!r}"
-            )
-        if self.recorded_at not in ("run", "file_time"):
-            raise SourceError(
-                f"recorded_at of {self.path!r} must be 'run' or 'file_time', got {self.recorded_at!r}"
             )
         require_limits(self.max_bad_share, self.max_clock_skew)
         object.__setattr__(self, "optional", tuple(self.optional))
@@ -235,10 +243,8 @@ class FilesSource:
         consumed: Mapping[str, Any] = {},
     ) -> PinnedFiles:
         """The files that a run takes; see :meth:`pending`. Does not use Spark."""
-        batch, new = (
-            1 if before is None else before.batch + 1,
-            unconsumed(self.path, self.files(), consumed),
-        )
+        batch = 1 if before is None else before.batch + 1
+        new = unconsumed(self.path, self.files(), consumed)
         taken = chosen(self.path, new, consumed, only)[: self.max_files_per_run]
         left = {f.name for f in new} - {f.name for f in taken}
         return PinnedFiles(self, taken, consumed, batch, sorted(left))

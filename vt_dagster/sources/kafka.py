@@ -16,17 +16,28 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, StructType
 
 from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
-from vt_dagster.core.records import DELETED, POSITION, RAW, RAW_KEY, REASON, RECORD_TIME, SOURCE
+from vt_dagster.core.records import (
+    DELETED,
+    POSITION,
+    RAW,
+    RAW_KEY,
+    REASON,
+    RECORD_TIME,
+    SOURCE,
+    TOLD_AT,
+)
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
-from vt_dagster.sources.base import News, require_limits
+from vt_dagster.sources.base import News, require_limits, require_told
 from vt_dagster.sources.formats import Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
-from vt_dagster.sources.kafka_pinned import PinnedTopics
+from vt_dagster.sources.kafka_pinned import APPEND_TIME, WORDS, PinnedTopics
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 """The type of a column that takes a record's headers."""
+_APPENDED_AT = "if(timestampType = 1, timestamp, null)"
+"""Each batch of messages says whose time it has: Kafka's LOG_APPEND_TIME is 1."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,12 @@ class KafkaSource:
         max_records_per_run: bounds a run, fairly over partitions; None = all that are there.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
         max_clock_skew: how far in the future a timestamp may lie, by this machine's clock.
+        recorded_at: the time of record of a message. ``run``: when its run commits. ``append_time``:
+            when the broker appended it, of topics with ``message.timestamp.type=LogAppendTime``;
+            what is older than that setting is quarantined. Else a column of type timestamp; a tombstone
+            without it has the message's time. A message without it, or further ahead than
+            ``max_clock_skew``, is quarantined. It does not go back: not before what was taken of the
+            partition earlier, or by an earlier run, nor after the run.
     """
 
     cluster: KafkaCluster
@@ -66,6 +83,7 @@ class KafkaSource:
     max_records_per_run: int | None = 1_000_000
     max_bad_share: float = 0.1
     max_clock_skew: timedelta = field(default=timedelta(days=1))
+    recorded_at: str = "run"
 
     gives_timestamp = True
 
@@ -100,6 +118,7 @@ class KafkaSource:
         Raises:
             TopologyError: names the column.
         """
+        require_told(name, self.recorded_at, WORDS, schema)
         keys = StructType([f for f in schema.fields if f.name in key])
         for part, format_, wanted in (("key", self.key, keys), ("value", self.value, schema)):
             if format_ is not None and not format_.columns(wanted):
@@ -139,9 +158,12 @@ class KafkaSource:
 
         Raises:
             RecordsGoneError: the topic has lost records that were not consumed.
-            SourceError: the cluster does not answer, or has no such topic.
+            SourceError: the cluster does not answer, or has no such topic; a topic has no append time
+                where that is asked for.
         """
         states = self.cluster.topics(self.topics)
+        if self.recorded_at == APPEND_TIME:
+            self._require_append_time()
         gaps: Ranges = {}
         ranges = {topic: self._ranges(topic, state, before, gaps) for topic, state in states.items()}
         if gaps and not accept_gap:
@@ -173,6 +195,15 @@ class KafkaSource:
         if not config:
             return News()
         return News({"ranges": config}, f"{records + pinned.behind} offsets behind", records)
+
+    def _require_append_time(self) -> None:
+        for topic, kind in self.cluster.timestamp_types(self.topics).items():
+            if kind != "LogAppendTime":
+                raise SourceError(
+                    f"expected message.timestamp.type=LogAppendTime of the topic {topic!r}, of which "
+                    f"recorded_at='append_time' is wanted, got {kind}: its times are those of its "
+                    "producers. Set it of the topic, or name a column as recorded_at"
+                )
 
     def _ranges(
         self, topic: str, state: TopicState, before: Commit | None, gaps: Ranges
@@ -228,7 +259,7 @@ class KafkaSource:
             the schema's columns (null where a message cannot be read), ``partition``, ``_arrival``,
             ``timestamp`` (the message's, where the schema has none), ``_deleted``, ``_record_time``,
             ``_source`` (topic), ``_position`` (offset), ``_raw`` and ``_raw_key`` (BINARY),
-            ``_reason``.
+            ``_reason``; ``_told_at``, where the append time is asked for.
 
         Raises:
             SourceError: a schema cannot be had.
@@ -242,6 +273,7 @@ class KafkaSource:
                 F.col("key").alias(RAW_KEY),
                 F.col("value").alias(RAW),
                 *(["headers"] if self.headers is not None else []),
+                *([F.expr(_APPENDED_AT).alias(TOLD_AT)] if self.recorded_at == APPEND_TIME else []),
             ),
             self.topics,
         )
@@ -283,4 +315,5 @@ class KafkaSource:
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
         inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
+        inside += [TOLD_AT] if self.recorded_at == APPEND_TIME else []
         return read.select(*columns, *inside)

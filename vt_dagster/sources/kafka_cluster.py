@@ -142,6 +142,25 @@ class KafkaCluster:
         """
         return self._ask(lambda admin: _states(self, admin, names))
 
+    def timestamp_types(self, names: Sequence[str]) -> dict[str, str]:
+        """Whose time the messages of some topics have: ``CreateTime`` or ``LogAppendTime``.
+
+        Raises:
+            SourceError: the cluster does not answer, or does not let us see how topics are configured.
+        """
+        from confluent_kafka.admin import (
+            ConfigResource,  # pyright: ignore[reportPrivateImportUsage]
+            ResourceType,  # pyright: ignore[reportPrivateImportUsage]
+        )
+
+        def ask(admin: Any) -> dict[str, str]:
+            asked = [ConfigResource(ResourceType.TOPIC, name) for name in names]
+            answers = admin.describe_configs(asked, request_timeout=_SECONDS)
+            found = {r.name: answer.result(timeout=_SECONDS + 5) for r, answer in answers.items()}
+            return {name: str(of["message.timestamp.type"].value) for name, of in found.items()}
+
+        return self._ask(ask)
+
     def offsets_at(self, topic: str, partitions: Sequence[int], moment: datetime) -> dict[int, int]:
         """The first offset of each partition whose record is of a time or after it."""
         from confluent_kafka import TopicPartition

@@ -18,6 +18,7 @@ from vt_dagster.storage.positions import Commit, Offsets, Ranges
 
 _MESSAGE = (
     "key binary, value binary, topic string, partition int, offset long, timestamp timestamp, "
+    "timestampType int, "
     "headers array<struct<key:string,value:binary>>"
 )
 _PLACE = "_place"

@@ -12,11 +12,15 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.base import End, read_by_all_names
+from vt_dagster.sources.base import End, read_by_all_names, with_told
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.kafka_messages import reached
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
+
+APPEND_TIME = "append_time"
+WORDS = ("run", APPEND_TIME)
+"""Times of record that are no column's."""
 
 
 class Topics(Protocol):
@@ -30,6 +34,9 @@ class Topics(Protocol):
 
     @property
     def max_clock_skew(self) -> timedelta: ...
+
+    @property
+    def recorded_at(self) -> str: ...
 
     def describe(self) -> str: ...
 
@@ -93,7 +100,8 @@ class PinnedTopics:
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         read, records = self.source.read, self.records
-        return read_by_all_names(node, lambda key, all_: read(spark, records, key=key, schema=all_))
+        rows = read_by_all_names(node, lambda key, all_: read(spark, records, key=key, schema=all_))
+        return with_told(rows, self.source.recorded_at, WORDS)
 
     def consumed(self) -> None:
         """Offsets tell."""

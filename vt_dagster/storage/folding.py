@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from vt_dagster.columns import (
+    IS_FINAL,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
@@ -75,6 +76,17 @@ def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
     limit = values_by_partition(rows, limits, np.iinfo(np.int64).min)
     ended = ~rows.column(VALID_TO).is_null().to_numpy() & (micros(rows, VALID_TO) <= limit)
     return ended | (rows.column(IS_TOMBSTONE).to_numpy() & (micros(rows, VALID_FROM) < limit))
+
+
+def with_finality(rows: pa.Table, ends: Mapping[int, int]) -> pa.Table:
+    """See ``core.corrections.with_finality``.
+
+    Args:
+        ends: by partition, epoch microseconds.
+    """
+    homes, moments = rows.column(PARTITION).to_pylist(), micros(rows, TIMESTAMP)
+    final = [bool(t < ends.get(p, t)) for p, t in zip(homes, moments, strict=True)]
+    return rows.append_column(IS_FINAL, pa.array(final, pa.bool_()))
 
 
 def values_by_partition(rows: pa.Table, values: Mapping[int, int], otherwise: int) -> Any:

@@ -19,19 +19,16 @@ import pyarrow.fs as pafs
 
 from vt_dagster.columns import (
     FINAL,
-    IS_FINAL,
     IS_TOMBSTONE,
     OFFSET,
-    PARTITION,
     SEGMENT,
-    TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at
-from vt_dagster.storage.folding import fold, micros, values_by_partition
+from vt_dagster.storage.folding import fold, micros, values_by_partition, with_finality
 from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.names import by_newest_names, names_of, seen_as
 from vt_dagster.storage.positions import (
@@ -91,13 +88,14 @@ def read(
     moment, known = (t.isoformat() if isinstance(t, datetime) else t for t in (as_of, as_known_at))
     if into == "spark":
         return _by_spark(warehouse, name, what, values, moment, partial, known)
-    rows = look_up(warehouse, name, what, values, moment, partial, known)
+    return as_frame(look_up(warehouse, name, what, values, moment, partial, known), into)
+
+
+def as_frame(rows: pa.Table, into: Into) -> Any:
+    """Rows as another library has them, none of Spark."""
     if into == "arrow":
         return rows
-    if into == "pandas":
-        return rows.to_pandas()
-    library = import_module(into)
-    return library.from_arrow(rows)
+    return rows.to_pandas() if into == "pandas" else import_module(into).from_arrow(rows)
 
 
 def _by_spark(
@@ -132,39 +130,32 @@ def look_up(
     as_of: str | None = None,
     partial: bool = False,
     as_known_at: str | None = None,
+    head: tuple[int, Commit] | None = None,
 ) -> pa.Table:
     """The rows of an asset as of its last commit, or an earlier one, as ``AssetStore.read`` gives them.
 
     Args:
         key: the values of the key columns, also as texts; None = all keys.
+        head: its last commit, as :func:`head_of` has told; None = it is looked up.
 
     Raises:
         StorageError: there is no such asset, it has no such thing, knew nothing by then, or a value
             cannot be its key.
     """
-    head, commit = head_of(warehouse, name)
+    version, commit = head or head_of(warehouse, name)
     shape, root, last = commit.shape, posixpath.join(str(warehouse), name), commit.recorded_at
     what = choose(name, shape.kind, what, as_of)
     known = None if as_known_at is None else parse_time(as_known_at)
     if known is not None and known < last:
         commit = known_at(root, name, known, commit.cut)
-    asset = _Asset(root, commit, head, shape, key, commit.recorded_at < last)
+    asset = AssetRows(root, commit, version, shape, key, commit.recorded_at < last)
     moment = parse_time(as_of) if as_of is not None and what == "current" else None
     if what == "log":
         return asset.log(None)
     if moment is not None and not partial:
         require_remembered(name, shape.retention(), commit.stream_time, moment)
-    return _with_finality(asset.table(what, moment), commit)
-
-
-def _with_finality(rows: pa.Table, commit: Commit) -> pa.Table:
-    """See ``core.corrections.with_finality``."""
-    if FINAL not in commit.marks:
-        return rows
-    homes, moments = rows.column(PARTITION).to_pylist(), micros(rows, TIMESTAMP)
-    ends = commit.marks[FINAL]
-    final = [bool(t < ends.get(p, t)) for p, t in zip(homes, moments, strict=True)]
-    return rows.append_column(IS_FINAL, pa.array(final, pa.bool_()))
+    rows = asset.table(what, moment)
+    return with_finality(rows, commit.marks[FINAL]) if FINAL in commit.marks else rows
 
 
 def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
@@ -206,7 +197,14 @@ def asset_names(warehouse: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Asset:
+class AssetRows:
+    """The rows of an asset as of a commit.
+
+    Args:
+        version: of the Delta table of its log that has them.
+        wanted: the values of one key, or of all: None.
+    """
+
     root: str
     commit: Commit
     version: int

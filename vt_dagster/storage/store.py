@@ -547,6 +547,7 @@ class AssetStore:
         as_of: str | None = None,
         partial: bool = False,
         as_known_at: str | None = None,
+        at: Snapshot | None = None,
     ) -> DataFrame:
         """The asset as of its last commit, or of an earlier one.
 
@@ -557,16 +558,16 @@ class AssetStore:
                 that are left, those whose version of then is remembered; otherwise it is an error.
             as_known_at: an ISO 8601 time; by what was recorded up to it (inclusive), with the stream
                 time of then, and the history retention that is declared now.
+            at: the asset as of its last commit, where somebody has looked already.
 
         Raises:
             StorageError: the asset has no such thing, remembers it no more, or knew nothing by then.
         """
         node = self.node
         what = choose(node.name, shape_of(node).kind, what, as_of)
-        if what == "log" and as_known_at is None:
-            at = Snapshot(self.head())
-        else:
-            at = self.snapshot() if as_known_at is None else self.known_at(parse_time(as_known_at))
+        if as_known_at is not None:
+            at = self.known_at(parse_time(as_known_at))
+        at = at or (Snapshot(self.head()) if what == "log" else self.snapshot())
         if at.head is None:
             raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")
         if what == "log":

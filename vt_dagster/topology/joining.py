@@ -15,6 +15,7 @@ from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.node import Node
 from vt_dagster.topology.operators import (
     CorrectedJoin,
+    CorrectedStreamJoin,
     JoinKind,
     StreamStreamJoin,
     StreamTableJoin,
@@ -62,7 +63,7 @@ class _Window:
 class _Promise:
     """What a corrected join is told."""
 
-    corrected_for: timedelta | None = None
+    corrected_for: Duration | None = None
     key: str | Sequence[str] = ()
 
     @property
@@ -153,7 +154,7 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ("left.*", "right.*"),
         grace_period: Duration | None = None,
-        corrected_for: timedelta | None = None,
+        corrected_for: Duration | None = None,
         key: str | Sequence[str] = (),
         as_known: AsKnown = "now",
         max_age: timedelta | None = None,
@@ -165,13 +166,17 @@ class StreamJoins(Generic[S, T]):
         **shown: Any,
     ) -> S | T:
         """Inner join with a table, each record as of its own time, see ``StreamTableJoin``; or with a
-        stream, each record with those near it in time, see ``StreamStreamJoin``; or with a versioned
-        table as it will have been told, see ``CorrectedJoin``: then the result is a table.
+        stream, each record with those near it in time, see ``StreamStreamJoin``; or as it will have
+        been told (``corrected_for``), see ``CorrectedJoin`` and ``CorrectedStreamJoin``: then the
+        result is a table.
 
         Args:
             grace_period: of a join with a table.
-            corrected_for: of a join with a versioned table: how long results follow what it learns.
-            key: of a corrected join: columns that name a record; none: its partition and offset.
+            corrected_for: of a join with a versioned table: how long results follow what it learns; of
+                a left or outer join with a stream: how late a match may be that takes back a row
+                without one.
+            key: of a corrected join with a table: columns that name a record; none: its partition and
+                offset.
             as_known: of a join with a versioned table, among which versions is looked: now,
                 when_recorded, or those recorded until so long after the record's timestamp.
             max_age: likewise, how long before the record a version may have begun (inclusive).
@@ -228,6 +233,21 @@ class StreamJoins(Generic[S, T]):
         **shown: Any,
     ) -> S: ...
 
+    @overload
+    def left_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        corrected_for: Duration,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> T: ...
+
     def left_join(
         self,
         other: S,
@@ -235,7 +255,7 @@ class StreamJoins(Generic[S, T]):
         name: str,
         select: Sequence[str] = ("left.*", "right.*"),
         grace_period: Duration | None = None,
-        corrected_for: timedelta | None = None,
+        corrected_for: Duration | None = None,
         key: str | Sequence[str] = (),
         as_known: AsKnown = "now",
         max_age: timedelta | None = None,
@@ -252,6 +272,35 @@ class StreamJoins(Generic[S, T]):
         made = self._joined("left", other, name, tuple(select), grace_period, *told)
         return made.result(**shown)
 
+    @overload
+    def outer_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> S: ...
+
+    @overload
+    def outer_join(
+        self,
+        other: S,
+        *,
+        name: str,
+        corrected_for: Duration,
+        select: Sequence[str] = ...,
+        within: Duration | None = None,
+        before: Duration | None = None,
+        after: Duration | None = None,
+        grace: Duration | None = None,
+        **shown: Any,
+    ) -> T: ...
+
     def outer_join(
         self,
         other: S,
@@ -262,11 +311,13 @@ class StreamJoins(Generic[S, T]):
         before: Duration | None = None,
         after: Duration | None = None,
         grace: Duration | None = None,
+        corrected_for: Duration | None = None,
         **shown: Any,
-    ) -> S:
+    ) -> S | T:
         """Outer join with a stream; see :meth:`join`."""
-        about = _Window(within, before, after, grace)
-        return self._joined("outer", other, name, tuple(select), None, about).result(**shown)
+        about, promise = _Window(within, before, after, grace), _Promise(corrected_for)
+        made = self._joined("outer", other, name, tuple(select), None, about, promise)
+        return made.result(**shown)
 
     def _joined(
         self,
@@ -297,5 +348,14 @@ class StreamJoins(Generic[S, T]):
                 f"{name}: grace_period lets a stream's records wait for a table's, but {other.name!r} "
                 "is a stream: leave it out, and say grace, how late records of either may be"
             )
-        promise.refuse(name, f"a join with {other.name!r}, a stream")
-        return StreamStreamJoin(self, other, kind, name, select, *about.ends(name))
+        if promise.corrected_for is None:
+            promise.refuse(name, f"a join with {other.name!r}, a stream")
+            return StreamStreamJoin(self, other, kind, name, select, *about.ends(name))
+        if promise.names:
+            raise TopologyError(
+                f"{name}: key names a record of a corrected join with a table, but {other.name!r} is a "
+                "stream, and a row of two streams has the places of both its records: leave key out"
+            )
+        return CorrectedStreamJoin(
+            self, other, kind, name, select, *about.ends(name), promise.corrected_for
+        )

@@ -22,6 +22,7 @@ from vt_dagster.topology.operators import (
     Filter,
     FlatMapValues,
     ForeignKeyJoin,
+    HistoryJoin,
     MapValues,
     Materialized,
     Merge,
@@ -33,6 +34,9 @@ from vt_dagster.topology.operators import (
     UntilTimeLimit,
     UntilWindowCloses,
 )
+
+History: TypeAlias = Literal["latest", "complete"]
+"""Which of their rows two tables are joined by, see ``HistoryJoin``."""
 
 Ready: TypeAlias = Literal["first_end"] | datetime | None
 """From when on joins look into a table, see ``VersionedTable``."""
@@ -180,25 +184,18 @@ class Table(Stream, kind="table"):
         materialized: Materialized | None = None,
         monotone_timestamps: bool | None = None,
         emit: Emit = "every_update",
+        history: History = "latest",
         **shown: Any,
     ) -> Table:
         """Inner join with another table, by the common key or a foreign key.
 
-        See ``TableTableJoin`` and ``ForeignKeyJoin``. ``grace_period`` belongs to streams and is
+        See ``TableTableJoin`` and ``ForeignKeyJoin``; with ``history="complete"``, of two versioned
+        tables by their common key, ``HistoryJoin``. ``grace_period`` belongs to streams and is
         refused.
         """
-        return self._join(
-            "inner",
-            table,
-            shown,
-            name=name,
-            select=tuple(select),
-            grace_period=grace_period,
-            foreign_key=foreign_key,
-            materialized=materialized,
-            monotone_timestamps=monotone_timestamps,
-            emit=emit,
-        )
+        about = {"select": tuple(select), "materialized": materialized, "emit": emit}
+        about |= {"monotone_timestamps": monotone_timestamps}
+        return self._join("inner", table, name, shown, about, history, grace_period, foreign_key)
 
     def left_join(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -211,21 +208,13 @@ class Table(Stream, kind="table"):
         materialized: Materialized | None = None,
         monotone_timestamps: bool | None = None,
         emit: Emit = "every_update",
+        history: History = "latest",
         **shown: Any,
     ) -> Table:
         """Left join with another table; see :meth:`join`."""
-        return self._join(
-            "left",
-            table,
-            shown,
-            name=name,
-            select=tuple(select),
-            grace_period=grace_period,
-            foreign_key=foreign_key,
-            materialized=materialized,
-            monotone_timestamps=monotone_timestamps,
-            emit=emit,
-        )
+        about = {"select": tuple(select), "materialized": materialized, "emit": emit}
+        about |= {"monotone_timestamps": monotone_timestamps}
+        return self._join("left", table, name, shown, about, history, grace_period, foreign_key)
 
     def outer_join(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -236,30 +225,24 @@ class Table(Stream, kind="table"):
         materialized: Materialized | None = None,
         monotone_timestamps: bool | None = None,
         emit: Emit = "every_update",
+        history: History = "latest",
         **shown: Any,
     ) -> Table:
         """Outer join with another table by the common key; see ``TableTableJoin``."""
-        return self._join(
-            "outer",
-            table,
-            shown,
-            name=name,
-            select=tuple(select),
-            materialized=materialized,
-            monotone_timestamps=monotone_timestamps,
-            emit=emit,
-        )
+        about = {"select": tuple(select), "materialized": materialized, "emit": emit}
+        about |= {"monotone_timestamps": monotone_timestamps}
+        return self._join("outer", table, name, shown, about, history)
 
     def _join(
         self,
         kind: Literal["inner", "left", "outer"],
         table: Table,
-        shown: dict[str, Any],
-        *,
         name: str,
+        shown: dict[str, Any],
+        about: dict[str, Any],
+        history: History,
         grace_period: Duration | None = None,
         foreign_key: str | Sequence[str] | None = None,
-        **about: Any,
     ) -> Table:
         if grace_period is not None:
             raise TopologyError(
@@ -272,8 +255,16 @@ class Table(Stream, kind="table"):
                 f"each record's own time; a join of the tables {self.name!r} and {table.name!r} is of "
                 "their latest rows, and follows every change of both already: leave corrected_for out"
             )
+        if history not in ("latest", "complete"):
+            raise TopologyError(f"{name}: history must be 'latest' or 'complete', got {history!r}")
+        if history == "complete" and foreign_key is not None:
+            raise TopologyError(
+                f"{name}: history='complete' is for a join by the common key, got the foreign key "
+                f"{foreign_key!r}; leave one of them out"
+            )
         if foreign_key is None:
-            return TableTableJoin(self, table, kind, name, **about).result(**shown)
+            operator = TableTableJoin if history == "latest" else HistoryJoin
+            return operator(self, table, kind, name, **about).result(**shown)
         keys = (foreign_key,) if isinstance(foreign_key, str) else tuple(foreign_key)
         return ForeignKeyJoin(self, table, kind, name, foreign_key=keys, **about).result(**shown)
 

@@ -49,19 +49,31 @@ class StreamJoin:
     emitted: list[Entry] = field(default_factory=list[Entry])
     dropped: int = 0
     now: int = -1
+    looked: int = -1
     watermark: float = inf
     newest: dict[str, int] = field(default_factory=lambda: {"left": -1, "right": -1})
     stored: dict[str, list[Row]] = field(default_factory=lambda: {"left": [], "right": []})
     unmatched: list[Row] = field(default_factory=list[Row])
+    fed: list[Entry] = field(default_factory=list[Entry])
 
     def __post_init__(self) -> None:
-        before, after, self.grace = (self.config[c] for c in ("before", "after", "grace"))
+        before, after, grace = (self.config[c] for c in ("before", "after", "grace"))
         self.fore, self.back = {"left": after, "right": before}, {"left": before, "right": after}
-        self.retention = before + after + self.grace
+        self.waits(grace)
         self.kept = {"inner": (), "left": ("left",), "outer": ("left", "right")}[self.config["kind"]]
 
+    def waits(self, grace: int) -> None:
+        """Has another grace period from now on."""
+        self.grace, self.retention = grace, self.config["before"] + self.config["after"] + grace
+
+    def changed(self, i: int, grace: int) -> None:
+        """The same while it lives: what a shorter one would have let go leaves with the next record."""
+        self.waits(grace)
+        self.let_go(i, "left")
+
     def feed(self, records: list[Entry]) -> StreamJoin:
-        for i, r in enumerate(records):
+        for i, r in enumerate(records, len(self.fed)):
+            self.fed.append(r)
             self.now = max(self.now, r["timestamp"])
             self.take(i, r["input"], r["key"], r["value"], r["timestamp"])
         return self
@@ -75,6 +87,7 @@ class StreamJoin:
             self.emit(i, row, None)
             return
         if time == self.now and self.kept:
+            self.looked = self.now
             self.let_go(i, side)
         found = self.found(row)
         for other in found:
@@ -102,7 +115,7 @@ class StreamJoin:
         return sorted((r for r in there if r.time > horizon), key=lambda r: (r.time, r.arrival))
 
     def is_due(self, row: Row) -> bool:
-        return row.time + self.fore[row.side] < self.now - self.grace
+        return row.time + self.fore[row.side] < self.looked - self.grace
 
     def let_go(self, i: int, side: str) -> None:
         if self.delays and not self.watermark + self.fore[side] < self.now - self.grace:
@@ -138,6 +151,6 @@ def as_kafka(scenario: Entry) -> StreamJoin:
     return StreamJoin(scenario["config"], **every).feed(scenario["records"])
 
 
-def as_here(scenario: Entry) -> StreamJoin:
-    """The scenario as it is meant to be here."""
-    return StreamJoin(scenario["config"]).feed(scenario["records"])
+def as_here(scenario: Entry, **kafkas: bool) -> StreamJoin:
+    """The scenario as it is meant to be here, but for some points that are Kafka's."""
+    return StreamJoin(scenario["config"], **kafkas).feed(scenario["records"])

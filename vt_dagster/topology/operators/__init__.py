@@ -7,9 +7,11 @@ look at a topology.
 from vt_dagster.topology.node import Emit, Operator
 from vt_dagster.topology.operators.base import Materialized
 from vt_dagster.topology.operators.corrected_join import CorrectedJoin
+from vt_dagster.topology.operators.corrected_stream_join import CorrectedStreamJoin
 from vt_dagster.topology.operators.filter import Filter
 from vt_dagster.topology.operators.flat_map_values import FlatMapValues
 from vt_dagster.topology.operators.foreign_key_join import ForeignKeyJoin
+from vt_dagster.topology.operators.history_join import HistoryJoin
 from vt_dagster.topology.operators.join import JoinKind
 from vt_dagster.topology.operators.map_values import MapValues
 from vt_dagster.topology.operators.merge import Merge
@@ -33,10 +35,12 @@ from vt_dagster.topology.operators.windowed_aggregate import WindowedAggregate
 __all__ = [
     "Aggregator",
     "CorrectedJoin",
+    "CorrectedStreamJoin",
     "Emit",
     "Filter",
     "FlatMapValues",
     "ForeignKeyJoin",
+    "HistoryJoin",
     "JoinKind",
     "Limit",
     "MapValues",

@@ -76,9 +76,14 @@ class StreamStreamJoin(Join):
         return True
 
     @property
+    def promise(self) -> Duration:
+        """How late a record may be and still find every match."""
+        return self.grace
+
+    @property
     def reach(self) -> Duration:
-        """before + after + grace: so long a record is of use to those that are late."""
-        return plus(plus(self.before, self.after), self.grace)
+        """The window and the promise: so long a record is of use to those that are late."""
+        return plus(plus(self.before, self.after), self.promise)
 
     @property
     def reads_back(self) -> dict[str, timedelta]:

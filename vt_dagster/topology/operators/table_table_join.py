@@ -56,7 +56,11 @@ class TableTableJoin(Join):
         fields = self.projection().fields()
         if self.kind == "outer":
             fields = [StructField(f.name, f.dataType, True) for f in fields]
-        return make_table(self, self.left, StructType(fields), self.materialized, shown)
+        return self.made(StructType(fields), shown)
+
+    def made(self, schema: StructType, shown: dict[str, Any]) -> Any:
+        """The table that it makes."""
+        return make_table(self, self.left, schema, self.materialized, shown)
 
     def describe(self) -> str:
         return (

@@ -1,0 +1,42 @@
+"""What ``make demo`` asks of what it made: why is it so, what does a grace period cost, and what if."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+
+import typer
+
+from resources import warehouse
+from vt_dagster.cli import app
+
+Say = Callable[[str], None]
+ALLOWED = "1%"
+"""So many hours may lack flights, or change."""
+
+
+def why(title: str, asset: str, partition: int, offset: int, say: Say) -> None:
+    """Explains a row down to the files that it came from."""
+    say(f"\nWhy is it so? {title}")
+    _ask(say, "explain", asset, "--offset", f"{partition}:{offset}", "--most", "2")
+
+
+def what_else(say: Say) -> None:
+    """What other grace periods of the hours cost, and what a CI says to a change to one hour."""
+    hours = "departures_so_far"
+    say("\nWhich grace period? How many hours would lack flights")
+    _ask(say, "lateness", hours, "--grace", "0s,1h,3h,6h,12h", "--at-most", ALLOWED)
+    say("\nWhat if it were one hour? In a CI, this step fails where more than the budget changes")
+    change = ["--module", "assets.topology", "--set", "window.grace=1h"]
+    code = _ask(say, "what-if", hours, *change, "--against-replay", "--budget", ALLOWED)
+    say(f"  exit code {code}: {'the step fails' if code else 'the step passes'}")
+
+
+def _ask(say: Say, *arguments: str) -> int:
+    """Runs ``vt-dagster`` here, and says what was asked."""
+    say(f"$ vt-dagster {shlex.join(arguments)}")
+    command = typer.main.get_command(app)
+    code: int = command.main(
+        [*arguments, "--warehouse", warehouse.path], "vt-dagster", standalone_mode=False
+    )
+    return code

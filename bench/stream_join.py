@@ -1,0 +1,164 @@
+"""A join of two streams, of many keys and of one, beside Spark's own: in batch, and as a stream."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import generate
+from measure import Outputs, Result, compare, plan_of, take_turns
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.core.processors import processor_of
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.model import Stream
+
+KEYS = 10_000
+MINUTE = timedelta(minutes=1)
+GRACE = 5 * MINUTE
+"""Records are late by up to the time of 20,000 of them, which is two minutes."""
+BATCH = "Spark SQL's interval join, to Delta"
+STREAMED = "Structured Streaming, one batch, to Delta"
+SAME = "the same of 10,000 keys"
+STATE = {
+    # The default keeps all of it in the heap, which ten million records do not fit.
+    "spark.sql.streaming.stateStore.providerClass": (
+        "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+    ),
+    # One batch, and no other that drops the state.
+    "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+}
+
+
+class Site:
+    """Two streams of ``rows`` records each, and their join. As many records of a key lie in a window as
+    in a minute of a stream of ``KEYS`` keys: one, on average."""
+
+    def __init__(self, spark: SparkSession, home: Path, rows: int, keys: int) -> None:
+        self.spark, self.warehouse = spark, str(home / "warehouse")
+        self.within = MINUTE / 2 * keys / KEYS
+        step = MINUTE // timedelta(microseconds=1) // KEYS
+        streams: list[Stream] = []
+        for seed, name in enumerate(("orders", "payments"), 4):
+            landed = generate.json_lines(spark, 0, rows, rows, keys, step=step, seed=seed)
+            (home / name).mkdir(parents=True)
+            shutil.copy(landed, home / name / "1.jsonl")
+            source = FilesSource(str(home / name))
+            about = {"timestamp": "at", "partitions": generate.PARTITIONS, "source": source}
+            streams.append(Stream(name, key="key", schema=generate.RECORD, **about))
+            run_once(streams[-1], stores_of(self.warehouse, spark))
+        self.paid = streams[0].join(
+            streams[1],
+            within=self.within,
+            grace=GRACE,
+            name="paid",
+            select=["left.*", "right.price as paid"],
+        )
+
+    def fresh(self) -> Run:
+        shutil.rmtree(f"{self.warehouse}/paid", ignore_errors=True)
+        return Run.pin(self.paid, stores_of(self.warehouse, self.spark))
+
+    def ours(self) -> None:
+        run = self.fresh()
+        run.commit(run.operate(run.read()))
+
+    def logs(self) -> list[str]:
+        inputs = processor_of(self.paid).consumed
+        return [AssetStore(self.warehouse, node, self.spark).log_path for node in inputs]
+
+    def result(self) -> DataFrame:
+        return AssetStore(self.warehouse, self.paid, self.spark).read()
+
+    def near(self, orders: DataFrame, payments: DataFrame) -> DataFrame:
+        """What Spark joins, of the logs."""
+        right = payments.select(
+            F.col("key").alias("of"), F.col(TIMESTAMP).alias("paid_at"), F.col("price").alias("paid")
+        )
+        time, span = F.col("paid_at"), F.lit(self.within)
+        within = time.between(F.col(TIMESTAMP) - span, F.col(TIMESTAMP) + span)
+        left = orders.select("key", "price", "grade", TIMESTAMP)
+        found = left.join(right, (F.col("key") == F.col("of")) & within)
+        time = F.greatest(TIMESTAMP, time).alias(TIMESTAMP)
+        return found.select("key", "price", "grade", "paid", time)
+
+
+def run(
+    spark: SparkSession, rows: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Times one run that takes both logs as a whole, and what joins the same logs otherwise."""
+    many = Site(spark, Path(outputs.fresh("stream-join")), rows, KEYS)
+    hot = Site(spark, Path(outputs.fresh("stream-join-hot")), rows, 1)
+
+    def batch() -> None:
+        read = [spark.read.format("delta").load(log) for log in many.logs()]
+        told = many.near(*read).write.format("delta").mode("overwrite")
+        told.option("overwriteSchema", "true").save(outputs.path("batch"))
+
+    def streamed() -> None:
+        target, progress = outputs.fresh("streamed"), outputs.fresh("progress")
+        read = [
+            spark.readStream.format("delta")
+            .load(log)
+            .withWatermark(TIMESTAMP, f"{GRACE.seconds} seconds")
+            for log in many.logs()
+        ]
+        told = many.near(*read).writeStream.trigger(availableNow=True)
+        told = told.option("checkpointLocation", progress).foreachBatch(
+            lambda rows, _: rows.write.format("delta").mode("append").save(target)
+        )
+        with _settings(spark):
+            told.start().awaitTermination()
+
+    contenders: dict[str, Callable[[], None]] = {
+        "ours": many.ours,
+        BATCH: batch,
+        STREAMED: streamed,
+        "hot": hot.ours,
+    }
+    run = many.fresh()
+    plan = plan_of(run.operate(run.read()).rows)
+    times = take_turns(contenders, repeat)
+    found = _digest(many.result())
+    for name in ("batch", "streamed"):
+        theirs = _digest(spark.read.format("delta").load(outputs.path(name)))
+        if theirs != found:
+            raise AssertionError(f"stream-stream join: ours has {found}, {name} {theirs}")
+    logs = [spark.read.format("delta").load(log) for log in hot.logs()]
+    at_once, expected = _digest(hot.result()), _digest(hot.near(*logs))
+    if at_once != expected:
+        raise AssertionError(f"stream-stream join of one key: ours has {at_once}, Spark {expected}")
+    name = f"stream-stream join, {rows:,} beside {rows:,} records"
+    results = [
+        compare(name, rows, times["ours"], BATCH, times[BATCH], 1.3),
+        compare(name, rows, times["ours"], STREAMED, times[STREAMED], 1.0),
+        compare(f"{name} of one key", rows, times["hot"], SAME, times["ours"], 1.5),
+    ]
+    notes = [
+        f"stream-stream join: all three found {found[0]:,} matches, of one key {at_once[0]:,}; "
+        f"plan: {plan}"
+    ]
+    return results, notes
+
+
+@contextmanager
+def _settings(spark: SparkSession) -> Iterator[None]:
+    for name, value in STATE.items():
+        spark.conf.set(name, value)
+    yield
+    for name in STATE:
+        spark.conf.unset(name)
+
+
+def _digest(rows: DataFrame) -> tuple[int, ...]:
+    """How many rows there are, and sums of what they say."""
+    cents = [F.sum((F.col(c) * 100).cast("long")) for c in ("price", "paid")]
+    newest = F.sum(F.unix_micros(TIMESTAMP).cast("decimal(38, 0)"))
+    return tuple(int(n) for n in rows.agg(F.count(F.lit(1)), *cents, newest).collect()[0])

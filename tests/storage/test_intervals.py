@@ -1,0 +1,94 @@
+"""A read of a table as of a time is wrong exactly if what was true then has been changed since."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+import vt_dagster
+from tests.storage.topology import EPOCH, Topology
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage import intervals, segments, view
+from vt_dagster.storage.intervals import Read, wrong_since
+from vt_dagster.storage.lookup import head_of
+from vt_dagster.storage.positions import Offsets, horizons
+from vt_dagster.topology.durations import in_utc, parse_time
+from vt_dagster.topology.model import VersionedTable
+
+MINUTES = [n / 2 for n in range(80)]
+
+
+def at(minutes: float) -> int:
+    """Epoch microseconds."""
+    return parse_time((EPOCH + timedelta(minutes=minutes)).isoformat())
+
+
+def looked(topology: Topology, minutes: float) -> Read:
+    """A read as of a time, now."""
+    _, commit = head_of(topology.warehouse, "rates")
+    return Read.of("rates", commit, None, in_utc(at(minutes)), None)
+
+
+def valid(topology: Topology, upto: Offsets, moment: int) -> dict[str, tuple[int, int]]:
+    """Of each key the record that says what was true, by the log alone: its partition and offset."""
+    rows = vt_dagster.read("rates", warehouse=topology.warehouse, what="log").to_pylist()
+    found = dict[str, tuple[Any, ...]]()
+    for row in rows:
+        time, home, offset = parse_time(row["timestamp"].isoformat()), row["partition"], row["offset"]
+        if offset < upto.get(home, 0) and time <= moment:
+            found[row["k"]] = max(found.get(row["k"], ()), (time, home, offset))
+    return {key: (home, offset) for key, (_, home, offset) in found.items()}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_arrivals(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Late, replaced, deleted, forgotten; in several partitions; with a view that is behind or not."""
+    monkeypatch.setattr(segments, "SEGMENT_ROWS", 5)
+    monkeypatch.setattr(view, "EACH_RUN", 0)
+    monkeypatch.setattr(view, "SHARE", 0.4)
+    monkeypatch.setattr(intervals, "_ROWS", 4)
+    dice, topology = random.Random(seed), Topology(tmp_path)
+    topology.rates = VersionedTable(
+        "rates",
+        key="k",
+        schema=topology.rates.schema,
+        tombstone="n is null",
+        history_retention=timedelta(minutes=10),
+        source=FilesSource(str(tmp_path / "rates"), max_bad_share=1.0),
+        partitions=2,
+    )
+    now, reads, looked_at = 0.0, list[Read](), list[Offsets]()
+    wrong_ones = right_ones = 0
+    for run in range(7):
+        records = list[tuple[str | None, int | None, float]]()
+        for _ in range(20 if run == 0 else dice.choice([1, 3, 6])):
+            now += dice.choice([0, 0, 0.5, 1, 3])
+            moment = max(0.0, now - dice.choice([0, 0, 3, 5, 9]))
+            records.append((dice.choice("abcdef"), dice.choice([None, 1, 2, 3]), moment))
+        topology.land("rates", f"{run}.jsonl", records)
+        topology.run("rates", spark)
+        head = head_of(topology.warehouse, "rates")
+        commit = head[1]
+        horizon = max(horizons(commit.shape.retention(), commit.stream_time))
+        for after in ([one.next_offset for one in reads], looked_at):
+            found = wrong_since(topology.warehouse, head, reads, after)
+            for read, start, why in zip(reads, after, found, strict=True):
+                moment = parse_time(read.as_of or "")
+                assert why is None or why.forgotten == (moment < horizon)
+                if moment < horizon:
+                    continue
+                before = valid(topology, start, moment)
+                changed = before != valid(topology, commit.next_offset, moment)
+                assert (why is not None) == changed, (run, read, before)
+                wrong_ones, right_ones = wrong_ones + changed, right_ones + (not changed)
+        reads += [looked(topology, m) for m in MINUTES if now - 9 <= m <= now + 1]
+        looked_at = [commit.next_offset for _ in reads]
+    assert wrong_ones > 20
+    assert right_ones > 20

@@ -1,0 +1,365 @@
+"""``vt-dagster explore``: what its pages show, of how much, to whom, and what they escape."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from deltalake import CommitProperties, Schema
+from deltalake.schema import Field, PrimitiveType
+from deltalake.transaction import AddAction, create_table_with_add_actions
+from starlette.testclient import TestClient
+
+from tests.market import Market
+from tests.written import MICROS, Written, document, moment
+from vt_dagster.errors import StorageError
+from vt_dagster.explore import costs, differences, found, keys, timeline, upstream
+from vt_dagster.explore.app import application
+from vt_dagster.provenance import in_order
+from vt_dagster.provenance.explain import explain
+from vt_dagster.provenance.logs import Log
+from vt_dagster.provenance.values import Explanation, Record
+from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.values import texts
+
+EVIL = "<script>alert('k')</script>\"&"
+
+
+def client(warehouse: Path | str, **about: Any) -> TestClient:
+    about = {"base_url": "http://127.0.0.1:3001", **about}
+    return TestClient(application(str(warehouse)), **about)
+
+
+@pytest.fixture(scope="module")
+def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prices of two runs, of which the second brings a late one; and a stream of markup."""
+    root = tmp_path_factory.mktemp("explore")
+    prices = Written(root)
+    prices.run([("apple", "1", 0), ("pear", "9", 5), ("apple", "3", 20)], recorded=100)
+    prices.run([("apple", "2", 10), ("pear", None, 30)], recorded=200)
+    again = Written(root, "prices_new")
+    again.run([("apple", "1", 0), ("pear", "9", 5), ("apple", "4", 20)], recorded=100)
+    again.run([("apple", "2", 10), ("pear", None, 30)], recorded=200)
+    evil = Written(root, "evil", kind="stream")
+    evil.run([(EVIL, EVIL, 0)], recorded=100)
+    return root
+
+
+# ----------------------------------------------------------------------------------- who is answered
+
+
+def test_only_this_machine_by_its_own_name_is_answered(warehouse: Path) -> None:
+    """Another name in Host is a site whose name was made to point here."""
+    pages = client(warehouse)
+    for host in ("127.0.0.1:3001", "localhost:3001", "[::1]:3001", "localhost"):
+        assert pages.get("/", headers={"host": host}).status_code == 200, host
+    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:3001", "", "localhost:3001@x"):
+        refused = pages.get("/table/prices", headers={"host": host})
+        assert refused.status_code == 421, host
+        assert "apple" not in refused.text
+
+
+def test_nothing_but_reading(warehouse: Path) -> None:
+    pages = client(warehouse)
+    before = sorted(warehouse.rglob("*"))
+    for method in ("post", "put", "patch", "delete", "options"):
+        assert getattr(pages, method)("/").status_code == 405, method
+    assert pages.head("/").status_code == 200
+    for page in ("/", "/table/prices", "/key/prices?key=apple", "/row/prices?offset=0:0"):
+        assert pages.get(page).status_code == 200
+    assert sorted(warehouse.rglob("*")) == before
+
+
+def test_what_is_shown_is_text(warehouse: Path) -> None:
+    """Values, keys and what was typed are escaped, and no script may stand in a page."""
+    pages = client(warehouse)
+    asked = urlencode({"key": EVIL})
+    for page in (
+        "/table/evil",
+        f"/table/evil?{urlencode({'find': EVIL})}",
+        f"/table/evil?{urlencode({'around': EVIL})}",
+        f"/key/evil?{asked}",
+        f"/key/prices?{asked}",
+        f"/key/prices?key=apple&{urlencode({'as_of': EVIL})}",
+        f"/key/prices?key=apple&{urlencode({'known': EVIL})}",
+        "/row/evil?offset=0:0",
+        f"/row/prices?{urlencode({'offset': EVIL})}",
+        f"/lateness/prices?{urlencode({'grace': EVIL})}",
+        f"/lateness/prices?{urlencode({'at_most': EVIL})}",
+        f"/compare?{urlencode({'one': 'prices', 'other': EVIL})}",
+        f"/compare?{urlencode({'one': 'prices', 'other': 'prices', 'known_one': EVIL})}",
+        f"/{EVIL}",
+    ):
+        answer = pages.get(page)
+        assert answer.status_code in (200, 400, 404), page
+        assert "<script>alert" not in answer.text, page
+        assert not re.search(r"<script(?! src=)|\son\w+=|\sstyle=|javascript:", answer.text), page
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self';" in policy
+        assert "unsafe" not in policy
+    assert "&lt;script&gt;alert" in pages.get("/table/evil").text
+    for page in ("/", "/static/explore.js", "/nothing"):
+        assert pages.get(page).headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("/table/nothing", "expected one of"),
+        ("/table/../prices/log", "expected"),
+        ("/table/prices%2Flog", "expected one of"),
+        ("/key/prices", "has the key"),
+        ("/key/prices?key=a&key=b", "has the key"),
+        ("/key/prices?key=apple&as_of=yesterday", "expected a time like"),
+        ("/key/prices?key=apple&known=1999-01-01", "something was known"),
+        ("/row/prices", "expected a key, an offset"),
+        ("/row/prices?offset=0", "expected an offset as"),
+        ("/table/prices?find=colour%3Dred", "expected column=value"),
+        ("/table/prices?find=%22", "expected column=value"),
+        ("/table/prices?find=offset%3Dx", "expected --key as a bigint"),
+        ("/lateness/prices?grace=1h%3B", "expected lengths like"),
+        ("/lateness/prices?grace=soon", "expected a length of time"),
+        ("/lateness/prices?at_most=many", "expected a share"),
+        ("/lateness/evil", "expected a join"),
+        ("/compare?one=prices&other=evil", "expected the same columns"),
+        ("/compare?one=prices&other=prices&known_other=x", "expected a time like"),
+        ("/nothing", "expected a page"),
+    ],
+)
+def test_a_question_that_is_none_is_told(warehouse: Path, page: str, said: str) -> None:
+    answer = client(warehouse).get(page)
+    assert answer.status_code in (400, 404)
+    assert said in answer.text
+    assert "Traceback" not in answer.text
+
+
+# ------------------------------------------------------------------------------------ what is shown
+
+
+def test_a_key_as_of_and_as_known_at(warehouse: Path) -> None:
+    pages = client(warehouse)
+    asked = {"key": "apple", "as_of": moment(15).isoformat()}
+    now = pages.get("/key/prices", params=asked).text
+    assert "True from 2024-01-01 00:10:00Z to 2024-01-01 00:20:00Z" in now
+    then = pages.get("/key/prices", params={**asked, "known": moment(150).isoformat()}).text
+    assert "True from 2024-01-01 00:00:00Z to 2024-01-01 00:20:00Z" in then
+    assert "(not known then)" in then
+    assert "(not known then)" not in now
+    gone = pages.get("/key/prices", params={"key": "pear"}).text
+    assert "It was deleted at 2024-01-01 00:30:00Z" in gone
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of random records, whatever part of them is shown, and however they are read in parts."""
+    chance = random.Random(seed)
+    monkeypatch.setattr(in_order, "CHUNK", chance.choice([3, 7, 1000]))
+    monkeypatch.setitem(found.newest.__kwdefaults__, "most", 6)
+    retention = timedelta(minutes=chance.choice([20, 10_000]))
+    prices = Written(tmp_path, retention=retention)
+    for run in range(1, 4):
+        records = [
+            (chance.choice("ab"), None if chance.random() < 0.2 else str(n), chance.randrange(60))
+            for n in range(8)
+        ]
+        prices.run(records, recorded=1000 * run)
+    for _ in range(15):
+        key, as_of = chance.choice("ab"), chance.randrange(-5, 70)
+        known = chance.choice([None, 1000, 1500, 2000, 3500])
+        asked = None if known is None else moment(known).isoformat()
+        about = (as_of, known, chance.choice([None, chance.randrange(60)]))
+        micros = [None if one is None else MICROS + one * 60_000_000 for one in about]
+        history = keys.key_history(str(tmp_path), "prices", [key], *micros)
+        said = None if history.answer is None else history.answer.record
+        told = None if said is None or said.is_tombstone else said.values["v"]
+        rows = look_up(str(tmp_path), "prices", None, [key], moment(as_of).isoformat(), True, asked)
+        read = [row["v"] for row in texts(rows)]
+        assert ([] if told is None else [told]) == read, (key, about)
+        assert len(history.found.records) <= 6
+        shown = history.found.earlier + history.found.shown + history.found.later
+        assert shown == history.found.count == look_up(str(tmp_path), "prices", "log", [key]).num_rows
+
+
+def test_it_says_what_it_left_out(tmp_path: Path) -> None:
+    prices = Written(tmp_path)
+    prices.run([("apple", str(n), n) for n in range(500)], recorded=1000)
+    prices.run([("pear", str(n), n) for n in range(40)], recorded=1001)
+    pages = client(tmp_path)
+    page = pages.get("/key/prices?key=apple").text
+    assert "200 of 500 records" in page
+    assert "300 earlier" in page
+    assert page.count('class="mark') == 200 + 5  # the legend's
+    listed = pages.get("/table/prices").text
+    assert "50 of 540" in listed
+    assert listed.count("<tr") == 50 + 1
+    assert "50 of 500 that are there" in pages.get("/table/prices?find=k%3Dapple").text
+    log = Log.open(str(tmp_path), "prices")
+    some = found.newest(log, log.of_key(["apple"]), looked_at=100)
+    assert (some.count, some.looked_at, some.of, some.whole) == (60, 100, 540, False)
+
+
+def test_assets_in_folders(tmp_path: Path) -> None:
+    """Links between them have the folders that they are in."""
+    prices = Written(tmp_path, "shop/eu/prices")
+    prices.run([("apple", "1", 0)], recorded=1)
+    meaning = {"operator": "Filter", "source": "prices"}
+    cheap = Written(tmp_path, "shop/eu/cheap", meaning=meaning, logs={"prices": "log of prices"})
+    cheap.run([("apple", "1", 0)], recorded=2)
+    pages = client(tmp_path)
+    assert 'href="/table/shop/eu/prices"' in pages.get("/table/shop/eu/cheap").text
+    assert pages.get("/key/shop/eu/prices?key=apple").status_code == 200
+    assert 'href="/row/shop/eu/prices?offset=0%3A0"' in pages.get("/row/shop/eu/cheap?offset=0:0").text
+
+
+def test_find_records(warehouse: Path) -> None:
+    page = client(warehouse).get("/table/prices", params={"find": "k=apple v='3'"}).text
+    assert "1 of 1 that are there" in page
+    assert '<a href="/row/prices?offset=0%3A2">0:2</a>' in page
+
+
+def test_two_tables_compared(warehouse: Path) -> None:
+    page = client(warehouse).get("/compare?one=prices&other=prices_new").text
+    assert (
+        "versions: 5 in the first, 5 in the second; 1 in the first alone, 1 in the second alone" in page
+    )
+    assert re.findall(r"<td class=differs>(\w)</td>", page) == ["4"]
+    then = differences.Side("prices", moment(150).isoformat())
+    known = differences.differences(str(warehouse), then, differences.Side("prices"))
+    assert known.rows == (3, 5)
+    assert known.only == (2, 4)  # two versions end earlier, a version and a tombstone came
+
+
+def test_what_is_too_large_for_a_page_names_the_command(warehouse: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(costs, "MOST", 4)
+    monkeypatch.setattr(differences, "MOST", 4)
+    pages = client(warehouse)
+    assert "run vt-dagster lateness prices instead" in pages.get("/lateness/prices").text
+    page = pages.get("/compare?one=prices&other=prices_new").text
+    assert "run vt-dagster compare prices prices_new instead" in page
+
+
+def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
+    page = client(warehouse).get("/lateness/prices?grace=10m").text
+    rows = re.findall(r'<tr data-x="[\d.]+".*?>(?:<th scope="row">)([^<]+)</th>', page)
+    assert rows[:3] == ["0 s", "10 min", "1 h"]
+    assert "3,650 d (declared)" in rows
+    with pytest.raises(StorageError, match="expected a join"):
+        costs.costs(str(warehouse), "evil", [], None)
+
+
+def test_a_large_explanation_is_drawn_in_part() -> None:
+    part = explain_of("up", 1)
+    many = explain_of("down", 0, [explain_of("up", n) for n in range(20)], 243)
+    drawn = upstream.drawing(many)
+    assert len(drawn.boxes) == 1 + upstream.WIDE
+    assert drawn.left_out == 243 - upstream.WIDE
+    assert len({(box.x, box.y) for box in drawn.boxes}) == len(drawn.boxes)
+    twice = upstream.drawing(explain_of("down", 0, [part, explain_of("mid", 2, [part], 1)], 2))
+    assert [box.asset for box in twice.boxes] == ["down", "up", "mid"]
+    assert len(twice.lines) == 3
+
+
+def explain_of(asset: str, offset: int, made_of: Any = (), count: int = 0) -> Explanation:
+    record = Record(asset, 0, offset, moment(offset), moment(offset), False, {"k": "a"})
+    return Explanation(asset, "source", record, made_of=tuple(made_of), made_of_in_all=count)
+
+
+# --------------------------------------------------------------------------------- of a real warehouse
+
+
+def test_every_page_of_a_warehouse_that_runs_have_made(market: Market) -> None:
+    """With all links of the pages followed, as far as they go."""
+    pages = client(market.warehouse)
+    seen, ahead = set[str](), ["/"]
+    while ahead and len(seen) < 150:
+        page = ahead.pop(0)
+        seen.add(page)
+        answer = pages.get(page)
+        assert answer.status_code == 200, (page, answer.text)
+        for link in re.findall(r'href="(/[^"#]*)"', answer.text):
+            link = link.replace("&amp;", "&")
+            if link not in seen and link not in ahead and not link.startswith("/static"):
+                ahead.append(link)
+    kinds = {page.split("/")[1].split("?")[0] for page in seen}
+    assert kinds >= {"", "table", "key", "row", "lateness", "compare"}
+
+
+def test_a_joins_lookups_and_candidates(market: Market) -> None:
+    log = Log.open(str(market.warehouse), "priced")
+    record = next(one for one in log.records(lambda _: None) if one.values["price"] is not None)
+    history = keys.key_history(str(market.warehouse), "prices", [record.values["k"]], None, None, None)
+    drawn = timeline.of_key(history, None)
+    assert drawn is not None
+    assert [lane.label for lane in drawn.lanes] == ["prices", "priced"]
+    assert drawn.lanes[1].marks
+    why = explain("priced", offset=record.place, warehouse=str(market.warehouse))
+    bars = timeline.of_candidates(record, why.candidates)
+    assert bars is not None
+    assert [b.look for lane in bars.lanes for b in lane.bars].count("answer") == 1
+
+
+# --------------------------------------------------------------------------------- ten million versions
+
+
+def test_ten_million_versions_open_by_their_statistics(tmp_path: Path) -> None:
+    """The start page opens no data file: there is none, only what Delta's log says of 40."""
+    types = {"k": "string", "timestamp": "timestamp", "partition": "integer", "offset": "long"}
+    schema = Schema([Field(name, PrimitiveType(kind)) for name, kind in types.items()])
+    rows, files = 250_000, 40
+    adds = [
+        AddAction(
+            f"1-a/{n}.parquet",
+            5_000_000,
+            {},
+            0,
+            True,
+            f'{{"numRecords": {rows}, "minValues": {{"partition": 0, "offset": {n * rows}}}, '
+            f'"maxValues": {{"partition": 0, "offset": {(n + 1) * rows - 1}}}}}',
+        )
+        for n in range(files)
+    ]
+    said = document("prices", 1, MICROS, {0: rows * files}, {0: MICROS})
+    about = CommitProperties(custom_metadata={"userMetadata": json.dumps({"vt_dagster": said})})
+    path = str(tmp_path / "prices" / "log")
+    create_table_with_add_actions(path, schema, adds, commit_properties=about)
+    pages = client(tmp_path)
+    start = time.perf_counter()
+    page = pages.get("/")
+    assert time.perf_counter() - start < 3
+    assert page.status_code == 200
+    assert "10,000,000" in page.text
+    assert "200.0 MB" in page.text
+
+
+# -------------------------------------------------------------------------------------------- command
+
+
+def test_the_command(warehouse: Path) -> None:
+    """It prints its address, and answers there; a port that is taken is an error."""
+    command = [str(Path(sys.executable).parent / "vt-dagster"), "explore", str(warehouse), "--port"]
+    process = subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.match(r"http://127\.0\.0\.1:(\d+) shows", line)
+        assert address is not None, line
+        port = int(address.group(1))
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as opened:
+            opened.sendall(b"GET / HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+            assert b"421" in opened.recv(100)
+        taken = subprocess.run([*command, str(port)], capture_output=True, text=True, timeout=60)
+        assert taken.returncode == 2
+        assert "expected a free port of this machine" in taken.stderr
+    finally:
+        process.terminate()
+        process.wait(20)

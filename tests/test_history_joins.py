@@ -1,0 +1,253 @@
+"""Joins of two versioned tables by their whole history: versions cut at each other's."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+
+from tests.storage.topology import EPOCH, Topology
+from vt_dagster import (
+    FilesSource,
+    Materialized,
+    Table,
+    TopologyError,
+    VersionedTable,
+    explain,
+    read,
+)
+from vt_dagster.columns import OFFSET, RECORDED_AT
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.testing import TopologyTestDriver
+
+
+class KilledError(Exception):
+    pass
+
+
+MS = timedelta(milliseconds=1)
+KINDS = ("inner", "left", "outer")
+
+
+def schema(value: str) -> StructType:
+    fields = [("k", StringType()), (value, LongType()), ("timestamp", TimestampType())]
+    return StructType([StructField(name, kind) for name, kind in fields])
+
+
+def table(name: str, retention: timedelta = 1000 * MS, versioned: bool = True) -> Table:
+    value = name[0]
+    about: dict[str, Any] = {"key": "k", "schema": schema(value), "tombstone": f"{value} is null"}
+    if not versioned:
+        return Table(name, **about)
+    return VersionedTable(name, history_retention=retention, **about)
+
+
+def joined(kind: str, **more: Any) -> Table:
+    left, right = table("left"), table("right")
+    join: Callable[..., Table] = left.join if kind == "inner" else getattr(left, f"{kind}_join")
+    about: dict[str, Any] = {"history": "complete", "name": kind, **more}
+    return join(right, select=["left.l", "right.r"], **about)
+
+
+def record(name: str, key: str, value: int | None, at: int) -> dict[str, Any]:
+    return {"k": key, name[0]: value, "timestamp": at}
+
+
+def versions(driver: TopologyTestDriver, name: str) -> list[tuple[Any, ...]]:
+    """key, values, from and to, in order."""
+    rows = [r for r in driver.versions(name) if not r["is_tombstone"]]
+    columns = [c for c in ("l", "r") if c in rows[0]] if rows else []
+    found = [(r["k"], *[r[c] for c in columns], r["valid_from"], r["valid_to"]) for r in rows]
+    return sorted(found, key=lambda row: (row[0], row[-2]))
+
+
+def test_a_late_version_is_cut_at_the_others(spark: SparkSession) -> None:
+    driver = TopologyTestDriver(joined("left"), spark=spark)
+    driver.pipe("left", record("left", "a", 1, 10))
+    driver.pipe("right", record("right", "a", 7, 20), record("right", "a", 8, 30))
+    driver.read("left")
+    # It was true from 5 to 10 and takes the place of nobody; the one at 15 cuts what was said.
+    driver.pipe("left", record("left", "a", 2, 5), record("left", "a", 3, 15))
+    told = [(r["l"], r["r"], r["timestamp"], r["is_latest"]) for r in driver.read("left")]
+    assert told == [(2, None, 5, False), (3, None, 15, False), (3, 7, 20, False), (3, 8, 30, True)]
+    assert versions(driver, "left") == [
+        ("a", 2, None, 5, 10),
+        ("a", 1, None, 10, 15),
+        ("a", 3, None, 15, 20),
+        ("a", 3, 7, 20, 30),
+        ("a", 3, 8, 30, None),
+    ]
+
+
+def test_a_deletion_ends_what_it_covers(spark: SparkSession) -> None:
+    nodes = [joined(kind) for kind in KINDS]
+    driver = TopologyTestDriver(*nodes, spark=spark)
+    driver.run({"left": [record("left", "a", 1, 10)], "right": [record("right", "a", 7, 20)]})
+    driver.pipe("right", record("right", "a", None, 20))
+    driver.pipe("left", record("left", "a", None, 15))
+    assert versions(driver, "inner") == []
+    assert versions(driver, "left") == [("a", 1, None, 10, 15)]
+    # A deletion of what is not there says nothing of times that had no row.
+    for kind in KINDS:
+        driver.read(kind)
+    driver.pipe("right", record("right", "b", 1, 5))
+    assert [len(driver.read(kind)) for kind in KINDS] == [0, 0, 1]
+
+
+def test_results_older_than_their_history_are_late(spark: SparkSession) -> None:
+    history = Materialized(history_retention=10 * MS)
+    driver = TopologyTestDriver(joined("inner", materialized=history), spark=spark)
+    driver.pipe("right", record("right", "a", 7, 1), record("right", "b", 7, 50))
+    driver.pipe("left", record("left", "b", 1, 50))
+    driver.pipe("left", record("left", "a", 1, 39), record("left", "a", 2, 40))
+    assert [(r["l"], r["timestamp"]) for r in driver.read("inner")] == [(1, 50), (2, 40)]
+    assert driver.metrics("inner")["late"] == 1
+
+
+def intersections(kind: str, records: dict[str, list[dict[str, Any]]]) -> list[tuple[Any, ...]]:
+    """The same by DuckDB over all records: intervals of both sides at each begin of either."""
+    frames = {
+        name: pd.DataFrame(
+            {"k": [r["k"] for r in rows], "v": [r[name[0]] for r in rows]}
+            | {"t": [r["timestamp"] for r in rows], "n": range(len(rows))}
+        ).astype({"v": "Int64"})
+        for name, rows in records.items()
+    }
+    has = {"inner": "l.v is not null and r.v is not null", "left": "l.v is not null"}
+    wanted = has.get(kind, "l.v is not null or r.v is not null")
+    with duckdb.connect() as engine:
+        for name, frame in frames.items():
+            engine.register(f"all_{name}", frame)
+            engine.execute(
+                f"create view {name}s as select k, v, t, lead(t) over (partition by k order by t) as u "
+                "from (select k, t, arg_max(struct_pack(v := v), n).v as v "
+                f"from all_{name} group by k, t)"
+            )
+        found = engine.execute(
+            f"""with moments as (select k, t from lefts union select k, t from rights),
+            spans as (select k, t, lead(t) over (partition by k order by t) as u from moments)
+            select s.k, l.v, r.v, s.t, s.u from spans s
+            left join lefts l on l.k = s.k and l.t <= s.t and (l.u is null or s.t < l.u)
+            left join rights r on r.k = s.k and r.t <= s.t and (r.u is null or s.t < r.u)
+            where {wanted} order by s.k, s.t"""
+        ).fetchall()
+    return [tuple(row) for row in found]
+
+
+def in_runs(rows: list[tuple[str, dict[str, Any]]], cuts: Iterable[int]) -> list[dict[str, Any]]:
+    """The records of each run by input."""
+    places = [0, *sorted(cuts), len(rows)]
+    runs: list[dict[str, Any]] = []
+    for start, end in itertools.pairwise(places):
+        runs.append({n: [r for name, r in rows[start:end] if name == n] for n in ("left", "right")})
+    return runs
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_the_arrival_it_is_the_intersection(spark: SparkSession, seed: int) -> None:
+    chance = random.Random(seed)
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for i in range(160):
+        name = chance.choice(("left", "right"))
+        value = None if chance.random() < 0.25 else i
+        rows.append((name, record(name, chance.choice("abcdef"), value, chance.randrange(40))))
+    cuts = chance.sample(range(1, len(rows)), 4)
+    driver = TopologyTestDriver(*[joined(kind) for kind in KINDS], spark=spark)
+    for taken in in_runs(rows, cuts):
+        driver.run(taken)
+    everything = {n: [r for name, r in rows if name == n] for n in ("left", "right")}
+    for kind in KINDS:
+        expected = intersections(kind, everything)
+        assert len(expected) > 40
+        assert versions(driver, kind) == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (
+            lambda: table("left").join(table("right", versioned=False), name="j", history="complete"),
+            "right",
+        ),
+        (lambda: joined("inner", materialized=Materialized()), "expected a history for the result"),
+        (lambda: joined("inner", monotone_timestamps=True), "keeps results from going back"),
+        (lambda: joined("inner", history="all"), "history must be 'latest' or 'complete', got 'all'"),
+        (lambda: joined("left", foreign_key="l"), "is for a join by the common key"),
+        (lambda: joined("left", emit="per_run"), "emit"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: Callable[[], Table], says: str) -> None:
+    with pytest.raises(TopologyError, match=says):
+        wrong()
+
+
+def test_its_history_is_the_shorter_one() -> None:
+    short = table("left", 5 * MS).join(table("right"), name="j", history="complete")
+    assert isinstance(short, VersionedTable)
+    assert short.history_retention == 5 * MS
+
+
+def test_on_delta_without_spark_and_made_anew(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = Topology(tmp_path)
+    columns, minute = ["right.n as rate"], timedelta(minutes=1)
+    rates = replace(topology.rates, history_retention=60 * minute)
+    other = replace(rates, name="others", source=FilesSource(str(tmp_path / "others")))
+    both = other.left_join(rates, name="both", select=["left.*", *columns], history="complete")
+    priced = topology.orders.left_join(both, name="priced", select=["left.n", *columns])
+    stores = stores_of(topology.warehouse, spark)
+    topology.land("rates", "1.jsonl", [("a", 1, 1), ("a", 2, 6), ("b", 3, 2)])
+    topology.land("others", "1.jsonl", [("a", 10, 0), ("b", 30, 20)])
+    topology.land("orders", "1.jsonl", [("a", 100, 7)])
+    for node in (rates, other, both):
+        run_once(node, stores)
+    # Both are late, and the second is cut by the first.
+    topology.land("rates", "2.jsonl", [("a", 4, 4)])
+    topology.land("others", "2.jsonl", [("a", 11, 3), ("b", None, 15)])
+    run_once(rates, stores)
+    run_once(other, stores)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AssetStore, "commit", killed)
+        with pytest.raises(KilledError):
+            run_once(both, stores)
+    run_once(both, stores)
+    found = read("both", key="a", as_of=EPOCH + 5 * minute, warehouse=topology.warehouse).to_pylist()
+    assert [(r["n"], r["rate"]) for r in found] == [(11, 4)]
+    why = explain(both, key="a", at=EPOCH + 5 * minute, warehouse=topology.warehouse)
+    assert [(str(one.record), one.operator) for one in why.made_of] == [
+        ("others 0:2", "source"),
+        ("rates 0:3", "source"),
+    ]
+    assert [one.rule for one in why.decisions] == ["as_of", "as_of"]
+    run_once(topology.orders, stores)
+    run_once(priced, stores)
+    joined = read("priced", key="a", warehouse=topology.warehouse).to_pylist()
+    assert [(r["n"], r["rate"]) for r in joined] == [(100, 2)]
+    assert [one.name for one in audit(stores(both)) if not one.passed] == []
+    # Made anew in one run, it has the same versions.
+    again = replay(topology.warehouse, both, "both_again", spark)
+    assert rows_of(again) == rows_of(AssetStore(topology.warehouse, both, spark))
+
+
+def rows_of(store: AssetStore) -> list[Any]:
+    versions = store.read("versions")
+    own = [c for c in versions.columns if c not in (RECORDED_AT, OFFSET)]
+    return sorted(map(tuple, versions.where("not is_tombstone").select(*own).collect()), key=repr)

@@ -1,0 +1,271 @@
+"""The sensor asks for exactly the partitions that a table has made wrong, and for each of them once."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+from pyspark.sql import SparkSession
+
+import vt_dagster
+from tests.market import QUIET, Market, record
+from vt_dagster import SparkResource, build_partition_sensor, build_resources
+from vt_dagster.errors import TopologyError
+from vt_dagster.orchestration.io_manager import READS
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import stores_of
+
+DAYS = dg.DailyPartitionsDefinition("2024-01-01", end_date="2024-03-01")
+AS_OF = {"vt_dagster/as_of": "partition_end"}
+FIRST, LAST = 2, 7
+"""The days that have a partition in the tests."""
+
+
+def day(number: int) -> str:
+    return f"2024-01-{number:02d}"
+
+
+class Reports:
+    """A report of a partition a day, of the prices as of its end, and its sensor."""
+
+    def __init__(self, root: Path, spark: SparkSession, partitions: Any = DAYS) -> None:
+        self.market = Market(root, spark)
+        self.prices = replace(self.market.prices, history_retention=timedelta(days=20))
+        self.market.prices = self.prices
+        self.instance = dg.DagsterInstance.ephemeral()
+        self.stored = stored = dict[str, set[Any]]()
+        self.landed = 0
+
+        @dg.asset(partitions_def=partitions, ins={"prices": dg.AssetIn(metadata=AS_OF)})
+        def report(context: dg.AssetExecutionContext, prices: pl.DataFrame) -> None:
+            stored[context.partition_key] = {*prices.select("k", "v", "offset").iter_rows()}
+
+        # No Spark is asked for: there is none at this address.
+        resources = build_resources(
+            str(self.market.warehouse), SparkResource(remote="sc://localhost:1")
+        )
+        self.report = report
+        self.sensor = build_partition_sensor(report, reads=self.prices)
+        self.resources = resources
+        self.defs = dg.Definitions(assets=[report], sensors=[self.sensor], resources=resources)
+
+    def land(self, *records: Any) -> None:
+        """Prices come, and are committed."""
+        self.landed += 1
+        self.market.land("prices", f"{self.landed:03d}.jsonl", *records)
+        run_once(self.prices, stores_of(str(self.market.warehouse), self.market.spark))
+
+    def make(self, partition: str) -> dict[str, Any]:
+        """Materializes a partition; the metadata of that."""
+        done = dg.materialize(
+            [self.report, dg.AssetSpec("prices")],
+            selection=[self.report],
+            partition_key=partition,
+            resources=self.resources,
+            instance=self.instance,
+            run_config=QUIET,
+        )
+        (event,) = done.get_asset_materialization_events()
+        return {name: value.value for name, value in event.materialization.metadata.items()}
+
+    def tick(self, cursor: str | None = None) -> dg.SensorExecutionData:
+        """What the sensor says, as Dagster's daemon evaluates it."""
+        return self.sensor.evaluate_tick(
+            dg.build_sensor_context(
+                instance=self.instance,
+                cursor=cursor,
+                repository_def=self.defs.get_repository_def(),
+                resources=self.resources,
+            )
+        )
+
+    def asked(self, cursor: str | None = None) -> list[str]:
+        return [str(request.partition_key) for request in self.tick(cursor).run_requests or []]
+
+    def now(self, partition: str) -> set[Any]:
+        """What a run of a partition would store."""
+        end = f"{partition}T23:59:59.999999Z"
+        rows = vt_dagster.read("prices", warehouse=str(self.market.warehouse), as_of=end, into="polars")
+        return {*rows.select("k", "v", "offset").iter_rows()}
+
+    def reported(self, partition: str, reads: Any) -> None:
+        """A materialization that somebody else tells of."""
+        told = {} if reads is None else {READS: {"prices": reads}}
+        key = self.report.key
+        self.instance.report_runless_asset_event(
+            dg.AssetMaterialization(key, partition=partition, metadata=told)
+        )
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_after_the_requested_runs_all_is_as_if_made_anew(
+    spark: SparkSession, tmp_path: Path, seed: int
+) -> None:
+    dice, reports = random.Random(seed), Reports(tmp_path, spark)
+    for number in range(1, LAST + 1, 2):
+        reports.land(
+            *[
+                record(k, f"{k}{d}", f"{d} {dice.randrange(24):02d}:00")
+                for d in (number, number + 1)
+                for k in "abc"
+            ]
+        )
+    partitions = [day(n) for n in range(FIRST, LAST + 1)]
+    for one in partitions:
+        reports.make(one)
+    cursor, asked_for, left = reports.tick().cursor, 0, 0
+    for turn in range(5):
+        before = dict(reports.stored)
+        some = [
+            record(
+                dice.choice("abcd"),
+                dice.choice([None, f"late {turn}", f"later {turn}"]),
+                f"{dice.randrange(1, LAST + 1)} {dice.randrange(24):02d}:{dice.choice(['00', '30'])}",
+            )
+            for _ in range(dice.choice([1, 1, 2]))
+        ]
+        reports.land(*some, record("a", f"newest {turn}", f"9 {turn:02d}:00"))
+        said = reports.tick(cursor)
+        requests = said.run_requests or []
+        # a tick once more, and one whose cursor is lost
+        again = reports.tick(None).run_requests or []
+        assert [one.run_key for one in again] == [one.run_key for one in requests]
+        assert len({one.run_key for one in requests}) == len(requests)
+        cursor = said.cursor
+        assert reports.asked(cursor) == []
+        asked = [str(one.partition_key) for one in requests]
+        wrong = [one for one in partitions if before[one] != reports.now(one)]
+        assert {*wrong} <= {*asked}
+        earliest = min(one["at"][:10] for one in some)
+        assert all(one >= earliest for one in asked)
+        for one in asked:
+            reports.make(one)
+        assert reports.stored == {one: reports.now(one) for one in partitions}
+        asked_for, left = asked_for + len(asked), left + len(partitions) - len(asked)
+    assert reports.asked(None) == []
+    assert asked_for > 3
+    assert left > 3
+
+
+@pytest.fixture(scope="module")
+def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """With a late price of day 3 that was true until day 5, after partitions of days 2 to 7."""
+    reports = Reports(tmp_path_factory.mktemp("reports"), spark)
+    reports.land(
+        record("a", "a1", "1 12:00"), record("a", "a5", "5 00:00"), record("b", "b8", "8 00:00")
+    )
+    for number in range(FIRST, LAST + 1):
+        told = reports.make(day(number))
+    assert told[READS]["prices"] == {
+        "asset": "prices",
+        "what": "current",
+        "as_of": "2024-01-07T23:59:59.999999Z",
+        "log": told[READS]["prices"]["log"],
+        "batch": 1,
+        "next_offset": {"0": 3},
+        "erased": 0,
+    }
+    reports.land(record("a", "a3", "3 00:00"))
+    return reports
+
+
+def test_which_and_why(made: Reports) -> None:
+    """The instant that a day reads is just before its end: the end of day 4 is what a5 begins at."""
+    said = made.tick()
+    assert [one.partition_key for one in said.run_requests or []] == [day(3), day(4)]
+    keys = {one.run_key for one in said.run_requests or []}
+    assert all(str(key).startswith("report_partitions_of_prices:2024-01-0") for key in keys)
+    assert {one.tags["vt_dagster/why"] for one in said.run_requests or []} == {"changed"}
+    assert made.tick(said.cursor).skip_message == "nothing new in prices: batch 2, 4 records"
+    for lost in ("somebody's own", "{}", json.dumps({**json.loads(said.cursor or ""), "log": "old"})):
+        assert {one.run_key for one in made.tick(lost).run_requests or []} == keys
+    # never materialized: nobody has read anything for it
+    assert day(8) not in made.asked()
+
+
+def test_nobody_knows_what_a_partition_has_read(made: Reports) -> None:
+    made.reported("2024-02-01", None)
+    made.reported("2023-12-31", None)  # the definition has none of that name
+    said = made.tick()
+    assert [one.partition_key for one in said.run_requests or []] == [day(3), day(4), "2024-02-01"]
+    key = (said.run_requests or [])[-1].run_key
+    made.reported("2024-02-01", None)  # the run that was asked for tells nothing either
+    assert (made.tick().run_requests or [])[-1].run_key == key
+    made.make("2024-02-01")
+    assert made.asked() == [day(3), day(4)]
+
+
+def test_a_run_that_ends_after_a_newer_one(made: Reports) -> None:
+    """What is stored is of the position that it has read: it is asked for again."""
+    said = made.tick()
+    (first,) = [one for one in said.run_requests or [] if one.partition_key == day(3)]
+    before = made.instance.fetch_materializations(
+        dg.AssetRecordsFilter(made.report.key, asset_partitions=[day(3)]), limit=1
+    ).records[0]
+    event: Any = before.asset_materialization
+    made.make(day(3))
+    assert made.asked() == [day(4)]
+    cursor = made.tick(said.cursor).cursor
+    made.reported(day(3), event.metadata[READS].value["prices"])
+    (again,) = made.tick(cursor).run_requests or []
+    assert (again.partition_key, again.run_key != first.run_key) == (day(3), True)
+
+
+def test_a_time_that_is_forgotten(made: Reports, caplog: pytest.LogCaptureFixture) -> None:
+    told = made.make("2024-01-02")[READS]["prices"]
+    made.reported("2024-02-02", {**told, "log": "another"})
+    made.reported("2024-01-02", {**told, "log": "another", "as_of": "2023-12-01T00:00:00Z"})
+    said = made.tick()
+    (request,) = [one for one in said.run_requests or [] if one.partition_key == "2024-02-02"]
+    assert request.tags["vt_dagster/why"] == "another_log"
+    assert "2024-01-02" not in {one.partition_key for one in said.run_requests or []}
+    assert "history of prices does not reach back to their time: 2024-01-02" in caplog.text
+
+
+def test_several_dimensions(spark: SparkSession, tmp_path: Path) -> None:
+    both = dg.MultiPartitionsDefinition(
+        {"day": DAYS, "shop": dg.StaticPartitionsDefinition(["x", "y"])}
+    )
+    reports = Reports(tmp_path, spark, both)
+    assert reports.tick().skip_message.startswith("cannot look at prices: expected an asset 'prices'")
+    reports.land(record("a", "a1", "1 12:00"), record("a", "a5", "5 00:00"))
+    for one in ("2024-01-03|x", "2024-01-03|y", "2024-01-05|x"):
+        reports.make(one)
+    cursor = reports.tick().cursor
+    reports.land(record("a", None, "3 23:59"))
+    assert reports.asked(cursor) == ["2024-01-03|x", "2024-01-03|y"]
+
+
+def _asset(partitions: Any = DAYS, **metadata: Any) -> Any:
+    @dg.asset(partitions_def=partitions, ins={"prices": dg.AssetIn(metadata=metadata)})
+    def report(prices: pl.DataFrame) -> None: ...
+
+    return report
+
+
+@dg.asset(partitions_def=DAYS, deps=["prices"])
+def by_itself() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("report", "reads", "said"),
+    [
+        (_asset(None, **AS_OF), "prices", "report: expected one asset with partitions"),
+        (_asset(), "prices", "expected an input that reads prices as of a time"),
+        (by_itself, "prices", "by_itself: expected an input that reads prices"),
+        (_asset(**AS_OF, **{"vt_dagster/as_known_at": "partition_end"}), "prices", "does not change"),
+        (_asset(**AS_OF, **{"vt_dagster/read": "log"}), "prices", "what is read as of now always does"),
+        (_asset(**AS_OF), "rates", "expected a versioned table in reads, got the Table 'rates'"),
+    ],
+)
+def test_refused(tmp_path: Path, report: Any, reads: str, said: str) -> None:
+    market: Any = Market(tmp_path, None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TopologyError, match=said):
+        build_partition_sensor(report, reads=getattr(market, reads))

@@ -1,0 +1,252 @@
+"""Corrected stream-stream join: what left without a match is taken back where a match comes later.
+
+It is a stream-stream join whose records may be late by what is promised. What has no match yet leaves
+sooner than that, after its grace period; as long as the promise is not over it stays among what is kept
+from run to run, marked as said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import DataType
+
+from vt_dagster.columns import (
+    CAUSE,
+    FATE,
+    FINAL,
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    LEFT_OFFSET,
+    LEFT_PARTITION,
+    OFFSET,
+    OLD,
+    ORDER,
+    PARTITION,
+    REVISION,
+    RIGHT_OFFSET,
+    RIGHT_PARTITION,
+    TIMESTAMP,
+)
+from vt_dagster.core.arrival import Fate, micros
+from vt_dagster.core.changes import match_names
+from vt_dagster.core.corrected_join import CORRECTED
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.log import POSITION_TYPE, log_schema, value_columns
+from vt_dagster.core.processor import Counts
+from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
+from vt_dagster.core.stream_stream_join import (
+    MATCHED,
+    PHASE,
+    RANK,
+    UNMATCHED,
+    StreamStreamJoinProcessor,
+)
+from vt_dagster.core.two_streams import LOWEST, OPEN, VALID, in_micros_at
+from vt_dagster.core.within import (
+    AT,
+    END,
+    FROM,
+    HORIZON,
+    LATE,
+    LEFT,
+    ONCE,
+    RIGHT,
+    SIDE,
+    THERE,
+    found_by,
+    tile_width,
+)
+from vt_dagster.topology.operators import CorrectedStreamJoin
+
+_NEVER = 1 << 62
+"""Later than any time."""
+_SAID = "_said"
+"""Of a record without a match, whether its row is there."""
+_PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
+_KINDS = {LEFT_PARTITION: "int", LEFT_OFFSET: "long", RIGHT_PARTITION: "int", RIGHT_OFFSET: "long"}
+_ROW = "_row"
+
+
+class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
+    """Adds when a record without a match is said to be one, and takes that back."""
+
+    refuses = (Fate.TOO_LATE,)
+    counted = ("in", "out", UNMATCHED, "late", "dropped", Fate.WAITING, CORRECTED)
+
+    @property
+    def operator(self) -> CorrectedStreamJoin:
+        operator: Any = self.node.operator
+        return operator
+
+    def marks(
+        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+    ) -> dict[str, dict[int, int]]:
+        """Those of the join, and where rows are final: that never goes back, also if the promise gets
+        longer."""
+        marks = super().marks(found, before)
+        final = dict(before.get(FINAL, {}))
+        for p, moment in marks[OPEN].items():
+            if moment > LOWEST:
+                at = moment - max(in_micros_at(ahead, p) for ahead in self.ahead)
+                final[p] = max(final.get(p, at), at)
+        return {**marks, FINAL: final}
+
+    def judged(self, rows: DataFrame, known: Known) -> DataFrame:
+        # What is too late finds nothing: it would be at odds with rows that are final.
+        return super().judged(rows, known).withColumn(HORIZON, F.lit(_NEVER))
+
+    def results(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        return self.process(self.in_order(inputs), inputs, known)
+
+    # -- what is said, and taken back ------------------------------------------------------------
+
+    def alone(self, rows: DataFrame, place: int, known: Known) -> list[DataFrame]:
+        """Records without a match: those that leave now, and those that may find one still."""
+        if _SAID not in rows.columns:
+            rows = rows.withColumn(_SAID, F.lit(False))
+        said = F.coalesce(F.col(_SAID), F.lit(False))
+        over = F.col(AT) + micros(self.ahead[place]) + micros(self.operator.grace)
+        leaves = ~said & (F.col(ONCE) | self.is_over(over, known))
+        kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), known)).select(
+            *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Fate.KEPT).alias(FATE)),
+            (said | leaves).alias(_SAID),
+        )
+        return [self.leaving(rows.where(leaves), F.col(ONCE), place), kept]
+
+    def taken_back(
+        self, earlier: DataFrame | None, others: DataFrame, place: int, known: Known
+    ) -> list[DataFrame]:
+        """The ends of rows without a match, by the first record that came in time and is one.
+
+        Plan: of the records that have such a row, those that the run's records of the other side find,
+        as in ``within.matches``, and one shuffle of these by place.
+        """
+        there = self.without_match_yet(earlier, place, known)
+        if there is None:
+            return []
+        on, operator = match_names(self.consumed[0].key), self.operator
+        width = tile_width(operator.before, operator.after)
+        said = there.where(_SAID).drop(_SAID)
+        found = found_by(others, said, 1 - place, on=on, width=width)
+        first = F.min_by(F.struct(*found.columns), F.struct(*ORDER))
+        row = found.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
+        return [self._end(row, place)]
+
+    def _end(self, pairs: DataFrame, place: int) -> DataFrame:
+        """The tombstone of a record's row, from the record and the one that it matches."""
+        kinds = log_schema(self.node)
+        (partition, offset), cause = _PLACES[place], _PLACES[1 - place]
+        alone = pairs.withColumns(self._record_alone(pairs, place))
+        chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
+        at = F.timestamp_micros(THERE)
+        before = {name: c for name, c in chosen.items() if name in value_columns(self.node)}
+        old = F.struct(*[c.alias(name) for name, c in before.items()], at.alias(TIMESTAMP))
+        name = F.lit(self.consumed[1 - place].name)
+        by = F.struct(name, *map(F.col, cause)).cast(POSITION_TYPE)
+        nothing = [F.lit(None).cast(kinds[n].dataType).alias(n) for n in chosen]
+        ends = {
+            TIMESTAMP: at,
+            PARTITION: F.col(partition),
+            IS_TOMBSTONE: F.lit(True),
+            IS_LATE: F.lit(False),
+            PHASE: F.lit(1),
+            THERE: F.lit(LOWEST),
+            RANK: F.lit(0),
+            FROM: F.col(offset),
+            MATCHED: F.lit(True),
+            FATE: F.lit(Fate.APPLIED),
+        }
+        told = {OLD: old.cast(kinds[OLD].dataType), REVISION: F.lit(1), CAUSE: by}
+        return alone.select(
+            *nothing, *ORDER, *_named(ends), *_named(self._besides(place, partition, offset) | told)
+        )
+
+    def _record_alone(self, pairs: DataFrame, place: int) -> dict[str, Column]:
+        """Both sides of a pair as they are where the record of one has no match."""
+
+        def only(side: str, names: Sequence[str]) -> Column:
+            kind: Any = pairs.schema[side].dataType
+            of_side = F.col(side)
+            fields = {
+                f.name: of_side.getField(f.name) if f.name in names else _null(f.dataType) for f in kind
+            }
+            return F.struct(*_named(fields))
+
+        if place == 1:
+            return {LEFT: only(LEFT, self.consumed[0].key)}
+        return {RIGHT: _null(pairs.schema[RIGHT].dataType)}
+
+    def told_besides(self, matched: bool) -> list[Column]:
+        if matched:
+            places = {name: F.col(name) for names in _PLACES for name in names}
+            return _named(places | self._new())
+        left = F.col(SIDE) == 0
+        told = (self._besides(i, PARTITION, FROM) for i in (0, 1))
+        one, other = told
+        places = {n: F.when(left, one[n]).otherwise(other[n]) for names in _PLACES for n in names}
+        return _named(places | self._new())
+
+    def _besides(self, place: int, partition: str, offset: str) -> dict[str, Column]:
+        """The key of a record's row without a match, and that it is its latest."""
+        mine, other = _PLACES[place], _PLACES[1 - place]
+        values = (F.col(partition), F.col(offset), F.lit(-1), F.lit(-1))
+        key = dict(zip((*mine, *other), values, strict=True))
+        return {**{name: c.cast(_KINDS[name]) for name, c in key.items()}, IS_LATEST: F.lit(True)}
+
+    def _new(self) -> dict[str, Column]:
+        kind = log_schema(self.node)[OLD].dataType
+        told = {OLD: _null(kind), REVISION: F.lit(0), CAUSE: _null(POSITION_TYPE)}
+        return {IS_LATEST: F.lit(True), **told}
+
+    # -- what is kept and counted ----------------------------------------------------------------
+
+    def rejected(self, new: DataFrame) -> DataFrame:
+        """What there is no use for, and what was late, with its place."""
+        fate = F.when(self.useless, Fate.DROPPED).when(F.col(LATE) & F.col(VALID), Fate.TOO_LATE)
+        names = [node.name for node in self.consumed]
+        place = {
+            REASON: F.lit(Fate.TOO_LATE),
+            SOURCE: F.when(F.col(SIDE) == 0, names[0]).otherwise(names[1]),
+            POSITION: F.col(OFFSET),
+            RAW: F.lit(None).cast("string"),
+            TIMESTAMP: F.timestamp_micros(AT),
+        }
+        rows = new.select(PARTITION, fate.alias(FATE), *_named(place))
+        return rows.where(F.col(FATE).isNotNull())
+
+    def kept_of(self, state: DataFrame, place: int) -> DataFrame:
+        return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET), _SAID)
+
+    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
+        return rows.where(F.col(FATE) == Fate.KEPT).select(SIDE, PARTITION, FROM, _SAID)
+
+    def waiting(
+        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+    ) -> DataFrame:
+        waits = None if state is None else state.where(~F.col(_SAID))
+        return super().waiting(logs, released, waits)
+
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        return {
+            UNMATCHED: F.count_if(~F.col(MATCHED)),
+            Fate.WAITING: F.count_if((F.col(FATE) == Fate.KEPT) & ~F.col(_SAID)),
+            CORRECTED: F.count_if((F.col(FATE) == Fate.APPLIED) & (F.col(REVISION) > 0)),
+        }
+
+    def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
+        told = (UNMATCHED, Fate.DROPPED, Fate.WAITING, CORRECTED)
+        counts = {"in": taken, "out": found[Fate.APPLIED], **{name: found[name] for name in told}}
+        return {**counts, Fate.LATE: found[Fate.TOO_LATE]}
+
+
+def _named(told: Mapping[str, Column]) -> list[Column]:
+    return [c.alias(name) for name, c in told.items()]
+
+
+def _null(kind: DataType) -> Column:
+    return F.lit(None).cast(kind)

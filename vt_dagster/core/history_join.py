@@ -1,0 +1,171 @@
+"""History join: the versions of two tables cut at each other's, told anew where either changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import (
+    ARRIVAL,
+    FATE,
+    HOME,
+    INPUT,
+    IS_TOMBSTONE,
+    PARTITION,
+    SEQUENCE,
+    TIMESTAMP,
+    TURN,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.core.arrival import Fate, union
+from vt_dagster.core.changes import (
+    LEFT,
+    RIGHT,
+    TableInput,
+    match_columns,
+    match_names,
+    result_rows,
+)
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.table_table_join import TableTableJoinProcessor, side_row
+from vt_dagster.topology.operators import HistoryJoin, JoinKind
+
+_AT, _RANK, _STATE, _CHANGE, _SIDES = "_at", "_rank", "state", "change", (LEFT, RIGHT)
+_MATCHED, _CAUSE, _BEGINS = "_matched", "_cause", "_begins"
+_PLACE = (INPUT, HOME, SEQUENCE, PARTITION)
+
+
+class HistoryJoinProcessor(TableTableJoinProcessor):
+    """See :func:`join`."""
+
+    @property
+    def operator(self) -> HistoryJoin:
+        operator: Any = self.node.operator
+        return operator
+
+    def versions_since(self, logs: Sequence[DataFrame]) -> int | None:
+        """One microsecond before the run's oldest change: what was true then may end with it."""
+        times = [rows.select(F.unix_micros(TIMESTAMP).alias(_AT)) for rows in logs]
+        first = times[0].union(times[1]).agg(F.min(_AT)).collect()[0][0]
+        return None if first is None else first - 1
+
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+        left, right = (
+            TableInput(changes, one.table, node.key, value_columns(node), node.versioned)
+            for node, changes, one in zip(self.consumed, rows, inputs, strict=True)
+        )
+        operator = self.operator
+        return join(left, right, kind=operator.kind, columns=operator.projection().columns)
+
+
+def join(
+    left: TableInput, right: TableInput, *, kind: JoinKind, columns: Sequence[tuple[str, str]]
+) -> DataFrame:
+    """Joins two versioned tables at every time.
+
+    A change is true from its timestamp to its key's next version. In that time each begin of a version
+    of either side gives one result, at that time, of what both sides have there in the end; where the
+    kind of join wants more than there is, a tombstone, but none where there was none before. Results
+    go out by time, each from the change that made it.
+
+    Plan: of each side one semi-join of the versions with the keys that change, then one shuffle and
+    sort of both together by key, one pass of windows.
+
+    Args:
+        left, right: ``current`` are the versions at the end of the run that ended at the run's oldest
+            change or later, tombstones included.
+        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), the left's key
+            columns among them.
+
+    Returns:
+        as ``table_table_join.join``.
+
+    Source: none: Kafka Streams joins the latest rows alone.
+    """
+    on = match_names(left.key)
+    keys = [side.changes.select(*match_columns(side.key)) for side in (left, right)]
+    changed = keys[0].union(keys[1])
+    events = union(_events(left, LEFT, changed), _events(right, RIGHT, changed))
+    by_key = W.partitionBy(*on)
+    in_order = by_key.orderBy(_AT, _RANK, INPUT, SEQUENCE)
+    so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
+    next_at = F.lead(_AT).over(in_order)
+    moments = events.select(
+        *on,
+        _AT,
+        *[F.last(side, ignorenulls=True).over(so_far).alias(side) for side in _SIDES],
+        F.coalesce(next_at > F.col(_AT), F.lit(True)).alias(_BEGINS),
+    ).where(_BEGINS)
+    there = [F.col(side).getField(_STATE).isNotNull() for side in _SIDES]
+    found = [F.col(side).getField(_CHANGE) for side in _SIDES]
+    moments = moments.withColumns(
+        {_MATCHED: F.coalesce(_wanted(kind, *there), F.lit(False)), _CAUSE: F.coalesce(*found)}
+    )
+    before = F.coalesce(F.lag(_MATCHED).over(by_key.orderBy(_AT)), F.lit(False))
+    # What a change at this very time has replaced is not known: only a deletion may have ended a row.
+    begun = [one.isNotNull() & (one.getField(TIMESTAMP) == F.col(_AT)) for one in found]
+    deletes = [b & one.getField(IS_TOMBSTONE) for b, one in zip(begun, found, strict=True)]
+    old = ~F.coalesce(begun[0], F.lit(False)) & ~F.coalesce(begun[1], F.lit(False))
+    ended = before | old | F.coalesce(deletes[0] | deletes[1], F.lit(False))
+    told = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended).where(F.col(_CAUSE).isNotNull())
+    cause = {name: F.col(_CAUSE).getField(name) for name in _PLACE}
+    joined = told.where(_BEGINS).select(
+        *on,
+        side_row(left, F.col(LEFT).getField(_STATE)).alias(LEFT),
+        F.when(there[1], side_row(right, F.col(RIGHT).getField(_STATE))).alias(RIGHT),
+        F.col(_AT).alias(TIMESTAMP),
+        (~F.col(_MATCHED)).alias(IS_TOMBSTONE),
+        F.lit(Fate.APPLIED).alias(FATE),
+        F.unix_micros(_AT).alias(ARRIVAL),
+        *[column.alias(name) for name, column in cause.items()],
+        F.lit(0).alias(TURN),
+    )
+    key = {k: F.col(n) for k, n in zip(left.key, on, strict=True)}
+    return result_rows(joined, key=key, select=columns)
+
+
+def _wanted(kind: JoinKind, left: Column, right: Column) -> Column:
+    """Whether there is a result by what both sides have."""
+    return {"inner": left & right, "left": left, "outer": left | right}[kind]
+
+
+def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
+    """When a side says something else than before: at the begins of its versions, at their ends, and at
+    the run's changes.
+
+    Returns:
+        ``match_names, _at, _rank`` (of one time, what is to count comes last)``, _input, _sequence``,
+        and under the side's name a struct: the state from then on (null = none), and the change that
+        made it, null where no change of the run did.
+    """
+    on = match_names(side.key)
+    place = F.struct(TIMESTAMP, IS_TOMBSTONE, *_PLACE)
+    nothing, no_state = F.lit(None), F.lit(None).cast(_type_of(side))
+
+    def said(rows: DataFrame, at: str, rank: int, state: Column, change: Column) -> DataFrame:
+        return rows.select(
+            *match_columns(side.key),
+            F.col(at).alias(_AT),
+            F.lit(rank).alias(_RANK),
+            *[F.col(c) if rank == 2 else F.lit(0).alias(c) for c in (INPUT, SEQUENCE)],
+            F.struct(state.alias(_STATE), change.alias(_CHANGE)).alias(name),
+        )
+
+    made = said(side.changes, TIMESTAMP, 2, side.new_state(), place)
+    if side.current is None:
+        return made
+    none = nothing.cast(side.changes.select(place.alias(_CHANGE)).schema[_CHANGE].dataType)
+    versions = side.current.select("*", *match_columns(side.key)).join(changed, on, "left_semi")
+    ends = said(versions.where(F.col(VALID_TO).isNotNull()), VALID_TO, 0, no_state, none)
+    begins = said(versions, VALID_FROM, 1, side.new_state(), none)
+    return union(made, union(ends, begins))
+
+
+def _type_of(side: TableInput) -> Any:
+    return side.changes.select(side.row_state().alias(_STATE)).schema[_STATE].dataType

@@ -1,0 +1,205 @@
+"""The records of two streams as their join takes them: when they are, and what is late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, ORDER, PARTITION, TIMESTAMP
+from vt_dagster.core.arrival import micros, union
+from vt_dagster.core.changes import columns, match_columns
+from vt_dagster.core.grace import moves_stream_time
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.processor import Processor
+from vt_dagster.core.side_times import largest_by_chunk, largest_in_time, with_largest
+from vt_dagster.core.within import (
+    AT,
+    END,
+    HIGH,
+    HORIZON,
+    LATE,
+    LEFT,
+    LOOK,
+    LOW,
+    NEW,
+    NOW,
+    ONCE,
+    RIGHT,
+    SIDE,
+)
+from vt_dagster.topology.durations import Duration, length_at
+from vt_dagster.topology.operators import StreamStreamJoin
+
+SIDES = (LEFT, RIGHT)
+OPEN, LOOK_MARK = "open", "look"
+LOWEST = -62_135_596_800_000_000
+"""The year 1: no record is earlier."""
+VALID, EXPIRED = "_valid", "_expired"
+_TIMES = {"_left": LEFT, "_right": RIGHT, LOOK: LOOK_MARK}
+_SEGMENT = 60_000
+
+
+class TwoStreamsProcessor(Processor[StreamStreamJoin]):
+    """What a join of two streams has of time."""
+
+    merges = True
+    goes_by_time = True
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The sides whose records leave without a match where there is none."""
+        return {"inner": (), "left": (0,), "outer": (0, 1)}[self.operator.kind]
+
+    @property
+    def ahead(self) -> tuple[Duration, Duration]:
+        """How far a match of the left side's records may lie after them, and of the right side's."""
+        return self.operator.after, self.operator.before
+
+    def look_back(
+        self,
+        place: int,
+        stream_time: Mapping[int, int],
+        released: Mapping[int, int],
+        marks: Mapping[str, Mapping[int, int]],
+    ) -> int | None:
+        operator, ahead = self.operator, self.ahead[place]
+        own, let_go = marks.get(SIDES[place], {}), marks.get(OPEN, {})
+        found: list[int] = []
+        for p, now in stream_time.items():
+            # What a record finds that is in time, one that is late, and what has no match yet.
+            found.append(now - in_micros_at(operator.promise, p) - in_micros_at(ahead, p) - 1)
+            if p in own:
+                found.append(own[p] - in_micros_at(operator.reach, p))
+            if p in let_go and place in self.kept:
+                found.append(let_go[p] - in_micros_at(ahead, p) - 1)
+        return max(LOWEST, min(found)) if found else None
+
+    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+        rows = self.seen(self.in_order(inputs), known, slim=True)
+        newest = {told: F.max(name).alias(told) for name, told in {NOW: "time", **_TIMES}.items()}
+        return rows.groupBy(PARTITION).agg(*newest.values())
+
+    def bounds_of_time(self, inputs: Sequence[Input]) -> DataFrame | None:
+        if self.few:
+            return None
+        rows = [self.record(one.rows, i, slim=True) for i, one in enumerate(inputs)]
+        return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(VALID))
+
+    def in_time(
+        self, found: Sequence[Any], stream_time: Mapping[int, int]
+    ) -> list[dict[str, Any]] | None:
+        promise = self.operator.promise
+        newest = largest_in_time(found, SIDE, stream_time, lambda p: in_micros_at(promise, p))
+        if newest is None:
+            return None
+        rows: list[dict[str, Any]] = []
+        for p, (now, of) in newest.items():
+            look = max(of.values(), default=None)
+            # Else one that matches nothing has moved stream time on, and it matters when.
+            if look != now:
+                return None
+            sides = {name: of.get(i) for i, name in enumerate(SIDES)}
+            rows.append({PARTITION: p, "time": now, "look": look, **sides})
+        return rows
+
+    def marks(
+        self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
+    ) -> dict[str, dict[int, int]]:
+        marks = {name: dict(before.get(name, {})) for name in (LEFT, RIGHT, "look")}
+        for row in found:
+            for name, newest in marks.items():
+                if row[name] is not None:
+                    newest[row[PARTITION]] = row[name]
+        seen = {*before.get(OPEN, {}), *(row[PARTITION] for row in found)}
+        promise, look = self.operator.promise, marks["look"]
+        let_go = {p: look[p] - in_micros_at(promise, p) if p in look else LOWEST for p in seen}
+        return {**marks, OPEN: let_go}
+
+    def seen(self, rows: Sequence[DataFrame], known: Known, slim: bool = False) -> DataFrame:
+        """The new records of both sides, with all times as of them; those that only what is late is
+        told by are null where nothing is.
+
+        Args:
+            slim: without keys and values.
+        """
+        new = reduce(union, [self.record(r, i, slim) for i, r in enumerate(rows)])
+        # They are merged by the largest time so far of their own log: nothing before them has a larger.
+        new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(known.stream_time)))
+        if known.in_time:
+            return new.withColumns({name: nothing() for name in _TIMES})
+        before = {name: known.marks.get(told, nothing()) for name, told in _TIMES.items()}
+        look = F.when(F.col(VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
+        moves = {LOOK: look}
+        for i, name in enumerate(("_left", "_right")):
+            moves[name] = F.when(F.col(VALID) & (F.col(SIDE) == i), F.col(AT))
+        return with_largest(new, moves, before, self.chunk)
+
+    def record(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
+        """A side's rows, under names that both have: the record itself is one struct."""
+        node, operator = self.consumed[place], self.operator
+        own = [*node.key, *value_columns(node), TIMESTAMP]
+        used = {c for some in operator.lineage().values() for _, c in some} | {*node.key, TIMESTAMP}
+        wanted = [c for c in own if c.lower() in {u.lower() for u in used}]
+        valid = moves_stream_time(node.key)
+        there = [F.unix_micros(TIMESTAMP).alias(AT), PARTITION, OFFSET, valid.alias(VALID)]
+        order = [c for c in ORDER if c in rows.columns]
+        return rows.select(
+            F.lit(place).alias(SIDE),
+            *([] if slim else match_columns(node.key)),
+            *([] if slim else [F.struct(*columns(wanted)).alias(SIDES[place])]),
+            *there,
+            IS_TOMBSTONE,
+            *order,
+        )
+
+    def with_window(self, rows: DataFrame) -> DataFrame:
+        """With what each record's window is."""
+        operator = self.operator
+        before, after, promise = map(micros, (operator.before, operator.after, operator.promise))
+        of_left = F.col(SIDE) == 0
+        ahead = F.when(of_left, after).otherwise(before)
+        back = F.when(of_left, before).otherwise(after)
+        at = F.col(AT)
+        return rows.withColumns({LOW: at - back, HIGH: at + ahead, END: at + ahead + promise})
+
+    def judged(self, rows: DataFrame, known: Known) -> DataFrame:
+        """New records with what becomes of them."""
+        once = F.col(END) < F.col(NOW)
+        if known.in_time:
+            no = F.lit(False)
+            told = {NEW: F.lit(True), LATE: no, HORIZON: nothing(), ONCE: once, EXPIRED: no}
+            return self.with_window(rows).withColumns(told)
+        operator, at = self.operator, F.col(AT)
+        reach, promise = micros(operator.reach), micros(operator.promise)
+        of_left = F.col(SIDE) == 0
+        own = F.when(of_left, F.col("_left")).otherwise(F.col("_right"))
+        other = F.when(of_left, F.col("_right")).otherwise(F.col("_left"))
+        segment = F.greatest(F.lit(_SEGMENT), F.call_function("div", reach, F.lit(2000))) * 1000
+        oldest = F.call_function("div", F.greatest(F.lit(0), own - reach), segment)
+        return self.with_window(rows).withColumns(
+            {
+                NEW: F.lit(True),
+                LATE: at < F.col(NOW) - promise,
+                HORIZON: other - reach,
+                ONCE: once,
+                EXPIRED: F.col(VALID) & (F.call_function("div", at, segment) < oldest),
+            }
+        )
+
+
+def nothing() -> Column:
+    return F.lit(None).cast("long")
+
+
+def in_micros_at(value: Duration, partition: int) -> int:
+    return length_at(value, partition) // timedelta(microseconds=1)

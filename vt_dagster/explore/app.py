@@ -1,0 +1,96 @@
+"""The web application: which address is which page, and what keeps other sites and writers out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from vt_dagster.errors import VtDagsterError
+from vt_dagster.explore.pages import Pages
+from vt_dagster.storage.lookup import asset_names
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+"""In each answer: nothing but what this server sends is loaded, and no script that stands in a page."""
+_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
+
+
+class Guard:
+    """Answers GET and HEAD alone, and only to who asked for this machine by its own name: a site whose
+    name was made to point here (DNS rebinding) sends its own name as Host."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [(k.encode(), v.encode()) for k, v in HEADERS.items()]
+            await send(message)
+
+        refusal = _refusal(scope)
+        await (refusal or self._app)(scope, receive, with_headers)
+
+
+def _refusal(scope: Any) -> Response | None:
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
+        return PlainTextResponse("expected this machine's own name as Host: open 127.0.0.1\n", 421)
+    if scope["method"] not in ("GET", "HEAD"):
+        return PlainTextResponse("expected GET: nothing can be changed here\n", 405)
+    return None
+
+
+def application(warehouse: str) -> Starlette:
+    """The pages on a warehouse, as an ASGI application.
+
+    Args:
+        warehouse: the directory or URL of the tables.
+
+    Raises:
+        StorageError: its path cannot be one.
+    """
+    asset_names(warehouse)
+    pages = Pages(warehouse)
+
+    def refused(request: Request, error: Exception) -> Response:
+        """A question that is none, in a sentence."""
+        return pages.page("error.html", 400, said=str(error))
+
+    def missing(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        return pages.page("error.html", status, said=f"expected a page, got {request.url.path}")
+
+    routes = [
+        Route("/", pages.start),
+        Route("/compare", pages.compare),
+        Route("/table/{name:path}", pages.table),
+        Route("/key/{name:path}", pages.key),
+        Route("/row/{name:path}", pages.row),
+        Route("/lateness/{name:path}", pages.lateness),
+        Mount("/static", StaticFiles(directory=Path(__file__).with_name("static"))),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard)],
+        exception_handlers={VtDagsterError: refused, HTTPException: missing},
+    )

@@ -1,0 +1,103 @@
+"""Records of a log, a bounded number of them, and how many there are that are not shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.provenance.in_order import cut
+from vt_dagster.provenance.logs import Condition, Log
+from vt_dagster.provenance.values import Record
+from vt_dagster.storage.folding import micros
+
+MOST = 200
+"""So many records are shown at most."""
+LOOKED_AT = 20_000_000
+"""Of at most so many, the newest by arrival: some seconds on two cores."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest records that meet a condition, or those around a time.
+
+    Args:
+        records: oldest first.
+        rows: their key, time, place and whether they are tombstones, as the log has them.
+        count: how many meet it, of those that were looked at.
+        earlier, later: how many of these come before the first that is shown, and after the last.
+        looked_at: so many records of the log, its newest, of all ``of``.
+    """
+
+    records: Sequence[Record]
+    rows: pa.Table
+    count: int
+    earlier: int
+    later: int
+    looked_at: int
+    of: int
+
+    @property
+    def shown(self) -> int:
+        """How many there are to show."""
+        return len(self.records)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole log was looked at."""
+        return self.looked_at >= self.of
+
+
+def newest(
+    log: Log,
+    condition: Condition,
+    *,
+    around: int | None = None,
+    by_arrival: bool = False,
+    most: int = MOST,
+    looked_at: int = LOOKED_AT,
+) -> Found:
+    """The newest records that meet a condition, by timestamp or by arrival, and how many there are.
+
+    Narrow columns are read in parts, of which the newest records are kept; then these are read whole.
+
+    Args:
+        around: epoch microseconds: half of the records are the newest up to that time (inclusive), the
+            others the oldest after it.
+        by_arrival: whether the newest are those that came last; then without ``around``.
+    """
+    ends, total = log.commit.next_offset, log.commit.total
+    share = min(1.0, looked_at / total) if total else 1.0
+    ranges = {p: (end - round(end * share), end) for p, end in ends.items()}
+    names = [*log.key, TIMESTAMP, IS_TOMBSTONE]
+    kept = log.rows(condition, {}, {}, names)
+    count = earlier = later = 0
+    for start, end in cut(ranges):
+        rows = log.rows(condition, start, end, names)
+        count += rows.num_rows
+        rows = pa.concat_tables([kept, rows], promote_options="default")
+        kept, before, after = _newest(rows, around, by_arrival, most)
+        earlier, later = earlier + before, later + after
+    places = list(zip(*(kept.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
+    by_place = {one.place: one for one in log.at(places)}
+    records = [by_place[place] for place in places if place in by_place]
+    seen = sum(end - start for start, end in ranges.values())
+    return Found(records, kept, count, earlier, later, seen, total)
+
+
+def _newest(
+    rows: pa.Table, around: int | None, by_arrival: bool, most: int
+) -> tuple[pa.Table, int, int]:
+    """Those to keep, oldest first, and how many are left out before and after them."""
+    moment = micros(rows, TIMESTAMP)
+    partition, offset = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
+    rank = np.lexsort((partition, offset) if by_arrival else (partition, offset, moment))
+    first, last = len(rank) - most, len(rank)
+    if around is not None:
+        split = int(np.searchsorted(moment[rank], around, side="right"))
+        first, last = split - most // 2, split + most // 2
+    first, last = max(0, first), min(last, len(rank))
+    return rows.take(pa.array(rank[first:last])), first, len(rank) - last

@@ -1,0 +1,242 @@
+"""What a key was when: its records, the versions made of them, and who looked them up."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from vt_dagster.columns import OFFSET, PARTITION, REVISION, TIMESTAMP, VALID_TO
+from vt_dagster.explore.found import Found, newest
+from vt_dagster.explore.tables import Files
+from vt_dagster.provenance.history import horizons_of
+from vt_dagster.provenance.logs import Condition, Log, as_micros, between, both
+from vt_dagster.provenance.origins import rejected
+from vt_dagster.provenance.values import Record, Rejected
+from vt_dagster.storage.folding import fold, micros
+from vt_dagster.storage.lookup import asset_names, head_of, of_key
+from vt_dagster.storage.positions import Commit
+
+LOOKUPS = 60
+"""So many lookups of each join are drawn."""
+CORRECTED = "CorrectedJoin"
+QUARANTINE = 1_000_000
+"""A quarantine with more rows is not searched."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A version, or the row of a plain table: from ``begin`` (inclusive) to ``end`` (exclusive; None =
+    current), epoch microseconds."""
+
+    record: Record
+    begin: int
+    end: int | None
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """Results of a join that looked this key up, or that were corrected by it.
+
+    Args:
+        join: the asset's name.
+        records: the newest in the time that is shown; ``count`` = of how many.
+        revisions: how often each has been corrected; None = the join corrects nothing.
+        note: why there are none.
+    """
+
+    join: str
+    records: Sequence[Record] = ()
+    count: int = 0
+    revisions: Sequence[int] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class KeyHistory:
+    """A key of an asset, by what is known now and by what was known at a time.
+
+    Args:
+        found: its records, of which some may not have been known then.
+        around: the time that they are around; None = they are the newest.
+        revisions: of a corrected join: how often the row had been corrected as of each record.
+        known: when; then: the table's commit of then.
+        spans: the versions as known then.
+        answer: the row that is true as of the time that was asked for, as known then; None = none is.
+        horizon: what ended before it has been forgotten, epoch microseconds; None = nothing has.
+    """
+
+    log: Log
+    found: Found
+    around: int | None
+    revisions: Sequence[int] | None
+    known: int | None
+    then: Commit
+    spans: Sequence[Span]
+    answer: Span | None
+    horizon: int | None
+    lookups: Sequence[Lookups]
+    rejected: Sequence[Rejected]
+    rejected_in_all: int
+
+    def was_known(self, record: Record) -> bool:
+        """Whether a record was known then, or a result of a join was there."""
+        if record.asset == self.log.name:
+            return record.offset < self.then.next_offset.get(record.partition, 0)
+        recorded = record.recorded_at
+        return self.known is None or recorded is None or as_micros(recorded) <= self.known
+
+
+def key_history(
+    warehouse: str,
+    name: str,
+    key: Sequence[str],
+    as_of: int | None,
+    known: int | None,
+    around: int | None,
+) -> KeyHistory:
+    """What is shown of a key.
+
+    Args:
+        as_of, known: epoch microseconds, inclusive; None = the latest, and by all that is known.
+        around: the records around that time are shown; None = the newest, or those around ``as_of``
+            where it is before them.
+    """
+    log = Log.open(warehouse, name)
+    then = log if known is None else Log.open(warehouse, name, known)
+    plain, condition = log.head.shape.kind == "table", log.of_key(key)
+    as_of, around = (as_of, None if plain else around) if log.versioned else (None, around)
+    found = newest(log, condition, around=around, by_arrival=plain)
+    if as_of is not None and _outside(found, as_of):
+        around, found = as_of, newest(log, condition, around=as_of)
+    # What was not known then is not in between: versions are made of those that were.
+    mine = found if then is log else newest(then, condition, around=around, by_arrival=plain)
+    if as_of is not None and _outside(mine, as_of):
+        mine = newest(then, condition, around=as_of)
+    spans = _spans(then, mine)
+    horizons = horizons_of(log, then.commit) if log.versioned else {}
+    refused, count = list[Rejected](), 0
+    if not log.meaning and Files.of(posixpath.join(log.root, "quarantine")).rows <= QUARANTINE:
+        refused, count = rejected(log, key)
+    corrects = log.meaning.get("operator") == CORRECTED
+    return KeyHistory(
+        log,
+        found,
+        around,
+        _revisions(log, found.records) if corrects else None,
+        known,
+        then.commit,
+        spans,
+        _answer(spans, as_of, horizons),
+        max(horizons.values(), default=None),
+        _all_lookups(log, key, found, as_of),
+        refused,
+        count,
+    )
+
+
+def _outside(found: Found, moment: int) -> bool:
+    """Whether a time is among the records that are left out."""
+    if not found.records:
+        return False
+    first, last = (as_micros(found.records[place].timestamp) for place in (0, -1))
+    return (moment < first and found.earlier > 0) or (moment > last and found.later > 0)
+
+
+def _spans(log: Log, found: Found) -> list[Span]:
+    """The versions that some records of a key make, by the library's own rules."""
+    rows = found.rows
+    if log.head.shape.kind == "stream" or not rows.num_rows:
+        return []
+    folded = fold(None, rows, log.key, horizons_of(log, log.commit) if log.versioned else None)
+    begins = micros(folded, TIMESTAMP).tolist()
+    ends: list[int | None] = [None] * folded.num_rows
+    if log.versioned:
+        open_ = folded.column(VALID_TO).is_null().to_pylist()
+        ends = [None if n else int(m) for n, m in zip(open_, micros(folded, VALID_TO), strict=True)]
+    by_place = {one.place: one for one in found.records}
+    places = zip(*(folded.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True)
+    told = zip(places, begins, ends, strict=True)
+    spans = [Span(by_place[p], begin, end) for p, begin, end in told if p in by_place]
+    if found.later:  # the end of the last one is among those that are left out
+        spans = [one for one in spans if one.end is not None]
+    return sorted(spans, key=lambda one: one.begin)
+
+
+def _answer(spans: Sequence[Span], as_of: int | None, horizons: Mapping[int, int]) -> Span | None:
+    """The row as of a time; a deletion answers with itself, a tombstone. Before the horizon of its
+    partition nothing but what is still true answers, as everywhere."""
+    for one in reversed(spans):
+        if as_of is None:
+            return one if one.end is None else None
+        if one.begin <= as_of and (one.end is None or as_of < one.end):
+            horizon = horizons.get(one.record.partition, as_of)
+            return one if one.end is None or as_of >= horizon else None
+    return None
+
+
+# --------------------------------------------------------------------------------------- who looked
+
+
+def _all_lookups(log: Log, key: Sequence[str], found: Found, around: int | None) -> list[Lookups]:
+    """What joins with a table looked up of a key, in the time of the records that are shown."""
+    if log.head.shape.kind == "stream" or not found.records:
+        return []
+    base, told = posixpath.basename(log.name), list[Lookups]()
+    low = as_micros(min(one.timestamp for one in found.records))
+    newest_time = max(log.commit.stream_time.values(), default=low)
+    last = as_micros(max(one.timestamp for one in found.records))
+    high = last if found.later else max(newest_time, last)
+    for name in asset_names(log.warehouse):
+        _, head = head_of(log.warehouse, name)
+        meaning = head.shape.meaning
+        if meaning.get("right") != base or head.logs.get(base, log.head.log) != log.head.log:
+            continue
+        if meaning.get("operator") in ("StreamTableJoin", CORRECTED):
+            shown = between(low, high)
+            told.append(_lookups(Log.open(log.warehouse, name), key, meaning, shown, around))
+    return told
+
+
+def _lookups(
+    join: Log,
+    key: Sequence[str],
+    meaning: Mapping[str, str],
+    shown: Condition,
+    around: int | None,
+) -> Lookups:
+    names: Sequence[str] = join.key
+    corrects = meaning["operator"] == CORRECTED
+    if corrects:
+        stream = join.input(meaning["left"])
+        names = () if stream is None else stream.key
+    if len(names) != len(key) or not {*names} <= {*join.columns.names}:
+        return Lookups(join.name, note="its rows do not have the key of its stream")
+    same: Condition = lambda columns: of_key(join.path, columns, names, key)  # noqa: E731
+    some = newest(join, both(same, shown), around=around, most=LOOKUPS)
+    revisions = _revisions(join, some.records) if corrects else None
+    return Lookups(join.name, some.records, some.count, revisions)
+
+
+def _revisions(join: Log, records: Sequence[Record]) -> list[int]:
+    """How often each row had been corrected when it was recorded."""
+    places = {one.place for one in records}
+    if not places:
+        return []
+    start, end = dict[int, int](), dict[int, int]()
+    for partition, offset in places:
+        start[partition] = min(offset, start.get(partition, offset))
+        end[partition] = max(offset + 1, end.get(partition, 0))
+    wanted = pa.array(sorted({offset for _, offset in places}), pa.int64())
+    rows = join.rows(lambda _: pc.field(OFFSET).isin(wanted), start, end, [REVISION])
+    found = dict(
+        zip(
+            zip(*(rows.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True),
+            rows.column(REVISION).to_pylist(),
+            strict=True,
+        )
+    )
+    return [found[one.place] or 0 for one in records]

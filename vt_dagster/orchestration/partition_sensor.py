@@ -1,0 +1,265 @@
+"""A sensor that asks for those partitions of a user's asset that a table has made wrong since."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+
+from vt_dagster.errors import StorageError, TopologyError
+from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, READ, READS
+from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
+from vt_dagster.storage.intervals import Read, Wrong, wrong_since
+from vt_dagster.storage.lookup import head_of
+from vt_dagster.storage.positions import Commit, Offsets
+from vt_dagster.topology.model import Stream, VersionedTable
+
+_PAGE = 1000
+_UNKNOWN = "unknown"
+"""Why a partition is asked for, of which nobody knows what it has read: once, whatever comes of it."""
+_WHY = "vt_dagster/why"
+
+
+def build_partition_sensor(
+    report: dg.AssetsDefinition,
+    *,
+    reads: Stream,
+    name: str | None = None,
+    minimum_interval_seconds: int = 30,
+    running: bool = False,
+    resource_prefix: str = PREFIX,
+) -> dg.SensorDefinition:
+    """A sensor that asks for the partitions of an asset that are wrong now: late records, corrections
+    or deletions of a table have changed what was true at the time that they looked at.
+
+    The asset reads the table as of the end of its partition (``"vt_dagster/as_of": "partition_end"``),
+    or as of another time. A partition is wrong if a record that was committed after the position that
+    its last materialization has read changes an interval that holds the time that it read: from the
+    record's timestamp (inclusive) to the next version's (exclusive). So an update of the newest
+    version asks for none that ended before it. No other partition would come out otherwise, but for
+    ``valid_to`` of versions that have ended since, after its time.
+
+    Partitions that were never materialized are not asked for. Where nobody can tell (the position is
+    not in the metadata, as in releases before; the log was replayed, restated or cut off since, or rows
+    have been erased) a partition is asked for once, since it may be wrong. One whose time the table's
+    history does not reach back to cannot be made again, and is told of in the tick's log.
+
+    A run's key follows from the partition's last materialization and the last record that made it
+    wrong, so that it is asked for once, however often a tick looks, and also where that run fails. The
+    cursor only saves looking at what was looked at: a lost one asks for nothing twice. Without Spark.
+
+    Args:
+        report: an asset with partitions that has the table as an input. What is downstream of it is
+            not asked for: give that an automation condition.
+        reads: the versioned table.
+        name: None = ``<report>_partitions_of_<reads>``.
+        running: whether the sensor is on from the start.
+        resource_prefix: as of :func:`build_asset`; of the resources it needs the warehouse.
+
+    Raises:
+        TopologyError: the asset has no partitions, or does not read the table as of a time.
+    """
+    key, partitions, inputs = _require_reader(report, reads)
+    table, named = "/".join(reads.path), name or _name(report.key, reads)
+
+    @dg.sensor(
+        name=named,
+        target=dg.AssetSelection.assets(key),
+        minimum_interval_seconds=minimum_interval_seconds,
+        default_status=dg.DefaultSensorStatus.RUNNING if running else dg.DefaultSensorStatus.STOPPED,
+        description=f"Runs partitions of {key.to_user_string()} that {reads.name} has made wrong.",
+        required_resource_keys={warehouse_key(resource_prefix)},
+    )
+    def sense(context: dg.SensorEvaluationContext, **_: Any) -> dg.SensorResult | dg.SkipReason:
+        warehouse = warehouse_of(context, resource_prefix)
+        try:
+            head = head_of(warehouse, table)
+        except (StorageError, OSError) as error:
+            return dg.SkipReason(f"cannot look at {reads.name}: {error}")
+        cursor, last = _Cursor.of(context.cursor, head[1].log), _newest(context.instance, key)
+        now = _Cursor(head[1].log, head[1].next_offset, sum(head[1].erased.values()), last)
+        if cursor == now:
+            return dg.SkipReason(f"nothing new in {reads.name}: {_standing(head[1])}")
+        made = _materialized(context.instance, key, inputs, table)
+        wrong = _wrong(warehouse, head, made, cursor)
+        there = set(partitions.get_partition_keys(dynamic_partitions_store=context.instance))
+        wrong = {partition: why for partition, why in wrong.items() if partition in there}
+        gone = sorted(partition for partition, why in wrong.items() if why.forgotten)
+        if gone:
+            context.log.warning(
+                f"{key.to_user_string()}: {len(gone)} partition(s) may be wrong, but the history of "
+                f"{reads.name} does not reach back to their time: {', '.join(gone[:10])}"
+            )
+        requests = [
+            _request(named, partition, why)
+            for partition, why in sorted(wrong.items())
+            if not why.forgotten
+        ]
+        context.update_cursor(now.text)
+        if not requests:
+            return dg.SkipReason(
+                f"no partition of {len(made)} is wrong: {reads.name} has {_standing(head[1])}"
+            )
+        told = Counter(request.tags[_WHY] for request in requests)
+        context.log.info(", ".join(f"{count} {why}" for why, count in told.items()))
+        return dg.SensorResult(requests, cursor=now.text)
+
+    return sense
+
+
+def _name(key: dg.AssetKey, reads: Stream) -> str:
+    return f"{key.to_python_identifier()}_partitions_of_{reads.name}"
+
+
+def _require_reader(
+    report: dg.AssetsDefinition, reads: Stream
+) -> tuple[dg.AssetKey, dg.PartitionsDefinition[Any], list[str]]:
+    """The key of an asset, its partitions, and its inputs that read a table as of a time.
+
+    Raises:
+        TopologyError: there are none.
+    """
+    key, path = next(iter(report.keys)), "/".join(reads.path)
+    named = key.to_user_string()
+    if len(report.keys) != 1 or report.partitions_def is None:
+        what = f"{len(report.keys)} assets" if len(report.keys) != 1 else "one without"
+        raise TopologyError(
+            f"{named}: expected one asset with partitions that a sensor can ask for, got {what}; give "
+            "it a partitions_def such as dagster.DailyPartitionsDefinition"
+        )
+    if not isinstance(reads, VersionedTable):
+        raise TopologyError(
+            f"{named}: expected a versioned table in reads, got the {type(reads).__name__} "
+            f"{reads.name!r}, which remembers nothing; declare its history_retention"
+        )
+    found = [one for one, up in report.keys_by_input_name.items() if up == dg.AssetKey(reads.path)]
+    metadata = {one.name: one.metadata or {} for one in report.node_def.input_defs}
+    wanted = [
+        one
+        for one in found
+        if AS_OF in metadata[one]
+        and AS_KNOWN_AT not in metadata[one]
+        and metadata[one].get(READ, "current") == "current"
+    ]
+    if not wanted:
+        got = [dict(metadata[one]) for one in found] or "no such input"
+        raise TopologyError(
+            f"{named}: expected an input that reads {path} as of a time by all that is known of it, "
+            f'got {got}; give it dagster.AssetIn(metadata={{"{AS_OF}": "partition_end"}}). What is '
+            "read as it was known at a time does not change, and what is read as of now always does"
+        )
+    return key, report.partitions_def, wanted
+
+
+# ------------------------------------------------------------------------- what Dagster knows
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The last materialization of a partition.
+
+    Args:
+        reads: what it has read of the table as of a time; none: nobody knows.
+    """
+
+    storage_id: int
+    reads: list[Read]
+
+
+def _newest(instance: dg.DagsterInstance, key: dg.AssetKey) -> int:
+    """The storage id of an asset's last materialization; 0 = it has none."""
+    found = instance.fetch_materializations(key, limit=1).records
+    return found[0].storage_id if found else 0
+
+
+def _materialized(
+    instance: dg.DagsterInstance, key: dg.AssetKey, inputs: Sequence[str], table: str
+) -> dict[str, _Made]:
+    """By partition."""
+    found, place = dict[str, _Made](), None
+    while True:
+        page = instance.fetch_materializations(key, limit=_PAGE, cursor=place)
+        for record in page.records:
+            partition = record.partition_key
+            if partition is not None and partition not in found:
+                found[partition] = _Made(record.storage_id, _reads(record, inputs, table))
+        if not page.has_more:
+            return found
+        place = page.cursor
+
+
+def _reads(record: dg.EventLogRecord, inputs: Sequence[str], table: str) -> list[Read]:
+    event = record.asset_materialization
+    told = None if event is None else event.metadata.get(READS)
+    value: Any = {} if told is None else told.value
+    reads = [Read.model_validate(value[one]) for one in inputs if one in value]
+    return [read for read in reads if read.asset == table and read.as_of is not None]
+
+
+# ------------------------------------------------------------------------- what is wrong
+
+
+def _wrong(
+    warehouse: str, head: tuple[int, Commit], made: Mapping[str, _Made], cursor: "_Cursor"
+) -> dict[str, Wrong]:
+    """By partition, why it is wrong."""
+    every = [(partition, one, read) for partition, one in made.items() for read in one.reads]
+    after = [cursor.after(one, read) for _, one, read in every]
+    found = wrong_since(warehouse, head, [read for _, _, read in every], after)
+    wrong = {partition: Wrong(_UNKNOWN, "", False) for partition, one in made.items() if not one.reads}
+    for (partition, one, _), why in zip(every, found, strict=True):
+        before = wrong.get(partition)
+        if why is not None and not (before is not None and before.forgotten):
+            wrong[partition] = why._replace(by=f"{one.storage_id}:{why.by}")
+    return wrong
+
+
+def _request(sensor: str, partition: str, why: Wrong) -> dg.RunRequest:
+    """A run of a partition; one and the same while the same makes it wrong."""
+    key = f"{sensor}:{partition}:{why.why}:{why.by}"
+    return dg.RunRequest(run_key=key, partition_key=partition, tags={_WHY: why.why})
+
+
+def _standing(commit: Commit) -> str:
+    return f"batch {commit.batch}, {commit.total:,} records"
+
+
+@dataclass(frozen=True)
+class _Cursor:
+    """Up to where a sensor has looked; it may be lost.
+
+    Args:
+        log: which log.
+        next_offset: up to where in it.
+        erased: how many of its rows had been erased.
+        storage_id: up to which materialization.
+    """
+
+    log: str = ""
+    next_offset: Offsets | None = None
+    erased: int = 0
+    storage_id: int = 0
+
+    @classmethod
+    def of(cls, text: str | None, log: str) -> "_Cursor":
+        try:
+            told = json.loads(text or "")
+            offsets = {int(p): int(offset) for p, offset in told["next_offset"].items()}
+            found = cls(str(told["log"]), offsets, int(told["erased"]), int(told["storage_id"]))
+        except (ValueError, KeyError, TypeError, AttributeError):  # lost, or not ours
+            return cls()
+        return found if found.log == log else cls()
+
+    @property
+    def text(self) -> str:
+        return json.dumps(vars(self))
+
+    def after(self, made: _Made, read: Read) -> Offsets:
+        """From where on a log has to be looked at for a read."""
+        if made.storage_id > self.storage_id or self.next_offset is None:
+            return read.next_offset
+        both = {*read.next_offset, *self.next_offset}
+        seen = self.next_offset
+        return {p: max(read.next_offset.get(p, 0), seen.get(p, 0)) for p in both}

@@ -1,0 +1,71 @@
+"""Refuses to make anew what would come out otherwise: logs were cut off, or a table has forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.core.processors import processor_of
+from vt_dagster.errors import StorageError
+from vt_dagster.storage.kept import require_kept
+from vt_dagster.storage.positions import Commit, horizons
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.durations import in_utc
+from vt_dagster.topology.model import Stream, VersionedTable
+
+Stores = Callable[[Stream], AssetStore]
+"""Gives the tables of a stream or table."""
+
+
+def require_logs(node: Stream, ups: Iterable[Stream], stores: Stores, keep: Commit | None) -> None:
+    """Of all that is read again, nothing has been cut off.
+
+    Args:
+        ups: of what the node consumes, what is read as it is.
+        stores, keep: see :func:`require_history`.
+
+    Raises:
+        StorageError: a log has been cut off.
+    """
+    start = {} if keep is None else keep.inputs
+    for up in ups:
+        head = stores(up).head()
+        if head is not None:
+            require_kept(node.name, up.name, start.get(up.name, {}), head.commit)
+
+
+def require_history(node: Stream, stores: Stores, keep: Commit | None, instead: str) -> None:
+    """Of all that is joined anew, none is from before the table's history.
+
+    Args:
+        stores: says where the tables are that are read.
+        keep: the last commit whose results are not made anew; None = all are.
+        instead: what to do, in a sentence without an end: what else may be asked.
+
+    Raises:
+        StorageError: the table has forgotten what some records would be joined with.
+    """
+    processor = processor_of(node)
+    table, up = processor.looked_up, processor.consumed[0]
+    if not isinstance(table, VersionedTable):
+        return
+    head, last = stores(table).head(), stores(up).head()
+    if head is None or last is None:
+        return
+    horizon = max(horizons(table.history_retention, head.commit.stream_time), default=None)
+    if horizon is None:
+        return
+    start, waiting = {}, None
+    if keep is not None:
+        start = keep.inputs.get(up.name, {})
+        waiting = processor.look_back(0, keep.stream_time, keep.released, keep.marks)
+    rows = stores(up).log(start, last, waiting)
+    oldest = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
+    if oldest is not None and oldest < horizon:
+        raise StorageError(
+            f"{node.name}: expected that {table.name} remembers all that is joined anew, got "
+            f"records of {up.name} from {in_utc(oldest)} on, and a history from {in_utc(horizon)} "
+            f"on: they would lose what they were joined with. {instead}: its log has it all"
+        )

@@ -1,0 +1,293 @@
+"""Which reads of a versioned table as of a time are not what they would be now. No Spark.
+
+A record at ``t`` changes what was true from ``t`` to the next version of its key. So a read as of a
+time is what it was, unless a record that came after it has changed an interval that holds that time.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel
+
+from vt_dagster.columns import (
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.storage import delta
+from vt_dagster.storage.folding import fold, micros
+from vt_dagster.storage.lookup import AssetRows, rows_of
+from vt_dagster.storage.names import names_of
+from vt_dagster.storage.positions import (
+    Commit,
+    Offsets,
+    choose,
+    file_at_or_after,
+    file_before,
+    horizons,
+)
+from vt_dagster.topology.durations import in_utc, parse_time
+
+_ROWS = 2_000_000
+"""So many rows of a log are in memory at once, if no file has more."""
+_OPEN = np.iinfo(np.int64).max
+_WAS_LATEST = "_was_latest"
+_OURS = (PARTITION, OFFSET, TIMESTAMP, RECORDED_AT, IS_LATEST, IS_TOMBSTONE, VALID_FROM, VALID_TO)
+
+
+class Read(BaseModel):
+    """What a read of a table has seen: where its log stood, and what was asked of it."""
+
+    asset: str
+    """With its key prefix: ``shop/prices``."""
+    what: str
+    as_of: str | None = None
+    as_known_at: str | None = None
+    log: str
+    """Which log, see ``Commit.log``."""
+    batch: int
+    next_offset: Offsets
+    erased: int = 0
+    """How many rows had been erased from it."""
+
+    @classmethod
+    def of(
+        cls, asset: str, commit: Commit, what: str | None, as_of: str | None, known: str | None
+    ) -> Read:
+        """A read of what is committed now.
+
+        Args:
+            what, as_of, known: as ``read`` takes them.
+        """
+        chosen, moment = choose(asset, commit.shape.kind, what, as_of), as_of
+        return cls(
+            asset=asset,
+            what=chosen,
+            as_of=None if moment is None else in_utc(parse_time(moment)),
+            as_known_at=known,
+            log=commit.log,
+            batch=commit.batch,
+            next_offset=commit.next_offset,
+            erased=sum(commit.erased.values()),
+        )
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As Dagster's metadata takes it."""
+        return json.loads(self.model_dump_json(exclude_none=True))
+
+
+class Wrong(NamedTuple):
+    """Why a read is not what it would be now.
+
+    Args:
+        why: ``changed``: a record has changed an interval that holds its time; else nobody can tell
+            what it would be: rows have been ``erased`` since, the log is ``another_log``, or was
+            ``cut_off`` after where it stood.
+        by: names what has changed: the same each time that one looks, until something else does.
+        forgotten: whether the table's history does not reach back to its time any more, so that it
+            cannot be made again.
+    """
+
+    why: str
+    by: str
+    forgotten: bool
+
+
+def wrong_since(
+    warehouse: str,
+    head: tuple[int, Commit],
+    reads: Sequence[Read],
+    after: Sequence[Offsets],
+) -> list[Wrong | None]:
+    """Of each read of a versioned table as of a time: why it is wrong; None = it is right.
+
+    A record that changed no value, but came again, counts: the row that is read has its offset. That a
+    version has ended meanwhile, after the time of the read, does not. Of the log it looks at keys and
+    times from the smallest offset in ``after`` on, and keeps what may matter to one of the reads; of
+    those keys it looks at the versions.
+
+    Args:
+        head: of the table, see ``head_of``.
+        reads: as of a time, of ``current``.
+        after: of each read the offsets before which it has seen everything, or has been looked at.
+    """
+    version, commit = head
+    name = reads[0].asset if reads else ""
+    horizon = max(horizons(commit.shape.retention(), commit.stream_time), default=-_OPEN)
+    found: list[Wrong | None] = []
+    open_: list[int] = []
+    for place, (read, start) in enumerate(zip(reads, after, strict=True)):
+        moment = parse_time(read.as_of or "")
+        erased = sum(commit.erased.values())
+        told: tuple[str, str] | None = None
+        if read.log != commit.log:
+            told = "another_log", commit.log[:8]
+        elif read.erased < erased:
+            told = "erased", str(erased)
+        elif any(start.get(p, 0) < commit.kept_from(p) for p in commit.next_offset):
+            told = "cut_off", str(sum(read.next_offset.values()))
+        else:
+            open_.append(place)
+        found.append(None if told is None else Wrong(*told, forgotten=moment < horizon))
+    if not open_:
+        return found
+    rows = _Changes(posixpath.join(str(warehouse), name), commit, version, commit.shape, None, False)
+    times = [parse_time(reads[place].as_of or "") for place in open_]
+    told_by = rows.last(_Reads.of(times, [after[place] for place in open_], commit), horizon)
+    for place, moment, by in zip(open_, times, told_by, strict=True):
+        if by is not None:
+            found[place] = Wrong("changed", by, moment < horizon)
+    return found
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Reads by their times.
+
+    Args:
+        rank: their places, in order of time.
+        times: ascending, epoch microseconds.
+        starts: by partition, in the same order.
+    """
+
+    rank: Any
+    times: Any
+    starts: Mapping[int, Any]
+
+    @classmethod
+    def of(cls, times: Sequence[int], after: Sequence[Offsets], commit: Commit) -> _Reads:
+        moments = np.array(times, np.int64)
+        rank = np.argsort(moments, kind="stable")
+        starts = {p: np.array([after[i].get(p, 0) for i in rank], np.int64) for p in commit.next_offset}
+        return cls(rank, moments[rank], starts)
+
+    @property
+    def first(self) -> Offsets:
+        return {p: int(offsets.min()) for p, offsets in self.starts.items()}
+
+    def may_matter(self, partition: int, offsets: Any, times: Any) -> Any:
+        """Whether records have a time that is not after that of a read which has not seen them."""
+        by_start = np.argsort(self.starts[partition], kind="stable")
+        starts = self.starts[partition][by_start]
+        latest = np.maximum.accumulate(self.times[by_start])
+        unseen = np.searchsorted(starts, offsets, "right") - 1
+        return (unseen >= 0) & (times <= latest[np.maximum(unseen, 0)])
+
+
+@dataclass(frozen=True)
+class _Changes(AssetRows):
+    """What a table's log has after some offsets, and the versions of those keys.
+
+    Args:
+        keys: the keys that are asked for; None = all.
+    """
+
+    keys: pa.Table | None = None
+
+    def last(self, reads: _Reads, horizon: int) -> list[str | None]:
+        """Of each read, in the order that they were given: which record was the last to change it."""
+        last = np.full(len(reads.times), -1)
+        rows = self._that_may_matter(reads)
+        if not rows.num_rows:
+            return [None] * len(last)
+        keys = rows.select(self.key)
+        of_keys = _Changes(
+            self.root, self.commit, self.version, self.shape, None, self.later, keys=keys
+        )
+        versions = of_keys._versions(reads.first, int(micros(rows, TIMESTAMP).min()))
+        latest = versions.column(_WAS_LATEST).fill_null(True).to_numpy()
+        open_ = versions.column(VALID_TO).is_null().to_numpy()
+        # Out of order, and yet none after it: that one has been forgotten.
+        end = np.where(open_, np.where(latest, _OPEN, horizon), micros(versions, VALID_TO))
+        low = np.searchsorted(reads.times, micros(versions, VALID_FROM))
+        high = np.searchsorted(reads.times, end)
+        homes, offsets = versions.column(PARTITION).to_numpy(), versions.column(OFFSET).to_numpy()
+        recorded = micros(versions, RECORDED_AT)
+        held = np.flatnonzero(low < high)
+        # Later ones over earlier ones: in the order in which they were recorded.
+        for row in held[np.lexsort((offsets[held], homes[held], recorded[held]))]:
+            unseen = reads.starts[int(homes[row])][low[row] : high[row]] <= offsets[row]
+            last[reads.rank[low[row] : high[row]][unseen]] = row
+        return [
+            None if row < 0 else f"{recorded[row]}:{homes[row]}:{offsets[row]}" for row in last.tolist()
+        ]
+
+    def _that_may_matter(self, reads: _Reads) -> pa.Table:
+        opened = delta.require_table(self.log_path, self.version)
+        ends, only = self.commit.next_offset, [*self.key, PARTITION, OFFSET, TIMESTAMP]
+        late, early = file_at_or_after(reads.first, ends), file_before(ends)
+        files = delta.files_of(opened, lambda file: late(file) and early(file))
+        newest = pa.scalar(int(reads.times[-1]), pa.int64()).cast(pa.timestamp("us", "UTC"))
+
+        def in_time(columns: pa.Schema) -> Any:
+            return pc.field(TIMESTAMP) <= newest.cast(columns.field(TIMESTAMP).type)
+
+        found = list[pa.Table]()
+        for some in _in_parts(files):
+            rows = rows_of(self.log_path, self.version, in_time, some.__contains__, None, only, opened)
+            homes, offsets = rows.column(PARTITION).to_numpy(), rows.column(OFFSET).to_numpy()
+            times, keep = micros(rows, TIMESTAMP), np.zeros(rows.num_rows, bool)
+            for partition, end in ends.items():
+                own = (homes == partition) & (offsets < end)
+                keep[own] = reads.may_matter(partition, offsets[own], times[own])
+            found.append(rows.filter(pa.array(keep)))
+        return pa.concat_tables(found) if found else pa.table({})
+
+    def _versions(self, first: Offsets, moment: int) -> pa.Table:
+        """Those of the keys that are valid after a time, and of what came at some offsets or after them
+        also what has been forgotten since."""
+        base, start = self._base("current", moment)
+        both = {p: min(start.get(p, 0), first.get(p, 0)) for p in self.commit.next_offset}
+        tail = self.log(both)
+        names = [_WAS_LATEST if name == IS_LATEST else name for name in tail.column_names]
+        return fold(base, tail.rename_columns(names), self.key, {})
+
+    def _rows(
+        self,
+        path: str,
+        version: int,
+        wanted: delta.Wanted = delta.everything,
+        like: pa.Schema | None = None,
+    ) -> pa.Table:
+        return rows_of(path, version, self._condition, wanted, like, [*self.key, *_OURS])
+
+    def _condition(self, columns: pa.Schema) -> Any:
+        condition: Any = None
+        for column in self.key if self.keys is not None else ():
+            kind = columns.field(column).type
+            if pa.types.is_nested(kind) or pa.types.is_floating(kind):
+                continue  # more keys than were asked for change nothing
+            values = self.keys.column(column).unique().cast(kind)  # pyright: ignore[reportOptionalMemberAccess]
+            one: Any = None
+            for name in names_of(columns, column):
+                same = pc.field(name).isin(values)
+                one = same if one is None else one | same
+            condition = one if condition is None else condition & one
+        return condition
+
+
+def _in_parts(files: Sequence[delta.File]) -> Iterator[set[delta.File]]:
+    """Files together, so many as have ``_ROWS`` rows."""
+    some, rows = set[delta.File](), 0
+    for file in files:
+        if some and rows + file.rows > _ROWS:
+            yield some
+            some, rows = set[delta.File](), 0
+        some.add(file)
+        rows += file.rows
+    if some:
+        yield some
