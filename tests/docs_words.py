@@ -54,6 +54,13 @@ class Supplier(pa.DataFrameModel):
     at: T.TimestampType
 
 
+class Account(pa.DataFrameModel):
+    account: T.StringType
+    balance: T.DoubleType
+    lsn: T.LongType
+    changed_at: T.TimestampType
+
+
 class Customer(pa.DataFrameModel):
     customer: T.StringType
     segment: T.StringType

@@ -39,7 +39,7 @@ Those of one layer know nothing of each other."""
 
 ORDER = {
     "topology": """
-        durations naming schema renames accumulators projection windowing node
+        durations naming schema declared renames accumulators projection windowing node
         operators.base operators.join operators.aggregate operators.row_by_row
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join
@@ -77,8 +77,8 @@ ORDER = {
         """,
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
-        difference run remembered replay what_if restate_plan restate export training_set erase_plan
-        certificate erase cut
+        difference reading run remembered replay what_if restate_plan restate export training_set
+        erase_plan certificate erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """

@@ -24,6 +24,7 @@ import tables  # pyright: ignore[reportMissingImports]
 SHOWN = {
     "applied": "kip889-validity-interval",
     "late": "kip889-grace-rejects-old-writes",
+    "lost_tie": "test_the_order_of_arrival_does_not_matter",
     "waiting": "kip923-probe-left-in-buffer",
     "dropped": "kip914-probe-stream-join-nulls-inner-versioned",
     "no_result": "kip914-filter-unversioned",
@@ -99,7 +100,7 @@ def test_metrics_are_described_by_the_rules() -> None:
         .windowed_by(TumblingWindow(timedelta(hours=1)))
         .aggregate({"orders": "count(*)"}, name="hourly")
     )
-    rates = VersionedTable("rates", **about, history_retention=timedelta(days=1))
+    rates = VersionedTable("rates", **about, history_retention=timedelta(days=1), tie_break="n")
     joined = orders.left_join(
         rates, name="joined", select=["left.*", "right.n as rate"], corrected_for=timedelta(hours=1)
     )

@@ -40,6 +40,11 @@ LATE = _rule(
     "it came when stream time was past its timestamp by more than the history retention (a table "
     "refuses it) or the grace period (a join joins it at once)",
 )
+LOST_TIE = _rule(
+    "lost_tie",
+    "its table has a record of its key and timestamp with a larger value of tie_break: it is not "
+    "applied",
+)
 WAITING = _rule("waiting", "stream time has not passed its timestamp by the grace period: it is held")
 DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or is out of order")
 NO_RESULT = _rule("no_result", "the operator took it, and had nothing to say")
@@ -122,8 +127,9 @@ CORRECTED = _rule(
     "corrected", "what has been recorded since gives another answer than the one that was given then"
 )
 
+_COUNTED = (APPLIED, LATE, LOST_TIE, DROPPED, WAITING, QUARANTINED, CORRECTED)
 METRICS = {
-    **{f"records_{rule}": rule for rule in (APPLIED, LATE, DROPPED, WAITING, QUARANTINED, CORRECTED)},
+    **{f"records_{rule}": rule for rule in _COUNTED},
     "records_unmatched": NO_MATCH,
     "records_corrections_too_late": TOO_LATE,
     "late_records_dropped": WINDOW_CLOSED,

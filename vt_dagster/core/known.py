@@ -52,6 +52,8 @@ class Known:
         refused: its quarantine, where the processor keeps one and reaches back; None = nothing.
         since: the records of the run reach back to what has a larger timestamp, epoch microseconds;
             None = to nothing of earlier runs.
+        rivals: of a table with a ``tie_break``, its versions that may have the key and timestamp of a
+            record of the run; None = none.
     """
 
     state: DataFrame | None
@@ -67,6 +69,7 @@ class Known:
     marks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
     since: int | None = None
     refused: DataFrame | None = None
+    rivals: DataFrame | None = None
 
     @classmethod
     def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:

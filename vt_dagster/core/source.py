@@ -17,18 +17,25 @@ from vt_dagster.core.records import RAW, RAW_KEY
 from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
-_FATES = (Fate.APPLIED, Fate.LATE, Fate.QUARANTINED)
-
 
 class SourceProcessor(Processor[None]):
     """Puts a source's prepared records (``records.prepare``) into its stream or table.
 
     A stream and a plain table apply every record; a versioned table refuses those older than its
-    history retention. Records with a reason for quarantine are passed through.
+    history retention, and those that lose a tie. Records with a reason for quarantine are passed
+    through.
     """
 
-    counted = ("in", *_FATES)
-    refuses = (Fate.LATE, Fate.QUARANTINED)
+    refuses = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED)
+
+    @property
+    def counted(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("in", *self._fates)
+
+    @property
+    def _fates(self) -> tuple[str, ...]:
+        ties = () if store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
+        return (Fate.APPLIED, Fate.LATE, *ties, Fate.QUARANTINED)
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
@@ -55,6 +62,7 @@ class SourceProcessor(Processor[None]):
             hold=known.hold,
             bounds=known.bounds,
             of_rejected=raw,
+            rivals=known.rivals,
         )
 
     @property
@@ -88,8 +96,9 @@ class SourceProcessor(Processor[None]):
         return numbered.select(*log_columns(self.node), RECORDED_AT)
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        return {"in": found["in"], **{fate: found[fate] for fate in _FATES}}
+        return {"in": found["in"], **{fate: found[fate] for fate in self._fates}}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        done = sum(totals.get(fate, 0) for fate in _FATES)
-        return [("records in = applied + late + quarantined", totals.get("in", 0), done)]
+        done = sum(totals.get(fate, 0) for fate in (*self.refuses, Fate.APPLIED))
+        what = f"records in = {' + '.join(self._fates)}"
+        return [(what, totals.get("in", 0), done)]

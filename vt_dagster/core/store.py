@@ -14,7 +14,7 @@ from vt_dagster.core import table, versioned
 from vt_dagster.core.arrival import duration, union
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.stream_time import Bounds
-from vt_dagster.topology.model import Table, VersionedTable
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 Hold = Callable[[DataFrame], DataFrame]
 """Computes rows once that are wanted several times."""
@@ -31,6 +31,7 @@ def put(
     hold: Hold | None = None,
     bounds: Bounds | None = None,
     of_rejected: Sequence[str] = (),
+    rivals: DataFrame | None = None,
 ) -> DataFrame:
     """What a table's store makes of records: see ``versioned.put`` and ``table.put``.
 
@@ -39,6 +40,7 @@ def put(
             then shuffled.
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in what is applied.
+        rivals: see ``Known``.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
@@ -47,6 +49,7 @@ def put(
         records = hold(records)
         keys = F.broadcast(records.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
         view = view.join(keys, list(node.key), "left_semi")
+        rivals = None if rivals is None else rivals.join(keys, list(node.key), "left_semi")
     if isinstance(node, VersionedTable):
         return versioned.put(
             records,
@@ -59,6 +62,8 @@ def put(
             chunk=chunk,
             bounds=bounds,
             of_rejected=of_rejected,
+            tie_break=node.tie_break,
+            rivals=rivals,
         )
     return table.put(records, view, key=node.key, values=values, order=order, of_rejected=of_rejected)
 
@@ -112,3 +117,8 @@ def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
     Source: KIP-889 "history retention", FORMAT 4.1.4; kip889-expired-get.
     """
     return stream_time - duration(node.history_retention)
+
+
+def tie_break_of(node: Stream) -> str | None:
+    """The column that decides between records of one key and timestamp; None = the order of arrival."""
+    return node.tie_break if isinstance(node, VersionedTable) else None

@@ -33,6 +33,8 @@ from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
 from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
 
+_HELD = "_held"
+
 
 def put(
     records: DataFrame,
@@ -46,6 +48,8 @@ def put(
     chunk: Column | None = None,
     bounds: Bounds | None = None,
     of_rejected: Sequence[str] = (),
+    tie_break: str | None = None,
+    rivals: DataFrame | None = None,
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -65,10 +69,11 @@ def put(
         stream_time: stream time of the record's partition before the run.
         chunk, bounds: see ``passed``.
         of_rejected: columns that are null in what is applied.
+        tie_break, rivals: see :func:`without_lost_ties`; None = the last that arrives counts.
 
     Returns:
-        the records with ``_fate`` (``applied`` or ``late``), ``is_latest``, and ``old``: the key's
-        newest row before the record.
+        the records with ``_fate`` (``applied``, ``late`` or ``lost_tie``), ``is_latest``, and ``old``:
+        the key's newest row before the record.
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
@@ -76,6 +81,8 @@ def put(
     seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
     fate = F.when(F.col(PASSED), Fate.LATE).otherwise(Fate.APPLIED)
     judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
+    if tie_break is not None:
+        judged = without_lost_ties(judged, rivals, key=key, order=order, tie_break=tie_break)
     rejected = F.col(FATE) != Fate.APPLIED
     judged = judged.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
     newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
@@ -87,6 +94,41 @@ def put(
     decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
     replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
     return replaced.drop(NEWEST)
+
+
+def without_lost_ties(
+    records: DataFrame,
+    versions: DataFrame | None,
+    *,
+    key: Sequence[str],
+    order: Sequence[str],
+    tie_break: str,
+) -> DataFrame:
+    """Of records that have a key and a timestamp in common, those that do not count: ``lost_tie``.
+
+    A record loses against one of a larger value that was there before it; of equal values it wins. So
+    what arrives of a key and timestamp and counts ascends, the last of it has the largest value, and
+    whoever takes the last by offset takes that, whatever the order of arrival. Null is smaller than
+    any value.
+
+    Plan: a join with the versions; the shuffle by key is one that :func:`put` needs.
+
+    Args:
+        records: with their fate; ``versions``: those that may have their keys and timestamps; None =
+            none.
+        tie_break: a value column.
+    """
+    place, value = [*key, TIMESTAMP], F.struct(F.col(f"`{tie_break}`").alias("value"))
+    there = F.lit(None)
+    if versions is not None:
+        keys = [F.col(f"`{k}`") for k in key]
+        held = versions.select(*keys, F.col(VALID_FROM).alias(TIMESTAMP), value.alias(_HELD))
+        records, there = records.join(held, place, "left"), F.col(_HELD)
+    before = W.partitionBy(*place).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
+    counts = F.col(FATE) == Fate.APPLIED
+    largest = F.greatest(F.max(F.when(counts, value)).over(before), there)
+    lost = counts & F.coalesce(largest > value, F.lit(False))
+    return records.withColumn(FATE, F.when(lost, Fate.LOST_TIE).otherwise(F.col(FATE))).drop(_HELD)
 
 
 def fold(

@@ -57,15 +57,18 @@ class TableAttributes(StreamAttributes, total=False):
 
     freshness: Freshness
     broadcast: bool
+    deleted_when: str | None
 
 
 class VersionedTableAttributes(StreamAttributes, total=False):
     """What a decorated versioned table is, see :class:`VersionedTable`."""
 
     freshness: Freshness
+    deleted_when: str | None
     history_retention: Required[Duration]
     segment_interval: timedelta | None
     ready: Ready
+    tie_break: str | None
 
 
 def stream(**about: Unpack[StreamAttributes]) -> Callable[[Callable[..., Any]], Stream]:

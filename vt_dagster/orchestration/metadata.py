@@ -32,6 +32,7 @@ from vt_dagster.core.arrival import Fate
 from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.core.log import log_columns
 from vt_dagster.core.processors import processor_of
+from vt_dagster.core.store import tie_break_of
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.results import Receipt
 from vt_dagster.sources.kafka_pinned import PinnedTopics
@@ -225,6 +226,8 @@ def _told(node: Stream, name: str, state: Commit) -> bool:
     waits = bool(getattr(node.operator, "waits", False))
     if name == Fate.LATE:
         promised = waits or isinstance(node, VersionedTable)
+    elif name == Fate.LOST_TIE:
+        promised = tie_break_of(node) is not None
     elif name == Fate.WAITING:
         promised = waits
     else:

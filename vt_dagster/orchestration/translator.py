@@ -10,6 +10,7 @@ from typing import Any
 import dagster as dg
 from typing_extensions import TypedDict
 
+from vt_dagster.core.store import tie_break_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.deliveries import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, describe
@@ -83,6 +84,8 @@ def code_version(node: Stream) -> str:
     """A digest of what a node's records mean: another one, and they are those of something else."""
     shape = shape_of(node).model_dump_json()
     declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
+    tie_break = tie_break_of(node)
+    declared += [] if tie_break is None else [f"tie_break {tie_break}"]
     said = json.dumps([shape, *declared])
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 

@@ -21,7 +21,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import store as of_table
-from vt_dagster.core.arrival import by_partition, has_key
+from vt_dagster.core.arrival import Fate, by_partition, has_key
 from vt_dagster.core.log import log_schema
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import Reason
@@ -351,10 +351,11 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
         rejected = _rejected_counts(store)
         numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})
         rejected = Counter(rejected) + Counter(store.erased_rejected())
-        late = rejected.get(Reason.LATE, 0)
-        others = sum(rejected.values()) - late
+        late, lost_ties = rejected.get(Reason.LATE, 0), rejected.get(Reason.LOST_TIE, 0)
+        others = sum(rejected.values()) - late - lost_ties
         short += [
             ("late records in quarantine", totals.get("late", 0), late),
+            ("records that lost a tie in quarantine", totals.get(Fate.LOST_TIE, 0), lost_ties),
             ("bad records in quarantine", totals.get("quarantined", 0), others),
         ]
         if scope.start:

@@ -22,16 +22,17 @@ from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import shape_of
 
-_NOT_IN_LOG = (Fate.LATE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
+_NOT_IN_LOG = (Fate.LATE, Fate.LOST_TIE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
 
 
 def stage_rejected(store: Store, attempt: str, rows: DataFrame, fates: Sequence[str]) -> None:
     """Keeps what is not in the log: results of some fates."""
     rejected = rows.where(F.col(FATE).isin(*fates))
+    refused = F.when(F.col(FATE) == Fate.LOST_TIE, Reason.LOST_TIE).otherwise(Reason.LATE)
     store.stage_rejected(
         attempt,
         rejected.select(
-            F.coalesce(F.col(REASON), F.lit(Reason.LATE)).alias("reason"),
+            F.coalesce(F.col(REASON), refused).alias("reason"),
             F.col(SOURCE).alias("source"),
             F.col(POSITION).alias("position"),
             F.col(RAW).alias("raw"),

@@ -13,7 +13,8 @@ from vt_dagster.core.arrival import CHUNK, Fate
 from vt_dagster.core.processor import Processor
 from vt_dagster.runs.contracts import Rule, contract_of, refuse
 
-_COUNTED = (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.QUARANTINED, Fate.TOO_LATE)
+_REFUSED = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED, Fate.TOO_LATE)
+_COUNTED = (Fate.APPLIED, Fate.DROPPED, *_REFUSED)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
@@ -37,7 +37,7 @@ from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
-from vt_dagster.core.records import prepare
+from vt_dagster.core.store import tie_break_of
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
     check_share,
@@ -47,17 +47,17 @@ from vt_dagster.runs.commit import (
     recorded,
     stage_rejected,
 )
-from vt_dagster.runs.difference import difference
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, timed
 from vt_dagster.runs.past import recorded_if
 from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
+from vt_dagster.runs.reading import records_of, rivals_of
 from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.runs.told import steps_of, with_times
-from vt_dagster.sources.base import Comparing, Pinned, Source
+from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.progress import in_words
@@ -138,22 +138,17 @@ class Run:
         Args:
             now: what a timestamp may not lie far behind; None = this machine's clock.
         """
-        arrival, spark = self.arrival, self.store.spark
-        if arrival.source is not None:
-            return [self._records(arrival.source, spark, now)]
+        if self.arrival.source is not None:
+            return [self._records(self.arrival.source, now)]
         return [self._log_of(node) for node in self.processor.consumed]
 
-    def _records(self, source: Pinned, spark: SparkSession, now: datetime | None) -> DataFrame:
+    def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
         limit: Column | None = None
         now = now or datetime.now(timezone.utc)
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
             limit = F.timestamp_seconds(F.lit(int((now + source.max_clock_skew).timestamp())))
         with self._explained():
-            if isinstance(source, Comparing):
-                rows = difference(source, self.node, self.store, self.arrival.held)
-            else:
-                rows = source.read(spark, self.node)
-        return prepare(rows, self.node, limit)
+            return records_of(source, self.node, self.store, self.arrival.held, limit)
 
     def _log_of(self, node: Stream) -> DataFrame:
         arrival, store = self.arrival, self.stores(node)
@@ -208,10 +203,15 @@ class Run:
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
             return Results(self._nothing(), known)
-        if self.arrival.source is not None and processor.bounded:
+        ties = tie_break_of(self.node) is not None and self.arrival.previous is not None
+        if self.arrival.source is not None and (processor.bounded or ties):
             # They are looked at twice, and reading them is the most of it.
             read = [self.store.hold(rows) for rows in read]
             self.arrival.held.extend(read)
+        if ties:
+            with self._explained():
+                known = replace(known, rivals=rivals_of(read[0], self.store))
+        if self.arrival.source is not None and processor.bounded:
             with self._explained():
                 before, spark = self.arrival.before.stream_time, self.store.spark
                 bounds = bounds_of(processor, self._inputs(read), before, spark)

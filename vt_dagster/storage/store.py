@@ -437,7 +437,8 @@ class AssetStore:
             attempt=commit.attempt,
             erased=self.erased_rejected(),
         )
-        count = sum(commit.counts.get(n, 0) for n in ("late", "quarantined", "corrections_too_late"))
+        fates = ("late", "lost_tie", "quarantined", "corrections_too_late")
+        count = sum(commit.counts.get(n, 0) for n in fates)
         with small_run(self.spark, is_small(count, 0)):
             parquet.write(
                 rows,
@@ -565,8 +566,7 @@ class AssetStore:
         """
         node = self.node
         what = choose(node.name, shape_of(node).kind, what, as_of)
-        if as_known_at is not None:
-            at = self.known_at(parse_time(as_known_at))
+        at = at if as_known_at is None else self.known_at(parse_time(as_known_at))
         at = at or (Snapshot(self.head()) if what == "log" else self.snapshot())
         if at.head is None:
             raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")

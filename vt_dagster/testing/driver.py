@@ -28,6 +28,9 @@ from vt_dagster.testing.memory import MemoryStore, Records
 from vt_dagster.testing.versioned_store import REFUSED, Row, VersionedStore
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
+_REFUSED = (Fate.LATE, Fate.LOST_TIE)
+"""Records that are none of the log, though nothing is wrong with them."""
+
 
 class TopologyTestDriver:
     """Runs a topology on records that a test gives it.
@@ -102,7 +105,7 @@ class TopologyTestDriver:
 
     def _count(self, name: str, receipt: Receipt) -> None:
         for partition, some in receipt.fates.items():
-            for fate in (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.QUARANTINED):
+            for fate in (*_REFUSED, Fate.APPLIED, Fate.DROPPED, Fate.QUARANTINED):
                 if some.get(fate):
                     self._fates[name][partition, fate] += some[fate]
 
@@ -154,9 +157,10 @@ class TopologyTestDriver:
             partition: count those of one partition only.
 
         Returns:
-            ``applied``, ``late``, ``dropped``, ``quarantined`` and why (``quarantined/null_key``,
-            …), ``waiting``; a fate that nothing met is left out, ``waiting`` never is. In a join,
-            ``late`` records were joined at once; in a table they were refused.
+            ``applied``, ``late``, ``lost_tie``, ``dropped``, ``quarantined`` and why
+            (``quarantined/null_key``, …), ``waiting``; a fate that nothing met is left
+            out, ``waiting`` never is. In a join, ``late`` records were joined at once; in a table they
+            were refused.
         """
         self._node(name)
         store = self._stores[name]
@@ -165,9 +169,8 @@ class TopologyTestDriver:
         found: Counter[str] = Counter({Fate.WAITING: 0})
         every = [((p, Fate.WAITING), some.get(Fate.WAITING, 0)) for p, some in homes.items()]
         every += self._fates[name].items()
-        every += [
-            ((p, f"{Fate.QUARANTINED}/{why}"), 1) for p, why in store.rejected if why != Fate.LATE
-        ]
+        bad = [(p, why) for p, why in store.rejected if why not in _REFUSED]
+        every += [((p, f"{Fate.QUARANTINED}/{why}"), 1) for p, why in bad]
         for (home, fate), n in every:
             if partition is None or partition == home:
                 found[fate] += n

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import datetime
 from enum import Enum
 from typing import Any, Final, Literal
@@ -111,7 +112,7 @@ class VersionedStore:
         Returns:
             when the value's validity ends (exclusive): the timestamp of the key's next version, or
             None where the value is the latest; ``REFUSED`` where the timestamp is older than the
-            history retention.
+            history retention, or the value loses a tie.
         """
         return self.put_each(self._record(key, value, timestamp))[0]
 
@@ -130,7 +131,8 @@ class VersionedStore:
                     f"{dict(records[i])} ({row[REASON]}); give both"
                 )
             at = (*(_hashable(row[k]) for k in self._node.key), row[TIMESTAMP])
-            answers.append(REFUSED if row[FATE] == Fate.LATE else versions.get(at))
+            refused = row[FATE] in (Fate.LATE, Fate.LOST_TIE)
+            answers.append(REFUSED if refused else versions.get(at))
         return answers
 
     def delete(self, key: Any, timestamp: datetime | int) -> Row | None:
@@ -152,7 +154,8 @@ class VersionedStore:
         """What :meth:`delete_each` would answer; changes nothing."""
         node, store = self._node, self._store
         with self._session():
-            requests = prepare(Records(store, records).read(store.spark, node), node)
+            asked = replace(node, tombstone=None)
+            requests = prepare(Records(store, records).read(store.spark, asked), asked)
             found = versioned.delete(
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
                 store.view(),

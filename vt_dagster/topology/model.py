@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.declared import check_ready, check_tie_break, one_condition
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -56,8 +57,10 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
         timestamp: the column, or a SQL expression over the columns, that says when the record was
             true (TIMESTAMP, UTC). The log has it as ``timestamp``.
         tombstone: a SQL condition that marks a record whose *value is null*: a deletion in a
-            table, in a stream a record that joins drop. None: there are none. A null column alone
-            never makes a tombstone.
+            table, in a stream a record that joins drop. Where it is null, it does not hold. None:
+            there are none; a null column alone never makes a tombstone. Of files, topics and Delta
+            tables it may name columns that are not in the schema: they are read as text, for it alone.
+            It is checked when a run starts.
         partitions: number of partitions of the log of a files source; a record goes to the hash of
             its key modulo this number. Stream time is kept per partition, so it is a semantic
             setting, not only one of speed.
@@ -155,13 +158,20 @@ class Table(Stream, kind="table"):
             run, which costs what the table holds. A timedelta: by the first run that finds it that old.
         broadcast: a small table that every executor holds a copy of in joins with streams (Kafka's
             global table). A versioned table cannot be one.
+        deleted_when: the same as ``tombstone``, as change feeds say it: ``"op = 'D'"``. Give one of
+            both; it is kept as ``tombstone``.
     """
 
     broadcast: bool = field(default=False, kw_only=True)
+    deleted_when: str | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
     def __post_init__(self) -> None:
+        if self.deleted_when is not None:
+            condition = one_condition(self.name, self.deleted_when, self.tombstone)
+            object.__setattr__(self, "tombstone", condition)
+            object.__setattr__(self, "deleted_when", None)
         super().__post_init__()
         if self.null_key != "quarantine":
             raise TopologyError(
@@ -329,11 +339,17 @@ class VersionedTable(Table, kind="versioned_table"):
             loaded. ``first_end``: once it has taken all that its first run found in the source. A time
             (with a time zone): once stream time has come to it, inclusive, in each partition that has
             records. None: at once, as in Kafka Streams. Of a table with a source.
+        tie_break: a value column: of records with one key and timestamp that with its largest value
+            counts, whatever the order of arrival; the others are refused and counted, ``lost_tie``.
+            Null is smaller than any value; of equal values the last that arrives counts. Text is
+            compared by its characters: give a number. None: the last that arrives counts, as in Kafka
+            Streams. It holds for what arrives from then on. Of a table with a source.
     """
 
     history_retention: Duration = field(kw_only=True)
     segment_interval: timedelta | None = field(default=None, kw_only=True)
     ready: Ready = field(default=None, kw_only=True)
+    tie_break: str | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
@@ -350,21 +366,10 @@ class VersionedTable(Table, kind="versioned_table"):
                 f"{self.name}: segment_interval must be longer than 0, got {self.segment_interval}; "
                 "leave it out for the default"
             )
-        self._check_ready()
-
-    def _check_ready(self) -> None:
-        given: object = self.ready
-        timed = isinstance(given, datetime) and given.tzinfo is not None
-        if given is not None and given != "first_end" and not timed:
-            raise TopologyError(
-                f"{self.name}: ready must be 'first_end', a datetime with a time zone or None, got "
-                f"{given!r}"
-            )
-        if given is not None and self.operator is not None:
-            raise TopologyError(
-                f"{self.name}: expected ready of a table with a source, got it of the result of an "
-                "operator, which is ready when what it is made of is: declare it there"
-            )
+        check_ready(self.name, self.ready, self.operator is None)
+        if self.tie_break is not None:
+            names = self.value_columns if self.operator is None else ()
+            check_tie_break(self.name, self.tie_break, [self.schema[c] for c in names])
 
     @property
     def retention(self) -> Duration:

@@ -96,7 +96,7 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
             "may change while its key stays; give a column of another name the same value"
         )
     for k in key:
-        if _holds_map(schema[k].dataType):
+        if holds_map(schema[k].dataType):
             raise TopologyError(
                 f"{name}: key column {k!r} is {schema[k].dataType.simpleString()}; "
                 "a map can be neither grouped nor joined: use its entries or a string"
@@ -165,11 +165,12 @@ def _paths(kind: DataType, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield from _paths(kind.valueType, (*above, "value"))
 
 
-def _holds_map(kind: DataType) -> bool:
+def holds_map(kind: DataType) -> bool:
+    """Whether there is a map in a type, whose values can be neither grouped nor put in order."""
     if isinstance(kind, MapType):
         return True
     if isinstance(kind, ArrayType):
-        return _holds_map(kind.elementType)
+        return holds_map(kind.elementType)
     if isinstance(kind, StructType):
-        return any(_holds_map(f.dataType) for f in kind.fields)
+        return any(holds_map(f.dataType) for f in kind.fields)
     return False

@@ -1,0 +1,213 @@
+"""What a change feed says of its records: which are deletions, and which of one time counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, MapType, StringType, StructField, StructType, TimestampType
+
+from tests.market import messages, run
+from tests.test_closed_doors import landing
+from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable, build_asset
+from vt_dagster.orchestration.translator import code_version
+from vt_dagster.runs.audit import audit
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.testing import TopologyTestDriver
+
+DAY = timedelta(days=1)
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("v", StringType()),
+        StructField("lsn", LongType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+ABOUT: dict[str, Any] = {"key": "k", "schema": SCHEMA}
+
+
+def table(**more: Any) -> VersionedTable:
+    return VersionedTable("customers", **{**ABOUT, "history_retention": DAY, **more})
+
+
+def put(k: str, v: str | None, at: Any, **more: Any) -> dict[str, Any]:
+    return {"k": k, "v": v, "timestamp": at, **more}
+
+
+def versions(driver: TopologyTestDriver, name: str = "customers") -> list[tuple[Any, ...]]:
+    """Of each version: key, when it began, value, whether it is a deletion."""
+    found = driver.versions(name)
+    return [
+        (r["k"], r["valid_from"].timestamp() * 1000, None if r["is_tombstone"] else r["v"])
+        for r in found
+    ]
+
+
+# -- deletions ---------------------------------------------------------------------------------------
+
+
+def test_a_column_that_says_what_a_record_does(spark: SparkSession) -> None:
+    """It is not in the table, and null is no deletion."""
+    driver = TopologyTestDriver(table(deleted_when="op = 'D'"), spark=spark)
+    driver.pipe("customers", put("a", "x", 1, op="I"), put("b", "y", 2), put("a", "x", 5, op="D"))
+    driver.pipe("customers", put("a", "z", 3, op="U"), put("c", None, 4, op="D"))
+    assert versions(driver) == [
+        ("a", 1, "x"),
+        ("a", 3, "z"),
+        ("a", 5, None),
+        ("b", 2, "y"),
+        ("c", 4, None),
+    ]
+    assert [(r["k"], r["v"]) for r in driver.table("customers")] == [("b", "y")]
+    assert "op" not in driver.read("customers")[0]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_it_is_read_from_files(tmp_path: Path, spark: SparkSession, form: Any) -> None:
+    rows = [put("a", "x", 1, op="r"), put("a", None, 2, op="d"), put("b", "y", 3, op="r")]
+    for r in rows:
+        r["timestamp"] = f"2024-01-01T00:00:0{r['timestamp']}Z"
+    content = "\n".join(json.dumps(r) for r in rows)
+    if form == "csv":
+        content = "k,v,timestamp,op\n" + "\n".join(
+            f"{r['k']},{r['v'] or ''},{r['timestamp']},{r['op']}" for r in rows
+        )
+    schema = StructType([f for f in SCHEMA.fields if f.name != "lsn"])
+    source = FilesSource(str(landing(tmp_path, jan=content.encode())), format=form)
+    node = table(schema=schema, deleted_when="op = 'd'", source=source)
+    result = run([build_asset(node)], tmp_path / "warehouse")
+    assert result.success, messages(result)
+    store = AssetStore(str(tmp_path / "warehouse"), node, spark)
+    assert [(r["k"], r["v"]) for r in store.read().collect()] == [("b", "y")]
+    assert "op" not in store.read("versions").columns
+
+
+def test_a_condition_that_is_none(spark: SparkSession) -> None:
+    for condition, said in {
+        "op =": "Spark says",
+        "k": "Spark says",
+        "count(*) > 1": "Spark says",
+        "no_such(k)": "Spark says",
+        "lsm = 1": "much like 'lsn'",
+        "name is null": "'v' now",
+    }.items():
+        node = table(tombstone=condition, renamed={"name": "v"})
+        driver = TopologyTestDriver(node, spark=spark)
+        with pytest.raises(TopologyError) as error:
+            driver.pipe("customers", put("a", "x", 1))
+        assert said in str(error.value)
+        assert condition in str(error.value)
+        assert "customers: " in str(error.value)
+
+
+def test_one_condition_by_either_name() -> None:
+    assert table(deleted_when="v is null") == table(tombstone="v is null")
+    assert replace(table(deleted_when="v is null"), tombstone=None) == table()
+    assert code_version(table(deleted_when="v is null")) != code_version(table())
+    for wrong, said in ({"tombstone": "v is null"}, "leave one out"), ({}, "op = 'D'"):
+        with pytest.raises(TopologyError, match=said):
+            table(deleted_when="lsn = 1" if wrong else " ", **wrong)
+    assert not hasattr(Stream("s", **ABOUT), "deleted_when")
+    assert Table("t", **ABOUT, deleted_when="v is null").tombstone == "v is null"
+
+
+# -- ties --------------------------------------------------------------------------------------------
+
+
+def _expected(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    best: dict[tuple[str, int], dict[str, Any]] = {}
+    for r in sorted(records, key=lambda r: -1 if r["lsn"] is None else r["lsn"]):
+        best[r["k"], r["timestamp"]] = r
+    return [(k, at, r["v"]) for (k, at), r in sorted(best.items())]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_arrival_does_not_matter(spark: SparkSession, seed: int) -> None:
+    """Whatever it is, and however it is cut into runs, in the table and in what is made of it."""
+    random = Random(seed)
+    records = [
+        put(k, random.choice(["x", "y", "z", None]), at, lsn=lsn)
+        for k in "ab"
+        for at in (1, 2, 3)
+        for lsn in random.sample([None, 0, 7, 10, 200], 3)
+    ]
+    random.shuffle(records)
+    node = table(tie_break="lsn", deleted_when="v is null")
+    kept = node.filter("v <> 'x'", name="kept")
+    bare = node.map_values("v", name="bare")
+    driver = TopologyTestDriver(kept, bare, spark=spark)
+    cuts = [0, *sorted(random.sample(range(1, len(records)), 2)), len(records)]
+    for start, end in pairwise(cuts):
+        driver.pipe("customers", *records[start:end])
+    expected = _expected(records)
+    assert versions(driver) == versions(driver, "bare") == expected
+    assert [(k, at, None if v == "x" else v) for k, at, v in expected] == versions(driver, "kept")
+    told = driver.metrics("customers")
+    assert told["applied"] + told["lost_tie"] == len(records)
+    current = {r["k"]: r["v"] for r in driver.table("customers")}
+    assert current == {k: v for k, at, v in expected if at == 3 and v is not None}
+
+
+def test_equal_values_go_by_arrival(spark: SparkSession) -> None:
+    driver = TopologyTestDriver(table(tie_break="lsn"), spark=spark)
+    driver.pipe("customers", put("a", "x", 1, lsn=3), put("a", "y", 1, lsn=3), put("a", "o", 1, lsn=2))
+    assert versions(driver) == [("a", 1, "y")]
+    driver.pipe("customers", put("a", "z", 1, lsn=3), put("a", "o", 1))
+    assert versions(driver) == [("a", 1, "z")]
+    assert [r["old"] and r["old"]["v"] for r in driver.read("customers")] == [None, "x", "y"]
+
+
+def test_a_late_record_wins_in_the_past_and_corrects_what_was_joined(spark: SparkSession) -> None:
+    sales = Stream("sales", key="k", schema=StructType([SCHEMA["k"], SCHEMA["timestamp"]]))
+    joined = sales.left_join(
+        table(tie_break="lsn"),
+        name="joined",
+        select=["right.v"],
+        corrected_for=DAY,
+        key=["k", "timestamp"],
+    )
+    driver = TopologyTestDriver(joined, spark=spark)
+    driver.pipe("customers", put("a", "x", 1, lsn=5), put("a", "later", 9, lsn=1))
+    driver.pipe("sales", {"k": "a", "timestamp": 2})
+    driver.pipe("customers", put("a", "y", 1, lsn=4))
+    assert [r["v"] for r in driver.table("joined")] == ["x"]
+    driver.pipe("customers", put("a", "z", 1, lsn=6))
+    assert [r["v"] for r in driver.table("joined")] == ["z"]
+
+
+def test_ties_on_delta(tmp_path: Path, spark: SparkSession) -> None:
+    """Across runs, with what lost in the quarantine, and every record accounted for."""
+    folder = landing(tmp_path)
+    node = table(tie_break="lsn", source=FilesSource(str(folder)))
+    for name, lsn in ("1", 5), ("2", 9), ("3", 7):
+        at = "2024-01-01T00:00:00Z"
+        (folder / f"{name}.jsonl").write_text(json.dumps(put("a", name, at, lsn=lsn)))
+        result = run([build_asset(node)], tmp_path / "warehouse")
+        assert result.success, messages(result)
+    store = AssetStore(str(tmp_path / "warehouse"), node, spark)
+    assert [r["v"] for r in store.read("versions").collect()] == ["2"]
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    assert [r["reason"] for r in quarantine.collect()] == ["lost_tie"]
+    assert [one.name for one in audit(store) if not one.passed] == []
+
+
+def test_ties_that_cannot_be_decided() -> None:
+    kinds = {"k": StringType(), "m": MapType(StringType(), StringType()), "timestamp": TimestampType()}
+    maps = StructType([StructField(name, kind) for name, kind in kinds.items()])
+    for wrong, said in (
+        ({"tie_break": "lsm"}, "got 'lsm'"),
+        ({"tie_break": "k"}, "value column"),
+        ({"tie_break": "m", "schema": maps}, "values have an order"),
+    ):
+        with pytest.raises(TopologyError, match=said):
+            table(**wrong)
+    assert code_version(table(tie_break="lsn")) != code_version(table())

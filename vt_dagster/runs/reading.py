@@ -1,0 +1,116 @@
+"""A source's records, as they are read for a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
+
+from vt_dagster.columns import TIMESTAMP
+from vt_dagster.core.records import prepare
+from vt_dagster.errors import TopologyError
+from vt_dagster.runs.difference import difference
+from vt_dagster.runs.store import Store
+from vt_dagster.sources.base import Comparing, Pinned
+from vt_dagster.sources.frames import PinnedFrames
+from vt_dagster.topology.model import Stream
+
+_ALIKE = 0.75
+"""A name that is so much like a column's is rather a slip than another column."""
+
+
+def records_of(
+    source: Pinned, node: Stream, store: Store, held: list[DataFrame], latest: Column | None
+) -> DataFrame:
+    """What a run takes of a source, prepared.
+
+    Args:
+        held: takes the rows that the run releases at its end.
+        latest: see ``prepare``.
+
+    Raises:
+        TopologyError: of the condition of a tombstone, see :func:`as_read`.
+    """
+    read = as_read(store.spark, node, alone=isinstance(source, Comparing | PinnedFrames))
+    if isinstance(source, Comparing):
+        return prepare(difference(source, node, store, held), node, latest)
+    rows = prepare(source.read(store.spark, read), node, latest)
+    return rows.drop(*[c for c in read.schema.names if c not in node.schema.names])
+
+
+def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
+    """The versions of a table that may have the key and timestamp of a record; None = none.
+
+    Plan: a job that tells the oldest record.
+    """
+    oldest = records.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
+    at = store.snapshot()
+    return None if oldest is None or at.head is None else store.view_at(at, oldest)
+
+
+def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
+    """A node with the columns that it is read by: its own, and those that only the condition of a
+    tombstone has, as text.
+
+    Args:
+        alone: whether the source gives the columns of the schema alone: a whole state, which is
+            compared with what the table holds, or a DataFrame.
+
+    Raises:
+        TopologyError: the condition is no condition over the columns, or names what is none.
+    """
+    if node.tombstone is None:
+        return node
+    own, found = list[StructField](node.schema.fields), list[StructField]()
+    timed = (
+        node.source is not None and node.source.gives_timestamp and TIMESTAMP not in node.schema.names
+    )
+    own += [StructField(TIMESTAMP, TimestampType())] if timed else []
+    while (name := _unknown(spark, node, StructType([*own, *found]))) is not None:
+        _require_other(node, name, alone)
+        found.append(StructField(name, StringType()))
+    return replace(node, schema=StructType([*node.schema.fields, *found])) if found else node
+
+
+def _unknown(spark: SparkSession, node: Stream, columns: StructType) -> str | None:
+    """The first column that the condition names and that is not there; None = there is none."""
+    try:
+        # The schema alone is asked for: with Spark Connect nothing is looked at before.
+        _ = spark.createDataFrame([], columns).where(F.expr(node.tombstone or "")).schema
+        return None
+    except (AnalysisException, ParseException) as error:
+        kind: Any = error.getCondition() or ""
+        name = (error.getMessageParameters() or {}).get("objectName", "").strip("`")
+        if kind.startswith("UNRESOLVED_COLUMN") and "`" not in name and name not in columns.names:
+            return name
+        raise TopologyError(
+            f"{node.name}: expected deleted_when (tombstone) to be a SQL condition over the columns "
+            f"{columns.names}, got {node.tombstone!r}, of which Spark says: "
+            f"{str(error).splitlines()[0]}; correct it"
+        ) from None
+
+
+def _require_other(node: Stream, name: str, alone: bool) -> None:
+    """Refuses what is rather a slip of the pen, or cannot be read beside the columns."""
+    said = f"{node.name}: deleted_when (tombstone), {node.tombstone!r}, names {name!r}"
+    if name in node.renamed:
+        raise TopologyError(
+            f"{said}, which is called {node.renamed[name]!r} now: expected that name, which stands for "
+            "both; correct the condition"
+        )
+    alike = get_close_matches(name.lower(), [c.lower() for c in node.schema.names], 1, _ALIKE)
+    if alike:
+        raise TopologyError(
+            f"{said}, which is no column, but much like {alike[0]!r}: expected a column of the table "
+            "or one of another name that the source has; correct it, or add it to the schema"
+        )
+    if alone:
+        raise TopologyError(
+            f"{said}, which is no column of the table: expected one of {node.schema.names}, as no "
+            "others are taken of a whole state or a DataFrame; add it to the schema"
+        )
