@@ -8,7 +8,7 @@ OF_DAGSTER := definitions specs components nothing_new executor sensors io_manag
 STAMP := .venv/.installed
 CLASSES := .venv/.classes.jsa
 
-.PHONY: install demo demo-kafka kafka test test-kafka test-older-dagster browser endurance ui lint bench bench-quick clean
+.PHONY: install demo demo-kafka kafka test test-kafka test-older-dagster browser endurance ui lint docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -82,6 +82,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+# The site, in build/docs; opens without a network and without a server.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(STAMP)
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP)
 	$(BIN)/python bench/run.py

@@ -544,16 +544,17 @@ def test_every_parameter_is_there() -> None:
         assert CONCEPTS[name].yaml.model_fields["key"].description
 
 
-def test_the_readme_is_right() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"## The same in YAML.*?```yaml\n(.*?)```", readme, re.DOTALL)
+def test_the_guide_is_right() -> None:
+    page = Path(__file__).parent.parent / "docs" / "guides" / "yaml.md"
+    guide = page.read_text(encoding="utf-8")
+    found = re.search(r"# The same in YAML.*?```yaml\n(.*?)```", guide, re.DOTALL)
     assert found is not None
     with project(found.group(1).replace("my_project.schemas", ".schemas")) as defs:
         dg.Definitions.validate_loadable(defs)
         names = {k.to_user_string() for k in defs.resolve_asset_graph().get_all_asset_keys()}
         assert names == {"prices", "orders", "priced_orders"}
     for name in CONCEPTS:
-        assert f"`{name}`" in readme
+        assert f"`{name}`" in guide
 
 
 def test_scaffold() -> None:

@@ -7,6 +7,12 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vt_dagster import WarehouseResource
+from vt_dagster.orchestration.resource import warehouse_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,3 +103,22 @@ def test_assets_are_described() -> None:
         assert "dagster/column_schema" in spec.metadata, key
         groups[spec.group_name] = groups.get(spec.group_name, 0) + 1
     assert groups == {"sources": 5, "tables": 4, "joined": 4, "published": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "seen"),
+    [
+        ("data/warehouse", "{here}/data/warehouse"),
+        ("/data/warehouse", "/data/warehouse"),
+        *((url, url) for url in ("s3a://lake/warehouse", "file:/data/warehouse")),
+    ],
+)
+def test_a_relative_warehouse_is_seen_from_the_process(
+    path: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark may have been started in another directory."""
+    monkeypatch.chdir(tmp_path)
+    context = SimpleNamespace(
+        resources=SimpleNamespace(vt_dagster_warehouse=WarehouseResource(path=path))
+    )
+    assert warehouse_of(context, "vt_dagster") == seen.format(here=tmp_path)

@@ -15,8 +15,10 @@ from tests.built import ROOT, distributions
 
 pytestmark = [pytest.mark.endurance, pytest.mark.network, pytest.mark.timeout(2_400)]
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST = (ROOT / "docs" / "start" / "files.md").read_text(encoding="utf-8")
 PRICES = "product,price,at\napple,1.0,2026-01-31T10:00:00Z\napple,1.2,2026-01-31T14:00:00Z\n"
+LATE_PRICE = "product,price,at\npear,2.5,2026-01-31T16:00:00Z\n"
+ANOTHER_ORDER = "order_id,product,ordered_at\n6,apple,2026-01-31T18:00:00Z\n"
 
 TEST = """
 from prices import prices
@@ -57,8 +59,9 @@ class Newcomer:
         """What a command says; it has to succeed, or to fail."""
         program, *arguments = command.split()
         clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        ours = self.bin / program
         done = subprocess.run(
-            [str(self.bin / program), *arguments],
+            [str(ours) if ours.exists() else program, *arguments],
             cwd=where or self.home,
             env={
                 **clean,
@@ -93,8 +96,30 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
     return someone
 
 
+@pytest.mark.parametrize("flavour", ["", " --yaml"])
+def test_a_project(newcomer: Newcomer, flavour: str) -> None:
+    """The first page of the documentation, but for the web interface."""
+    name = "first_yaml" if flavour else "first"
+    newcomer.types(f"vt-dagster init {name}{flavour}")
+    project = newcomer.home / name
+    newcomer.types("make run", where=project)
+    said = newcomer.types("make look", where=project)
+    assert re.findall(r"price=[\d.]+", said)[:3] == ["price=1.0", "price=1.2", "price=1.4"]
+    assert "1 passed" in newcomer.types("make test", where=project)
+    said = newcomer.types("make check", where=project)
+    assert re.search(r"prices_are_plausible +│ passed", said)
+    assert "failed" not in said
+
+    # a late price and one more order: what waited leaves, with the price of its time
+    newcomer.lands("2.csv", LATE_PRICE, f"{name}/data/landing/prices")
+    newcomer.lands("2.csv", ANOTHER_ORDER, f"{name}/data/landing/orders")
+    newcomer.types("make run", where=project)
+    said = newcomer.types("vt-dagster explain priced_orders --key pear", where=project)
+    assert re.search(r"order_id=5 .* price=2\.5", said)
+
+
 def test_in_python(newcomer: Newcomer) -> None:
-    code = re.search(r"## Your own table in 15 lines\s+```python\n(.*?)```", README, re.DOTALL)
+    code = re.search(r"# Your own table in 15 lines\s+```python[^\n]*\n(.*?)```", FIRST, re.DOTALL)
     assert code is not None
     module = newcomer.home / "prices.py"
     module.write_text(code.group(1))

@@ -17,6 +17,7 @@ OURS = {".py", ".html", ".css", ".js", ".svg"}
 LIBRARY = {
     *(p.relative_to(ROOT).as_posix() for p in (ROOT / "vt_dagster").rglob("*") if p.suffix in OURS),
     *("vt_dagster/py.typed", "vt_dagster/spark/log4j2.properties", "vt_dagster/spark/jars.sha256"),
+    *(p.relative_to(ROOT).as_posix() for p in (ROOT / "vt_dagster/cli/project").rglob("*.txt")),
     "vt_dagster_pytest.py",
 }
 

@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type, typed."""
+"""What the README and the first pages tell a newcomer to type, typed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+FIRST = (REPOSITORY / "docs" / "start" / "files.md").read_text(encoding="utf-8")
 
 
 def _block(after: str, language: str = "") -> str:
     """The first code block behind a heading or sentence."""
-    rest = README[README.index(after) :]
-    found = re.search(rf"```{language}\n(.*?)```", rest, re.DOTALL)
+    rest = FIRST[FIRST.index(after) :]
+    found = re.search(rf"```{language}[^\n]*\n(.*?)```", rest, re.DOTALL)
     assert found is not None
     return found.group(1)
 
@@ -42,7 +43,7 @@ def _type(command: str, where: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_your_own_table_in_15_lines(tmp_path: Path) -> None:
-    code = _block("## Your own table in 15 lines", "python")
+    code = _block("# Your own table in 15 lines", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     (tmp_path / "prices.py").write_text(code)
     landing = tmp_path / "landing" / "prices"
@@ -53,7 +54,7 @@ def test_your_own_table_in_15_lines(tmp_path: Path) -> None:
         "apple,1.2,2026-01-31T14:00:00Z\n"
         "apple,1.1,2026-01-31T11:00:00Z\n"
     )
-    materialize, get, history = _block("put CSV files with a header line").strip().splitlines()
+    materialize, get, history = _block("put CSV files with a header line", "bash").strip().splitlines()
     done = _type(materialize, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = _type(get, tmp_path)
@@ -81,16 +82,16 @@ class Order(pa.DataFrameModel):
 
 
 def test_the_join_and_its_test(spark: SparkSession) -> None:
-    table, join = (_block(a, "python") for a in ("## Your own table", "A join is one more value"))
-    test = _block("In pytest, two fixtures are simply there", "python")
-    code = table + ORDER + join.replace("FilesSource(...)", "FilesSource('landing/orders')") + test
+    table, join = (_block(a, "python") for a in ("# Your own table", "A join is one more value"))
+    test = _block("Two fixtures are there", "python")
+    code = table + ORDER + join + test
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec", dont_inherit=True), names)
+    exec(compile(code, "files.md", "exec", dont_inherit=True), names)
     names["test_orders_get_the_price_of_their_time"](lambda node: TopologyTestDriver(node, spark=spark))
 
 
 def test_the_files_that_it_names_are_there() -> None:
-    for name in ("make demo", "make test", "make ui", "make bench", "make lint"):
+    for name in ("make demo", "make test", "make ui", "make bench", "make lint", "make docs"):
         assert name in README
         target = name.split()[1]
         assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)

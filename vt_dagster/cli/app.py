@@ -13,6 +13,7 @@ from vt_dagster.errors import VtDagsterError
 COMMANDS = {
     "conformance": "vt_dagster.conformance",
     "check": "vt_dagster.cli.check",
+    "init": "vt_dagster.cli.init",
     "demo": "vt_dagster.cli.tables",
     "get": "vt_dagster.cli.lookup",
     "history": "vt_dagster.cli.lookup",

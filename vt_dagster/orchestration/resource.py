@@ -4,8 +4,10 @@ Their keys begin with a prefix, so that a code location may have a ``spark`` of 
 second warehouse under another prefix.
 """
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -101,8 +103,9 @@ def spark_of(context: Any, prefix: str) -> SparkResource:
 
 
 def warehouse_of(context: Any, prefix: str) -> str:
-    """The directory of the tables."""
-    return getattr(context.resources, warehouse_key(prefix)).path
+    """The directory of the tables, as this process sees it: a shared Spark may stand elsewhere."""
+    path = getattr(context.resources, warehouse_key(prefix)).path
+    return path if re.match(r"[a-zA-Z][\w+.-]*:", path) else str(Path(path).absolute())
 
 
 def stores_for(context: Any, prefix: str) -> Callable[[Stream], AssetStore]:

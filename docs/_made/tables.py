@@ -1,0 +1,115 @@
+"""Texts that are made of what the library and its tests have already: rules, errors, commands."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import click
+import typer
+
+from vt_dagster.rules import METRICS, RULES
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def _format() -> str:
+    return (ROOT / "tests" / "conformance" / "FORMAT.md").read_text(encoding="utf-8")
+
+
+def observed(sections: str) -> str:
+    """What Kafka Streams does, as its recorded output shows it: sections of the rule book."""
+    found: list[str] = []
+    for number in sections.split():
+        part = re.search(rf"^### {re.escape(number)} .+?\n(.*?)(?=^##)", _format(), re.DOTALL | re.M)
+        if part is None:
+            raise ValueError(f"expected a section of FORMAT.md, got {number}")
+        found.append(part.group(1).strip())
+    return "\n\n".join(found)
+
+
+def differences(words: str) -> str:
+    """The rows of the table of differences that tell of one of some words."""
+    text = (ROOT / "docs" / "operators" / "differences.md").read_text(encoding="utf-8")
+    head, rule, *rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
+    wanted = [w.replace("_", " ") for w in words.split()]
+    kept = [row for row in rows if any(w in row for w in wanted)]
+    if not kept:
+        raise ValueError(f"no difference tells of {wanted}: correct the marker")
+    return "\n".join([head, rule, *kept])
+
+
+def rules() -> str:
+    return "\n".join(
+        [
+            "| rule | what it decides |",
+            "|---|---|",
+            *(f"| `{r.name}` | {r.says} |" for r in RULES.values()),
+        ]
+    )
+
+
+def metrics() -> str:
+    rows = (f"| `{name}` | {one.says} |" for name, one in METRICS.items())
+    return "\n".join(["| number | what it counts |", "|---|---|", *rows])
+
+
+def errors() -> str:
+    """All messages, by the class of the error."""
+    lines = (ROOT / "tests" / "error_messages.txt").read_text(encoding="utf-8").splitlines()
+    by_class: dict[str, list[str]] = {}
+    for line in lines:
+        found = re.match(r"([\w.]+) (\w+): (.+)", line)
+        if found is not None:
+            by_class.setdefault(found.group(2), []).append(found.group(3))
+    parts: list[str] = []
+    for kind in sorted(by_class):
+        told = [f"- <code>{_escaped(text)}</code>" for text in sorted(set(by_class[kind]))]
+        parts += [f"## {kind}", "", *told, ""]
+    return "\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    for sign, code in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():
+        text = text.replace(sign, code)
+    return re.sub(r"([*_`\[\]\\{}])", lambda m: f"&#{ord(m.group(1))};", text)
+
+
+def commands() -> str:
+    """Each command with its options, as ``--help`` has them."""
+    from vt_dagster.cli.app import COMMANDS, app
+
+    group = typer.main.get_command(app)
+    context = click.Context(group, info_name="vt-dagster")
+    parts: list[str] = []
+    for name in COMMANDS:
+        command = group.get_command(context, name)  # pyright: ignore[reportAttributeAccessIssue]
+        inner = getattr(command, "commands", None)
+        parts += _command(name, command)
+        for sub in inner or ():
+            parts += _command(f"{name} {sub}", inner[sub])
+    return "\n".join(parts)
+
+
+def _command(name: str, command: click.Command) -> list[str]:
+    about = " ".join((command.help or "").split())
+    given = [str(p.name).upper() for p in command.params if p.param_type_name == "argument"]
+    parts = [
+        f"## vt-dagster {name}",
+        "",
+        _escaped(about),
+        "",
+        f"`{' '.join(['vt-dagster', name, *given])}`",
+        "",
+    ]
+    options = [p for p in command.params if p.name != "help"]
+    if options:
+        parts += ["| argument or option | what it says |", "|---|---|"]
+    for one in options:
+        said = " ".join((getattr(one, "help", None) or "").split()).replace("|", "\\|")
+        given = one.param_type_name == "argument"
+        shown = ", ".join(f"`{o.upper() if given else o}`" for o in (*one.opts, *one.secondary_opts))
+        parts.append(f"| {shown} | {_escaped(said)} |")
+    return [*parts, ""]

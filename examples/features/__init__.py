@@ -1,0 +1,1 @@
+"""A feature store's training set, with and without a leak."""

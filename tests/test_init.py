@@ -1,0 +1,115 @@
+"""``vt-dagster init``: its project loads, runs and passes its own test."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from typer.testing import CliRunner, Result
+
+import vt_dagster
+from vt_dagster.cli import app
+from vt_dagster.errors import DefinitionsError
+from vt_dagster.testing import TopologyTestDriver
+
+pytestmark = [  # of Dagster's own code, where it loads a folder of definitions
+    pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.BetaWarning"),
+    pytest.mark.filterwarnings("ignore::dagster_shared.utils.warnings.PreviewWarning"),
+    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory; what projects in it have brought along is forgotten after the test."""
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("corner_shop", "market_hall", "test_prices"):
+            del sys.modules[name]
+
+
+def init(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["init", *arguments])
+
+
+def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a command sees it that is typed in the project's directory."""
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(str(project))
+    monkeypatch.syspath_prepend(str(project / "tests"))
+
+
+def own_test() -> Any:
+    (found,) = (v for k, v in vars(import_module("test_prices")).items() if k.startswith("test_"))
+    return found
+
+
+def prices_of(rows: Any) -> dict[int, float | None]:
+    return {row["order_id"]: row["price"] for row in rows.to_pylist()}
+
+
+def test_in_python(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
+    made = init("corner_shop")
+    assert made.exit_code == 0, made.output
+    for target in re.findall(r"make (\w+)", made.output):
+        assert re.search(rf"^{target}:", (here / "corner_shop" / "Makefile").read_text(), re.MULTILINE)
+    inside(here / "corner_shop", monkeypatch)
+    defs = import_module("corner_shop.definitions").defs()
+    run = defs.resolve_implicit_global_asset_job_def().execute_in_process()
+    checks = {c.check_name: c.passed for c in run.get_asset_check_evaluations()}
+    assert checks["prices_are_plausible"]
+    assert all(checks.values())
+    # in order of arrival the last apple would have cost 1.2; the newest order waits
+    found = prices_of(vt_dagster.read("priced_orders", warehouse="data/warehouse"))
+    assert found == {1: 1.0, 2: 3.0, 3: 1.2, 4: 1.4}
+    own_test()(lambda node: TopologyTestDriver(node, spark=spark))
+
+
+def test_in_yaml(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
+    assert init("market_hall", "--yaml").exit_code == 0
+    inside(here / "market_hall", monkeypatch)
+    (here / "elsewhere").mkdir()
+    own_test()(here / "elsewhere", monkeypatch)
+    found = prices_of(vt_dagster.read("priced_orders", warehouse="data/warehouse"))
+    assert found == {1: 1.0, 2: 3.0, 3: 1.2, 4: 1.4}
+
+
+@pytest.mark.parametrize("flavour", [[], ["--yaml"]])
+def test_nothing_is_left_of_the_template(here: Path, flavour: list[str]) -> None:
+    assert init("corner_shop", *flavour).exit_code == 0
+    made = [p for p in (here / "corner_shop").rglob("*") if p.is_file()]
+    assert {p.suffix for p in made} <= {"", ".py", ".toml", ".csv", ".yaml"}
+    assert len(made) == 12
+    for path in made:
+        assert "NAME" not in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["Shop", "my-shop", "1shop", "class", "", "../shop", "shop/eu"])
+def test_no_name_of_a_package(here: Path, name: str) -> None:
+    refused = init(name)
+    assert isinstance(refused.exception, DefinitionsError)
+    assert f"got {name!r}: choose another one" in str(refused.exception)
+    assert list(here.iterdir()) == []
+
+
+def test_what_is_there_is_left_alone(here: Path) -> None:
+    (here / "corner_shop").mkdir()
+    refused = init("corner_shop")
+    assert isinstance(refused.exception, DefinitionsError)
+    assert "got 'corner_shop', which is there already" in str(refused.exception)
+    assert list((here / "corner_shop").iterdir()) == []
+
+
+def test_a_package_that_it_would_hide(here: Path) -> None:
+    refused = init("dagster")
+    assert isinstance(refused.exception, DefinitionsError)
+    assert "which can be imported here and would be hidden" in str(refused.exception)
+    assert list(here.iterdir()) == []
