@@ -107,11 +107,9 @@ def join(
         {_MATCHED: F.coalesce(_wanted(kind, *there), F.lit(False)), _CAUSE: F.coalesce(*found)}
     )
     before = F.coalesce(F.lag(_MATCHED).over(by_key.orderBy(_AT)), F.lit(False))
-    # What a change at this very time has replaced is not known: only a deletion may have ended a row.
-    begun = [one.isNotNull() & (one.getField(TIMESTAMP) == F.col(_AT)) for one in found]
-    deletes = [b & one.getField(IS_TOMBSTONE) for b, one in zip(begun, found, strict=True)]
-    old = ~F.coalesce(begun[0], F.lit(False)) & ~F.coalesce(begun[1], F.lit(False))
-    ended = before | old | F.coalesce(deletes[0] | deletes[1], F.lit(False))
+    # Else a side that has nothing now had nothing there before the run either.
+    deleted = [F.coalesce(one.getField(IS_TOMBSTONE), F.lit(False)) for one in found]
+    ended = before | deleted[0] | deleted[1]
     told = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended).where(F.col(_CAUSE).isNotNull())
     cause = {name: F.col(_CAUSE).getField(name) for name in _PLACE}
     joined = told.where(_BEGINS).select(
@@ -144,7 +142,7 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
         made it, null where no change of the run did.
     """
     on = match_names(side.key)
-    place = F.struct(TIMESTAMP, IS_TOMBSTONE, *_PLACE)
+    place = F.struct(IS_TOMBSTONE, *_PLACE)
     nothing, no_state = F.lit(None), F.lit(None).cast(_type_of(side))
 
     def said(rows: DataFrame, at: str, rank: int, state: Column, change: Column) -> DataFrame:
