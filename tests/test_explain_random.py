@@ -28,7 +28,12 @@ from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 SEEDS, WINDOWS, ROWS = (84, 98, 100, 114, 120, 260, 279), (1, 2), 60
-ENDURING, ENDURING_WINDOWS, MANY_ROWS = range(132), range(12), 1000
+ENDURING_WINDOWS, MANY_ROWS = range(6), 3000
+ENDURING = (
+    *(6, 14, 29, 62, 129, 206, 215, 224, 230, 254),
+    *(256, 471, 647, 751, 797, 1534, 1631, 1632, 1732, 1881),
+)
+"""Chains of 18 shapes that share nodes, as those of ``test_random_chains``: 522 rows in all."""
 AGES = 10**12
 """Milliseconds that no history is as long as."""
 IN_ORDER = [("partition", "ascending"), ("offset", "ascending")]
