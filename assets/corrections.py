@@ -37,7 +37,6 @@ def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
     )
     most = max(corrected, key=_change)
     _before_and_now(most, weather, say)
-    why("A corrected row", "flights_corrected", most[PARTITION], most[OFFSET], say)
     expected = _by_pandas(weather)
     say("  not as pandas joins all that has landed (merge_asof):")
     for name in ("flights_corrected", "flights_with_weather"):
@@ -46,6 +45,7 @@ def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
         unlike = ((ours != theirs) & ~(ours.isna() & theirs.isna())).any(axis=1)
         said = "" if name == "flights_corrected" else "; a stream keeps what it has said"
         say(f"    {unlike.sum():,} of {len(ours):,} rows of {name}{said}")
+    why("A corrected row", "flights_corrected", most[PARTITION], most[OFFSET], say)
 
 
 def forgotten_aircraft(say: Say) -> None:

@@ -414,18 +414,19 @@ def test_lateness_has_the_numbers_of_the_runs(demo: tuple[Path, str], joined: pd
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        check=True,
     )
     after = os.times()
     used = after.children_user + after.children_system - before.children_user - before.children_system
     assert used < 15  # of a processor: what else runs here does not count
+    assert told.returncode == 1, told.stderr  # more than that is wrong by the declared one
     choices = {one["length"]: one for one in json.loads(told.stdout)["choices"]}
     declared = choices[timedelta(hours=6).total_seconds()]
     assert declared["declared"]
     assert declared["of"] == FLIGHTS
     assert declared["waiting"] == FLIGHTS - len(joined)
     assert declared["late"] == joined["is_late"].sum() > 0
-    assert declared["wrong"] == 0  # as test_every_joined_value_is_what_an_independent_join_gives
+    # As pandas finds, which joins the weather that came late too.
+    assert declared["wrong"] == _number(demo[1], r"([\d,]+) of [\d,]+ rows of flights_with_weather")
     hours = lateness("departures_so_far", grace=["12h"], warehouse=str(demo[0] / "warehouse"))
     dropped = hours.choices[0]
     _, commit = head_of(str(demo[0] / "warehouse"), "departures_so_far")

@@ -219,9 +219,12 @@ def test_what_it_names_gives_the_row_and_nothing_else_changes_it(
         assert places, told
         assert told.made_of_in_all == len(told.made_of)
         wanted = case.value(row), millis(row["timestamp"])
-        if row["is_tombstone"] and name == "session":
-            continue  # one that was merged: the next row names what it was made of
         order = [(asset, r) for asset, r in every if place_of(asset, r) in places]
+        if row["is_tombstone"] and name == "session":
+            # The record that replaced it may have made one of the same bounds right after it.
+            gave = [e for e in case.run(order) if case.is_of(e, row)]
+            assert wanted in [(e["value"], e["timestamp"]) for e in gave[-2:]], told
+            continue
         assert last_of(case, case.run(order), row) == wanted, told
         if case.operator == "stream_stream_join":
             got = case.run(every)

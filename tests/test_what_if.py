@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.market import Market
 from vt_dagster import HoppingWindow, Stream
+from vt_dagster.cli import app
+from vt_dagster.cli import what_if as of_commands
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.replay import replay
-from vt_dagster.runs.what_if import this_host, what_if
+from vt_dagster.runs.what_if import Changes, this_host, what_if
 from vt_dagster.topology.changed import with_settings
 
 LONG = timedelta(days=2)
@@ -111,6 +115,26 @@ def test_what_a_table_has_forgotten_is_no_difference(market: Market, tmp_path: P
     with pytest.raises(StorageError, match="Declare a longer history_retention of the table too"):
         what_if(warehouse, copy.priced, copy.spark, also=["prices"])
     assert everything(copy) == there
+
+
+def test_a_budget_fails_a_ci(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, asked = type(sys)("market_module"), list[Any]()
+    vars(module).update(priced=market.priced)
+    monkeypatch.setitem(sys.modules, "market_module", module)
+
+    def tried(_: str, node: Any, *__: Any, **___: Any) -> Changes:
+        asked.append(node.operator.grace_period)
+        return Changes("priced", ("priced",), 100, 100, added=0, removed=0, changed=2, keys=2)
+
+    monkeypatch.setattr(of_commands.trial, "what_if", tried)
+    monkeypatch.setattr(of_commands, "build_session", lambda _: market.spark)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    command = ["what-if", "priced", "--module", "market_module", "--set", "grace_period=2h"]
+    for budget, code in (([], 0), (["--budget", "2%"], 0), (["--budget", "1.9%"], 1)):
+        told = CliRunner().invoke(app, [*command, *budget])
+        assert told.exit_code == code, told.output
+        assert "2 rows change, 0 are added, 0 removed (2 %), of 2 keys" in told.output
+    assert set(asked) == {timedelta(hours=2)}
 
 
 def test_other_settings(market: Market) -> None:

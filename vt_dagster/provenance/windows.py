@@ -22,7 +22,7 @@ from vt_dagster.columns import (
 from vt_dagster.provenance.aggregates import cannot_be_told, keys_of, members, narrow
 from vt_dagster.provenance.asked import Arrivals, Asked, Made
 from vt_dagster.provenance.expressions import Group, named, split
-from vt_dagster.provenance.logs import Log, Place, as_micros, between, both
+from vt_dagster.provenance.logs import Log, Place, as_micros, as_time, between, both
 from vt_dagster.provenance.values import Candidate, Record, Told
 from vt_dagster.storage.values import as_key
 
@@ -40,6 +40,10 @@ def windowed_aggregate(asked: Asked) -> Made:
     kind = asked.meaning["window"].partition("(")[0]
     start, end = bounds_of(asked.record)
     merges = _merges(asked, start, end) if kind == "SessionWindow" else []
+    if merges and asked.record.is_tombstone:
+        merges = _merges(
+            asked, *next((m for _, m, r in merges if r.offset > asked.record.offset), (start, end))
+        )
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
     found = _of_key(asked, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
     if found is None:
@@ -175,13 +179,16 @@ def _with_late(asked: Asked, made: Made, source: Log, late: Sequence[Record]) ->
 
 def _session(asked: Asked, source: Log, found: Sequence[Record], merges: Sequence[Merge]) -> Made:
     """The records of a session, by the results of its key: each record that is taken tells which
-    sessions it replaced, by tombstones, and then the one that it made."""
+    sessions it replaced, by tombstones, and then the one that it made. Of a tombstone: what was in, and
+    the record that replaced the session."""
     start, end = bounds_of(asked.record)
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
     near = [one for one in found if min(starts) <= as_micros(one.timestamp) <= max([end, *ends])]
     live: dict[Bounds, list[Place]] = {}
     inside: list[Place] = []
     late: list[Record] = []
+    gone = asked.record.is_tombstone
+    made_by = next((r.place for _, _, r in merges if r.offset >= asked.record.offset), None)
     rest = iter(merges)
     ahead = next(rest, None)
     for one in near:
@@ -190,13 +197,14 @@ def _session(asked: Asked, source: Log, found: Sequence[Record], merges: Sequenc
             late.append(one)
             continue
         replaced, merged, result = ahead
+        before = live.get((start, end), [])
         parts = [place for old in {*replaced, merged} for place in live.pop(old, [])]
         live[merged] = [*parts, one.place]
-        if result.place == asked.record.place:
-            inside = live[merged]
-            asked.told.decide(rules.TRIGGERED, f"{one}, the record number {len(inside)} of its session")
+        if result.place == made_by:
+            inside = [*before, one.place] if gone else live[merged]
+            asked.told.decide(rules.TRIGGERED, f"{one}, {_did(gone, len(inside), merged)}")
         ahead = next(rest, None)
-    if not inside and not asked.record.is_tombstone:
+    if not inside:
         asked.told.notes.append(
             "its run did not keep each update: which of its records came too late cannot be told"
         )
@@ -210,6 +218,14 @@ def _session(asked: Asked, source: Log, found: Sequence[Record], merges: Sequenc
     inside.sort(key=order.__getitem__)
     late = [one for one in late if start <= as_micros(one.timestamp) <= end]
     return _with_late(asked, members(asked, source, inside), source, late)
+
+
+def _did(gone: bool, number: int, merged: Bounds) -> str:
+    """What a record did to a session."""
+    if not gone:
+        return f"the record number {number} of its session"
+    start, end = map(as_time, merged)
+    return f"which made it a part of the session from {start} to {end}"
 
 
 def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
