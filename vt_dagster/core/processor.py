@@ -131,9 +131,7 @@ class Processor(ABC, Generic[O]):
 
         Args:
             place: of the input.
-            stream_time: by partition, before the run.
-            released: the time up to which records had gone out, likewise.
-            marks: likewise, see :meth:`marks`.
+            stream_time, marks, released: by partition, before the run, as the methods give them.
         """
         return None
 
@@ -142,17 +140,15 @@ class Processor(ABC, Generic[O]):
         return None
 
     def reads_own(self, marks: Mapping[str, Mapping[int, int]]) -> bool:
-        """Whether a run looks into the asset's own table, or at as much of its inputs' logs; by what it
-        brings, see :meth:`marks`."""
+        """Whether a run reads its own table, or as much of logs again; by its :meth:`marks`."""
         return True
 
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
         """The inputs' rows in the order in which a Kafka Streams task takes them.
 
         A task takes the record with the smallest timestamp among the heads of its inputs (equal: the
-        left one's). That is the order of each input's own stream time in this run. Rows of one
-        partition of one log keep the order of their offsets. A log that is several inputs at once
-        gives each record to all of them, from left to right.
+        left one's): by each input's own stream time in this run. Rows of one partition of a log keep
+        their order. A log that is several inputs gives each record to all, from left to right.
         """
         nothing = F.lit(None).cast("timestamp")
         names = [node.name for node in self.consumed]
