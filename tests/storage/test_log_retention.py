@@ -45,7 +45,9 @@ class Kept(Topology):
 
     def __init__(self, root: Path, retention: timedelta = RETENTION) -> None:
         super().__init__(root)
-        self.rates = replace(self.rates, log_retention=retention)
+        # The corrected join needs a late record's later ones: those of the history.
+        log_retention = max(retention, timedelta(minutes=10))
+        self.rates = replace(self.rates, log_retention=log_retention)
         self.orders = replace(self.orders, log_retention=retention)
         self.fixed = self.orders.left_join(
             self.rates,
