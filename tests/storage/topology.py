@@ -56,7 +56,10 @@ class Topology:
             select=["left.*", "right.n as rate"],
             corrected_for=timedelta(minutes=5),
         )
-        self.nodes: list[Stream] = [self.rates, self.orders, self.priced, self.corrected]
+
+    @property
+    def nodes(self) -> list[Stream]:
+        return [self.rates, self.orders, self.priced, self.corrected]
 
     def land(
         self, name: str, file: str, records: Sequence[tuple[str | None, int | None, float]]
