@@ -43,6 +43,8 @@ ROUND = 10 * MINUTE
 class Kept(Topology):
     """``rates`` and ``orders`` with a log retention, and joins that read them again."""
 
+    nodes: list[Stream] = []  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def __init__(self, root: Path, retention: timedelta = RETENTION) -> None:
         super().__init__(root)
         # The corrected join needs a late record's later ones: those of the history.
@@ -63,7 +65,7 @@ class Kept(Topology):
             grace=timedelta(minutes=1),
             select=["left.n", "right.n as other"],
         )
-        self.nodes: list[Stream] = [self.rates, self.orders, self.fixed, self.near]
+        self.nodes = [self.rates, self.orders, self.fixed, self.near]
 
     def round(self, number: int, spark: SparkSession, only: Sequence[str] = ()) -> None:
         """Runs of all assets, recorded at a time that is the same in each copy."""
