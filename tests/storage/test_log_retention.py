@@ -43,7 +43,7 @@ ROUND = 10 * MINUTE
 class Kept(Topology):
     """``rates`` and ``orders`` with a log retention, and joins that read them again."""
 
-    nodes: list[Stream] = []  # pyright: ignore[reportIncompatibleVariableOverride]
+    nodes: Any = ()
 
     def __init__(self, root: Path, retention: timedelta = RETENTION) -> None:
         super().__init__(root)
