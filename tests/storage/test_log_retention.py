@@ -32,7 +32,6 @@ from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Commit, Cut, Shape
 from vt_dagster.storage.store import AssetStore, stores_of
-from vt_dagster.topology.model import Stream
 from vt_dagster.topology.training_set import FeatureView, TrainingSet
 
 RETENTION = timedelta(minutes=8)
