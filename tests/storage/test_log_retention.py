@@ -33,7 +33,6 @@ from vt_dagster.runs.what_if import what_if
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Commit, Cut, Shape
 from vt_dagster.storage.store import AssetStore, stores_of
-from vt_dagster.topology.model import Stream
 from vt_dagster.topology.training_set import FeatureView, TrainingSet
 
 RETENTION = timedelta(minutes=8)
@@ -44,9 +43,13 @@ ROUND = 10 * MINUTE
 class Kept(Topology):
     """``rates`` and ``orders`` with a log retention, and joins that read them again."""
 
+    nodes: Any = ()
+
     def __init__(self, root: Path, retention: timedelta = RETENTION) -> None:
         super().__init__(root)
-        self.rates = replace(self.rates, log_retention=retention)
+        # The corrected join needs a late record's later ones: those of the history.
+        log_retention = max(retention, timedelta(minutes=10))
+        self.rates = replace(self.rates, log_retention=log_retention)
         self.orders = replace(self.orders, log_retention=retention)
         self.fixed = self.orders.left_join(
             self.rates,
@@ -62,7 +65,7 @@ class Kept(Topology):
             grace=timedelta(minutes=1),
             select=["left.n", "right.n as other"],
         )
-        self.nodes: list[Stream] = [self.rates, self.orders, self.fixed, self.near]
+        self.nodes = [self.rates, self.orders, self.fixed, self.near]
 
     def round(self, number: int, spark: SparkSession, only: Sequence[str] = ()) -> None:
         """Runs of all assets, recorded at a time that is the same in each copy."""

@@ -314,5 +314,4 @@ class KafkaSource:
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
         inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        inside += [TOLD_AT] if self.recorded_at == APPEND_TIME else []
-        return read.select(*columns, *inside)
+        return read.select(*columns, *inside, *(c for c in messages.columns if c == TOLD_AT))
