@@ -185,10 +185,9 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         if matched:
             places = {name: F.col(name) for names in _PLACES for name in names}
             return _named(places | self._new())
-        left = F.col(SIDE) == 0
-        told = (self._besides(i, PARTITION, FROM) for i in (0, 1))
-        one, other = told
-        places = {n: F.when(left, one[n]).otherwise(other[n]) for names in _PLACES for n in names}
+        one, other = (self._besides(i, PARTITION, FROM) for i in (0, 1))
+        of_left = F.col(SIDE) == 0
+        places = {n: F.when(of_left, one[n]).otherwise(other[n]) for names in _PLACES for n in names}
         return _named(places | self._new())
 
     def _besides(self, place: int, partition: str, offset: str) -> dict[str, Column]:
