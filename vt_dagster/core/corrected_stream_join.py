@@ -200,9 +200,9 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     def _row(self, at: Column) -> Column:
         """A row's values and timestamp, each of which may be null: Arrow makes no null of others."""
-        values = value_columns(self.node)
+        values, there = value_columns(self.node), F.col(PARTITION).isNotNull()
         chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
-        told = {name: F.when(F.lit(True), chosen[name]) for name in values}
+        told = {name: F.when(there, chosen[name]) for name in values}
         return F.struct(*_named({**told, TIMESTAMP: at}))
 
     # -- what is kept and counted ----------------------------------------------------------------
