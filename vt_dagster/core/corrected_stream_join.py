@@ -36,7 +36,7 @@ from vt_dagster.core.arrival import Fate, micros
 from vt_dagster.core.changes import match_names
 from vt_dagster.core.corrected_join import CORRECTED
 from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import POSITION_TYPE, log_schema, value_columns
+from vt_dagster.core.log import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import Counts
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_stream_join import (
@@ -139,16 +139,12 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     def _end(self, pairs: DataFrame, place: int) -> DataFrame:
         """The tombstone of a record's row, from the record and the one that it matches."""
-        kinds = log_schema(self.node)
         (partition, offset), cause = _PLACES[place], _PLACES[1 - place]
         alone = pairs.withColumns(self._record_alone(pairs, place))
-        chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
-        at = F.timestamp_micros(THERE)
-        before = {name: c for name, c in chosen.items() if name in value_columns(self.node)}
-        old = F.struct(*[c.alias(name) for name, c in before.items()], at.alias(TIMESTAMP))
-        name = F.lit(self.consumed[1 - place].name)
+        at, name = F.timestamp_micros(THERE), F.lit(self.consumed[1 - place].name)
         by = F.struct(name, *map(F.col, cause)).cast(POSITION_TYPE)
-        nothing = [F.lit(None).cast(kinds[n].dataType).alias(n) for n in chosen]
+        chosen = self.operator.projection().columns
+        nothing = [F.when(F.lit(False), F.expr(sql)).alias(name) for name, sql in chosen]
         ends = {
             TIMESTAMP: at,
             PARTITION: F.col(partition),
@@ -161,7 +157,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             MATCHED: F.lit(True),
             FATE: F.lit(Fate.APPLIED),
         }
-        told = {OLD: old.cast(kinds[OLD].dataType), REVISION: F.lit(1), CAUSE: by}
+        told = {OLD: self._row(at), REVISION: F.lit(1), CAUSE: by}
         return alone.select(
             *nothing, *ORDER, *_named(ends), *_named(self._besides(place, partition, offset) | told)
         )
@@ -185,10 +181,9 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         if matched:
             places = {name: F.col(name) for names in _PLACES for name in names}
             return _named(places | self._new())
-        left = F.col(SIDE) == 0
-        told = (self._besides(i, PARTITION, FROM) for i in (0, 1))
-        one, other = told
-        places = {n: F.when(left, one[n]).otherwise(other[n]) for names in _PLACES for n in names}
+        one, other = (self._besides(i, PARTITION, FROM) for i in (0, 1))
+        of_left = F.col(SIDE) == 0
+        places = {n: F.when(of_left, one[n]).otherwise(other[n]) for names in _PLACES for n in names}
         return _named(places | self._new())
 
     def _besides(self, place: int, partition: str, offset: str) -> dict[str, Column]:
@@ -199,9 +194,16 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return {**{name: c.cast(_KINDS[name]) for name, c in key.items()}, IS_LATEST: F.lit(True)}
 
     def _new(self) -> dict[str, Column]:
-        kind = log_schema(self.node)[OLD].dataType
-        told = {OLD: _null(kind), REVISION: F.lit(0), CAUSE: _null(POSITION_TYPE)}
+        nothing = F.when(F.lit(False), self._row(F.timestamp_micros(AT)))
+        told = {OLD: nothing, REVISION: F.lit(0), CAUSE: _null(POSITION_TYPE)}
         return {IS_LATEST: F.lit(True), **told}
+
+    def _row(self, at: Column) -> Column:
+        """A row's values and timestamp, each of which may be null: Arrow makes no null of others."""
+        values, there = value_columns(self.node), F.col(PARTITION).isNotNull()
+        chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
+        told = {name: F.when(there, chosen[name]) for name in values}
+        return F.struct(*_named({**told, TIMESTAMP: at}))
 
     # -- what is kept and counted ----------------------------------------------------------------
 
