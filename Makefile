@@ -20,7 +20,7 @@ $(RUNS): pyproject.toml
 	       "Name another one: make PYTHON=/path/to/python3.12 $(or $(MAKECMDGOALS),install)"; exit 1; }
 	@echo "Installing vt_dagster into .venv: some minutes, the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[kafka,demo,ui]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[kafka,demo,ui,explore]"
 	@touch $@
 
 $(STAMP): $(RUNS)

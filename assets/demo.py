@@ -79,6 +79,7 @@ def run() -> None:
         "Ask for a moment: .venv/bin/vt-dagster get airline_fleet --key N990AT "
         "--as-of 2013-07-01T00:00:00Z"
     )
+    console.print("Look around:     .venv/bin/vt-dagster explore   (then http://127.0.0.1:3001)")
     console.print("Open the UI:     make ui   (then http://localhost:3000)")
 
 

@@ -114,7 +114,9 @@ def key_history(
         around, found = as_of, newest(log, condition, around=as_of)
     # Versions are made of what was known then: of fewer records, which reach as far or further.
     mine = found if then is log else newest(then, condition, around=around, by_arrival=plain)
-    spans = _spans(then, mine)
+    spans = answering = _spans(then, mine)
+    if as_of is None and mine.later:  # the current one is not among those that are shown
+        answering = _spans(then, newest(then, condition, most=1))
     horizons = horizons_of(log, then.commit) if log.versioned else {}
     refused, count = list[Rejected](), 0
     if not log.meaning and Files.of(posixpath.join(log.root, "quarantine")).rows <= QUARANTINE:
@@ -128,7 +130,7 @@ def key_history(
         known,
         then.commit,
         spans,
-        _answer(spans, as_of, horizons),
+        _answer(answering, as_of, horizons),
         max(horizons.values(), default=None),
         _all_lookups(log, key, found, as_of),
         refused,
@@ -237,4 +239,4 @@ def _revisions(join: Log, records: Sequence[Record]) -> list[int]:
             strict=True,
         )
     )
-    return [found[one.place] or 0 for one in records]
+    return [found.get(one.place) or 0 for one in records]
