@@ -228,6 +228,8 @@ def test_a_time_that_is_forgotten(made: Reports, capfd: pytest.CaptureFixture[st
     assert "history of prices does not reach back to their time: 2024-01-02" in capfd.readouterr().err
 
 
+# Dagster's own tags of a run of such a partition.
+@pytest.mark.filterwarnings("ignore:Non-compliant tag keys:DeprecationWarning")
 def test_several_dimensions(spark: SparkSession, tmp_path: Path) -> None:
     both = dg.MultiPartitionsDefinition(
         {"day": DAYS, "shop": dg.StaticPartitionsDefinition(["x", "y"])}
