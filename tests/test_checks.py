@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from tests.market import Market, checks, messages, record, run
-from vt_dagster import TopologyError, build_freshness_check
+from vt_dagster import TopologyError, build_asset, build_freshness_check
 from vt_dagster.orchestration import freshness
 from vt_dagster.runs import audit
 from vt_dagster.storage.snapshot import Snapshot
@@ -253,20 +253,24 @@ def test_fresh_is_what_stream_time_is_by_the_clock(
     """However long ago a run was: the newest price is of day 2, 05:00."""
     newest = datetime(2024, 1, 2, 5, tzinfo=timezone.utc).timestamp()
 
-    def said(copy: Market, age: float) -> Any:
+    check = build_freshness_check(market.prices, at_most=timedelta(hours=2))
+
+    def checked(warehouse: Path) -> Any:
+        chosen = dg.AssetSelection.checks(check)
+        return run([build_asset(market.prices), check], warehouse, selection=chosen)
+
+    def said(age: float) -> Any:
         monkeypatch.setattr(freshness, "time", SimpleNamespace(time=lambda: newest + age))
-        check = build_freshness_check(copy.prices, at_most=timedelta(hours=2))
-        (found,) = run([check], copy.warehouse).get_asset_check_evaluations()
+        (found,) = checked(market.warehouse).get_asset_check_evaluations()
         return found
 
     for age, passed in ((0, True), (7200, True), (7200.001, False), (-60, True)):
-        found = said(market, age)
+        found = said(age)
         assert (found.check_name, found.passed) == ("is_fresh", passed)
         assert found.metadata["age_seconds"].value == age
         assert found.metadata["stream_time"].value == newest
     assert found.description == "The newest record is of 2024-01-02T05:00:00Z; it may be 2 hours old."
-    result = run([build_freshness_check(market.prices, at_most=timedelta(hours=2))], tmp_path)
-    assert "expected an asset 'prices' in the warehouse" in messages(result)
+    assert "expected an asset 'prices' in the warehouse" in messages(checked(tmp_path))
     with pytest.raises(TopologyError, match="expected at_most to be a length of time"):
         build_freshness_check(market.prices, at_most=timedelta(0))
 

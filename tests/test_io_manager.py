@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from tests.market import QUIET, Market, messages, record, run
+from tests.market import QUIET, Market, materialized, messages, record, run
 from vt_dagster import SparkResource, build_asset, build_resources, ops
 from vt_dagster.storage import commits
 from vt_dagster.topology.durations import in_utc
@@ -50,6 +50,8 @@ def test_what_an_asset_gets(
 ) -> None:
     result, rows = reading(market, upstream, metadata)
     assert result.success, messages(result)
+    told = materialized(result, "mine")["vt_dagster/reads"]["table"]
+    assert (told["asset"], sum(told["next_offset"].values()) > 0) == (upstream, True)
     found = {r["v"] for r in rows}
     assert (found - {None} if upstream == "prices" else found) == values
 

@@ -97,8 +97,8 @@ def build_partition_sensor(
             for partition, why in sorted(wrong.items())
             if not why.forgotten
         ]
-        context.update_cursor(now.text)
         if not requests:
+            context.update_cursor(now.text)
             return dg.SkipReason(
                 f"no partition of {len(made)} is wrong: {reads.name} has {_standing(head[1])}"
             )

@@ -208,11 +208,11 @@ class _Changes(AssetRows):
         of_keys = _Changes(
             self.root, self.commit, self.version, self.shape, None, self.later, keys=keys
         )
-        versions = of_keys._versions(reads.first, int(micros(rows, TIMESTAMP).min()))
-        latest = versions.column(_WAS_LATEST).fill_null(True).to_numpy()
-        open_ = versions.column(VALID_TO).is_null().to_numpy()
-        # Out of order, and yet none after it: that one has been forgotten.
-        end = np.where(open_, np.where(latest, _OPEN, horizon), micros(versions, VALID_TO))
+        since = int(micros(rows, TIMESTAMP).min())
+        versions, end = of_keys._versions(reads.first, since)
+        doubtful = ~versions.column(_WAS_LATEST).fill_null(True).to_numpy() & (end > horizon)
+        if (doubtful & (micros(versions, VALID_FROM) < horizon)).any():
+            versions, end = of_keys._versions(reads.first, since, horizon)
         low = np.searchsorted(reads.times, micros(versions, VALID_FROM))
         high = np.searchsorted(reads.times, end)
         homes, offsets = versions.column(PARTITION).to_numpy(), versions.column(OFFSET).to_numpy()
@@ -231,7 +231,7 @@ class _Changes(AssetRows):
         ends, only = self.commit.next_offset, [*self.key, PARTITION, OFFSET, TIMESTAMP]
         late, early = file_at_or_after(reads.first, ends), file_before(ends)
         files = delta.files_of(opened, lambda file: late(file) and early(file))
-        newest = pa.scalar(int(reads.times[-1]), pa.int64()).cast(pa.timestamp("us", "UTC"))
+        newest = _time(int(reads.times[-1]))
 
         def in_time(columns: pa.Schema) -> Any:
             return pc.field(TIMESTAMP) <= newest.cast(columns.field(TIMESTAMP).type)
@@ -247,14 +247,33 @@ class _Changes(AssetRows):
             found.append(rows.filter(pa.array(keep)))
         return pa.concat_tables(found) if found else pa.table({})
 
-    def _versions(self, first: Offsets, moment: int) -> pa.Table:
+    def _versions(
+        self, first: Offsets, since: int, forgotten: int | None = None
+    ) -> tuple[pa.Table, Any]:
         """Those of the keys that are valid after a time, and of what came at some offsets or after them
-        also what has been forgotten since."""
-        base, start = self._base("current", moment)
-        both = {p: min(start.get(p, 0), first.get(p, 0)) for p in self.commit.next_offset}
-        tail = self.log(both)
+        also what has been forgotten since; and their ends, epoch microseconds.
+
+        Args:
+            forgotten: with all others from that time to this one. A tombstone that is forgotten ended
+                what a late record before it began, and nothing else tells that.
+        """
+        base, start = self._base("current", since)
+        tail = self.log({p: min(start.get(p, 0), first.get(p, 0)) for p in self.commit.next_offset})
+        if forgotten is not None:
+            low, high = _time(since), _time(forgotten)
+
+            def between(columns: pa.Schema) -> Any:
+                kind, keys = columns.field(TIMESTAMP).type, self._condition(columns)
+                times = (pc.field(TIMESTAMP) > low.cast(kind)) & (pc.field(TIMESTAMP) < high.cast(kind))
+                return times if keys is None else keys & times
+
+            only = [*self.key, *_OURS]
+            more = rows_of(self.log_path, self.version, between, only=only)
+            tail = pa.concat_tables([more, tail], promote_options="default")
         names = [_WAS_LATEST if name == IS_LATEST else name for name in tail.column_names]
-        return fold(base, tail.rename_columns(names), self.key, {})
+        rows = fold(base, tail.rename_columns(names), self.key, {})
+        open_ = rows.column(VALID_TO).is_null().to_numpy()
+        return rows, np.where(open_, _OPEN, micros(rows, VALID_TO))
 
     def _rows(
         self,
@@ -278,6 +297,10 @@ class _Changes(AssetRows):
                 one = same if one is None else one | same
             condition = one if condition is None else condition & one
         return condition
+
+
+def _time(micros: int) -> Any:
+    return pa.scalar(micros, pa.int64()).cast(pa.timestamp("us", "UTC"))
 
 
 def _in_parts(files: Sequence[delta.File]) -> Iterator[set[delta.File]]:
