@@ -96,7 +96,7 @@ def test_a_condition_that_is_none(spark: SparkSession) -> None:
         "k": "Spark says",
         "count(*) > 1": "Spark says",
         "no_such(k)": "Spark says",
-        "lsm = 1": "much like 'lsn'",
+        "lsns = 1": "much like 'lsn'",
         "name is null": "'v' now",
     }.items():
         node = table(tombstone=condition, renamed={"name": "v"})
@@ -151,7 +151,7 @@ def test_the_order_of_arrival_does_not_matter(spark: SparkSession, seed: int) ->
     assert versions(driver) == versions(driver, "bare") == expected
     assert [(k, at, None if v == "x" else v) for k, at, v in expected] == versions(driver, "kept")
     told = driver.metrics("customers")
-    assert told["applied"] + told["lost_tie"] == len(records)
+    assert told["applied"] + told.get("lost_tie", 0) == len(records)
     current = {r["k"]: r["v"] for r in driver.table("customers")}
     assert current == {k: v for k, at, v in expected if at == 3 and v is not None}
 
@@ -172,7 +172,6 @@ def test_a_late_record_wins_in_the_past_and_corrects_what_was_joined(spark: Spar
         name="joined",
         select=["right.v"],
         corrected_for=DAY,
-        key=["k", "timestamp"],
     )
     driver = TopologyTestDriver(joined, spark=spark)
     driver.pipe("customers", put("a", "x", 1, lsn=5), put("a", "later", 9, lsn=1))
