@@ -17,6 +17,8 @@ from pyspark.sql.types import LongType, MapType, StringType, StructField, Struct
 from tests.market import messages, run
 from tests.test_closed_doors import landing
 from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable, build_asset
+from vt_dagster.components.assets import CONCEPTS
+from vt_dagster.orchestration.decorators import VersionedTableAttributes
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.storage.store import AssetStore
@@ -210,3 +212,12 @@ def test_ties_that_cannot_be_decided() -> None:
         with pytest.raises(TopologyError, match=said):
             table(**wrong)
     assert code_version(table(tie_break="lsn")) != code_version(table())
+
+
+def test_the_settings_in_yaml_and_of_functions() -> None:
+    for name in ("deleted_when", "tie_break"):
+        about = CONCEPTS["versioned_table"].yaml.model_fields[name]
+        assert about.description
+        assert name in VersionedTableAttributes.__annotations__
+    assert "deleted_when" in CONCEPTS["table"].yaml.model_fields
+    assert "tie_break" not in CONCEPTS["table"].yaml.model_fields
