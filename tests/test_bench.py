@@ -51,7 +51,7 @@ def test_bench_writes_results_of_contenders_that_agree(tmp_path):
     assert "expiry: of 2,000 versions" in done.stdout
     assert "explore: 2,000 versions opened" in done.stdout
     results = json.loads(output.read_text())
-    assert len(results) == 43
+    assert len(results) == 45
     for result in results:
         assert list(result) == list(FIELDS)
         for name, kind in FIELDS.items():

@@ -56,6 +56,7 @@ SHOWN = {
     "matched": "stream-join-asymmetric-bounds",
     "too_old": "test_versions_that_are_too_old",
     "deleted": "kip914-probe-tombstones-left-versioned",
+    "ended": "test_an_explanation_says_that_a_version_had_ended",
     "horizon": "kip914-expired-lookup-left",
     "expired": "kip889-expired-get",
     "released": "kip923-dequeue-boundary",

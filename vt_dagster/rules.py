@@ -107,6 +107,7 @@ TOO_OLD = _rule(
     "too_old", "the version began longer before the record than max_age: as without a match"
 )
 DELETED = _rule("deleted", "the version that is valid then is a tombstone: as without a match")
+ENDED = _rule("ended", "the version had ended by then, by its valid_until: as without a match")
 HORIZON = _rule(
     "horizon",
     "the record is older than stream time - history retention of the table: only the current version "

@@ -169,7 +169,10 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: st
     found = union(rows, there).withColumn(_VERSION, last).where(F.col(_SIDE) == 1)
     seen = F.col(_VERSION)
     end, horizon = seen.getField(_END), seen.getField(_HORIZON)
-    in_time = end.isNull() | horizon.isNull() | (F.col(TIMESTAMP) >= horizon)
+    # It may have ended before the next one begins.
+    in_time = end.isNull() | (
+        (F.col(TIMESTAMP) < end) & (horizon.isNull() | (F.col(TIMESTAMP) >= horizon))
+    )
     value = F.col(key[0]).isNotNull() & ~seen.getField(tombstone)
     return found.withColumn(_VERSION, F.when(in_time & value, seen)).select(
         *[F.col(f"`{c}`") for c in left.columns], f"{_VERSION}.*"

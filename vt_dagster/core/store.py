@@ -5,13 +5,14 @@ A table is versioned or plain; this is the one place that chooses between ``vers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from vt_dagster.columns import VALID_TO
 from vt_dagster.core import table, versioned
-from vt_dagster.core.arrival import duration, union
+from vt_dagster.core.arrival import by_partition, duration, union
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -109,6 +110,29 @@ def rows_of(node: Table, current: DataFrame) -> DataFrame:
     Source: FORMAT 4.1.4, 4.6; kip889-tombstone-is-null.
     """
     return versioned.get(current) if isinstance(node, VersionedTable) else current
+
+
+def clipped(node: Stream, view: DataFrame) -> DataFrame:
+    """A view's rows as they are read: of a table with ``valid_until`` versions end by that too.
+
+    What is stored ends with the next version alone, so that one that comes between inherits nothing.
+    """
+    if not isinstance(node, VersionedTable) or node.valid_until is None:
+        return view
+    return versioned.clipped(view, node.valid_until)
+
+
+def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
+    """The rows among what :func:`current` gives that have not ended by ``valid_until``.
+
+    Args:
+        stream_time: by partition, epoch microseconds: a row that ends then has ended.
+    """
+    rows = rows_of(node, current)
+    if not isinstance(node, VersionedTable) or node.valid_until is None:
+        return rows
+    rows = versioned.clipped(rows, node.valid_until)
+    return rows.where(F.col(VALID_TO).isNull() | (F.col(VALID_TO) > by_partition(stream_time)))
 
 
 def horizon_of(node: VersionedTable, stream_time: Column) -> Column:

@@ -170,6 +170,15 @@ def remembered(versions: DataFrame, horizon: Column) -> DataFrame:
     return versions.where(~F.coalesce(expired, F.lit(False)))
 
 
+def clipped(versions: DataFrame, valid_until: str) -> DataFrame:
+    """The versions as they are read: each ends with the next one, or by itself before.
+
+    Args:
+        valid_until: the column that says when; null = not.
+    """
+    return versions.withColumn(VALID_TO, F.least(F.col(VALID_TO), F.col(f"`{valid_until}`")))
+
+
 def valid_at(as_of: Column, horizon: Column) -> Column:
     """Whether a version answers for a time (inclusive of ``valid_from``, exclusive of ``valid_to``).
 

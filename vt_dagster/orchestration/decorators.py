@@ -69,6 +69,7 @@ class VersionedTableAttributes(StreamAttributes, total=False):
     segment_interval: timedelta | None
     ready: Ready
     tie_break: str | None
+    valid_until: str | None
 
 
 def stream(**about: Unpack[StreamAttributes]) -> Callable[[Callable[..., Any]], Stream]:

@@ -218,6 +218,8 @@ def answer(
         return Answer(None, rules.NO_MATCH)
     if match.max_age is not None and moment - valid.begin > match.max_age:
         return Answer(valid, rules.TOO_OLD)
+    if valid.end is not None and (valid.end < moment or (valid.end == moment and not match.before)):
+        return Answer(valid, rules.ENDED)
     horizon = horizons_of(table, commit).get(valid.partition)
     if forgetful and valid.end is not None and horizon is not None and moment < as_time(horizon):
         return Answer(valid, rules.HORIZON)

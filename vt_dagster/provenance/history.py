@@ -13,7 +13,7 @@ from vt_dagster import rules
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_TO
 from vt_dagster.provenance.logs import Condition, Log, Place, as_micros, as_time, both
 from vt_dagster.provenance.values import Record, Told
-from vt_dagster.storage.folding import fold, micros, values_by_partition
+from vt_dagster.storage.folding import clipped, fold, micros, values_by_partition
 from vt_dagster.storage.positions import Commit, horizons
 
 AROUND = 2
@@ -50,7 +50,8 @@ class History:
 
     def __init__(self, log: Log, key: Condition | None) -> None:
         self.log = log
-        only = [*log.key, TIMESTAMP, IS_TOMBSTONE]
+        self._valid_until = log.head.shape.valid_until
+        only = [*log.key, TIMESTAMP, IS_TOMBSTONE, *filter(None, [self._valid_until])]
         self._rows = log.rows(key or both(), end=None if key else {}, only=only)
         self._records: dict[Place, Record] = {}
 
@@ -76,6 +77,7 @@ class History:
         if versioned:
             valid = int(np.searchsorted(micros(found, TIMESTAMP), as_micros(moment), "right"))
             found = found.slice(max(0, valid - AROUND - 2), 2 * AROUND + 4)
+            found = clipped(found, self._valid_until)
         begins, until = micros(found, TIMESTAMP).tolist(), [None] * found.num_rows
         if versioned:
             there = found.column(VALID_TO).is_null().to_pylist()

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, VALID_FROM, VALID_TO
 from vt_dagster.core.log import log_columns
-from vt_dagster.core.store import rows_of
+from vt_dagster.core.store import clipped, rows_now
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.small_runs import is_small
@@ -220,10 +220,11 @@ class ExportRun:
                 require_kept(export.name, export.node.name, start, at.head.commit)
             rows = store.log(start, at.head)
         elif export.what == "versions":
-            rows = store.view_at(at)
+            rows = clipped(export.node, store.view_at(at))
         else:
             assert isinstance(export.node, Table)
-            rows, number = rows_of(export.node, store.current_at(at)), at.reach()
+            rows = store.current_at(at)
+            rows, number = rows_now(export.node, rows, at.stream_time), at.reach()
         if IS_TOMBSTONE not in export.columns and IS_TOMBSTONE in rows.columns:
             rows = rows.where(f"NOT {IS_TOMBSTONE}")
         return rows.select(*[f"`{c}`" for c in export.columns]), number

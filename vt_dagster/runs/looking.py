@@ -8,6 +8,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import by_partition
 from vt_dagster.core.known import Known, Lookup
 from vt_dagster.core.log import view_schema
@@ -45,7 +46,7 @@ def look_up(
         empty = recorded_if(processor.by_record, store.spark.createDataFrame([], view_schema(table)))
         return processor.look_up(records, Lookup(empty, by_partition({})), known), judged
     since = judged.span[0] - processor.looks_before // timedelta(microseconds=1)
-    rows = recorded_if(processor.by_record, store.view_at(at, since))
+    rows = of_table.clipped(table, recorded_if(processor.by_record, store.view_at(at, since)))
     way, strategy = way_of(table, rows, arrival.few, at.total, (since, judged.span[1]))
     past = None
     if processor.by_record and isinstance(table, VersionedTable):

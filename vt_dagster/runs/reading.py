@@ -20,6 +20,9 @@ from vt_dagster.sources.base import Comparing, Pinned
 from vt_dagster.sources.frames import PinnedFrames
 from vt_dagster.topology.model import Stream
 
+_HOLD = set[tuple[str, str]]()
+"""Conditions, each with the columns that it has been found to be one over: asking takes a moment, and a
+test has a run for each record."""
 _ALIKE = 0.75
 """A name that is so much like a column's is rather a slip than another column."""
 
@@ -41,7 +44,8 @@ def records_of(
     if isinstance(source, Comparing):
         return prepare(difference(source, node, store, held), node, limit)
     rows = prepare(source.read(store.spark, read), node, limit)
-    return rows.drop(*[c for c in read.schema.names if c not in node.schema.names])
+    more = [c for c in read.schema.names if c not in node.schema.names]
+    return rows.drop(*more) if more else rows
 
 
 def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
@@ -68,10 +72,8 @@ def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
     if node.tombstone is None:
         return node
     own, found = list[StructField](node.schema.fields), list[StructField]()
-    timed = (
-        node.source is not None and node.source.gives_timestamp and TIMESTAMP not in node.schema.names
-    )
-    own += [StructField(TIMESTAMP, TimestampType())] if timed else []
+    timed = TIMESTAMP in {c.lower() for c in node.schema.names}
+    own += [] if timed else [StructField(TIMESTAMP, TimestampType())]
     while (name := _unknown(spark, node, StructType([*own, *found]))) is not None:
         _require_other(node, name, alone)
         found.append(StructField(name, StringType()))
@@ -80,10 +82,12 @@ def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
 
 def _unknown(spark: SparkSession, node: Stream, columns: StructType) -> str | None:
     """The first column that the condition names and that is not there; None = there is none."""
+    told = (node.tombstone or "", columns.json())
+    if told in _HOLD:
+        return None
     try:
         # The schema alone is asked for: with Spark Connect nothing is looked at before.
-        _ = spark.createDataFrame([], columns).where(F.expr(node.tombstone or "")).schema
-        return None
+        _ = spark.createDataFrame([], columns).where(F.expr(told[0])).schema
     except (AnalysisException, ParseException) as error:
         kind: Any = error.getCondition() or ""
         name = (error.getMessageParameters() or {}).get("objectName", "").strip("`")
@@ -94,6 +98,8 @@ def _unknown(spark: SparkSession, node: Stream, columns: StructType) -> str | No
             f"{columns.names}, got {node.tombstone!r}, of which Spark says: "
             f"{str(error).splitlines()[0]}; correct it"
         ) from None
+    _HOLD.add(told)
+    return None
 
 
 def _require_other(node: Stream, name: str, alone: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from vt_dagster.columns import (
     IS_FINAL,
@@ -69,6 +70,21 @@ def fold(
     )
     replaced = follows & (ends <= start)
     return rows.filter(pa.array(~replaced & ~_expired(rows, limits)))
+
+
+def clipped(rows: pa.Table, valid_until: str | None) -> pa.Table:
+    """See ``core.versioned.clipped``."""
+    if valid_until is None:
+        return rows
+    ends = rows.column(VALID_TO)
+    own = rows.column(valid_until).cast(ends.type)
+    place = rows.schema.get_field_index(VALID_TO)
+    earlier = own.is_valid().to_numpy() & (ends.is_null().to_numpy() | _before(own, ends))
+    return rows.set_column(place, VALID_TO, pc.call_function("if_else", [pa.array(earlier), own, ends]))
+
+
+def _before(ones: Any, others: Any) -> Any:
+    return pc.call_function("less", [ones, others]).fill_null(False).to_numpy()
 
 
 def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:

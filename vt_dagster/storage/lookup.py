@@ -28,7 +28,7 @@ from vt_dagster.columns import (
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at
-from vt_dagster.storage.folding import fold, micros, values_by_partition, with_finality
+from vt_dagster.storage.folding import clipped, fold, micros, values_by_partition, with_finality
 from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.names import by_newest_names, names_of, seen_as
 from vt_dagster.storage.positions import (
@@ -245,16 +245,17 @@ class AssetRows:
         limits = dict(zip(self.commit.stream_time, self._horizons(), strict=True))
         rows = fold(base, tail, self.key, limits if versioned else None)
         if not versioned or what == "versions":
-            return rows
+            return clipped(rows, self.shape.valid_until)
+        newest = rows.column(VALID_TO).is_null().to_numpy()
+        rows = clipped(rows, self.shape.valid_until)
+        start_, end = micros(rows, VALID_FROM), micros(rows, VALID_TO)
+        open_ = rows.column(VALID_TO).is_null().to_numpy()
         if moment is None:
-            rows = rows.filter(rows.column(VALID_TO).is_null())
+            there = newest & (open_ | (values_by_partition(rows, self.commit.stream_time, 0) < end))
         else:
-            start_, end = micros(rows, VALID_FROM), micros(rows, VALID_TO)
-            open_ = rows.column(VALID_TO).is_null().to_numpy()
             limit = values_by_partition(rows, limits, moment)
             there = (start_ <= moment) & (open_ | ((moment < end) & (moment >= limit)))
-            rows = rows.filter(pa.array(there))
-        return rows.filter(pa.array(~rows.column(IS_TOMBSTONE).to_numpy()))
+        return rows.filter(pa.array(there & ~rows.column(IS_TOMBSTONE).to_numpy()))
 
     def _horizons(self) -> list[int]:
         return horizons(self.shape.retention(), self.commit.stream_time)

@@ -39,6 +39,9 @@ class Shape(BaseModel):
     """What the operator computes, see ``Operator.meaning``; of a source, or where only the tables are
     known, empty."""
 
+    valid_until: str | None = None
+    """Of a versioned table: the column by which its versions end."""
+
     def retention(self) -> Duration:
         """How far back the table answers; zero where it is not versioned."""
         told = self.history_retention or 0

@@ -70,11 +70,10 @@ def shape_of(node: Stream) -> Shape:
     """How a commit describes a node."""
     meaning = {} if node.operator is None else node.operator.meaning
     about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names, "meaning": meaning}
-    if not isinstance(node, Table):
-        return Shape(kind="stream", **about)
     if not isinstance(node, VersionedTable):
-        return Shape(kind="table", **about)
-    return Shape(kind="versioned", history_retention=in_micros(node.history_retention), **about)
+        return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
+    about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
+    return Shape(kind="versioned", **about)
 
 
 class AssetStore:
@@ -126,6 +125,7 @@ class AssetStore:
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         about["key_prefix"] = prefix
         if shape.kind == "versioned":
+            about["valid_until"] = shape.valid_until
             table = VersionedTable(last, history_retention=shape.retention(), **about)
             return cls(warehouse, table, spark, tell)
         kind = Table if shape.kind == "table" else Stream
@@ -437,8 +437,7 @@ class AssetStore:
             attempt=commit.attempt,
             erased=self.erased_rejected(),
         )
-        fates = ("late", "lost_tie", "quarantined", "corrections_too_late")
-        count = sum(commit.counts.get(n, 0) for n in fates)
+        count = sum(n for name, n in commit.counts.items() if name not in ("in", "out", "applied"))
         with small_run(self.spark, is_small(count, 0)):
             parquet.write(
                 rows,
@@ -574,10 +573,10 @@ class AssetStore:
             return self.log({}, at.head)
         if what == "current" and as_of is None:
             rows = self.current_at(at)
-            rows = of_table.rows_of(node, rows) if isinstance(node, Table) else rows
+            rows = of_table.rows_now(node, rows, at.stream_time) if isinstance(node, Table) else rows
             return with_finality(rows, at.head.commit.marks)
         moment = parse_time(as_of) if as_of is not None and what == "current" else None
-        view = self.view_at(at, since=moment)
+        view = of_table.clipped(node, self.view_at(at, since=moment))
         if moment is None or not isinstance(node, VersionedTable):
             return view
         if not partial:

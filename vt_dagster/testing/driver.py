@@ -126,13 +126,14 @@ class TopologyTestDriver:
             view = of_table.current(node, self._stores[name].view())
             head = self._stores[name].head()
             marks = {} if head is None else head.commit.marks
-            return _rows_of(with_finality(of_table.rows_of(node, view), marks), node)
+            times = {} if head is None else head.commit.stream_time
+            return _rows_of(with_finality(of_table.rows_now(node, view, times), marks), node)
 
     def versions(self, name: str) -> list[Row]:
         """All versions of a versioned table, tombstones included, by key and ``valid_from``."""
         node = self._versioned_table(name)
         with self._session():
-            return _rows_of(self._stores[name].view(), node)
+            return _rows_of(of_table.clipped(node, self._stores[name].view()), node)
 
     def store(self, name: str) -> VersionedStore:
         """A versioned table's store, with the calls of KIP-889."""

@@ -84,8 +84,9 @@ class VersionedStore:
         table = pa.Table.from_pylist(asked, schema=to_arrow_schema(schema))
         with self._session():
             candidates = self._store.view().join(self._store.frame(table), list(node.key))
-            now = versioned.get(candidates.where(F.col(_AT).isNull()))
-            dated = candidates.where(F.col(_AT).isNotNull())
+            latest = of_table.current(node, candidates.where(F.col(_AT).isNull()))
+            now = of_table.rows_now(node, latest, self._times())
+            dated = of_table.clipped(node, candidates.where(F.col(_AT).isNotNull()))
             then = versioned.get_as_of(dated, F.col(_AT), self._horizon())
             found = {r.pop(ARRIVAL): r for r in now.unionByName(then).toArrow().to_pylist()}
         for row in found.values():
@@ -96,7 +97,7 @@ class VersionedStore:
         """All versions of a key by ``valid_from``, tombstones included."""
         values = tuple(self._key(key).values())
         with self._session():
-            view = self._store.view()
+            view = of_table.clipped(self._node, self._store.view())
             own = versioned.key_range(view, key=self._node.key, lower=values, upper=values)
             return versioned.history(own, key=self._node.key).toArrow().to_pylist()
 
@@ -158,7 +159,7 @@ class VersionedStore:
             requests = prepare(Records(store, records).read(store.spark, asked), asked)
             found = versioned.delete(
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
-                store.view(),
+                of_table.clipped(node, store.view()),
                 key=node.key,
                 stream_time=self._stream_time(),
                 history_retention=node.history_retention,
@@ -171,13 +172,16 @@ class VersionedStore:
         return of_table.horizon_of(self._node, self._stream_time())
 
     def _stream_time(self) -> Column:
+        return by_partition(self._times())
+
+    def _times(self) -> Mapping[int, int]:
         head = self._store.head()
-        return by_partition({} if head is None else head.commit.stream_time)
+        return {} if head is None else head.commit.stream_time
 
     def _valid_to(self) -> dict[tuple[Any, ...], datetime | None]:
         columns = [*self._node.key, VALID_FROM, VALID_TO]
         with self._session():
-            view = self._store.view().select(*columns).toArrow()
+            view = of_table.clipped(self._node, self._store.view()).select(*columns).toArrow()
         rows = zip(*(view[c].to_pylist() for c in columns), strict=True)
         return {(*(_hashable(k) for k in row[:-2]), row[-2]): row[-1] for row in rows}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
-from pyspark.sql.types import StructField
+from pyspark.sql.types import StructField, TimestampType
 
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.schema import holds_map
@@ -26,7 +27,22 @@ def one_condition(name: str, deleted_when: object, tombstone: str | None) -> str
     return deleted_when
 
 
-def check_ready(name: str, ready: object, has_source: bool) -> None:
+def check_versions(table: Any) -> None:
+    """Refuses what a versioned table cannot say of its versions.
+
+    Args:
+        table: a ``VersionedTable``.
+    """
+    own = table.operator is None
+    _check_ready(table.name, table.ready, own)
+    values = [table.schema[c] for c in table.value_columns]
+    if table.tie_break is not None:
+        _check_tie_break(table.name, table.tie_break, values if own else ())
+    if table.valid_until is not None:
+        _check_valid_until(table.name, table.valid_until, values)
+
+
+def _check_ready(name: str, ready: object, has_source: bool) -> None:
     """Refuses a time from when on a table is ready that is none, or that it cannot say."""
     timed = isinstance(ready, datetime) and ready.tzinfo is not None
     if ready is not None and ready != "first_end" and not timed:
@@ -40,7 +56,7 @@ def check_ready(name: str, ready: object, has_source: bool) -> None:
         )
 
 
-def check_tie_break(name: str, column: object, values: Sequence[StructField]) -> None:
+def _check_tie_break(name: str, column: object, values: Sequence[StructField]) -> None:
     """Refuses what is no column that decides between records of one key and timestamp.
 
     Args:
@@ -56,4 +72,15 @@ def check_tie_break(name: str, column: object, values: Sequence[StructField]) ->
         raise TopologyError(
             f"{name}: expected tie_break to be a column whose values have an order, got {column!r}, "
             f"which is {found.dataType.simpleString()}; name another, for example a number"
+        )
+
+
+def _check_valid_until(name: str, column: object, values: Sequence[StructField]) -> None:
+    """Refuses what is no column that says when a version ends."""
+    found = next((f for f in values if f.name == column), None)
+    if found is None or not isinstance(found.dataType, TimestampType):
+        kinds = [f"{f.name} {f.dataType.simpleString()}" for f in values]
+        raise TopologyError(
+            f"{name}: expected valid_until to be a value column of type timestamp, got {column!r} "
+            f"among {kinds}; correct it, or leave it out"
         )

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.declared import check_ready, check_tie_break, one_condition
+from vt_dagster.topology.declared import check_versions, one_condition
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -344,12 +344,16 @@ class VersionedTable(Table, kind="versioned_table"):
             Null is smaller than any value; of equal values the last that arrives counts. Text is
             compared by its characters: give a number. None: the last that arrives counts, as in Kafka
             Streams. It holds for what arrives from then on. Of a table with a source.
+        valid_until: a value column (TIMESTAMP) that says when a version ends at the latest: exclusive;
+            null: with the next version. No tombstone is made of it: a version that begins before this
+            end, and came later, has its own. Whoever looks after it finds nothing.
     """
 
     history_retention: Duration = field(kw_only=True)
     segment_interval: timedelta | None = field(default=None, kw_only=True)
     ready: Ready = field(default=None, kw_only=True)
     tie_break: str | None = field(default=None, kw_only=True)
+    valid_until: str | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
@@ -366,10 +370,7 @@ class VersionedTable(Table, kind="versioned_table"):
                 f"{self.name}: segment_interval must be longer than 0, got {self.segment_interval}; "
                 "leave it out for the default"
             )
-        check_ready(self.name, self.ready, self.operator is None)
-        if self.tie_break is not None:
-            names = self.value_columns if self.operator is None else ()
-            check_tie_break(self.name, self.tie_break, [self.schema[c] for c in names])
+        check_versions(self)
 
     @property
     def retention(self) -> Duration:

@@ -104,3 +104,18 @@ def check_emit(name: str, emit: Any) -> None:
     """Refuses an ``emit`` that is none."""
     if emit not in ("every_update", "per_run"):
         raise TopologyError(f"{name}: emit must be 'every_update' or 'per_run', got {emit!r}")
+
+
+def need_lasting(name: str, what: str, node: Any) -> None:
+    """Refuses a table whose versions end by themselves, which no record tells."""
+    if (column := valid_until_of(node)) is not None:
+        raise TopologyError(
+            f"{name}: {what} follows the records of {node.name!r}, but its versions end by their "
+            f"valid_until, {column!r}, without one: expected a table without valid_until. Join a "
+            "stream with it as of its records' times, or leave valid_until out"
+        )
+
+
+def valid_until_of(node: Any) -> str | None:
+    """The column by which versions of a table end, if any."""
+    return getattr(node, "valid_until", None)

@@ -12,6 +12,7 @@ from vt_dagster.columns import IS_LATE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, spoken
 from vt_dagster.topology.node import Node, make_node
+from vt_dagster.topology.operators.base import need_lasting
 from vt_dagster.topology.operators.join import Join, check_keys, check_kind
 from vt_dagster.topology.projection import Side
 
@@ -193,6 +194,8 @@ def check_match(name: str, table: Node, as_known: Any, max_age: Any, at: Any) ->
             f"{name}: as_known must be 'now', 'when_recorded' or a datetime.timedelta after the "
             f"record's timestamp, got {as_known!r}"
         )
+    if as_known != "now":
+        need_lasting(name, "a join by what was known", table)
     if max_age is not None:
         if not isinstance(max_age, timedelta):
             raise TopologyError(

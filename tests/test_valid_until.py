@@ -1,0 +1,231 @@
+"""Versions that end by themselves: ``valid_until``."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow.compute as pc
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
+
+from vt_dagster import (
+    FeatureView,
+    FilesSource,
+    Materialized,
+    Stream,
+    TopologyError,
+    VersionedTable,
+    explain,
+)
+from vt_dagster.core.as_of_join import as_of_join
+from vt_dagster.core.versioned import clipped
+from vt_dagster.orchestration.translator import code_version
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.join_way import tiles_of
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.store import stores_of
+from vt_dagster.testing import TopologyTestDriver
+from vt_dagster.topology.model import Table
+
+DAY = timedelta(days=1)
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("v", StringType()),
+        StructField("expires_at", TimestampType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+START = datetime(2024, 1, 1, tzinfo=timezone.utc)
+
+
+def at(second: int) -> datetime:
+    return START + timedelta(seconds=second)
+
+
+def table(**more: Any) -> VersionedTable:
+    about = {"key": "k", "schema": SCHEMA, "history_retention": DAY, "valid_until": "expires_at"}
+    return VersionedTable("offers", **{**about, **more})
+
+
+def stream(**more: Any) -> Stream:
+    return Stream("sales", key="k", schema=StructType([SCHEMA["k"], SCHEMA["timestamp"]]), **more)
+
+
+def offer(v: str | None, second: int, until: int | None = None, k: str = "a") -> dict[str, Any]:
+    end = None if until is None else at(until)
+    return {"k": k, "v": v, "timestamp": at(second), "expires_at": end}
+
+
+def sale(second: int) -> dict[str, Any]:
+    return {"k": "a", "timestamp": at(second)}
+
+
+def seconds(moment: datetime | None) -> int | None:
+    return None if moment is None else round((moment - START).total_seconds())
+
+
+def versions(driver: TopologyTestDriver, name: str = "offers") -> list[tuple[Any, ...]]:
+    return [(r["v"], seconds(r["valid_from"]), seconds(r["valid_to"])) for r in driver.versions(name)]
+
+
+def test_the_end_belongs_to_the_version(spark: SparkSession) -> None:
+    """One that comes later, and begins before that end, has its own."""
+    offers = table(tombstone="v is null")
+    joined = stream().left_join(offers, name="joined", select=["right.v", "right.valid_to as until"])
+    before = stream().left_join(offers, name="before", select=["right.v"], at="before")
+    good = offers.filter("v <> 'z'", name="good")
+    kept = stream().left_join(good, name="kept", select=["right.v"])
+    driver = TopologyTestDriver(joined, before, kept, spark=spark)
+    driver.pipe("offers", offer("x", 1, 10), offer("w", 20, 30))
+    assert versions(driver) == [("x", 1, 10), ("w", 20, 30)]
+    sales = [sale(n) for n in (1, 9, 10, 15, 20, 29, 30, 99)]
+    driver.pipe("sales", *sales)
+    told = [(r["v"], seconds(r["until"])) for r in driver.read("joined")]
+    assert (
+        told
+        == [("x", 10), ("x", 10), (None, None), (None, None)] + [("w", 30)] * 2 + [(None, None)] * 2
+    )
+    assert [r["v"] for r in driver.read("before")] == [None, *"xx", None, None, *"ww", None]
+    driver.pipe("offers", offer("z", 5), offer(None, 25))
+    assert versions(driver) == [("x", 1, 5), ("z", 5, 20), ("w", 20, 25), (None, 25, None)]
+    driver.read("kept")
+    driver.pipe("sales", *[sale(n) for n in (1, 5, 15, 20, 25)])
+    assert [r["v"] for r in driver.read("joined")] == ["x", "z", "z", "w", None]
+    assert [r["v"] for r in driver.read("kept")] == ["x", None, None, "w", None]
+
+
+def test_what_has_ended_by_stream_time_is_not_current(spark: SparkSession) -> None:
+    driver = TopologyTestDriver(table(), spark=spark)
+    driver.pipe("offers", offer("x", 1, 10), offer("y", 9, k="b"))
+    assert [r["v"] for r in driver.table("offers")] == ["x", "y"]
+    assert driver.store("offers").get("a") is not None
+    driver.pipe("offers", offer("y", 10, k="b"))
+    assert [r["v"] for r in driver.table("offers")] == ["y"]
+    store = driver.store("offers")
+    assert store.get("a") is None
+    assert store.get("a", at(10)) is None
+    assert store.get("a", at(9)) is not None
+    # It is still what the next record of its key comes after.
+    driver.read("offers")
+    driver.pipe("offers", offer("late", 0), offer("next", 12))
+    assert [r["is_latest"] for r in driver.read("offers")] == [False, True]
+    assert versions(driver)[:3] == [("late", 0, 1), ("x", 1, 10), ("next", 12, None)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> None:
+    random = Random(seed)
+    stored: list[tuple[Any, ...]] = []
+    for key in "ab":
+        begins = sorted(random.sample(range(100), 12))
+        for n, (begin, end) in enumerate(zip(begins, [*begins[1:], None], strict=True)):
+            until = random.choice([None, begin - 1, begin, begin + 3, begin + 50])
+            ends = None if end is None else at(end)
+            own = None if until is None else at(until)
+            stored.append((key, 0, at(begin), ends, own, n % 5 == 4, n))
+    kinds = "k string, partition int, valid_from timestamp, valid_to timestamp, u timestamp"
+    rows = clipped(spark.createDataFrame(stored, f"{kinds}, is_tombstone boolean, n int"), "u")
+    moments = [
+        (k, at(t), i) for i, (k, t) in enumerate((k, t) for k in "abc" for t in range(0, 130, 2))
+    ]
+    left = spark.createDataFrame(moments, "k string, timestamp timestamp, i int")
+    first, last = (int(m.timestamp() * 1e6) for m in (moments[0][1], moments[-1][1]))
+    horizon = F.lit(at(20))
+
+    def expected(key: str, moment: datetime) -> int | None:
+        for k, _, begin, end, until, deleted, n in stored:
+            ends = min((m for m in (end, until) if m is not None), default=None)
+            if k == key and begin <= moment and (ends is None or moment < ends):
+                return n if not deleted and (ends is None or moment >= at(20)) else None
+        return None
+
+    tiles, _ = tiles_of(rows, key=["k"], first=first, last=last, crowd=100)
+    for way in ("sorted", "broadcast", tiles):
+        found = as_of_join(
+            left, rows, left_key=["k"], right_key=["k"], horizon=horizon, name="found", way=way
+        )
+        told = {row.i: row.n for row in found.select("i", "found.n").collect()}
+        assert told == {i: expected(k, moment) for k, moment, i in moments}, way
+
+
+def test_an_explanation_says_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
+    """And all who read say the same, with Spark and without."""
+    for name in ("offers", "sales"):
+        (tmp_path / name).mkdir()
+    offers = table(source=FilesSource(str(tmp_path / "offers")))
+    sales = stream(source=FilesSource(str(tmp_path / "sales")))
+    joined = sales.left_join(offers, name="joined", select=["right.v"])
+    warehouse = str(tmp_path / "warehouse")
+    stores = stores_of(warehouse, spark)
+
+    def land(name: str, file: str, *records: dict[str, Any]) -> None:
+        lines = "\n".join(json.dumps(r, default=datetime.isoformat) for r in records)
+        (tmp_path / name / f"{file}.jsonl").write_text(lines)
+
+    land("offers", "1", offer("x", 1, 10), offer("y", 20, 30), offer("b", 25, k="b"))
+    land("sales", "1", sale(5), sale(15))
+    for node in (offers, sales, joined):
+        run_once(node, stores)
+    store = stores(offers)
+
+    def both(what: str, as_of: int | None = None) -> list[tuple[Any, ...]]:
+        moment = None if as_of is None else at(as_of).isoformat()
+        here = store.read(what, as_of=moment).select("v", "valid_from", "valid_to").toArrow()
+        there = look_up(warehouse, "offers", what, as_of=moment).select(here.column_names)
+        told = [sorted(map(str, rows.to_pylist())) for rows in (here, there)]
+        assert told[0] == told[1]
+        rows = here.to_pylist()
+        return sorted((r["v"], seconds(r["valid_from"]), seconds(r["valid_to"])) for r in rows)
+
+    assert both("versions") == [("b", 25, None), ("x", 1, 10), ("y", 20, 30)]
+    assert both("current") == [("b", 25, None), ("y", 20, 30)]
+    assert both("current", 9) == [("x", 1, 10)]
+    assert both("current", 10) == both("current", 15) == []
+    found = [explain("joined", warehouse=warehouse, offset=f"0:{n}") for n in (0, 1)]
+    assert [[d.rule for d in one.decisions][-1] for one in found] == ["as_of", "ended"]
+    land("offers", "2", offer("b", 30, k="b"), offer("m", 5))
+    run_once(offers, stores)
+    assert both("versions") == [
+        ("b", 25, 30),
+        ("b", 30, None),
+        ("m", 5, 20),
+        ("x", 1, 5),
+        ("y", 20, 30),
+    ]
+    assert both("current") == [("b", 30, None)]
+    assert both("current", 15) == [("m", 5, 20)]
+    assert [one.name for one in audit(store) if not one.passed] == []
+    rows = look_up(warehouse, "joined")
+    assert pc.sum(rows.column("v").is_null()).as_py() == 1
+
+
+def test_what_follows_records_alone_is_refused() -> None:
+    offers, other = table(), VersionedTable("o", key="k", schema=SCHEMA, history_retention=DAY)
+    for make, said in (
+        (lambda: offers.join(other, name="m", select=["left.v"]), "a table-table join"),
+        (lambda: other.join(offers, name="m", select=["left.v"]), "a table-table join"),
+        (lambda: offers.join(other, foreign_key="v", name="m", select=["left.v"]), "foreign-key join"),
+        (lambda: offers.group_by("v").count(name="m"), "group_by"),
+        (lambda: stream().join(offers, name="m", corrected_for=DAY), "corrected_for"),
+        (lambda: stream().join(offers, name="m", as_known="when_recorded"), "what was known"),
+        (lambda: FeatureView(offers), "a training set"),
+        (lambda: offers.map_values("v", name="m"), "without it"),
+        (lambda: offers.filter("true", name="m", materialized=Materialized()), "without versions"),
+        (lambda: table(valid_until="v"), "type timestamp"),
+        (lambda: table(valid_until="no"), "type timestamp"),
+    ):
+        with pytest.raises(TopologyError, match=said) as error:
+            make()
+        assert "valid_until" in str(error.value)
+    longer = offers.map_values("*", name="m", materialized=Materialized(history_retention=DAY))
+    assert longer.valid_until == "expires_at"  # type: ignore[attr-defined]
+    assert code_version(table()) != code_version(table(valid_until=None))
+    assert not hasattr(Table("t", key="k", schema=SCHEMA), "valid_until")
