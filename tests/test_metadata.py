@@ -13,7 +13,7 @@ from assets.topology import PUBLISHED, flights_with_weather, weather
 from tests.market import Market, materialized, record, unchanged
 from vt_dagster import Stream, build_asset
 from vt_dagster.orchestration import metadata
-from vt_dagster.orchestration.metadata import describe
+from vt_dagster.orchestration.metadata import as_time, describe
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import topological
 
@@ -128,9 +128,9 @@ def test_what_is_plotted_can_change(market: Market, tmp_path: Path) -> None:
 
 def test_times_that_python_does_not_have(market: Market) -> None:
     year_one = dg.MetadataValue.timestamp(datetime(1, 1, 1, tzinfo=timezone.utc))
-    assert metadata._time(-62_135_596_800_000_000) == year_one
-    assert metadata._time(-62_135_596_800_000_001) == dg.MetadataValue.text("before the year 1")
-    assert metadata._time(253_402_300_800_000_000) == dg.MetadataValue.text("after the year 9999")
+    assert as_time(-62_135_596_800_000_000) == year_one
+    assert as_time(-62_135_596_800_000_001) == dg.MetadataValue.text("before the year 1")
+    assert as_time(253_402_300_800_000_000) == dg.MetadataValue.text("after the year 9999")
 
 
 def test_definitions_carry_columns_and_lineage(market: Market) -> None:

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.market import Market, materialized, record, unchanged
+from vt_dagster.drawing import BLUE, RED
 from vt_dagster.orchestration import pictures
 from vt_dagster.orchestration.pictures import Lane, histogram, timeline
 from vt_dagster.storage import parquet
@@ -65,14 +66,14 @@ def test_of_runs(market: Market) -> None:
     said = materialized(market.results[-1], "prices")
     line = drawn(said["timeline"])
     assert {"a", "b"} <= set(texts(line))
-    assert {c.attrib["fill"] for c in parts(line, "circle")} == {pictures._BLUE}
+    assert {c.attrib["fill"] for c in parts(line, "circle")} == {BLUE}
     assert parts(line, "rect")
     late = drawn(said["lateness"])
     assert any("history retention 1 day" in text for text in texts(late))
 
     joined = materialized(market.results[-1], "priced")
     colours = {c.attrib["fill"] for c in parts(drawn(joined["timeline"]), "circle")}
-    assert pictures._RED in colours  # s4 came after its grace period
+    assert RED in colours  # s4 came after its grace period
     assert any("grace period 1:00:00" in text for text in texts(drawn(joined["lateness"])))
     assert "timeline" not in unchanged(market.results[-1], "rates")
 
