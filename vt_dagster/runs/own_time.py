@@ -14,6 +14,7 @@ from vt_dagster.core.known import Input, Known
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
+from vt_dagster.storage.positions import Commit
 
 
 def timed(
@@ -73,7 +74,8 @@ def bounds_of(
     return framed(bounds.only(processor.in_doubt(inputs, bounds).collect()))
 
 
-def oldest(processor: Processor[Any], logs: Sequence[DataFrame]) -> int | None:
-    """The time after which the tables' versions are looked into; None = current rows alone."""
-    since = processor.versions_since(logs)
+def oldest(processor: Processor[Any], logs: Sequence[DataFrame], before: Commit) -> int | None:
+    """The time after which the tables' versions are looked into; None = current rows alone, or none at
+    all, as in a first run, to which every row is new."""
+    since = processor.versions_since(logs) if before.inputs else None
     return None if since is None else since.collect()[0][0]

@@ -172,7 +172,7 @@ class Run:
         """The rows that were read, and the tables that are looked into besides."""
         if self.arrival.source is not None:
             return [Input(rows) for rows in logs]
-        before, since = self.arrival.before, oldest(self.processor, logs)
+        before, since = self.arrival.before, oldest(self.processor, logs, self.arrival.before)
         found: list[Input] = []
         for node, rows in zip(self.processor.consumed, logs, strict=True):
             start = before.inputs.get(node.name, {})
