@@ -160,8 +160,8 @@ class _Columns:
         if there is not None and there != name:
             return None, f"{there} is {name} now, which to most engines is another column"
         asked = [name.lower(), *before]
-        homes = dict.fromkeys(self._homes.get(n, self._names.get(n)) for n in asked)
-        found = [self.kept[home] for home in homes if home is not None]
+        homes = {self._homes.get(n, self._names.get(n)) for n in asked}
+        found = [field for home, field in self.kept.items() if home in homes]
         if len(found) > 1:
             return None, (
                 f"{' and '.join(f.name for f in found)} are to be one column, {name}, but are two, and "
