@@ -105,8 +105,8 @@ def test_a_timeline_in_characters() -> None:
     told_by = sketch([lane], "late", 243).splitlines()
     assert told_by[0] == "```text"
     assert told_by[1].split() == ["1970-01-01", "00:00", "1970-01-03", "11:00"]
-    assert told_by[2] == "JFK        o" + " " * 29 + "X" + " " * 28 + "o"
-    assert told_by[3] == " " * 11 + "-" + "." * 29 + "|" + "-" * 29
+    assert told_by[2] == "JFK      o" + " " * 23 + "X" + " " * 24 + "o"
+    assert told_by[3] == " " * 9 + "." * 24 + "|" + "-" * 25
     assert told_by[-1].startswith("3 of 243 records of this run.")
 
 
@@ -118,7 +118,7 @@ def test_a_timeline_in_characters_is_small_whatever_its_keys() -> None:
         for key in keys
     ]
     drawn = sketch(lanes, "out of order", 10**12)
-    assert 700 < len(drawn.encode("utf-16-le")) // 2 <= SHOWN_AT_ONCE
+    assert 600 < len(drawn.encode("utf-16-le")) // 2 <= SHOWN_AT_ONCE
     assert "a?b?" in drawn
     assert drawn.count("```") == 2
     assert " of 1,000,000,000,000 records" in drawn

@@ -17,7 +17,7 @@ SHOWN_AT_ONCE = 999
 EDGES = [0, 60, 600, 3_600, 21_600, 86_400, 604_800, 2_592_000]
 """Of the buckets of lateness, in seconds; the first is for records that are not late at all."""
 LABELS = ["0", "< 1m", "< 10m", "< 1h", "< 6h", "< 1d", "< 7d", "< 30d", "more"]
-_CELLS, _LABEL = 60, 10
+_CELLS, _LABEL = 50, 8
 
 
 @dataclass

@@ -180,9 +180,7 @@ def describe(node: Stream) -> str:
 def run_metadata(
     node: Stream, store: AssetStore, receipt: Receipt, seconds: float, shown: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a run did that has committed something, what matters first.
-
-    Dagster keeps this order in events; its overview sorts by name, hence ``at_a_glance``.
+    """What a run did that has committed something, what matters first: Dagster keeps the order.
 
     Args:
         shown: what comes after the numbers: lag and pictures.
