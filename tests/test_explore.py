@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import pyspark.sql.types as T
 import pytest
 from deltalake import CommitProperties, Schema
 from deltalake.schema import Field, PrimitiveType
@@ -22,14 +23,17 @@ from starlette.testclient import TestClient
 
 from tests.market import Market
 from tests.written import MICROS, Written, document, moment
+from vt_dagster import FilesSource, SessionWindow, SlidingWindow, Stream, VersionedTable
 from vt_dagster.errors import StorageError
 from vt_dagster.explore import costs, differences, found, keys, timeline, upstream
 from vt_dagster.explore.app import application
+from vt_dagster.explore.no_cost import came_late
 from vt_dagster.provenance import in_order
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.logs import Log, as_time
 from vt_dagster.provenance.values import Explanation, Record
 from vt_dagster.storage.lookup import look_up
+from vt_dagster.topology.changed import with_settings
 
 EVIL = "<script>alert('k')</script>\"&"
 
@@ -264,6 +268,71 @@ def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
     assert "3,650 d (declared)" in rows
     with pytest.raises(StorageError, match="expected a join"):
         costs.costs(str(warehouse), "evil", [], None)
+
+
+DAY = timedelta(days=1)
+_ROW = T.StructType([T.StructField(name, T.StringType()) for name in ("k", "v")]).add(
+    "timestamp", T.TimestampType()
+)
+_SALES, _PAID = (Stream(n, key="k", schema=_ROW, source=FilesSource(n)) for n in ("sales", "paid"))
+_PRICES = VersionedTable(
+    "prices", key="k", schema=_ROW, source=FilesSource("prices"), history_retention=DAY
+)
+
+
+def _windowed(window: Any) -> Any:
+    return _SALES.group_by().windowed_by(window).count(name="counted")
+
+
+@pytest.mark.parametrize(
+    ("node", "why", "settings"),
+    [
+        (_windowed(SessionWindow(DAY)), "may join two sessions", ["window.grace"]),
+        (_windowed(SlidingWindow(DAY)), "takes its windows with it", ["window.grace"]),
+        (
+            _SALES.left_join(_PRICES, name="priced", select=["left.*"], corrected_for=DAY),
+            "corrected by a later run",
+            ["corrected_for", "grace_period"],
+        ),
+        (
+            _SALES.left_join(_PAID, name="pairs", within=DAY, select=["left.v"], corrected_for=DAY),
+            "is taken back when its match comes",
+            ["corrected_for", "grace"],
+        ),
+        (
+            _SALES.left_join(_PRICES, name="priced", select=["left.*"], as_known="when_recorded"),
+            "left out on purpose",
+            ["as_known"],
+        ),
+    ],
+)
+def test_where_no_cost_is_told_the_page_says_why_and_what_to_use(
+    tmp_path: Path, node: Any, why: str, settings: list[str]
+) -> None:
+    meaning = node.operator.meaning
+    made = Written(tmp_path, "made", kind="table", meaning=meaning)
+    made.run([("apple", "1", 0)], recorded=100)
+    pages = client(tmp_path)
+    assert 'href="/lateness/made"' in pages.get("/table/made").text
+    page = pages.get("/lateness/made")
+    assert page.status_code == 200
+    assert why in page.text
+    tried = re.findall(r"vt-dagster what-if made --module MODULE --set ([\w.]+)=", page.text)
+    assert tried == settings
+    for setting in tried:  # what-if has it
+        text = "when_recorded" if setting == "as_known" else "2h"
+        with_settings(node, {setting: text})
+    with pytest.raises(StorageError):  # nor has the command line a number
+        costs.costs(str(tmp_path), "made", [], None)
+
+
+def test_what_came_late_is_counted_where_no_cost_is_told() -> None:
+    totals = {"in": 7, "late": 0, "late_records_dropped": 3, "corrections_too_late": 2}
+    assert came_late(totals) == {
+        "late records": 0,
+        "records whose windows had closed": 3,
+        "rows whose correction came too late: they are in quarantine": 2,
+    }
 
 
 def test_a_large_explanation_is_drawn_in_part() -> None:

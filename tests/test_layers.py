@@ -82,10 +82,10 @@ ORDER = {
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource metadata io_manager partition_sensor pictures types checks freshness lateness sensors
-        deliveries decorators translator run_config asset export training_set ops factory
+        resource glance metadata io_manager partition_sensor pictures types checks freshness lateness
+        sensors deliveries decorators translator run_config asset export training_set ops factory
         """,
-    "explore": "tables found keys timeline upstream costs differences pages app",
+    "explore": "no_cost tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
     "cli": "init lookup explain lateness explore tables what_if check spark app",

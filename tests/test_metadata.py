@@ -166,6 +166,8 @@ def test_each_asset_is_linked_where_explore_answers(monkeypatch: Any) -> None:
     monkeypatch.setenv(metadata.EXPLORE, "http://127.0.0.1:3001/")
     link = metadata.definition_metadata(weather)["vt_dagster/explore"]
     assert link.url == "http://127.0.0.1:3001/table/weather"
+    said = "[Explore its keys and rows](http://127.0.0.1:3001/table/weather)"
+    assert describe(weather).endswith(said)
 
 
 def test_nothing_new_makes_no_commit(market: Market, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 from tests.market import Market, materialized, record, unchanged
 from vt_dagster.drawing import BLUE, RED
 from vt_dagster.orchestration import pictures
-from vt_dagster.orchestration.pictures import Lane, histogram, timeline
+from vt_dagster.orchestration.glance import LABELS, SHOWN_AT_ONCE, Lane, sketch, told, told_lateness
+from vt_dagster.orchestration.pictures import histogram, timeline
 from vt_dagster.storage import parquet
 
 HOUR = 3_600_000_000
@@ -40,8 +41,10 @@ def test_timeline() -> None:
     lane = Lane(
         "<JFK>", [(0, 2 * HOUR, False), (2 * HOUR, None, True)], [(HOUR, True), (3 * HOUR, False)]
     )
-    svg = ElementTree.fromstring(timeline([lane], "late"))
+    svg = ElementTree.fromstring(timeline([lane], "late", 243))
     assert "<JFK>" in texts(svg)
+    assert "red: late" in texts(svg)
+    assert any("dots: 2 of 243 records of this run" in said for said in texts(svg))
     (first, second) = parts(svg, "rect")
     assert float(first.attrib["x"]) < float(second.attrib["x"])
     assert second.attrib["fill"] == "none"  # a deletion is empty
@@ -57,7 +60,7 @@ def test_timeline() -> None:
 def test_histogram(seconds: float, label: str) -> None:
     svg = ElementTree.fromstring(histogram([seconds] * 1_234, {"grace period": timedelta(hours=2)}))
     bars = [float(r.attrib["height"]) for r in parts(svg, "rect")]
-    assert bars == [90.0 if name == label else 0.0 for name in pictures._LABELS]
+    assert bars == [90.0 if name == label else 0.0 for name in LABELS]
     assert "1,234" in texts(svg)
     assert "grace period 2:00:00" in texts(svg)
 
@@ -78,6 +81,59 @@ def test_of_runs(market: Market) -> None:
     assert "timeline" not in unchanged(market.results[-1], "rates")
 
 
+def test_what_matters_is_told_first_and_in_a_line(market: Market) -> None:
+    said = materialized(market.results[-1], "priced")
+    first = ["at_a_glance", "records_in", "records_out", "records_late"]
+    assert list(said)[:4] == first
+    assert said["at_a_glance"] == (
+        "records: 3 in, 3 out, 1 late, 1 waiting; rows now: 4; stream time: 2024-01-01 09:00 UTC"
+    )
+    names = list(said)
+    order = ["stream_time", "at_a_glance_timeline", "timeline", "lateness", "dagster/uri", "positions"]
+    assert [names.index(name) for name in order] == sorted(names.index(name) for name in order)
+    assert "o: a record at its time (UTC), X: late" in said["at_a_glance_timeline"]
+    assert said["at_a_glance_lateness"].endswith("; grace period 1 hour")
+
+
+def test_a_timeline_in_characters() -> None:
+    hour = HOUR
+    lane = Lane(
+        "JFK",
+        [(-hour, hour, False), (hour, 30 * hour, True), (30 * hour, None, False)],
+        [(0, False), (30 * hour, True), (59 * hour, False)],
+    )
+    told_by = sketch([lane], "late", 243).splitlines()
+    assert told_by[0] == "```text"
+    assert told_by[1].split() == ["1970-01-01", "00:00", "1970-01-03", "11:00"]
+    assert told_by[2] == "JFK      o" + " " * 23 + "X" + " " * 24 + "o"
+    assert told_by[3] == " " * 9 + "." * 24 + "|" + "-" * 25
+    assert told_by[-1].startswith("3 of 243 records of this run.")
+
+
+def test_a_timeline_in_characters_is_small_whatever_its_keys() -> None:
+    """Of 1,000 characters of UTF-16 Dagster would make a link to click on."""
+    keys = ["a`b\n", "\U0001f6eb" * 40, "x" * 40, "z", "y", "w"]
+    lanes = [
+        Lane(key, [(n, n + 1, False) for n in range(60)], [(n, n % 2 == 0) for n in range(60)])
+        for key in keys
+    ]
+    drawn = sketch(lanes, "out of order", 10**12)
+    assert 600 < len(drawn.encode("utf-16-le")) // 2 <= SHOWN_AT_ONCE
+    assert "a?b?" in drawn
+    assert drawn.count("```") == 2
+    assert " of 1,000,000,000,000 records" in drawn
+
+
+def test_lines() -> None:
+    counts = {"in": 1_234, "late": 0}
+    assert told(counts, None, None) == "records: 1,234 in, 0 late"
+    assert told(counts, 7, -(10**17)).endswith("; rows now: 7; stream time: before the year 1 UTC")
+    limits = {"grace period": timedelta(hours=6)}
+    assert told_lateness([0, 0, 70], limits, 3) == (
+        "behind stream time came of 3 records: 0: 2, < 10m: 1; grace period 6 hours"
+    )
+
+
 def test_of_many_files_and_records(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +146,9 @@ def test_of_many_files_and_records(
     late = drawn(said["lateness"])
     assert "lateness of 80 of 240 records: how far behind stream time they came" in texts(late)
     line = drawn(said["timeline"])
-    assert any("dots: 80 of 240 records of this run" in text for text in texts(line))
+    assert any("dots: 30 of 240 records of this run" in text for text in texts(line))
+    assert "30 of 240 records of this run." in said["at_a_glance_timeline"]
+    assert said["at_a_glance_lateness"].startswith("behind stream time came of 80 of 240 records: 0: ")
     # Of a crowd evenly some: from the first day to the last.
     places = [float(c.attrib["cx"]) for c in parts(line, "circle")]
     assert len(places) == 30
@@ -102,7 +160,7 @@ def test_a_crowd_is_drawn_evenly() -> None:
     assert len(shown) == 60
     assert {(7, True), (8, True)} <= set(shown)
     assert max(b[0] - a[0] for a, b in pairwise(shown)) <= 6
-    svg = ElementTree.fromstring(timeline([Lane("x", [], shown, 240)], "late"))
+    svg = ElementTree.fromstring(timeline([Lane("x", [], shown, 240)], "late", 240))
     assert "60 of 240" in texts(svg)
 
 

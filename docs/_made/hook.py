@@ -30,6 +30,7 @@ ELSEWHERE = {
     "faults.md": "tests/README.md",
     "operators/format.md": "tests/conformance/FORMAT.md",
     "examples/features.md": "examples/features/README.md",
+    "examples/kafka.md": "examples/kafka/README.md",
     "examples/warehouse.md": "examples/warehouse/README.md",
     "pictures/asset.png": "tests/ui/screenshots/asset.png",
     "pictures/check.png": "tests/ui/screenshots/check.png",

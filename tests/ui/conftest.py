@@ -23,6 +23,9 @@ FLAGS = [
 ]
 """A browser in a container, that asks nobody outside for anything."""
 
+EXPLORE = "http://127.0.0.1:3001"
+"""Where the assets' links go: no page is opened there."""
+
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -36,6 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "VT_DAGSTER_DATA": str(data),
         "DAGSTER_HOME": str(home),
         "PYTHONPATH": str(ROOT),
+        "VT_DAGSTER_EXPLORE": EXPLORE,
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.ui.small_demo"],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from tests.ui.conftest import FLAGS
+from tests.ui.conftest import EXPLORE, FLAGS
 from tests.ui.small_demo import DAMAGED
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -31,6 +31,19 @@ def page(server: str, chromium: str) -> Iterator[Page]:
         page.set_default_timeout(60_000)
         yield page
         browser.close()
+
+
+@pytest.fixture
+def docs_shot(screenshots: Path) -> Callable[[Page, str], None]:
+    """Keeps a picture; where ``VT_DAGSTER_DOCS_IMAGES`` is set among those of the documentation too."""
+
+    def take(page: Page, name: str) -> None:
+        page.screenshot(path=screenshots / f"{name}.png")
+        if os.environ.get("VT_DAGSTER_DOCS_IMAGES"):
+            DOCS.mkdir(parents=True, exist_ok=True)
+            shutil.copy(screenshots / f"{name}.png", DOCS)
+
+    return take
 
 
 def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
@@ -75,7 +88,41 @@ def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
     expect(page.get_by_text("flights_with_weather", exact=True).first).to_be_visible()
 
 
-def test_pictures_of_a_run(page: Page, screenshots: Path) -> None:
+def test_what_a_run_did_is_seen_without_a_click(
+    page: Page, screenshots: Path, docs_shot: Callable[[Page, str], None]
+) -> None:
+    """On the pages of an asset the numbers, the lateness and the timeline; in the log of a run but the
+    first two. Dagster keeps our order."""
+    in_numbers = page.get_by_text(re.compile("^records: 24,969 in, .* stream time: 2013-02-28 "))
+    lateness = page.get_by_text(re.compile("^behind stream time came of .* grace period 6 hours$"))
+    legend = page.get_by_text(re.compile(r"\d+ of 24,9\d\d records of this run\. o: a record at its"))
+    page.goto("/assets/flights_with_weather?view=events")
+    for seen in (in_numbers, lateness, legend, page.locator("pre").filter(has_text="EWR")):
+        expect(seen.first).to_be_visible()
+    wanted = ["at_a_glance", "vt_dagster/explore", "records_in", "records_late", "stream_time"]
+    wanted += ["at_a_glance_timeline", "at_a_glance_lateness", "dagster/uri", "positions"]
+    names = page.locator("table td:first-child")
+    assert [name for name in names.all_inner_texts() if name in wanted] == wanted
+    docs_shot(page, "run")
+
+    page.goto("/assets/flights_with_weather?view=overview")
+    link = page.get_by_role("link", name="Explore its keys and rows")
+    expect(link).to_have_attribute("href", f"{EXPLORE}/table/flights_with_weather")
+    for seen in (in_numbers, lateness, legend):
+        expect(seen.first).to_be_attached()
+    legend.first.scroll_into_view_if_needed()
+    expect(legend.first).to_be_visible()
+    assert [name for name in names.all_inner_texts() if name in wanted[:6]] == wanted[:6]
+    page.screenshot(path=screenshots / "overview.png")
+
+    page.goto("/assets/flights_with_weather?view=events")
+    page.get_by_text("Materialized in run").locator("..").get_by_role("link").first.click()
+    page.get_by_placeholder("Filter").first.fill("at_a_glance")
+    expect(in_numbers.first).to_be_visible()
+    page.screenshot(path=screenshots / "log.png")
+
+
+def test_the_whole_pictures_of_a_run_are_a_click_away(page: Page, screenshots: Path) -> None:
     for number, name in enumerate(("timeline", "lateness")):
         page.goto("/assets/flights_with_weather?view=events")
         page.get_by_text("[Show Markdown]").nth(number).click()
@@ -114,16 +161,9 @@ def explorer(explore: str, chromium: str) -> Iterator[Page]:
 
 
 @pytest.fixture
-def shot(screenshots: Path, explorer: Page) -> Callable[[str], None]:
-    """Keeps a picture; where ``VT_DAGSTER_DOCS_IMAGES`` is set among those of the documentation too."""
-
-    def take(name: str) -> None:
-        explorer.screenshot(path=screenshots / f"explore-{name}.png")
-        if os.environ.get("VT_DAGSTER_DOCS_IMAGES"):
-            DOCS.mkdir(parents=True, exist_ok=True)
-            shutil.copy(screenshots / f"explore-{name}.png", DOCS)
-
-    return take
+def shot(docs_shot: Callable[[Page, str], None], explorer: Page) -> Callable[[str], None]:
+    """Keeps a picture of the explorer's page."""
+    return lambda name: docs_shot(explorer, f"explore-{name}")
 
 
 def test_explore_from_a_flight_to_the_weather_as_it_was_known(
@@ -237,7 +277,7 @@ def test_materialize(page: Page, screenshots: Path) -> None:
     expect(page.get_by_text("Success", exact=True).first).to_be_visible(timeout=600_000)
     page.get_by_placeholder("Filter").first.fill("committed")
     expect(page.get_by_text("weather: committed batch 3 (log version 2)").first).to_be_visible()
-    page.screenshot(path=screenshots / "run.png")
+    page.screenshot(path=screenshots / "materialized.png")
     page.goto("/assets/weather?view=events")
     expect(page.get_by_text("Materialized in run").first).to_be_visible()
     expect(page.get_by_text("records_applied", exact=True).first).to_be_visible()

@@ -20,6 +20,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.explore import costs, differences, timeline, upstream
 from vt_dagster.explore.found import LOOKED_AT, newest
 from vt_dagster.explore.keys import key_history
+from vt_dagster.explore.no_cost import came_late
 from vt_dagster.explore.tables import facts, overview, require_asset, runs
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.lateness_picture import share
@@ -127,8 +128,12 @@ class Pages:
         )
 
     def lateness(self, request: Request) -> Response:
-        """What other grace periods, or history retentions, would have cost."""
+        """What other grace periods, or history retentions, would have cost, or why that is not told."""
         name, asked = self._name(request), request.query_params
+        known = facts(self._warehouse, name)
+        if known.no_cost is not None:
+            late = came_late(known.totals)
+            return self.page("no_cost.html", facts=known, no_cost=known.no_cost, late=late)
         more = [one.strip() for one in asked.get("grace", "").split(",") if one.strip()][:20]
         for one in more:
             if not _LENGTH.fullmatch(one):

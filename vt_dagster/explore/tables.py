@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vt_dagster.errors import StorageError, VtDagsterError
+from vt_dagster.explore.no_cost import NoCost, no_cost
 from vt_dagster.storage import delta
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.positions import Checkpoint
@@ -68,12 +69,14 @@ class Facts:
     stream_time: int | None = None
     totals: Mapping[str, int] = field(default_factory=dict[str, int])
     gauges: Mapping[str, float] = field(default_factory=dict[str, float])
+    no_cost: NoCost | None = None
     trouble: str = ""
 
     @property
     def has_cost(self) -> bool:
-        """Whether ``lateness`` may tell what another length would have cost."""
-        return self.made_by in GRACED or self.kind == KINDS["versioned"]
+        """Whether there is a page of what other lengths would have cost, or of why there is none."""
+        graced = self.made_by in GRACED or self.kind == KINDS["versioned"]
+        return graced or self.no_cost is not None
 
     @property
     def size(self) -> int:
@@ -129,6 +132,7 @@ def facts(warehouse: str, name: str) -> Facts:
         max(commit.stream_time.values(), default=None),
         commit.totals,
         commit.gauges,
+        no_cost(meaning),
     )
 
 

@@ -171,9 +171,10 @@ def materialized(
         receipt = Receipt(head.commit, head.version)
     commit = receipt.commit
     assert commit is not None
-    metadata = run_metadata(node, store, receipt, time.monotonic() - arrival.started)
+    seconds = time.monotonic() - arrival.started
+    shown: dict[str, Any] = {}
     if isinstance(arrival.source, PinnedTopics):
-        metadata |= lag_metadata(arrival.source)
+        shown |= lag_metadata(arrival.source)
     bad = commit.counts.get(Fate.QUARANTINED, 0)
     if bad:
         context.log.warning(
@@ -187,7 +188,8 @@ def materialized(
             f"and what record: {store.quarantine_path}, where batch = {commit.batch}"
         )
     if not arrival.empty:
-        metadata |= pictures(store, arrival, receipt, context.log)
+        shown |= pictures(store, arrival, receipt, context.log)
+    metadata = run_metadata(node, store, receipt, seconds, shown)
     return dg.MaterializeResult(metadata=metadata, data_version=data_version(commit))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import quote
@@ -33,6 +34,7 @@ from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.core.log import log_columns
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.store import tie_break_of
+from vt_dagster.orchestration.glance import told
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.results import Receipt
 from vt_dagster.sources.kafka_pinned import PinnedTopics
@@ -117,11 +119,18 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     if node.source is not None:
         metadata["vt_dagster/source"] = node.source.describe()
     metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
+    return metadata | _explore(node)
+
+
+def _explore(node: Stream) -> dict[str, dg.MetadataValue[Any]]:
+    """The link to its page of ``vt-dagster explore``, where one answers."""
+    page = _page(node)
+    return {} if page is None else {"vt_dagster/explore": dg.MetadataValue.url(page)}
+
+
+def _page(node: Stream) -> str | None:
     address = os.environ.get(EXPLORE)
-    if address:
-        page = f"{address.rstrip('/')}/table/{quote('/'.join(node.path))}"
-        metadata["vt_dagster/explore"] = dg.MetadataValue.url(page)
-    return metadata
+    return address and f"{address.rstrip('/')}/table/{quote('/'.join(node.path))}"
 
 
 def _numbers(node: Stream) -> str:
@@ -163,35 +172,56 @@ def describe(node: Stream) -> str:
         said = f"{node.operator.describe()} {said}"
     elif node.timestamp != TIMESTAMP:
         said = f"{said} Its time, `{TIMESTAMP}`, is `{node.timestamp}`."
-    return f"{node.description}\n\n{said}" if node.description else said
+    page = _page(node)
+    link = None if page is None else f"[Explore its keys and rows]({page})"
+    return "\n\n".join(part for part in (node.description, said, link) if part)
 
 
-def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: float) -> dict[str, Any]:
-    """What a run did that has committed something."""
+def run_metadata(
+    node: Stream, store: AssetStore, receipt: Receipt, seconds: float, shown: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a run did that has committed something, what matters first: Dagster keeps the order.
+
+    Args:
+        shown: what comes after the numbers: lag and pictures.
+    """
     commit = receipt.commit
     assert commit is not None
+    counted = (*processor_of(node).counted, _LOST)
+    counts = {n: commit.counts.get(n, 0) for n in counted if _told(node, n, commit)}
+    rows = store.stored_rows()
+    newest = max(commit.stream_time.values()) if commit.stream_time else None
+    metadata: dict[str, Any] = {"at_a_glance": told(counts, rows, newest), **_explore(node)}
+    metadata |= {f"records_{name}": number for name, number in counts.items()}
+    for name in _KIP_328:
+        if name in commit.counts and _told(node, name, commit):
+            metadata[name] = commit.counts.get(name, 0)
+    for name, number in commit.gauges.items():
+        metadata[_GAUGES.get(name, name)] = round(number, 6)
+    metadata |= {"dagster/row_count": rows, "log_rows": commit.total}
+    if newest is not None:
+        metadata["stream_time"] = as_time(newest)
+        retention = getattr(node, "history_retention", None)
+        if isinstance(retention, timedelta):
+            oldest = min(commit.stream_time.values())
+            metadata["retention_horizon"] = as_time(oldest - retention // _MICROSECOND)
+    metadata |= {"seconds": round(seconds, 3), **shown}
+    return metadata | _where_from(node, store, receipt, commit)
+
+
+def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commit) -> dict[str, Any]:
+    """Where a run's tables are, and what it was made of."""
     metadata: dict[str, Any] = {
         "dagster/uri": store.view_path if isinstance(node, Table) else store.log_path,
         "dagster/table_name": node.name,
-        "dagster/row_count": store.stored_rows(),
-        "log_rows": commit.total,
-        "seconds": round(seconds, 3),
         **_column_lineage(node),
+        "versions": {"batch": commit.batch, "log": receipt.log_version},
     }
-    metadata["versions"] = {"batch": commit.batch, "log": receipt.log_version}
     if receipt.view_version is not None:
         metadata["versions"]["view"] = receipt.view_version
     base = store.snapshot().base
     if base is not None and base.checkpoint.batch != commit.batch:
         metadata["versions"]["view_of_batch"] = base.checkpoint.batch
-    for name in (*processor_of(node).counted, _LOST):
-        if _told(node, name, commit):
-            metadata[f"records_{name}"] = commit.counts.get(name, 0)
-    for name, number in commit.gauges.items():
-        metadata[_GAUGES.get(name, name)] = round(number, 6)
-    for name in _KIP_328:
-        if name in commit.counts and _told(node, name, commit):
-            metadata[name] = commit.counts.get(name, 0)
     metadata["positions"] = positions_of(commit)
     metadata["taken"] = {
         n: {str(p): list(r) for p, r in ranges.items()} for n, ranges in commit.taken.items()
@@ -205,13 +235,6 @@ def run_metadata(node: Stream, store: AssetStore, receipt: Receipt, seconds: flo
         }
     if commit.cut is not None:
         metadata["log_kept_since"] = as_time(commit.cut.recorded_at)
-    if commit.stream_time:
-        newest = max(commit.stream_time.values())
-        metadata["stream_time"] = as_time(newest)
-        retention = getattr(node, "history_retention", None)
-        if isinstance(retention, timedelta):
-            oldest = min(commit.stream_time.values())
-            metadata["retention_horizon"] = as_time(oldest - retention // _MICROSECOND)
     return metadata
 
 

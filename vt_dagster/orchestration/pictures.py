@@ -9,8 +9,8 @@ from __future__ import annotations
 import posixpath
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import dagster as dg
@@ -29,6 +29,17 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.processors import processor_of
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
+from vt_dagster.orchestration.glance import (
+    EDGES,
+    LABELS,
+    Lane,
+    bucket_of,
+    drawn_of,
+    in_buckets,
+    moment_of,
+    sketch,
+    told_lateness,
+)
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.results import Receipt
 from vt_dagster.storage import delta
@@ -43,26 +54,11 @@ _LANES, _SHOWN, _MARKS, _BARS = 4, 30, 60, 80
 _LARGEST_FILE = 64_000_000
 _LEFT, _LANE = 110, 44
 _BAND = "#7fa5f8"
-_EDGES = [0, 60, 600, 3_600, 21_600, 86_400, 604_800, 2_592_000]
-"""Of the buckets of lateness, in seconds; the first is for records that are not late at all."""
-_LABELS = ["0", "< 1m", "< 10m", "< 1h", "< 6h", "< 1d", "< 7d", "< 30d", "more"]
 
 
-@dataclass
-class Lane:
-    """One key: its versions (from, to, deleted), and its records (timestamp, out of order)."""
-
-    key: str
-    bars: list[tuple[int, int | None, bool]] = field(default_factory=list[tuple[int, int | None, bool]])
-    marks: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
-    of: int = 0
-    """How many records it has in the time that is shown, where not all of them are drawn."""
-
-
-def pictures(
-    store: AssetStore, arrival: Arrival, receipt: Receipt, log: Any
-) -> dict[str, dg.MarkdownMetadataValue]:
-    """The pictures of a run, as metadata; none where it committed nothing.
+def pictures(store: AssetStore, arrival: Arrival, receipt: Receipt, log: Any) -> dict[str, Any]:
+    """The pictures of a run, as metadata, each after a text that says the same and that Dagster shows
+    without a click; none where it committed nothing.
 
     Args:
         log: gets a warning where they cannot be drawn; a run never fails of its pictures.
@@ -70,14 +66,13 @@ def pictures(
     if receipt.commit is None:
         return {}
     try:
-        drawn = _draw(store, arrival, receipt.commit.batch)
+        return _draw(store, arrival, receipt.commit.batch)
     except Exception as error:
         log.warning(f"{store.node.name}: no pictures of this run: {type(error).__name__}: {error}")
         return {}
-    return {name: dg.MetadataValue.md(image(name, one)) for name, one in drawn.items()}
 
 
-def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, str]:
+def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, Any]:
     node = store.node
     looked_up = processor_of(node).looked_up
     versions = looked_up or node
@@ -87,7 +82,7 @@ def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, str]:
     if sample is None:
         return {}
     rows = sample.rows
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     joined = looked_up is not None
     if joined or isinstance(node, VersionedTable):
         lanes = _lanes(node, rows, joined)
@@ -95,19 +90,37 @@ def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, str]:
             _add_bars(lanes, AssetStore(store.warehouse, versions), versions)
         lanes = {key: lane for key, lane in lanes.items() if lane.marks}
         if lanes:
-            odd = "late" if joined else "out of order"
-            found["timeline"] = timeline(list(lanes.values()), odd, rows.num_rows, sample.of)
+            found |= _drawn_timeline(list(lanes.values()), joined, sample)
     if node.operator is None:
         retention = getattr(node, "history_retention", None)
         limits = {"history retention": retention} if isinstance(retention, timedelta) else {}
         lateness = _lateness(rows, arrival.before.stream_time)
-        found["lateness"] = histogram(lateness, limits, sample.of)
+        found |= _drawn_lateness(lateness, limits, sample.of)
     elif IS_LATE in rows.column_names:
         found |= _lateness_of_input(store, arrival)
     return found
 
 
-def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, str]:
+def _drawn_timeline(lanes: list[Lane], joined: bool, sample: Sample) -> dict[str, Any]:
+    odd = "late" if joined else "out of order"
+    return {
+        "at_a_glance_timeline": dg.MetadataValue.md(sketch(lanes, odd, sample.of)),
+        "timeline": _as_image("timeline", timeline(lanes, odd, sample.of)),
+    }
+
+
+def _drawn_lateness(lateness: Sequence[float], limits: dict[str, timedelta], of: int) -> dict[str, Any]:
+    return {
+        "at_a_glance_lateness": told_lateness(lateness, limits, of),
+        "lateness": _as_image("lateness", histogram(lateness, limits, of)),
+    }
+
+
+def _as_image(name: str, drawn: str) -> dg.MarkdownMetadataValue:
+    return dg.MetadataValue.md(image(name, drawn))
+
+
+def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, Any]:
     """How late the records of a source were that a join with grace has taken."""
     (stream,) = processor_of(store.node).consumed
     grace = getattr(store.node.operator, "grace_period", None)
@@ -118,7 +131,7 @@ def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, str]:
     if arrived is None:
         return {}
     late = _lateness(arrived.rows, arrival.before.stream_time)
-    return {"lateness": histogram(late, {"grace period": grace}, arrived.of)}
+    return _drawn_lateness(late, {"grace period": grace}, arrived.of)
 
 
 # --------------------------------------------------------------------------------- what was written
@@ -257,12 +270,12 @@ def _lateness(rows: pa.Table, before: dict[int, int]) -> list[float]:
 # -------------------------------------------------------------------------------------- the drawing
 
 
-def timeline(lanes: Sequence[Lane], odd: str, looked_at: int = 0, of: int = 0) -> str:
+def timeline(lanes: Sequence[Lane], odd: str, of: int) -> str:
     """A lane for each key: its versions as bars, the run's records as dots with their lookups.
 
     Args:
         odd: what the red dots are.
-        looked_at, of: how many of the run's records, of all of them.
+        of: how many records the run has; it says how many of them are drawn.
     """
     times = [moment for lane in lanes for moment, _ in lane.marks]
     margin = (max(times) - min(times)) // 20 + 1
@@ -294,11 +307,10 @@ def timeline(lanes: Sequence[Lane], odd: str, looked_at: int = 0, of: int = 0) -
     for share in (0.0, 0.5, 1.0):
         moment = int(low + (high - low) * share)
         anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[share]
-        drawn.append(text(x(moment), bottom, _moment(moment), anchor))
-    some = f"{looked_at:,} of {of:,} " if of > looked_at else ""
+        drawn.append(text(x(moment), bottom, moment_of(moment), anchor))
     bars = "bars: versions, light and dark in turn, empty: deleted"
-    legend = text(4, 12, f"{bars}; dots: {some}records of this run")
-    legend += text(WIDTH - 20, 12, odd, "end", RED)
+    legend = text(4, 12, f"{bars}; dots: {drawn_of(lanes, of)}")
+    legend += text(WIDTH - 20, 12, f"red: {odd}", "end", RED)
     return svg(bottom + 10, [legend, *drawn])
 
 
@@ -310,10 +322,8 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
         limits: durations by their names, drawn as lines.
         of: how many records the sample is of.
     """
-    counts = [0] * len(_LABELS)
-    for seconds in lateness:
-        counts[_bucket(seconds)] += 1
-    step = (WIDTH - 40) / len(_LABELS)
+    counts = in_buckets(lateness)
+    step = (WIDTH - 40) / len(LABELS)
     top, height = 52, 90
     many = f"{len(lateness):,}" + (f" of {of:,}" if of > len(lateness) else "")
     drawn = [text(20, 12, f"lateness of {many} records: how far behind stream time they came")]
@@ -327,7 +337,7 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
         middle = left + (step - 6) / 2
         if count:
             drawn.append(text(middle, top + height - size - 3, f"{count:,}", "middle"))
-        drawn.append(text(middle, top + height + 14, _LABELS[number], "middle"))
+        drawn.append(text(middle, top + height + 14, LABELS[number], "middle"))
     for name, limit in limits.items():
         left = round(20 + _position(limit.total_seconds()) * step, 1)
         drawn.append(
@@ -337,18 +347,10 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
     return svg(top + height + 24, drawn)
 
 
-def _bucket(seconds: float) -> int:
-    return 0 if seconds <= 0 else sum(seconds >= edge for edge in _EDGES)
-
-
 def _position(seconds: float) -> float:
     """Where a length of time lies on the axis of the buckets."""
-    bucket = _bucket(seconds)
-    if bucket == 0 or bucket >= len(_EDGES):
+    bucket = bucket_of(seconds)
+    if bucket == 0 or bucket >= len(EDGES):
         return float(bucket)
-    low, high = _EDGES[bucket - 1], _EDGES[bucket]
+    low, high = EDGES[bucket - 1], EDGES[bucket]
     return bucket + (seconds - low) / (high - low)
-
-
-def _moment(micros: int) -> str:
-    return f"{datetime.fromtimestamp(micros / 1e6, timezone.utc):%Y-%m-%d %H:%M}"

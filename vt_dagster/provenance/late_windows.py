@@ -73,7 +73,7 @@ class LateWindows:
         if kind not in _FIXED or "size" not in lengths:
             raise StorageError(
                 f"{log.name}: expected {' or '.join(_FIXED)} of one size, got {told}, of which it "
-                "cannot be told what another grace would have cost"
+                "cannot be told what another grace would have cost; try one by vt-dagster what-if"
             )
         self.size = printed(lengths["size"]) // _ONE
         self.advance = printed(lengths.get("advance", lengths["size"])) // _ONE

@@ -1,0 +1,1 @@
+"""Orders with their prices, from topics to a topic."""
