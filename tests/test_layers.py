@@ -60,8 +60,8 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions kept commits values folding names lookup intervals evolution transaction parquet
-        segments offsets progress view snapshot store maintenance erasing
+        delta positions kept commits values folding names lookup replaced differing intervals evolution
+        transaction parquet segments offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
