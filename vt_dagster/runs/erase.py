@@ -30,11 +30,13 @@ from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unreachable
 from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.erase_plan import Places, derived, key_of, require_free
+from vt_dagster.runs.erased_times import erasures
 from vt_dagster.storage import delta, erasing
 from vt_dagster.storage.erasing import Found, Key, Marked
 from vt_dagster.storage.kept import base_path
 from vt_dagster.storage.maintenance import is_older
 from vt_dagster.storage.positions import Checkpoint, Commit
+from vt_dagster.storage.replaced import forget_replaced
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.storage.view import stored_as
@@ -153,6 +155,7 @@ class _Erase:
         for path in (store.log_path, store.view_path, *bases, store.quarantine_path):
             if delta.exists(path):
                 removed += erasing.purge(path, batch)
+        forget_replaced(self.warehouse, one.name, timedelta(0))
         self.done.files_removed += removed
         self.done.save()
 
@@ -170,6 +173,7 @@ class _Erase:
                 f"{now.commit.batch} was committed meanwhile: run the erase again, while nothing runs"
             ) from None
         after = self._after(commit, attempt, one, found)
+        after.erasures = erasures(store, head, marked, found)
         # What an earlier try has done and did not come to note.
         again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
         before = commit.counts.get(_ROWS, 0) if again else 0
