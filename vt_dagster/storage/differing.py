@@ -53,7 +53,7 @@ def differing(
     if sum(side.size for side in sides) > MOST:
         return None
     first = int(times[0])
-    (ours, *from_to), (theirs, *other) = (side.valid(first) for side in sides)
+    (ours, *span), (theirs, *their_span) = (side.valid(first) for side in sides)
     count = ours.num_rows
     try:
         both = pa.concat_tables([ours, theirs], promote_options="permissive")
@@ -61,8 +61,8 @@ def differing(
         return None
     codes = _codes(both)
     most = int(codes.max(initial=-1)) + 1
-    spans = [_by_code(codes[:count], *from_to, most), _by_code(codes[count:], *other, most)]
-    (start, end), (their_start, their_end) = spans
+    start, end = (_by_code(codes[:count], one, most) for one in span)
+    their_start, their_end = (_by_code(codes[count:], one, most) for one in their_span)
     here, there = start < end, their_start < their_end
     found = np.zeros(len(times) + 1, np.int64)
     for low, high in (
@@ -84,11 +84,11 @@ def _edges(one: Any, other: Any, where: Any) -> Iterator[tuple[Any, Any]]:
     yield np.minimum(one, other)[some], np.maximum(one, other)[some]
 
 
-def _by_code(codes: Any, start: Any, end: Any, most: int) -> tuple[Any, Any]:
-    """From when to when each row is valid, by its number; of those that are not there, never."""
-    first, last = np.full(most, _OPEN), np.full(most, _OPEN)
-    first[codes], last[codes] = start, end
-    return first, last
+def _by_code(codes: Any, times: Any, most: int) -> Any:
+    """A time of each row, by its number; of those that are not there, never."""
+    found = np.full(most, _OPEN)
+    found[codes] = times
+    return found
 
 
 def _codes(rows: pa.Table) -> Any:

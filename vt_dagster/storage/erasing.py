@@ -71,10 +71,13 @@ class Key:
         """The same of quarantined records: those whose text has each value of the key as a word."""
         assert self.values is not None
         texts = [F.col(c).cast("string") for c in ("raw", "raw_key") if c in rows.columns]
+        return rows.withColumns({_HIT: self.among_words(texts), _OLD_HIT: F.lit(False)})
+
+    def among_words(self, texts: Sequence[Column]) -> Column:
+        """Whether texts have each value of the key as a word; false where a condition alone says it."""
         whole = F.concat_ws("\n", *texts)
-        words = [rf"(?<!\w){_quoted(str(value))}(?!\w)" for value in self.values]
-        hit = reduce(lambda a, b: a & b, [whole.rlike(word) for word in words])
-        return rows.withColumns({_HIT: hit, _OLD_HIT: F.lit(False)})
+        words = [rf"(?<!\w){_quoted(str(value))}(?!\w)" for value in self.values or ()]
+        return reduce(lambda a, b: a & b, [whole.rlike(word) for word in words] or [F.lit(False)])
 
     def _flagged(self, rows: DataFrame, name: str, places: Mapping[str, str]) -> DataFrame:
         # Aside, for a column of the row may have the name of a key's column.
