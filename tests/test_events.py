@@ -1,7 +1,5 @@
 """An erase finds the runs of Dagster whose events have the key, and what it says to do there helps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

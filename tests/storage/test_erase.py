@@ -427,8 +427,8 @@ def test_a_topic_that_has_it(shop: Shop, spark: SparkSession) -> None:
     done = shop.erase(spark, shop.customers, runs=["run-1", "run-2"])
     (told,) = [line for line in done.unreachable if line.startswith("the topic ")]
     assert told.startswith(
-        "the topic people, to which customers_to_kafka has published customers up to its offsets {0: 7}: "
-        'publish a tombstone of its key, {"customer": …} without a value'
+        "the topic people, to which customers_to_kafka has published customers up to its offsets "
+        '{0: 7}: publish a tombstone of its key, {"customer": …} without a value'
     )
     (events,) = [line for line in done.unreachable if "event storage" in line]
     assert "Delete the 2 run(s) whose events have it: run-1, run-2 (dagster run delete)" in events
