@@ -33,6 +33,26 @@ def exporting(market: Market, node: Any, what: Any, to: Path, **more: Any) -> Ex
     return ExportRun(export_of(node, what, str(to), **more), str(market.warehouse), market.spark)
 
 
+def require_plain(to: Path, spark: SparkSession) -> None:
+    """Each reader finds the same rows, and nothing that some reader does not know: no deletion vectors,
+    no names of columns other than those in the files."""
+    table = DeltaTable(str(to))
+    protocol, about = table.protocol(), table.metadata()
+    assert (protocol.min_reader_version, protocol.reader_features) == (1, None)
+    assert not {"delta.columnMapping.mode", "delta.enableDeletionVectors"} & set(about.configuration)
+    logs = "".join(path.read_text() for path in sorted((to / "_delta_log").glob("*.json")))
+    assert '"deletionVector":{' not in logs
+    assert "columnMapping" not in logs
+    rows, files = table.to_pyarrow_table(), table.file_uris()
+    as_files = pl.concat([pl.read_parquet(file) for file in files])
+    assert as_files.columns == rows.column_names
+    counts = [pl.read_delta(str(to)).height, as_files.height, duckdb.from_arrow(rows).shape[0]]
+    quoted = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
+    counts.append(len(duckdb.sql(f"select * from read_parquet([{quoted}])").fetchall()))
+    counts.append(spark.read.format("delta").load(str(to)).count())
+    assert {*counts} == {rows.num_rows}
+
+
 def clock(moment: datetime | None) -> str | None:
     return None if moment is None else f"{moment.day} {moment:%H:%M}"
 
@@ -58,10 +78,8 @@ def test_versions_for_every_reader(market: Market, tmp_path: Path) -> None:
     assert duckdb.from_arrow(arrow).order("k, valid_from").select("v").fetchall() == [
         (v,) for _, v, _, _ in there
     ]
-    protocol, about = DeltaTable(str(to)).protocol(), DeltaTable(str(to)).metadata()
-    assert (protocol.min_reader_version, protocol.reader_features) == (1, None)
-    assert not {"delta.columnMapping.mode", "delta.enableDeletionVectors"} & set(about.configuration)
-    assert about.partition_columns == []
+    require_plain(to, market.spark)
+    assert DeltaTable(str(to)).metadata().partition_columns == []
 
 
 def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_path: Path) -> None:
@@ -90,6 +108,7 @@ def test_a_table_is_written_as_a_whole_where_something_is_new(copy: Market, tmp_
     assert more.run()
     with_deleted = pl.read_delta(str(to))
     assert with_deleted.columns == ["k", "v", "at", "timestamp", "is_tombstone"]
+    require_plain(to, copy.spark)
     assert set(with_deleted["v"]) == {"q2", "z1"}  # a key that is deleted has no current row
     assert way.run()
     assert pl.read_delta(str(to)).columns == ["k", "v", "at"]
@@ -112,6 +131,7 @@ def test_a_stream_is_added_to(copy: Market, tmp_path: Path) -> None:
     assert set(delta.files(str(to))) > before
     assert new.rows == 1
     assert pl.read_delta(str(to)).height == 6
+    require_plain(to, copy.spark)
     # made anew, its offsets are those of other records: the whole is written again
     shutil.rmtree(copy.warehouse / "sales")
     copy.run([copy.sales])

@@ -60,8 +60,8 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions kept commits values folding names lookup intervals evolution transaction parquet
-        segments offsets progress view snapshot store maintenance erasing
+        delta positions kept commits values folding names lookup replaced differing intervals evolution
+        transaction parquet segments offsets progress view snapshot store maintenance erasing
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
@@ -78,12 +78,12 @@ ORDER = {
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
         difference reading run remembered replay what_if restate_plan restate export training_set
-        erase_plan certificate erase cut
+        erase_plan certificate erased_times out_of_reach erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource glance metadata io_manager partition_sensor pictures types checks freshness lateness
-        sensors deliveries decorators translator run_config asset export training_set ops factory
+        resource glance metadata events io_manager partition_sensor pictures types checks freshness
+        lateness sensors deliveries decorators translator run_config asset export training_set ops factory
         """,
     "explore": "no_cost tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",

@@ -16,8 +16,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import CommitProperties, DeltaTable, write_deltalake
 from pyspark.sql import SparkSession
-from pyspark.sql.types import StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 from typer.testing import CliRunner
 
 from vt_dagster import FilesSource, Stream, TumblingWindow, VersionedTable
@@ -28,11 +29,14 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.runs.certificate import FOLDER, Certificate
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.out_of_reach import in_statistics
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.storage import delta, erasing
 from vt_dagster.storage.commits import commits
+from vt_dagster.storage.erasing import Key
 from vt_dagster.storage.lookup import head_of, look_up
+from vt_dagster.storage.positions import Commit, Shape
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Table
@@ -266,8 +270,14 @@ def test_the_certificate(shop: Shop, spark: SparkSession) -> None:
     assert set(told["kept"]) == {"cities"}
     assert any(line.startswith("items: ") and "owner" in line for line in told["elsewhere"])
     assert any(line.startswith("orders: ") for line in told["elsewhere"])
-    assert any("customers/0.jsonl" in line for line in told["unreachable"])
-    assert any("event storage" in line for line in told["unreachable"])
+    landing, events, _ = told["unreachable"]
+    assert re.search(
+        r"landing/customers have it, 0.jsonl \(\d rows\), 1.jsonl \(\d rows\): del", landing
+    )
+    assert "customers with its checks versions_do_not_overlap, " in events
+    assert "dagster asset wipe customers placed " in events
+    assert {*told["statistics"].values()} == {0}
+    assert "customers/quarantine" in told["statistics"]
     # again: nothing to do, and it says so
     again = shop.erase(spark, shop.customers)
     assert again.id != done.id
@@ -376,3 +386,49 @@ def test_by_a_condition_from_the_shell(
     ):
         assert set(rows.column("item").to_pylist()) == {"i0", "i3"}
     assert shop.findings(spark, shop.items, shop.owned) == []
+
+
+def test_what_statistics_name(shop: Shop, spark: SparkSession) -> None:
+    key = Key({"customer": StringType()}, (ERIN,))
+    path = f"{shop.warehouse}/customers"
+    assert in_statistics(spark, f"{path}/quarantine", key, {}) > 0
+    to = str(shop.root / "told")
+    rows = pa.table({"id": ["a", ERIN, "z" * 40], "n": [1, 2, 3]})
+    write_deltalake(to, rows)
+    write_deltalake(to, rows.slice(1, 1), mode="append")
+    DeltaTable(to).create_checkpoint()
+    for one, count in ((key, 2), (Key({"customer": StringType()}, None, "customer like 'erin%'"), 2)):
+        assert in_statistics(spark, to, one, {"customer": "id"}) == count
+    assert in_statistics(spark, to, Key(key.types, ("erin",)), {"customer": "id"}) == 0
+    # of a long text Delta has the beginning
+    shutil.rmtree(to)
+    spark.createDataFrame([("x" * 40,), ("y",)], "id string").write.format("delta").save(to)
+    assert in_statistics(spark, to, Key(key.types, ("x" * 40,)), {"customer": "id"}) > 0
+    both = Key({"customer": StringType(), "n": LongType()}, (ERIN, 3))
+    shutil.rmtree(to)
+    write_deltalake(to, pa.table({"id": [ERIN, ERIN], "n": [1, 3]}))
+    assert in_statistics(spark, to, both, {"customer": "id", "n": "n"}) == 1
+    assert in_statistics(spark, to, Key(both.types, (ERIN, 2)), {"customer": "id", "n": "n"}) == 0
+
+
+def test_a_topic_that_has_it(shop: Shop, spark: SparkSession) -> None:
+    """What is published is no table of its own; the certificate names the topic, and no key."""
+    commit = Commit(
+        asset="customers_to_kafka",
+        batch=1,
+        attempt="x",
+        shape=Shape(kind="stream", key=["customer"]),
+        inputs={"customers": {0: 7}, "topic people": {0: 7}},
+        topics={"people": "id"},
+    )
+    about = {"userMetadata": json.dumps({delta.MARK: commit.model_dump()})}
+    to, properties = f"{shop.warehouse}/customers_to_kafka/log", CommitProperties(custom_metadata=about)
+    write_deltalake(to, pa.table({"x": [1]}), commit_properties=properties)
+    done = shop.erase(spark, shop.customers, runs=["run-1", "run-2"])
+    (told,) = [line for line in done.unreachable if line.startswith("the topic ")]
+    assert told.startswith(
+        "the topic people, to which customers_to_kafka has published customers up to its offsets "
+        '{0: 7}: publish a tombstone of its key, {"customer": …} without a value'
+    )
+    (events,) = [line for line in done.unreachable if "event storage" in line]
+    assert "Delete the 2 run(s) whose events have it: run-1, run-2 (dagster run delete)" in events

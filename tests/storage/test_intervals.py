@@ -14,7 +14,7 @@ import vt_dagster
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage import intervals, segments, view
-from vt_dagster.storage.intervals import Read, wrong_since
+from vt_dagster.storage.intervals import Position, Read, wrong_since
 from vt_dagster.storage.lookup import head_of
 from vt_dagster.storage.positions import Offsets, horizons
 from vt_dagster.topology.durations import in_utc, parse_time
@@ -64,7 +64,7 @@ def test_random_arrivals(
         source=FilesSource(str(tmp_path / "rates"), max_bad_share=1.0),
         partitions=2,
     )
-    now, reads, looked_at = 0.0, list[Read](), list[Offsets]()
+    now, reads, looked_at = 0.0, list[Read](), list[Read]()
     wrong_ones = right_ones = 0
     for run in range(7):
         records = list[tuple[str | None, int | None, float]]()
@@ -77,18 +77,18 @@ def test_random_arrivals(
         head = head_of(topology.warehouse, "rates")
         commit = head[1]
         horizon = max(horizons(commit.shape.retention(), commit.stream_time))
-        for after in ([one.next_offset for one in reads], looked_at):
-            found = wrong_since(topology.warehouse, head, reads, after)
-            for read, start, why in zip(reads, after, found, strict=True):
+        for some in (reads, looked_at):
+            found = wrong_since(topology.warehouse, head, some)
+            for read, why in zip(some, found, strict=True):
                 moment = parse_time(read.as_of or "")
                 assert why is None or why.forgotten == (moment < horizon)
                 if moment < horizon:
                     continue
-                before = valid(topology, start, moment)
+                before = valid(topology, read.next_offset, moment)
                 changed = before != valid(topology, commit.next_offset, moment)
                 assert (why is not None) == changed, (run, read, before)
                 wrong_ones, right_ones = wrong_ones + changed, right_ones + (not changed)
         reads += [looked(topology, m) for m in MINUTES if now - 9 <= m <= now + 1]
-        looked_at = [commit.next_offset for _ in reads]
+        looked_at = [read.looked_at(Position.after(commit)) for read in reads]
     assert wrong_ones > 20
     assert right_ones > 20

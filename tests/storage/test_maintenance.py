@@ -53,6 +53,7 @@ def test_compaction_is_seen_and_changes_nothing(
         "attempts_removed": 0,
         "commits_removed": 0,
         "conflicts": 0,
+        "replaced_removed": 0,
     }
     head = grown.store("rates", spark).head()
     assert head is not None

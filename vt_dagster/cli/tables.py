@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +15,7 @@ import typer
 
 from vt_dagster.cli.lookup import Warehouse
 from vt_dagster.errors import TopologyError, VtDagsterError
+from vt_dagster.orchestration.events import runs_with
 from vt_dagster.runs import erase as erasure
 from vt_dagster.runs import replay as replays
 from vt_dagster.runs import restate as restatement
@@ -156,9 +159,18 @@ def erase(
         among=known,
         exports=[*dict.fromkeys([*found, *(export or [])])],
         tell=typer.echo,
+        runs=_runs_with([node, *known], key) if key else None,
     )
     erased = sum(one.erased for one in done.searched.values())
     typer.echo(f"erased {erased} rows of {len(done.searched)} tables; certificate: {done.path}")
+
+
+def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
+    """The runs of Dagster whose events have a key; None where no Dagster is told of."""
+    if not os.environ.get("DAGSTER_HOME"):
+        return None
+    with dg.DagsterInstance.get() as instance:
+        return runs_with(instance, [dg.AssetKey(node.path) for node in nodes], key)
 
 
 def _exports(module: str, asset: str) -> list[str]:

@@ -11,12 +11,12 @@ import dagster as dg
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, READ, READS
 from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
-from vt_dagster.storage.intervals import Read, Wrong, wrong_since
+from vt_dagster.storage.intervals import UNTOLD, Position, Read, Wrong, wrong_since
 from vt_dagster.storage.lookup import head_of
-from vt_dagster.storage.positions import Commit, Offsets
+from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream, VersionedTable
 
-_PAGE = 1000
+_PAGE, _AT_ONCE = 1000, 500
 _UNKNOWN = "unknown"
 """Why a partition is asked for, of which nobody knows what it has read: once, whatever comes of it."""
 _WHY = "vt_dagster/why"
@@ -41,14 +41,18 @@ def build_partition_sensor(
     version asks for none that ended before it. No other partition would come out otherwise, but for
     ``valid_to`` of versions that have ended since, after its time.
 
-    Partitions that were never materialized are not asked for. Where nobody can tell (the position is
-    not in the metadata, as in releases before; the log was replayed, restated or cut off since, or rows
-    have been erased) a partition is asked for once, since it may be wrong. One whose time the table's
-    history does not reach back to cannot be made again, and is told of in the tick's log.
+    Partitions that were never materialized are not asked for. Where another log has taken the place of
+    the one that a partition has read (replay and swap, restate), it is wrong if the two say different
+    things of its time: other keys, values or ``valid_from``. Rows that were erased make wrong what may
+    have seen them. Where nobody can tell (the position is not in the metadata, as in releases before;
+    the old log is not there any more, or the log was cut off after the position) a partition is asked
+    for once, since it may be wrong, and the tick's log says so. One whose time the table's history does
+    not reach back to cannot be made again, and is told of there too.
 
     A run's key follows from the partition's last materialization and the last record that made it
     wrong, so that it is asked for once, however often a tick looks, and also where that run fails. The
     cursor only saves looking at what was looked at: a lost one asks for nothing twice. Without Spark.
+    What materializations say is read once by a process; a tick reads those that are new.
 
     Args:
         report: an asset with partitions that has the table as an input. What is downstream of it is
@@ -63,6 +67,7 @@ def build_partition_sensor(
     """
     key, partitions, inputs = _require_reader(report, reads)
     table, named = "/".join(reads.path), name or _name(report.key, reads)
+    known = _Materializations(key, inputs, table)
 
     @dg.sensor(
         name=named,
@@ -78,20 +83,16 @@ def build_partition_sensor(
             head = head_of(warehouse, table)
         except (StorageError, OSError) as error:
             return dg.SkipReason(f"cannot look at {reads.name}: {error}")
-        cursor, last = _Cursor.of(context.cursor, head[1].log), _newest(context.instance, key)
-        now = _Cursor(head[1].log, head[1].next_offset, sum(head[1].erased.values()), last)
+        position = Position.after(head[1])
+        made, last = known.made(context.instance)
+        cursor, now = _Cursor.of(context.cursor), _Cursor(position, last)
         if cursor == now:
             return dg.SkipReason(f"nothing new in {reads.name}: {_standing(head[1])}")
-        made = _materialized(context.instance, key, inputs, table)
         wrong = _wrong(warehouse, head, made, cursor)
         there = set(partitions.get_partition_keys(dynamic_partitions_store=context.instance))
         wrong = {partition: why for partition, why in wrong.items() if partition in there}
-        gone = sorted(partition for partition, why in wrong.items() if why.forgotten)
-        if gone:
-            context.log.warning(
-                f"{key.to_user_string()}: {len(gone)} partition(s) may be wrong, but the history of "
-                f"{reads.name} does not reach back to their time: {', '.join(gone[:10])}"
-            )
+        wrong = known.only_there(context.instance, wrong)
+        _tell(context, key.to_user_string(), reads.name, wrong)
         requests = [
             _request(named, partition, why)
             for partition, why in sorted(wrong.items())
@@ -168,26 +169,56 @@ class _Made:
     reads: list[Read]
 
 
-def _newest(instance: dg.DagsterInstance, key: dg.AssetKey) -> int:
-    """The storage id of an asset's last materialization; 0 = it has none."""
-    found = instance.fetch_materializations(key, limit=1).records
-    return found[0].storage_id if found else 0
+class _Materializations:
+    """The last materialization of each partition of an asset, as far as this process has read them.
 
+    Dagster has no way to ask for the last ones alone with their metadata. So all are read once, and
+    then those that came after; the last one that was read says whether it is still the same storage.
+    """
 
-def _materialized(
-    instance: dg.DagsterInstance, key: dg.AssetKey, inputs: Sequence[str], table: str
-) -> dict[str, _Made]:
-    """By partition."""
-    found, place = dict[str, _Made](), None
-    while True:
-        page = instance.fetch_materializations(key, limit=_PAGE, cursor=place)
-        for record in page.records:
-            partition = record.partition_key
-            if partition is not None and partition not in found:
-                found[partition] = _Made(record.storage_id, _reads(record, inputs, table))
-        if not page.has_more:
-            return found
-        place = page.cursor
+    def __init__(self, key: dg.AssetKey, inputs: Sequence[str], table: str) -> None:
+        self._key, self._inputs, self._table = key, inputs, table
+        self._made = dict[str, _Made]()
+        self._last: tuple[int, float] | None = None
+
+    def made(self, instance: dg.DagsterInstance) -> tuple[Mapping[str, _Made], int]:
+        """By partition; and the storage id of the last one, of any partition; 0 = there is none."""
+        if self._last is not None and not self._read(instance, self._last[0] - 1):
+            self._made, self._last = {}, None
+        if self._last is None:
+            self._read(instance, 0)
+        return self._made, 0 if self._last is None else self._last[0]
+
+    def _read(self, instance: dg.DagsterInstance, after: int) -> bool:
+        """Reads those after one; whether the first of them is the last that was read before."""
+        place, wanted = None, dg.AssetRecordsFilter(self._key, after_storage_id=after)
+        expected = self._last
+        while True:
+            page = instance.fetch_materializations(wanted, limit=_PAGE, cursor=place, ascending=True)
+            for record in page.records:
+                found = record.storage_id, record.timestamp
+                if expected not in (None, found):
+                    return False
+                expected, self._last, partition = None, found, record.partition_key
+                if partition is not None:
+                    reads = _reads(record, self._inputs, self._table)
+                    self._made[partition] = _Made(record.storage_id, reads)
+            if not page.has_more:
+                return expected is None
+            place = page.cursor
+
+    def only_there(self, instance: dg.DagsterInstance, wrong: dict[str, Wrong]) -> dict[str, Wrong]:
+        """Those of which the last materialization was not wiped meanwhile."""
+        ids = {self._made[partition].storage_id: partition for partition in wrong}
+        asked, there = sorted(ids), set[str]()
+        for start in range(0, len(asked), _AT_ONCE):
+            some = asked[start : start + _AT_ONCE]
+            wanted = dg.AssetRecordsFilter(self._key, storage_ids=some)
+            found = instance.fetch_materializations(wanted, limit=_AT_ONCE).records
+            there |= {ids[record.storage_id] for record in found}
+        for partition in wrong.keys() - there:
+            del self._made[partition]
+        return {partition: why for partition, why in wrong.items() if partition in there}
 
 
 def _reads(record: dg.EventLogRecord, inputs: Sequence[str], table: str) -> list[Read]:
@@ -206,8 +237,8 @@ def _wrong(
 ) -> dict[str, Wrong]:
     """By partition, why it is wrong."""
     every = [(partition, one, read) for partition, one in made.items() for read in one.reads]
-    after = [cursor.after(one, read) for _, one, read in every]
-    found = wrong_since(warehouse, head, [read for _, _, read in every], after)
+    looked = [cursor.seen(one, read, head[1].log) for _, one, read in every]
+    found = wrong_since(warehouse, head, looked)
     wrong = {partition: Wrong(_UNKNOWN, "", False) for partition, one in made.items() if not one.reads}
     for (partition, one, _), why in zip(every, found, strict=True):
         before = wrong.get(partition)
@@ -226,40 +257,57 @@ def _standing(commit: Commit) -> str:
     return f"batch {commit.batch}, {commit.total:,} records"
 
 
+def _tell(
+    context: dg.SensorEvaluationContext, asset: str, table: str, wrong: Mapping[str, Wrong]
+) -> None:
+    """Says in the tick's log of which partitions nobody can tell, and which cannot be made again."""
+    gone = sorted(partition for partition, why in wrong.items() if why.forgotten)
+    if gone:
+        context.log.warning(
+            f"{asset}: {len(gone)} partition(s) may be wrong, but the history of {table} does not "
+            f"reach back to their time: {', '.join(gone[:10])}"
+        )
+    unsure = Counter(one.why for one in wrong.values() if one.why in UNTOLD and not one.forgotten)
+    for why, count in unsure.items():
+        context.log.warning(
+            f"{asset}: {count} partition(s) are asked for, and nobody can tell if {table} has made "
+            f"them wrong: {UNTOLD[why]}"
+        )
+
+
 @dataclass(frozen=True)
 class _Cursor:
     """Up to where a sensor has looked; it may be lost.
 
     Args:
-        log: which log.
-        next_offset: up to where in it.
-        erased: how many of its rows had been erased.
+        position: of the table's log.
         storage_id: up to which materialization.
     """
 
-    log: str = ""
-    next_offset: Offsets | None = None
-    erased: int = 0
+    position: Position | None = None
     storage_id: int = 0
 
     @classmethod
-    def of(cls, text: str | None, log: str) -> "_Cursor":
+    def of(cls, text: str | None) -> "_Cursor":
         try:
             told = json.loads(text or "")
-            offsets = {int(p): int(offset) for p, offset in told["next_offset"].items()}
-            found = cls(str(told["log"]), offsets, int(told["erased"]), int(told["storage_id"]))
-        except (ValueError, KeyError, TypeError, AttributeError):  # lost, or not ours
+            return cls(Position.model_validate(told["position"]), int(told["storage_id"]))
+        except (ValueError, KeyError, TypeError):  # lost, or not ours
             return cls()
-        return found if found.log == log else cls()
 
     @property
     def text(self) -> str:
-        return json.dumps(vars(self))
+        position = None if self.position is None else self.position.model_dump()
+        return json.dumps({"position": position, "storage_id": self.storage_id})
 
-    def after(self, made: _Made, read: Read) -> Offsets:
-        """From where on a log has to be looked at for a read."""
-        if made.storage_id > self.storage_id or self.next_offset is None:
-            return read.next_offset
-        both = {*read.next_offset, *self.next_offset}
-        seen = self.next_offset
-        return {p: max(read.next_offset.get(p, 0), seen.get(p, 0)) for p in both}
+    def seen(self, made: _Made, read: Read, log: str) -> Read:
+        """A read, as if it had been made where a sensor has looked at it last.
+
+        Args:
+            log: which one is the table's now.
+        """
+        upto = self.position
+        if upto is None or made.storage_id > self.storage_id:
+            return read
+        newer = upto.batch > read.batch if upto.log == read.log else read.log != log
+        return read.looked_at(upto) if newer else read

@@ -19,11 +19,9 @@ from vt_dagster.columns import OLD
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.erasing import Key
 from vt_dagster.storage.lookup import asset_names
-from vt_dagster.storage.store import AssetStore
 
 FOLDER = "erased.certificates"
 """Of a warehouse: no asset has such a name."""
-_NAMED = 20
 
 
 class Searched(BaseModel):
@@ -66,7 +64,11 @@ class Certificate(BaseModel):
     elsewhere: list[str] = Field(default_factory=list)
     """Where the key's value still is in other assets of the warehouse."""
     unreachable: list[str] = Field(default_factory=list)
-    """Where copies may be that no erase reaches, and what helps there."""
+    """Where copies may be that no erase reaches, and what helps there: landing files, topics, Dagster's
+    event storage, Delta's statistics."""
+    statistics: dict[str, int] = Field(default_factory=dict)
+    """By table: in how many files' smallest or largest values, of all that its ``_delta_log`` has after
+    the erase, the key still is."""
     waiting: dict[str, int] = Field(default_factory=dict)
     """While it goes on: how many of the records that a join holds back are about to go."""
     _path: str = PrivateAttr("")
@@ -167,43 +169,3 @@ def _suspects(columns: StructType, key: Key) -> dict[str, Column]:
     if not {*key.types} <= {*types}:
         return {}
     return {", ".join(key.types): key.condition()}
-
-
-def unreachable(stores: Sequence[AssetStore], key: Key) -> list[str]:
-    """What no erase reaches, and what helps there."""
-    found: list[str] = []
-    for store in stores:
-        head, node = store.head(), store.node
-        if head is None:
-            continue
-        again = "a replay would bring it back"
-        if head.commit.topics:
-            names = ", ".join(sorted(head.commit.topics))
-            found.append(
-                f"what {node.name} was read from, {names}: delete it there, {again}. In a compacted "
-                "topic a tombstone removes it"
-            )
-        if head.commit.files:
-            names = _named([*store.consumed_files(head)], key)
-            found.append(
-                f"what {node.name} was read from, {names}: delete it there, {again}. A file that is "
-                "changed in place is taken as a new one: put it elsewhere"
-            )
-    found.append(
-        "Dagster's event storage, where samples of failed checks and pictures may have it: delete the "
-        "runs of before of these assets (DagsterInstance.delete_run), and their compute logs"
-    )
-    found.append(
-        "topics that these assets are published to: publish a tombstone of the key where they are "
-        "compacted, else their retention decides; and backups, and copies that others have made"
-    )
-    return found
-
-
-def _named(names: Sequence[str], key: Key) -> str:
-    """Some names of files, without the key."""
-    told = sorted(names)[:_NAMED]
-    for value in key.values or ():
-        told = [name.replace(str(value), "…") for name in told] if isinstance(value, str) else told
-    more = len(names) - len(told)
-    return ", ".join(told) + (f" and {more:,} more" if more else "")

@@ -144,6 +144,7 @@ def document(
         disorder=before.disorder_with(passed.earliest),
         erased=before.erased,
         erased_before=before.erased_before,
+        erasures=before.erasures,
         cut=before.cut,
         counts=counts,
         totals=totals,

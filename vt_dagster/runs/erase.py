@@ -27,14 +27,17 @@ from vt_dagster.columns import OFFSET, TIMESTAMP
 from vt_dagster.core.arrival import Fate, by_partition
 from vt_dagster.core.log import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unreachable
+from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere
 from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.erase_plan import Places, derived, key_of, require_free
+from vt_dagster.runs.erased_times import erasures
+from vt_dagster.runs.out_of_reach import in_statistics, unreachable
 from vt_dagster.storage import delta, erasing
 from vt_dagster.storage.erasing import Found, Key, Marked
-from vt_dagster.storage.kept import base_path
+from vt_dagster.storage.kept import bases_of
 from vt_dagster.storage.maintenance import is_older
 from vt_dagster.storage.positions import Checkpoint, Commit
+from vt_dagster.storage.replaced import forget_replaced
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.storage.view import stored_as
@@ -60,6 +63,7 @@ def erase(
     among: Sequence[Stream] = (),
     exports: Sequence[str] = (),
     tell: Tell | None = None,
+    runs: Sequence[str] | None = None,
 ) -> Certificate:
     """Removes a key from an asset, from what is derived from it under that key, and from exports.
 
@@ -75,6 +79,7 @@ def erase(
         among: the streams and tables in which to look for what consumes it.
         exports: the directories of exports of any of these (``build_export``).
         tell: is told what was found, in a line each.
+        runs: of Dagster, whose events have the key (``runs_with``); None = nobody has looked.
 
     Returns:
         the certificate, which is also in the warehouse, in ``erased.certificates/``.
@@ -84,7 +89,7 @@ def erase(
             restatement is under way.
         ConcurrentRunError: a run committed meanwhile. Run it again.
     """
-    return _Erase(str(warehouse), node, spark, reason, key, where, among, exports, tell).run()
+    return _Erase(str(warehouse), node, spark, reason, key, where, among, exports, tell, runs).run()
 
 
 class _Erase:
@@ -99,8 +104,9 @@ class _Erase:
         among: Sequence[Stream],
         exports: Sequence[str],
         tell: Tell | None,
+        runs: Sequence[str] | None,
     ) -> None:
-        self.warehouse, self.node, self.spark = warehouse, node, spark
+        self.warehouse, self.node, self.spark, self.runs = warehouse, node, spark, runs
         self.say = tell or (lambda _: None)
         if not reason.strip():
             raise StorageError("expected a reason for the erase, got none; give one, without the key")
@@ -121,8 +127,7 @@ class _Erase:
         for path, one in self.exports.items():
             self._export(path, one)
         self.done.elsewhere = elsewhere(self.warehouse, self.key, self.spark)
-        stores = [AssetStore(self.warehouse, one.node, self.spark) for one in self.plan]
-        self.done.unreachable = unreachable(stores, self.key)
+        self.done.unreachable = unreachable(self.warehouse, self.plan, self.key, self.spark, self.runs)
         self.done.waiting = {}
         self.done.finish()
         for line in (*self.done.elsewhere, *self.done.unreachable):
@@ -141,7 +146,7 @@ class _Erase:
         self._note_waiting(store, head, marked)
         batch = self._log(store, head, one, marked)
         committed = time.time()
-        bases = _bases(store)
+        bases = bases_of(store.root)
         for path in (store.view_path, *bases) if isinstance(one.node, Table) else ():
             if delta.exists(path):
                 self._view(store, path, batch, one, marked)
@@ -152,7 +157,8 @@ class _Erase:
         removed = _forget_attempts(store, committed)
         for path in (store.log_path, store.view_path, *bases, store.quarantine_path):
             if delta.exists(path):
-                removed += erasing.purge(path, batch)
+                removed += self._purge(path, batch, one)
+        forget_replaced(self.warehouse, one.name, timedelta(0))
         self.done.files_removed += removed
         self.done.save()
 
@@ -170,6 +176,7 @@ class _Erase:
                 f"{now.commit.batch} was committed meanwhile: run the erase again, while nothing runs"
             ) from None
         after = self._after(commit, attempt, one, found)
+        after.erasures = erasures(store, head, marked, found)
         # What an earlier try has done and did not come to note.
         again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
         before = commit.counts.get(_ROWS, 0) if again else 0
@@ -343,8 +350,15 @@ class _Erase:
             asset=then.asset,
         )
         self._tell(path, found)
-        self.done.files_removed += erasing.purge(path, then.batch + 1)
+        self.done.files_removed += self._purge(path, then.batch + 1, one)
         self.done.save()
+
+    def _purge(self, path: str, batch: int, one: Places) -> int:
+        removed = erasing.purge(path, batch)
+        columns = {} if path.endswith("/quarantine") else one.columns
+        left = in_statistics(self.spark, path, self.key, columns)
+        self.done.statistics[path.removeprefix(f"{self.warehouse.rstrip('/')}/")] = left
+        return removed
 
     def _tell(self, table: str, found: Found) -> None:
         self.done.add(
@@ -352,13 +366,6 @@ class _Erase:
             Searched(rows=found.searched, erased=found.rows, old=found.old, version=found.version),
         )
         self.say(f"{table}: {found.rows} of {found.searched} rows, {found.old} old rows")
-
-
-def _bases(store: AssetStore) -> list[str]:
-    """The tables that were put aside where the log was cut off, also those that are not needed now."""
-    fs, folder = delta.filesystem(posixpath.join(store.root, "bases"))
-    there = fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else []
-    return [base_path(store.root, posixpath.basename(path.rstrip("/"))) for path in there]
 
 
 def _marked(key: Key, columns: Mapping[str, str]) -> Marked:

@@ -17,6 +17,7 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.erasing import Key, Way
 from vt_dagster.storage.lookup import asset_names, head_of
+from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.storage.values import as_key
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
@@ -109,6 +110,8 @@ def derived(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> list[Place
     names = {one.name for one in found}
     for name in asset_names(warehouse):
         commit = head_of(warehouse, name)[1]
+        if published(commit):
+            continue  # has no rows of its own
         reads = {posixpath.dirname(read).rpartition("/")[2] for read in commit.reads}
         used = sorted((names & ({*commit.inputs} | reads)) - {commit.asset})
         if used and name not in {one.name for one in found}:
@@ -117,6 +120,11 @@ def derived(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> list[Place
                 f"which is made of {used[0]}; give it too (--module)"
             )
     return [one for one in found if delta.exists(posixpath.join(warehouse, one.name, "log"))]
+
+
+def published(commit: Commit) -> list[str]:
+    """The topics that a publication sends a log to; of anything else none."""
+    return [up.removeprefix("topic ") for up in commit.inputs if up.startswith("topic ")]
 
 
 def _columns(node: Stream, known: dict[str, dict[str, str]]) -> dict[str, str]:

@@ -10,8 +10,9 @@ joined came after it, and a restatement that would leave such a one out is refus
 gone, and such a table has only its present.
 
 **How it takes place.** The new logs are made beside the old ones, in a folder of the warehouse; then
-they change places, inputs first. Each step is found done or is done again, so that a killed restatement
-goes on where it stopped. Nothing else may run meanwhile.
+they change places, inputs first; the old ones of a versioned table stay for a while, for whoever asks
+what they said (``storage.replaced``). Each step is found done or is done again, so that a killed
+restatement goes on where it stopped. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from vt_dagster.runs.restate_plan import Plan, Planner, Step, path_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Checkpoint, Commit
+from vt_dagster.storage.replaced import put_aside
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, topological
@@ -103,6 +105,10 @@ class _Restatement:
             self.fs.touch(posixpath.join(self.root, _READY))
         for step in plan.steps:
             self._exchange(step.path)
+        for step, node in steps:
+            old = posixpath.join(self.root, _OLD, step.path)
+            if node.versioned and self.fs.exists(old):
+                put_aside(self.warehouse, step.path, old)
         # The plan first: without it, what is left is rubbish and no restatement.
         self.fs.rm_file(posixpath.join(self.root, _PLAN))
         self.fs.rm(self.root, recursive=True)

@@ -22,7 +22,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, StructType
 
-from vt_dagster.columns import IS_TOMBSTONE, OLD, PARTITION
+from vt_dagster.columns import IS_TOMBSTONE, OFFSET, OLD, PARTITION, TIMESTAMP
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.maintenance import forget_commits
 
@@ -71,10 +71,13 @@ class Key:
         """The same of quarantined records: those whose text has each value of the key as a word."""
         assert self.values is not None
         texts = [F.col(c).cast("string") for c in ("raw", "raw_key") if c in rows.columns]
+        return rows.withColumns({_HIT: self.among_words(texts), _OLD_HIT: F.lit(False)})
+
+    def among_words(self, texts: Sequence[Column]) -> Column:
+        """Whether texts have each value of the key as a word; false where a condition alone says it."""
         whole = F.concat_ws("\n", *texts)
-        words = [rf"(?<!\w){_quoted(str(value))}(?!\w)" for value in self.values]
-        hit = reduce(lambda a, b: a & b, [whole.rlike(word) for word in words])
-        return rows.withColumns({_HIT: hit, _OLD_HIT: F.lit(False)})
+        words = [rf"(?<!\w){_quoted(str(value))}(?!\w)" for value in self.values or ()]
+        return reduce(lambda a, b: a & b, [whole.rlike(word) for word in words] or [F.lit(False)])
 
     def _flagged(self, rows: DataFrame, name: str, places: Mapping[str, str]) -> DataFrame:
         # Aside, for a column of the row may have the name of a key's column.
@@ -95,6 +98,8 @@ class Found:
         searched: rows that were looked at.
         rows: that were removed or emptied; ``old``: whose old row was.
         by_partition: the same of ``rows``.
+        first: of a log, the smallest timestamp of ``rows`` that are no tombstones; None = of none.
+        last: of a log, their largest offset in each partition.
         places: the files that had them.
         version: of the table after it.
         like: the columns as they are declared now.
@@ -104,6 +109,8 @@ class Found:
     rows: int = 0
     old: int = 0
     by_partition: dict[int, int] = field(default_factory=dict[int, int])
+    first: int | None = None
+    last: dict[int, int] = field(default_factory=dict[int, int])
     places: set[str] = field(default_factory=set[str])
     version: int | None = None
     like: StructType | None = None
@@ -131,11 +138,20 @@ def find(
         return found
     rows = parquet.read(spark, path, version, like=like).withColumn(_FILE, F.col("_metadata.file_path"))
     partition = F.col(PARTITION) if PARTITION in rows.columns else F.lit(0)
+    offset, first = F.lit(None).cast("long"), F.lit(None).cast("long")
+    if {OFFSET, TIMESTAMP, IS_TOMBSTONE} <= {*rows.columns}:
+        offset = F.max(F.when(F.col(_HIT), F.col(OFFSET)))
+        first = F.min(F.when(F.col(_HIT) & ~F.col(IS_TOMBSTONE), F.unix_micros(TIMESTAMP)))
     told = (
         marked(rows)
         .where(F.col(_HIT) | F.col(_OLD_HIT))
         .groupBy(_FILE, partition.alias(PARTITION))
-        .agg(F.count_if(_HIT).alias("rows"), F.count_if(_OLD_HIT).alias("old"))
+        .agg(
+            F.count_if(_HIT).alias("rows"),
+            F.count_if(_OLD_HIT).alias("old"),
+            offset.alias("offset"),
+            first.alias("first"),
+        )
         .collect()
     )
     known = {file.place for file in files}
@@ -147,6 +163,10 @@ def find(
         if one["rows"]:
             partition_of = one[PARTITION] or 0
             found.by_partition[partition_of] = found.by_partition.get(partition_of, 0) + one["rows"]
+            if one["offset"] is not None:
+                found.last[partition_of] = max(found.last.get(partition_of, 0), one["offset"])
+            if one["first"] is not None:
+                found.first = min(t for t in (found.first, one["first"]) if t is not None)
     return found
 
 

@@ -48,7 +48,7 @@ def fold(
         fresh = fresh.append_column(VALID_FROM, moments)
         fresh = fresh.append_column(VALID_TO, pa.nulls(fresh.num_rows, moments.type))
     rows = fresh if base is None else pa.concat_tables([base, fresh], promote_options="default")
-    codes = [_codes(rows.column(k)) for k in key]
+    codes = [codes_of(rows.column(k)) for k in key]
     order = [rows.column(PARTITION).to_numpy(), rows.column(OFFSET).to_numpy()]
     if limits is not None:
         order.append(micros(rows, VALID_FROM))
@@ -120,7 +120,7 @@ def micros(rows: pa.Table, column: str) -> Any:
     return whole.fill_null(0).to_numpy()
 
 
-def _codes(column: pa.ChunkedArray) -> Any:
+def codes_of(column: pa.ChunkedArray) -> Any:
     """A number for each value, the same for the same; NaN is one value, and so are the two zeros."""
     kind = column.type
     if pa.types.is_floating(kind):

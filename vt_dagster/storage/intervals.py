@@ -28,6 +28,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.storage import delta
+from vt_dagster.storage.differing import differing
 from vt_dagster.storage.folding import fold, micros
 from vt_dagster.storage.lookup import AssetRows, rows_of
 from vt_dagster.storage.names import names_of
@@ -39,6 +40,7 @@ from vt_dagster.storage.positions import (
     file_before,
     horizons,
 )
+from vt_dagster.storage.replaced import place_of
 from vt_dagster.topology.durations import in_utc, parse_time
 
 _ROWS = 2_000_000
@@ -48,7 +50,24 @@ _WAS_LATEST = "_was_latest"
 _OURS = (PARTITION, OFFSET, TIMESTAMP, RECORDED_AT, IS_LATEST, IS_TOMBSTONE, VALID_FROM, VALID_TO)
 
 
-class Read(BaseModel):
+class Position(BaseModel):
+    """Where a log stood."""
+
+    log: str
+    """Which log, see ``Commit.log``."""
+    batch: int
+    next_offset: Offsets
+    erased: int = 0
+    """How many rows had been erased from it."""
+
+    @classmethod
+    def after(cls, commit: Commit) -> Position:
+        """As of a commit."""
+        erased = sum(commit.erased.values())
+        return cls(log=commit.log, batch=commit.batch, next_offset=commit.next_offset, erased=erased)
+
+
+class Read(Position):
     """What a read of a table has seen: where its log stood, and what was asked of it."""
 
     asset: str
@@ -56,12 +75,6 @@ class Read(BaseModel):
     what: str
     as_of: str | None = None
     as_known_at: str | None = None
-    log: str
-    """Which log, see ``Commit.log``."""
-    batch: int
-    next_offset: Offsets
-    erased: int = 0
-    """How many rows had been erased from it."""
 
     @classmethod
     def of(
@@ -78,11 +91,18 @@ class Read(BaseModel):
             what=chosen,
             as_of=None if moment is None else in_utc(parse_time(moment)),
             as_known_at=known,
-            log=commit.log,
-            batch=commit.batch,
-            next_offset=commit.next_offset,
-            erased=sum(commit.erased.values()),
+            **vars(Position.after(commit)),
         )
+
+    @property
+    def moment(self) -> int:
+        """What it is as of, epoch microseconds."""
+        return parse_time(self.as_of or "")
+
+    def looked_at(self, upto: Position) -> Read:
+        """The same as if it had been made at a later position, up to which it is known to be right, or
+        was asked for."""
+        return self.model_copy(update=vars(upto))
 
     @property
     def told(self) -> dict[str, Any]:
@@ -94,9 +114,9 @@ class Wrong(NamedTuple):
     """Why a read is not what it would be now.
 
     Args:
-        why: ``changed``: a record has changed an interval that holds its time; else nobody can tell
-            what it would be: rows have been ``erased`` since, the log is ``another_log``, or was
-            ``cut_off`` after where it stood.
+        why: ``changed``: a record has changed an interval that holds its time, or another log has come
+            that says something else of it; ``erased``: it may have seen rows that have been erased
+            since. Else nobody can tell what it would be, see ``UNTOLD``.
         by: names what has changed: the same each time that one looks, until something else does.
         forgotten: whether the table's history does not reach back to its time any more, so that it
             cannot be made again.
@@ -107,51 +127,96 @@ class Wrong(NamedTuple):
     forgotten: bool
 
 
-def wrong_since(
-    warehouse: str,
-    head: tuple[int, Commit],
-    reads: Sequence[Read],
-    after: Sequence[Offsets],
-) -> list[Wrong | None]:
+UNTOLD = {
+    "another_log": "the log that they have read was replaced (replay and swap, or restate), and is not "
+    "there any more to compare it with, or too large",
+    "erased_before": "rows have been erased, and it is not noted which times had them",
+    "cut_off": "the log was cut off after the position that they have read",
+}
+"""Of a read that is wrong for all that is known: why that is."""
+
+
+def wrong_since(warehouse: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[Wrong | None]:
     """Of each read of a versioned table as of a time: why it is wrong; None = it is right.
 
     A record that changed no value, but came again, counts: the row that is read has its offset. That a
     version has ended meanwhile, after the time of the read, does not. Of the log it looks at keys and
-    times from the smallest offset in ``after`` on, and keeps what may matter to one of the reads; of
-    those keys it looks at the versions.
+    times from the smallest offset that a read has not seen on, and keeps what may matter to one of the
+    reads; of those keys it looks at the versions. Where another log has taken the place of what was
+    read, it is what had changed there after the read, and what the two logs say differently.
 
     Args:
         head: of the table, see ``head_of``.
-        reads: as of a time, of ``current``.
-        after: of each read the offsets before which it has seen everything, or has been looked at.
+        reads: as of a time, of ``current``; all of one table.
     """
-    version, commit = head
-    name = reads[0].asset if reads else ""
+    found: list[Wrong | None] = [None] * len(reads)
+    commit = head[1]
     horizon = max(horizons(commit.shape.retention(), commit.stream_time), default=-_OPEN)
-    found: list[Wrong | None] = []
-    open_: list[int] = []
-    for place, (read, start) in enumerate(zip(reads, after, strict=True)):
-        moment = parse_time(read.as_of or "")
-        erased = sum(commit.erased.values())
-        told: tuple[str, str] | None = None
-        if read.log != commit.log:
-            told = "another_log", commit.log[:8]
-        elif read.erased < erased:
-            told = "erased", str(erased)
-        elif any(start.get(p, 0) < commit.kept_from(p) for p in commit.next_offset):
-            told = "cut_off", str(sum(read.next_offset.values()))
+    for log in dict.fromkeys(read.log for read in reads):
+        places = [place for place, read in enumerate(reads) if read.log == log]
+        some, name = [reads[place] for place in places], reads[places[0]].asset
+        if log == commit.log:
+            told = _in_log(posixpath.join(str(warehouse), name), head, some)
         else:
-            open_.append(place)
-        found.append(None if told is None else Wrong(*told, forgotten=moment < horizon))
+            told = _in_another(str(warehouse), name, head, some)
+        for place, read, why in zip(places, some, told, strict=True):
+            found[place] = None if why is None else Wrong(*why, forgotten=read.moment < horizon)
+    return found
+
+
+_Why = tuple[str, str] | None
+
+
+def _in_log(root: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[_Why]:
+    """What has made them wrong in the log that they have read."""
+    version, commit = head
+    found = [_not_told(read, commit) for read in reads]
+    open_ = [place for place, why in enumerate(found) if why is None]
     if not open_:
         return found
-    rows = _Changes(posixpath.join(str(warehouse), name), commit, version, commit.shape, None, False)
-    times = [parse_time(reads[place].as_of or "") for place in open_]
-    told_by = rows.last(_Reads.of(times, [after[place] for place in open_], commit), horizon)
-    for place, moment, by in zip(open_, times, told_by, strict=True):
-        if by is not None:
-            found[place] = Wrong("changed", by, moment < horizon)
+    horizon = max(horizons(commit.shape.retention(), commit.stream_time), default=-_OPEN)
+    rows = _Changes(root, commit, version, commit.shape, None, False)
+    some = [reads[place] for place in open_]
+    told = _Reads.of([read.moment for read in some], [read.next_offset for read in some], commit)
+    for place, by in zip(open_, rows.last(told, horizon), strict=True):
+        found[place] = None if by is None else ("changed", by)
     return found
+
+
+def _not_told(read: Read, commit: Commit) -> _Why:
+    """Why a read is wrong, or may be, where the log's rows do not tell it any more."""
+    later = [one for one in commit.erasures if one.batch > read.batch]
+    touched = [one.batch for one in later if one.touched(read.moment, read.next_offset)]
+    if touched:
+        return "erased", str(max(touched))
+    erased = sum(commit.erased.values())
+    if read.erased < erased and not later:
+        return "erased_before", str(erased)
+    if any(read.next_offset.get(p, 0) < commit.kept_from(p) for p in commit.next_offset):
+        return "cut_off", str(read.batch)
+    return None
+
+
+def _in_another(
+    warehouse: str, name: str, head: tuple[int, Commit], reads: Sequence[Read]
+) -> list[_Why]:
+    """What has made them wrong since, where another log has taken the place of what they have read."""
+    place, by = place_of(warehouse, name, reads[0].log), head[1].log[:8]
+    found = None if place is None else delta.last_commit(posixpath.join(place, "log"))
+    if place is None or found is None:
+        return [("another_log", by)] * len(reads)
+    then = found.version, Commit.model_validate(found.document)
+    told = _in_log(place, then, reads)
+    times = np.unique(np.array([read.moment for read in reads], np.int64))
+    differs = differing((place, *then), (posixpath.join(warehouse, name), *head), times)
+    for one, read in enumerate(reads):
+        if told[one] is not None:
+            continue
+        if differs is None:
+            told[one] = "another_log", by
+        elif differs[np.searchsorted(times, read.moment)]:
+            told[one] = "changed", by
+    return told
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,13 @@ def base_path(root: str, name: str) -> str:
     return posixpath.join(root, "bases", name)
 
 
+def bases_of(root: str) -> list[str]:
+    """All tables that were put aside where a log was cut off, also those that are not needed now."""
+    fs, folder = delta.filesystem(posixpath.join(root, "bases"))
+    there: list[str] = fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else []
+    return [base_path(root, posixpath.basename(path.rstrip("/"))) for path in there]
+
+
 def base_of(name: str, root: str, cut: Cut) -> delta.Committed:
     """The commit of these rows, whose document is a ``Checkpoint``.
 

@@ -17,14 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from vt_dagster.columns import (
-    FINAL,
-    IS_TOMBSTONE,
-    OFFSET,
-    SEGMENT,
-    VALID_FROM,
-    VALID_TO,
-)
+from vt_dagster.columns import FINAL, IS_TOMBSTONE, OFFSET, SEGMENT, VALID_FROM, VALID_TO
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at
@@ -239,26 +232,31 @@ class AssetRows:
 
     def table(self, what: str, moment: int | None) -> pa.Table:
         """Versions, or current rows; as of a time where given."""
-        versioned = self.shape.kind == "versioned"
-        base, start = self._base(what, moment)
-        tail = self.log(start) if base is None or start != self.commit.next_offset else None
-        limits = dict(zip(self.commit.stream_time, self._horizons(), strict=True))
-        rows = fold(base, tail, self.key, limits if versioned else None)
-        if not versioned or what == "versions":
+        rows, limits = self._folded(what, moment), self._limits
+        if limits is None or what == "versions":
             return clipped(rows, self.shape.valid_until)
         newest = rows.column(VALID_TO).is_null().to_numpy()
         rows = clipped(rows, self.shape.valid_until)
-        start_, end = micros(rows, VALID_FROM), micros(rows, VALID_TO)
+        start, end = micros(rows, VALID_FROM), micros(rows, VALID_TO)
         open_ = rows.column(VALID_TO).is_null().to_numpy()
         if moment is None:
             there = newest & (open_ | (values_by_partition(rows, self.commit.stream_time, 0) < end))
         else:
             limit = values_by_partition(rows, limits, moment)
-            there = (start_ <= moment) & (open_ | ((moment < end) & (moment >= limit)))
+            there = (start <= moment) & (open_ | ((moment < end) & (moment >= limit)))
         return rows.filter(pa.array(there & ~rows.column(IS_TOMBSTONE).to_numpy()))
 
-    def _horizons(self) -> list[int]:
-        return horizons(self.shape.retention(), self.commit.stream_time)
+    @property
+    def _limits(self) -> dict[int, int] | None:
+        """Of a versioned table: its horizons by partition."""
+        limits = horizons(self.shape.retention(), self.commit.stream_time)
+        both = zip(self.commit.stream_time, limits, strict=True)
+        return dict(both) if self.shape.kind == "versioned" else None
+
+    def _folded(self, what: str, moment: int | None) -> pa.Table:
+        base, start = self._base(what, moment)
+        tail = self.log(start) if base is None or start != self.commit.next_offset else None
+        return fold(base, tail, self.key, self._limits)
 
     def _base(self, what: str, moment: int | None) -> tuple[pa.Table | None, dict[int, int]]:
         """What is needed of the view, and up to which offsets it is folded in."""

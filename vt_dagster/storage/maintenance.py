@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 from vt_dagster.spark.settings import settings
 from vt_dagster.storage import commits, delta
 from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.replaced import forget_replaced
 from vt_dagster.storage.store import AssetStore, asset_names
 
 KEEP = timedelta(days=7)
@@ -42,11 +43,14 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
             did not commit.
 
     Returns:
-        ``files_compacted``, ``attempts_removed``, ``commits_removed``; and ``conflicts``,
-        compactions that another writer came before, which the next maintenance makes up for.
+        ``files_compacted``, ``attempts_removed``, ``commits_removed``; ``replaced_removed``, logs that
+        others took the place of longer ago than that (``restate``); and ``conflicts``, compactions that
+        another writer came before, which the next maintenance makes up for.
     """
     root = posixpath.join(str(warehouse), name)
-    done = {"files_compacted": 0, "attempts_removed": 0, "commits_removed": 0, "conflicts": 0}
+    done: dict[str, int] = {}
+    counts = "files_compacted", "attempts_removed", "commits_removed", "replaced_removed", "conflicts"
+    done.update(dict.fromkeys(counts, 0))
     if delta.exists(posixpath.join(root, "view")):
         AssetStore.open(warehouse, name, spark).catch_up(now=True)
     for table in ("log", "view", "quarantine"):
@@ -64,6 +68,7 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
             spark.sql(f"VACUUM {delta.quoted(path)} RETAIN {hours:g} HOURS")
         done["commits_removed"] += forget_commits(path, keep)
     done["attempts_removed"] = _forget_attempts(root, keep)
+    done["replaced_removed"] = forget_replaced(warehouse, name, keep)
     return done
 
 

@@ -75,6 +75,30 @@ class Cut(BaseModel):
         )
 
 
+class Erasure(BaseModel):
+    """Which reads of a versioned table may have seen what was erased from it. Names no key."""
+
+    batch: int
+    """The erase's own, or of several the last one's."""
+    spans: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """When something of it was valid, by all that the log had: from (inclusive), to (exclusive)."""
+    first: int | None = None
+    """The smallest timestamp of it; None = the log had no row of it."""
+    last: Offsets = Field(default_factory=dict)
+    """The largest offset of it in each partition."""
+
+    def touched(self, moment: int, next_offset: Offsets) -> bool:
+        """Whether a read as of a time may have seen something of it.
+
+        Args:
+            next_offset: where the log stood. What had not all of it may have seen what was replaced
+                later, at any time from the first on.
+        """
+        if any(next_offset.get(p, 0) <= offset for p, offset in self.last.items()):
+            return self.first is None or moment >= self.first
+        return any(start <= moment < end for start, end in self.spans)
+
+
 class Step(BaseModel):
     """How far a log came by a time of record within one commit; fields as of ``Commit``."""
 
@@ -166,6 +190,8 @@ class Commit(BaseModel):
     """How many rows of each partition have been erased: so many offsets of the log are missing."""
     erased_before: Offsets = Field(default_factory=dict)
     """All of those are before these offsets."""
+    erasures: list[Erasure] = Field(default_factory=list[Erasure])
+    """Of a versioned table: the last ones that took something out of it; earlier ones as one."""
     cut: Cut | None = None
     """What was cut off from the log. Its rows are in none of the other counts of what is missing."""
     upkeep: bool = False

@@ -1,0 +1,184 @@
+"""Which partitions are wrong after a restatement, a swap, an erase or a cut, and by file times."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.market import lines, record
+from tests.test_partition_sensor import Reports, day
+from vt_dagster.orchestration.io_manager import READS
+from vt_dagster.runs.cut import cut_logs
+from vt_dagster.runs.erase import erase
+from vt_dagster.runs.replay import replay, swap
+from vt_dagster.runs.restate import restate
+from vt_dagster.storage.intervals import UNTOLD
+from vt_dagster.storage.maintenance import maintain
+from vt_dagster.topology.durations import parse_time
+
+EVERY = [day(n) for n in range(2, 8)]
+FAR = parse_time("2100-01-01T00:00:00Z")
+Copy = Callable[[], Reports]
+
+
+@pytest.fixture(scope="module")
+def made(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Any]:
+    """c has a value at the ends of days 2 and 3, d of 6 and 7; a3 of 3 and 4."""
+    reports = Reports(tmp_path_factory.mktemp("made"), spark)
+    reports.land(
+        record("a", "a1", "1 12:00"),
+        record("a", "a5", "5 00:00"),
+        record("c", "c2", "2 06:00"),
+        record("c", None, "4 06:00"),
+        record("d", "d6", "6 10:00"),
+        record("z", "z9", "9 00:00"),
+    )
+    reports.land(record("a", "a3", "3 00:00"))
+    return reports, {one: reports.make(one)[READS]["prices"] for one in EVERY}
+
+
+@pytest.fixture
+def copy(made: tuple[Reports, Any], tmp_path: Path) -> Reports:
+    """The same elsewhere, with the partitions as they were made."""
+    before, reads = made
+    shutil.copytree(before.market.root, tmp_path / "copy")
+    reports = Reports(tmp_path / "copy", before.market.spark)
+    reports.landed, reports.prices = before.landed, reports.prices
+    reports.stored.update(before.stored)
+    for one in EVERY:
+        reports.reported(one, reads[one])
+    assert reports.asked() == []
+    return reports
+
+
+def correct(reports: Reports) -> None:
+    """The file of a3 says something else now."""
+    folder = Path(reports.prices.source.path)  # pyright: ignore[reportAttributeAccessIssue]
+    (folder / "002.jsonl").write_text(lines(record("a", "A3", "3 00:00")))
+
+
+def restated(reports: Reports) -> None:
+    restate(str(reports.market.warehouse), reports.prices, "2024-01-01", reports.market.spark)
+
+
+def require_right(reports: Reports, asked: list[str]) -> None:
+    """After the runs that were asked for each partition is as made anew, offsets aside."""
+    for one in asked:
+        reports.make(one)
+    for one in EVERY:
+        assert {row[:2] for row in reports.stored[one]} == {row[:2] for row in reports.now(one)}, one
+    assert reports.asked() == []
+
+
+def test_a_restatement(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None:
+    cursor = copy.tick().cursor
+    restated(copy)
+    assert copy.asked(cursor) == copy.asked() == []
+    correct(copy)
+    restated(copy)  # what partitions have read is two logs ago
+    said = copy.tick(cursor)
+    assert [one.partition_key for one in said.run_requests] == [day(3), day(4)]
+    assert {one.tags["vt_dagster/why"] for one in said.run_requests} == {"changed"}
+    lost = copy.tick()
+    assert [one.run_key for one in lost.run_requests] == [one.run_key for one in said.run_requests]
+    # what comes into the new log afterwards, of a partition that is of the old one
+    copy.land(record("d", "d7", "7 00:00"))
+    assert copy.asked(said.cursor) == [day(7)]
+    require_right(copy, copy.asked())
+    assert "nobody can tell" not in capfd.readouterr().err
+    warehouse, spark = str(copy.market.warehouse), copy.market.spark
+    assert maintain(warehouse, "prices", spark)["replaced_removed"] == 0
+    assert maintain(warehouse, "prices", spark, timedelta(0))["replaced_removed"] == 2
+    # those that are of the first log: it is not there any more
+    assert copy.asked() == [day(2), day(5), day(6)]
+    assert "3 partition(s) are asked for, and nobody can tell if prices has made them wrong: " in (
+        said_so := capfd.readouterr().err
+    )
+    assert UNTOLD["another_log"] in said_so
+
+
+def test_a_swap(copy: Reports) -> None:
+    cursor, warehouse = copy.tick().cursor, str(copy.market.warehouse)
+    correct(copy)
+    replay(warehouse, copy.prices, "prices_new", copy.market.spark)
+    assert copy.asked(cursor) == []
+    swap(warehouse, "prices", "prices_new")
+    said = copy.tick(cursor)
+    assert [one.partition_key for one in said.run_requests] == copy.asked() == [day(3), day(4)]
+    assert copy.asked(said.cursor) == []
+    swap(warehouse, "prices", "prices_new")
+    assert copy.asked() == []
+    swap(warehouse, "prices", "prices_new")
+    require_right(copy, copy.asked())
+
+
+def erased(reports: Reports, key: str) -> None:
+    erase(
+        str(reports.market.warehouse),
+        reports.prices,
+        reports.market.spark,
+        key=[key],
+        reason="asked to",
+    )
+
+
+def test_an_erase(copy: Reports) -> None:
+    cursor = copy.tick().cursor
+    erased(copy, "c")
+    said = copy.tick(cursor)
+    assert [one.partition_key for one in said.run_requests] == copy.asked() == [day(2), day(3)]
+    assert {one.tags["vt_dagster/why"] for one in said.run_requests} == {"erased"}
+    assert copy.asked(said.cursor) == []
+    require_right(copy, [day(2), day(3)])
+    # a deletion that came after they were made, and was not asked for yet, may have hidden more
+    copy.land(record("d", None, "6 20:00"))
+    erased(copy, "d")
+    assert copy.asked() == [day(6), day(7)]
+    require_right(copy, [day(6), day(7)])
+
+
+def test_a_log_that_is_cut_off(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None:
+    copy.land(record("c", "late", "3 12:00"))
+    said = copy.tick()
+    assert [one.partition_key for one in said.run_requests] == [day(3)]
+    kept = replace(copy.prices, log_retention=timedelta(days=30))
+    warehouse, spark = str(copy.market.warehouse), copy.market.spark
+    assert cut_logs(warehouse, spark, [kept], now=FAR) == {"prices": 8}
+    # the sensor had looked at what is gone; where its cursor is lost, nobody has
+    assert copy.asked(said.cursor) == []
+    assert copy.asked() == EVERY
+    assert UNTOLD["cut_off"] in capfd.readouterr().err
+    copy.land(record("d", "d7", "7 00:00"))
+    assert copy.asked(said.cursor) == [day(7)]
+
+
+def test_a_log_of_file_times(spark: SparkSession, tmp_path: Path) -> None:
+    """What comes later counts as later, though its file was written before: it has a key of its own."""
+    reports = Reports(tmp_path, spark)
+    source: Any = replace(reports.prices.source, recorded_at="file_time")  # pyright: ignore
+    reports.prices = replace(reports.prices, source=source)
+    folder, keys = Path(source.path), list[str]()
+    for number, (value, hours) in enumerate([("a", 9), ("b", 5), ("c", 1)], 1):
+        day_of = "1 00:00" if number == 1 else f"3 0{number}:00"
+        reports.market.land("prices", f"{number:03d}.jsonl", record("k", value, day_of))
+        os.utime(folder / f"{number:03d}.jsonl", (hours * 3600, hours * 3600))
+        reports.landed = number
+        reports.market.prices = reports.prices
+        reports.market.run([reports.prices])
+        if number == 1:
+            for one in EVERY:
+                reports.make(one)
+        else:
+            requests = reports.tick().run_requests
+            assert [one.partition_key for one in requests] == EVERY[1:]
+            keys.append(requests[0].run_key)
+    assert keys[0] != keys[1]
+    require_right(reports, reports.asked())

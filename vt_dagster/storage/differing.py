@@ -1,0 +1,148 @@
+"""At which times two logs of a versioned table say different things. No Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from vt_dagster.columns import (
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    RECORDED_AT,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
+from vt_dagster.storage import delta
+from vt_dagster.storage.folding import clipped, codes_of, micros, values_by_partition
+from vt_dagster.storage.lookup import AssetRows, columns_of, rows_of
+from vt_dagster.storage.positions import Commit
+
+MOST = 5_000_000
+"""So many rows of both are compared at most: they are in memory."""
+_OPEN = np.iinfo(np.int64).max
+_OF_THE_LOG = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, TIMESTAMP, VALID_TO, IS_TOMBSTONE)
+"""Columns that may differ where what was true is the same."""
+
+
+def differing(
+    old: tuple[str, int, Commit], new: tuple[str, int, Commit], times: Any
+) -> np.ndarray | None:
+    """Of each time, whether a read as of it gives other keys, values or ``valid_from`` of one log than
+    of another; wherever the rows stand in them, and whenever they were recorded.
+
+    Args:
+        old, new: the directory of a table, the version of its log and its last commit.
+        times: ascending, epoch microseconds.
+
+    Returns:
+        None where they have more than ``MOST`` rows, or columns that cannot be compared.
+    """
+    like = columns_of(delta.require_table(f"{new[0]}/log", new[1]))
+    sides = [
+        _Side(root, commit, version, commit.shape, None, False, like)
+        for root, version, commit in (old, new)
+    ]
+    if sum(side.size for side in sides) > MOST:
+        return None
+    first = int(times[0])
+    (ours, *span), (theirs, *their_span) = (side.valid(first) for side in sides)
+    count = ours.num_rows
+    try:
+        both = pa.concat_tables([ours, theirs], promote_options="permissive")
+    except pa.ArrowTypeError:
+        return None
+    codes = _codes(both)
+    most = int(codes.max(initial=-1)) + 1
+    start, end = (_by_code(codes[:count], one, most) for one in span)
+    their_start, their_end = (_by_code(codes[count:], one, most) for one in their_span)
+    here, there = start < end, their_start < their_end
+    found = np.zeros(len(times) + 1, np.int64)
+    for low, high in (
+        (
+            np.where(here, start, their_start)[here ^ there],
+            np.where(here, end, their_end)[here ^ there],
+        ),
+        *_edges(start, their_start, here & there),
+        *_edges(end, their_end, here & there),
+    ):
+        np.add.at(found, np.searchsorted(times, low), 1)
+        np.add.at(found, np.searchsorted(times, high), -1)
+    return np.cumsum(found)[:-1] > 0
+
+
+def _edges(one: Any, other: Any, where: Any) -> Iterator[tuple[Any, Any]]:
+    """Between two ends of what is the same row."""
+    some = where & (one != other)
+    yield np.minimum(one, other)[some], np.maximum(one, other)[some]
+
+
+def _by_code(codes: Any, times: Any, most: int) -> Any:
+    """A time of each row, by its number; of those that are not there, never."""
+    found = np.full(most, _OPEN)
+    found[codes] = times
+    return found
+
+
+def _codes(rows: pa.Table) -> Any:
+    """A number for each row, the same for the same."""
+    codes = np.zeros(rows.num_rows, np.int64)
+    for name in rows.column_names:
+        own = _of_column(rows.column(name))
+        pairs = pa.chunked_array([pa.array(codes * (own.max(initial=0) + 1) + own)])
+        codes = codes_of(pairs).astype(np.int64)
+    return codes
+
+
+def _of_column(column: pa.ChunkedArray) -> Any:
+    missing = column.is_null().to_numpy()
+    if pa.types.is_floating(column.type) or pa.types.is_nested(column.type):
+        found = codes_of(column)
+    else:
+        found = np.nan_to_num(codes_of(column))
+    return found.astype(np.int64) * 2 + missing
+
+
+@dataclass(frozen=True)
+class _Side(AssetRows):
+    """The rows of one of them.
+
+    Args:
+        like: the columns of the new one's log.
+    """
+
+    like: pa.Schema
+
+    @property
+    def size(self) -> int:
+        """More or less how many rows are read of it."""
+        there = delta.exists(self.view_path)
+        return sum(f.rows for f in delta.files(self.view_path)) if there else self.commit.total
+
+    def valid(self, since: int) -> tuple[pa.Table, Any, Any]:
+        """What was true after a time, with when a read gives it: from (inclusive), to (exclusive)."""
+        rows = self._folded("current", since)
+        limits = values_by_partition(rows, self._limits or {}, -_OPEN)
+        rows = clipped(rows, self.shape.valid_until)
+        open_, start = rows.column(VALID_TO).is_null().to_numpy(), micros(rows, VALID_FROM)
+        end = np.where(open_, _OPEN, micros(rows, VALID_TO))
+        start = np.where(open_, start, np.maximum(start, limits))
+        there = ~rows.column(IS_TOMBSTONE).to_numpy() & (start < end) & (end > since)
+        names = [name for name in rows.column_names if name not in _OF_THE_LOG]
+        return rows.select(names).filter(pa.array(there)), start[there], end[there]
+
+    def _rows(
+        self,
+        path: str,
+        version: int,
+        wanted: delta.Wanted = delta.everything,
+        like: pa.Schema | None = None,
+    ) -> pa.Table:
+        return rows_of(path, version, lambda _: None, wanted, self.like)
