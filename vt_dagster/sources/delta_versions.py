@@ -245,6 +245,11 @@ class PinnedVersions(Uncounted):
 class PinnedState(PinnedVersions):
     """A version that is compared with what the table holds."""
 
+    @property
+    def what(self) -> str:
+        """It, in words."""
+        return f"version {self.state} of {self.table.path}"
+
     def difference(
         self,
         spark: SparkSession,
@@ -256,9 +261,8 @@ class PinnedState(PinnedVersions):
         assert self.limits is not None
         none = F.lit(None).cast("string")
         rows = self.rows(spark, node).drop(_TIME).withColumns({REASON: none, UNREAD: none})
-        what = f"version {self.state} of {self.table.path}"
-        time, size = self.time or 0, self.bytes
-        return records_of(rows, node, held, hold, self.limits, what=what, time=time, size=size)
+        about = {"what": self.what, "time": self.time or 0, "size": self.bytes}
+        return records_of(rows, node, held, hold, self.limits, **about)
 
 
 def _nothing(spark: SparkSession, node: Stream) -> DataFrame:
