@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
+from tests.market import materialized, messages, run
 from vt_dagster import (
     DeltaSource,
     FilesSource,
@@ -29,6 +30,7 @@ from vt_dagster import (
     build_asset,
     build_sensor,
     explain,
+    lateness,
 )
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.orchestration.translator import code_version
@@ -165,8 +167,10 @@ CHANGES = st.lists(
 )
 
 
-@pytest.mark.parametrize("timed", [False, True])
-@given(keys=st.lists(st.tuples(st.booleans(), CHANGES), min_size=60, max_size=60))
+KEY = st.tuples(st.booleans(), st.booleans(), CHANGES)
+
+
+@given(keys=st.lists(KEY, min_size=120, max_size=120))
 @settings(
     max_examples=2,
     phases=[Phase.generate],  # to make one smaller would take long, and each has many cases
@@ -176,44 +180,37 @@ CHANGES = st.lists(
 def test_it_equals_the_changes_alone_where_both_cover(
     spark: SparkSession,
     tmp_path_factory: pytest.TempPathFactory,
-    timed: bool,
-    keys: list[tuple[bool, Changes]],
+    keys: list[tuple[bool, bool, Changes]],
 ) -> None:
-    """Each key is a case of its own: whether it was there before the changes begin, and these, of which
-    some come only after the snapshot. Rows of it may have times of their own."""
+    """Each key is a case of its own: whether it was there before the changes begin, whether its row of
+    the snapshot tells its own time, and its changes, of which some come only after the snapshot."""
     one = Accounts(tmp_path_factory.mktemp("start"), spark)
-    all_ = [(f"k{i}", t, v, late) for i, (_, own) in enumerate(keys) for t, v, late in own]
-    truth = sorted(
-        [(f"k{i}", 0, "before") for i, (there, _) in enumerate(keys) if there] + [r[:3] for r in all_]
-    )
+    named = {f"k{i}": about for i, about in enumerate(keys)}
+    every = [(key, *change) for key, (_, _, own) in named.items() for change in own]
+    truth = [(key, 0, "before") for key, (there, _, _) in named.items() if there]
+    truth += [(key, t, v) for key, t, v, _ in every]
 
     def true(key: str, moment: int) -> tuple[int, str | None]:
-        found = [(t, v) for k, t, v in truth if k == key and t <= moment]
-        return max(found) if found else (0, None)
+        return max(((t, v) for k, t, v in truth if k == key and t <= moment), default=(0, None))
 
-    first = [r[:3] for r in all_ if not r[3]]
-    one.land("1", *first)
-    rows = [(f"k{i}", true(f"k{i}", TAKEN)) for i in range(len(keys))]
-    one.snapshot(*[(k, v, t) if timed else (k, v) for k, (t, v) in rows if v is not None])
+    one.land("1", *[r[:3] for r in every if not r[3]])
+    rows = [("always", 0, "there", True)]
+    rows += [(key, *true(key, TAKEN), timed) for key, (_, timed, _) in named.items()]
+    one.snapshot(*[(k, v, t) if timed else (k, v) for k, t, v, timed in rows if v is not None])
     one.take()
-    one.take(one.alone)
-    began = {k: min(t for key, t, _ in first if key == k) for k, _, _ in first}
-    late = [r[:3] for r in all_ if r[3]]
-    one.land("2", *late)
+    one.land("2", *[r[:3] for r in every if r[3]])
     one.take()
     one.take(one.alone)
     ours, theirs = one.versions(), one.versions(one.alone)
-    begins = {k: min(t for key, t, _, _ in all_ if key == k) for k, _, _, _ in all_}
-    for i in range(len(keys)):
-        key = f"k{i}"
-        for moment in range(begins.get(key, 99), 20):
+    for key, (_, timed, own) in named.items():
+        first = min((t for t, _, _ in own), default=99)
+        for moment in range(first, 20):
             assert asked(ours, key, moment) == asked(theirs, key, moment), (key, moment)
         for moment in range(TAKEN, 20):
             assert asked(ours, key, moment) == true(key, moment)[1], (key, moment)
-    # Not the answers alone: of keys whose changes were there first, or that tell their own time, each
-    # version is the same.
-    same = {k for k, t in begins.items() if t <= TAKEN and (timed or began.get(k, 99) <= TAKEN)}
-    assert [v for v in ours if v[0] in same] == [v for v in theirs if v[0] in same]
+        before = min((t for t, _, late in own if not late), default=99)
+        if first <= TAKEN and (timed or before <= TAKEN):  # not the answers alone, each version
+            assert [v for v in ours if v[0] == key] == [v for v in theirs if v[0] == key]
 
 
 def test_it_comes_when_the_changes_of_the_first_run_are_taken(
@@ -262,6 +259,8 @@ def test_rows_that_are_older_than_the_history(tmp_path: Path, spark: SparkSessio
     assert one.take()["late"] == 0
     current = {r["k"]: (r["v"], second(r["at"])) for r in one.store().read("current").collect()}
     assert current == {"a": ("old", 1), "b": ("b", 100), "c": ("c", 100), "d": ("d", TAKEN)}
+    told = lateness("accounts", grace=["1s"], warehouse=str(tmp_path / "warehouse"))
+    assert {(choice.of, choice.late) for choice in told.choices} == {(5, 0)}
 
 
 @pytest.mark.parametrize("place", ["commit", "catch_up"])
@@ -297,12 +296,13 @@ def test_where_a_row_came_from(accounts: Accounts) -> None:
     warehouse = str(accounts.root / "warehouse")
 
     def told(key: str) -> tuple[str, tuple[str, ...]]:
-        origin = explain("accounts", warehouse=warehouse, key={"k": key}).origin
+        origin = explain("accounts", warehouse=warehouse, key=key).origin
         assert origin is not None
         return origin.kind, origin.names
 
     assert told("a") == ("snapshot", (f"2024-01-01T000010Z.jsonl in {accounts.root / 'dump'}",))
-    assert told("b") == ("files", ("1.jsonl",))
+    kind, (name,) = told("b")
+    assert (kind, name.rpartition("/")[2]) == ("files", "1.jsonl")
 
 
 def test_bad_rows_of_both(tmp_path: Path, spark: SparkSession) -> None:
@@ -350,24 +350,25 @@ def test_a_version_of_a_delta_table(tmp_path: Path, spark: SparkSession) -> None
     assert head.commit.start.what == f"version 0 of {path}"
 
 
-def test_in_dagster(accounts: Accounts, spark: SparkSession) -> None:
-    """The sensor asks for a run for the snapshot alone; the log and the metadata name it."""
+def test_in_dagster(accounts: Accounts) -> None:
+    """The sensor asks for a run for the snapshot alone; the log and the numbers tell of it."""
     accounts.snapshot(("a", "a0"))
-    table = replace(accounts.table, start=replace(accounts.table.start, upstream="crm/export"))
-    asset = build_asset(table)
+    start: Any = accounts.table.start
+    table = replace(accounts.table, start=replace(start, upstream="crm/export"))
+    asset, warehouse = build_asset(table), accounts.root / "warehouse"
     assert dg.AssetKey(["crm", "export"]) in asset.dependency_keys
-    metadata = next(iter(asset.metadata_by_key.values()))
-    assert metadata["vt_dagster/start"].startswith("jsonl dumps ")
-    warehouse = WarehouseResource(path=str(accounts.root / "warehouse"))
-    sensor = build_sensor(table)
+    metadata = asset.metadata_by_key[dg.AssetKey("accounts")]
+    assert metadata["vt_dagster/start"] == f"jsonl dumps {accounts.root / 'dump'}/*"
+    resources = {"vt_dagster_warehouse": WarehouseResource(path=str(warehouse))}
 
     def tick() -> Any:
-        return sensor(dg.build_sensor_context(resources={"warehouse": warehouse}))
+        return build_sensor(table).evaluate_tick(dg.build_sensor_context(resources=resources))
 
-    asked_for = tick()
-    assert isinstance(asked_for, dg.SensorResult)
-    accounts.take()
-    assert isinstance(tick(), dg.SkipReason)
+    (request,) = tick().run_requests
+    result = run([asset], warehouse, run_config=request.run_config, raise_on_error=True)
+    assert materialized(result, "accounts")["records_applied"] == 1
+    assert "takes the dump 2024-01-01T000010Z.jsonl" in messages(result)
+    assert not tick().run_requests
     assert accounts.versions() == [("a", 10, float("inf"), "a0")]
 
 
