@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
-from tests.market import materialized, messages, run
+from tests.market import materialized, run
 from vt_dagster import (
     DeltaSource,
     FilesSource,
@@ -365,9 +365,12 @@ def test_in_dagster(accounts: Accounts) -> None:
         return build_sensor(table).evaluate_tick(dg.build_sensor_context(resources=resources))
 
     (request,) = tick().run_requests
-    result = run([asset], warehouse, run_config=request.run_config, raise_on_error=True)
+    instance, config = dg.DagsterInstance.ephemeral(), request.run_config
+    result = run([asset], warehouse, instance=instance, run_config=config, raise_on_error=True)
     assert materialized(result, "accounts")["records_applied"] == 1
-    assert "takes the dump 2024-01-01T000010Z.jsonl" in messages(result)
+    assert "takes the dump 2024-01-01T000010Z.jsonl" in str(
+        [entry.user_message for entry in instance.all_logs(result.run_id)]
+    )
     assert not tick().run_requests
     assert accounts.versions() == [("a", 10, float("inf"), "a0")]
 
