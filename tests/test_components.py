@@ -308,6 +308,14 @@ attributes:
         ready: 2026-03-02T00:00:00Z
         source:
           asset: {{key: raw/rates, as_type: polars.DataFrame, metadata: {{columns: [n]}}}}
+    - name: items
+      versioned_table:
+        key: product
+        columns: *columns
+        timestamp: at
+        history_retention: 1d
+        source: {{files: {{path: raw/items}}}}
+        start: {{snapshots: {{path: raw/all, dump_time: modified, optional: [n], upstream: raw/all}}}}
     - name: days
       stream:
         key: product
@@ -336,14 +344,17 @@ def test_sources_in_yaml(tmp_path: Path) -> None:
         graph = defs.resolve_asset_graph()
         parents = {
             name: {k.to_user_string() for k in graph.get(dg.AssetKey(name)).parent_keys}
-            for name in ("rows", "dumps", "rates", "days")
+            for name in ("rows", "dumps", "rates", "items", "days")
         }
         expected = {"rows": {"raw/rows"}, "dumps": set(), "rates": {"raw/rates"}, "days": {"raw/days"}}
+        expected["items"] = {"raw/all"}
         assert parents == expected
         assert graph.get(dg.AssetKey("days")).partitions_def == dg.DailyPartitionsDefinition(
             "2026-03-02"
         )
-        assert {s.name for s in defs.sensors or ()} == {"rows_sensor", "dumps_sensor"}
+        assert {s.name for s in defs.sensors or ()} == {
+            *("rows_sensor", "dumps_sensor", "items_sensor"),
+        }
         (asset,) = (
             a
             for a in defs.resolve_asset_graph().assets_defs

@@ -354,3 +354,32 @@ def test_yaml() -> None:
         (given,) = source.values()
         for name, value in given.items():
             assert getattr(node.source, name) in (value, (value,))
+
+
+@pytest.mark.parametrize("mode", ["append", "changes", "snapshots"])
+def test_a_column_that_was_added_later(take: Any, store: Any, tmp_path: Path, mode: str) -> None:
+    """Versions from before it are read with nulls there, also one by one, and one that gives it to rows
+    that are there makes a version only of those that it gives a value."""
+    path = str(tmp_path / "theirs")
+    old, new = (pa.schema(list(KINDS)[:columns]) for columns in (2, 3))
+
+    def write(kinds: pa.Schema, *rows: Row, **about: Any) -> None:
+        records = [dict(zip(kinds.names, row, strict=True)) for row in rows]
+        write_deltalake(path, pa.Table.from_pylist(records, kinds), **{"mode": "append", **about})
+
+    write(old, ("a", 1), ("b", 2), configuration=FEED)
+    write(old, ("c", 3))
+    write(new, ("d", 4, "x"), ("e", 5, None), schema_mode="merge")
+    if mode == "snapshots":
+        rows = ("a", 1, None), ("b", 2, "y"), ("c", 3, None), ("d", 4, "x"), ("e", 5, None)
+        write(new, *rows, mode="overwrite")
+    source = DeltaSource(path, mode, start="earliest", max_versions_per_run=1)  # type: ignore[arg-type]
+    about: dict[str, Any] = {"key": "id", "schema": ROW, "history_retention": timedelta(days=30)}
+    one = VersionedTable("one", **about, source=source)
+    counts = [take(one)["applied"] for _ in range(4 if mode == "snapshots" else 3)]
+    assert counts == [2, 1, 2, *([1] if mode == "snapshots" else [])]
+    read = store(one).read("versions").orderBy("valid_from", "id").collect()
+    expected = [("a", None), ("b", None), ("c", None), ("d", "x"), ("e", None)]
+    expected += [("b", "y")] if mode == "snapshots" else []
+    assert [(r["id"], r["day"]) for r in read] == expected
+    assert take(one) == {}

@@ -65,7 +65,7 @@ ORDER = {
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
-        dumps snapshots delta_log delta_versions delta_table
+        dumps snapshots delta_log delta_versions delta_table starting
         kafka_cluster protobuf avro formats kafka_messages kafka_pinned kafka kafka_sink
         local_frames any_frame frames
     """,

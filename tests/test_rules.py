@@ -11,7 +11,14 @@ import pytest
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
 from tests.test_layers import CONFORMANCE, ROOT
-from vt_dagster import Stream, TumblingWindow, UntilWindowCloses, VersionedTable
+from vt_dagster import (
+    FilesSource,
+    SnapshotSource,
+    Stream,
+    TumblingWindow,
+    UntilWindowCloses,
+    VersionedTable,
+)
 from vt_dagster.conformance.scenario import read_scenarios
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.records import Reason
@@ -25,6 +32,7 @@ SHOWN = {
     "applied": "kip889-validity-interval",
     "late": "kip889-grace-rejects-old-writes",
     "lost_tie": "test_the_order_of_arrival_does_not_matter",
+    "covered": "test_the_snapshot_and_then_the_changes",
     "waiting": "kip923-probe-left-in-buffer",
     "dropped": "kip914-probe-stream-join-nulls-inner-versioned",
     "no_result": "kip914-filter-unversioned",
@@ -103,7 +111,10 @@ def test_metrics_are_described_by_the_rules() -> None:
         .windowed_by(TumblingWindow(timedelta(hours=1)))
         .aggregate({"orders": "count(*)"}, name="hourly")
     )
-    rates = VersionedTable("rates", **about, history_retention=timedelta(days=1), tie_break="n")
+    sources = {"source": FilesSource("rates"), "start": SnapshotSource("dump", dump_time="modified")}
+    rates = VersionedTable(
+        "rates", **about, history_retention=timedelta(days=1), tie_break="n", **sources
+    )
     joined = orders.left_join(
         rates, name="joined", select=["left.*", "right.n as rate"], corrected_for=timedelta(hours=1)
     )

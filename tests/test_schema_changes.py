@@ -399,3 +399,64 @@ def test_files_older_than_the_schema(tmp_path: Path, spark: SparkSession) -> Non
             strict.read(spark, orders)
     with pytest.raises(TopologyError, match=r"expected optional columns of the source among"):
         replace(orders, source=replace(source, optional=("k",)))
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "csv", "parquet"])
+def test_late_records_of_the_old_columns_still_apply(
+    tmp_path: Path, spark: SparkSession, format_: str
+) -> None:
+    """A column that is added makes no version: it is null in those that are there, and in those that
+    late records without it make, between others that have it."""
+    old = schema({"k": StringType(), "n": LongType(), "at": TimestampType()})
+    new = schema({**{f.name: f.dataType for f in old.fields}, "note": StringType()})
+    folder = tmp_path / "landing"
+    folder.mkdir()
+
+    def land(name: str, *records: tuple[Any, ...]) -> None:
+        columns = ["k", "n", "at", "note"][: len(records[0])]
+        rows = [
+            dict(zip(columns, (k, n, EPOCH + timedelta(minutes=at), *more), strict=True))
+            for k, n, at, *more in records
+        ]
+        file = folder / f"{name}.{format_}"
+        if format_ == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), file)
+            return
+        rows = [{**row, "at": row["at"].isoformat()} for row in rows]
+        if format_ == "jsonl":
+            file.write_text("\n".join(map(json.dumps, rows)))
+        else:
+            file.write_text(
+                "\n".join([",".join(columns), *(",".join(map(str, row.values())) for row in rows)])
+            )
+
+    def table(kinds: StructType, **about: Any) -> VersionedTable:
+        source = FilesSource(str(folder), format=format_, **about)  # type: ignore[arg-type]
+        hour = timedelta(hours=1)
+        return VersionedTable(
+            "table", key="k", schema=kinds, timestamp="at", history_retention=hour, source=source
+        )
+
+    stores = stores_of(str(tmp_path / "warehouse"), spark)
+    land("1", ("a", 1, 0), ("a", 2, 10), ("b", 3, 5))
+    before = run_once(table(old), stores).commit
+    added = table(new, optional=["note"])
+    kept = added.map_values("n", "note", name="kept")
+    assert before is not None
+    assert run_once(added, stores).commit is None
+    land("2", ("a", 4, 20, "new"), ("b", 5, 30, "new"))
+    land("3", ("a", 6, 15), ("a", 7, 25), ("b", 3, 5))
+    for node in (added, kept):
+        run_once(node, stores)
+    for node in (added, kept):
+        read = stores(node).read("versions").orderBy("k", "valid_from").collect()
+        minutes = [
+            (r["valid_from"].astimezone(timezone.utc) - EPOCH) // timedelta(minutes=1) for r in read
+        ]
+        assert [(r["k"], at, r["n"], r["note"]) for r, at in zip(read, minutes, strict=True)] == [
+            *[("a", 0, 1, None), ("a", 10, 2, None), ("a", 15, 6, None)],
+            *[("a", 20, 4, "new"), ("a", 25, 7, None)],
+            *[("b", 5, 3, None), ("b", 30, 5, "new")],
+        ]
+    log = [r["is_latest"] for r in stores(added).read("log").orderBy("offset").collect()]
+    assert log == [True] * 5 + [False, True, False]

@@ -45,6 +45,11 @@ LOST_TIE = _rule(
     "its table has a record of its key and timestamp with a larger value of tie_break: it is not "
     "applied",
 )
+COVERED = _rule(
+    "covered",
+    "a row of the snapshot that its table starts with, of a key of which the changes tell a record of "
+    "that time or before: it is not applied",
+)
 WAITING = _rule("waiting", "stream time has not passed its timestamp by the grace period: it is held")
 DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or is out of order")
 NO_RESULT = _rule("no_result", "the operator took it, and had nothing to say")
@@ -128,7 +133,7 @@ CORRECTED = _rule(
     "corrected", "what has been recorded since gives another answer than the one that was given then"
 )
 
-_COUNTED = (APPLIED, LATE, LOST_TIE, DROPPED, WAITING, QUARANTINED, CORRECTED)
+_COUNTED = (APPLIED, LATE, LOST_TIE, COVERED, DROPPED, WAITING, QUARANTINED, CORRECTED)
 METRICS = {
     **{f"records_{rule}": rule for rule in _COUNTED},
     "records_unmatched": NO_MATCH,

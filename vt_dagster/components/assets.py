@@ -101,6 +101,14 @@ _source = choice(
         ),
     },
 )
+_whole = choice(
+    "Snapshot",
+    "A snapshot to start with.",
+    {
+        "snapshots": _part("Snapshots", SnapshotSource),
+        "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
+    },
+)
 _sensor = _part("Sensor", build_sensor)
 _window = choice(
     "Window",
@@ -156,6 +164,11 @@ _AS_KNOWN: Any = (
     ),
 )
 
+_STARTS: Any = (
+    optional(_whole),
+    Field(default=None, description="A snapshot with which it begins, beside the changes of source."),
+)
+
 _NODE: Any = (
     str,
     Field(description="An asset of this file, or the Python path of one: my.module.name."),
@@ -171,7 +184,7 @@ def _declared(name: str, kind: type[Stream]) -> type[Part]:
         columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
         source=(_source, Field(description="Where its records come from.")),
         sensor=(optional(_sensor), Field(default=None, description="How its sensor looks for more.")),
-        **({"ready": _READY} if kind is VersionedTable else {}),
+        **({"ready": _READY, "start": _STARTS} if kind is VersionedTable else {}),
     )
 
 

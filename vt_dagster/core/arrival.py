@@ -43,6 +43,7 @@ class Fate:
     APPLIED = rules.APPLIED.name
     LATE = rules.LATE.name
     LOST_TIE = rules.LOST_TIE.name
+    COVERED = rules.COVERED.name
     WAITING = rules.WAITING.name
     DROPPED = rules.DROPPED.name
     NO_RESULT = rules.NO_RESULT.name

@@ -54,6 +54,8 @@ class Known:
             None = to nothing of earlier runs.
         rivals: of a table with a ``tie_break``, its versions that may have the key and timestamp of a
             record of the run; None = none.
+        begun: of a run that takes a snapshot to start with, by key the first time of a record in the
+            log, ``core.versioned.FIRST``; None = there is no log yet, or no such snapshot.
     """
 
     state: DataFrame | None
@@ -70,6 +72,7 @@ class Known:
     since: int | None = None
     refused: DataFrame | None = None
     rivals: DataFrame | None = None
+    begun: DataFrame | None = None
 
     @classmethod
     def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:

@@ -29,6 +29,8 @@ DELETED = "_deleted"
 RECORD_TIME = "_record_time"
 """When the source got a row: a tombstone's timestamp, where its own columns do not tell one."""
 
+START = "_start"
+"""Whether a row is of the snapshot that its table starts with; an optional column of its rows."""
 TOLD_AT = "_told_at"
 """When the source has recorded a row, where it is asked for that; an optional column of its rows."""
 
@@ -62,9 +64,10 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     Args:
         rows: the columns of ``node.schema``, ``_arrival``, and where the source can tell a broken
             row, ``_reason`` (null else); where it knows tombstones, ``_deleted`` and
-            ``_record_time``; where it tells when it has recorded a row, ``_told_at`` (of a tombstone
-            without one, ``_record_time``). ``partition`` is kept where the input has one, else it is
-            the key's hash modulo ``node.partitions``.
+            ``_record_time``; where they may be of a snapshot to start with, ``_start`` (such a row
+            without a time of its own has ``_record_time``); where it tells when it has recorded a row,
+            ``_told_at`` (of a tombstone without one, ``_record_time``). ``partition`` is kept where the
+            input has one, else it is the key's hash modulo ``node.partitions``.
         latest: the largest timestamp and time of record that is believed (inclusive); None = any. A
             far-future one would make everything after it late, or known as late.
 
@@ -95,6 +98,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     if DELETED in rows.columns:
         tombstone = tombstone | F.col(DELETED)
         when = F.coalesce(when, F.when(F.col(DELETED), F.col(RECORD_TIME)))
+    if START in rows.columns:
+        when = F.coalesce(when, F.when(F.col(START), F.col(RECORD_TIME)))
     if TOLD_AT in rows.columns:
         told = F.col(TOLD_AT)
         if DELETED in rows.columns:

@@ -13,9 +13,12 @@ from vt_dagster.core.arrival import FINE, Fate, InPlace, number
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_columns
 from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.records import RAW, RAW_KEY
+from vt_dagster.core.records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+STARTED, START_IN, START_BAD = "_started", "_start_in", "_start_bad"
+"""Of the rows of a snapshot that a table starts with: how many are applied, there, and bad."""
 
 
 class SourceProcessor(Processor[None]):
@@ -35,7 +38,8 @@ class SourceProcessor(Processor[None]):
     @property
     def _fates(self) -> tuple[str, ...]:
         ties = () if store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
-        return (Fate.APPLIED, Fate.LATE, *ties, Fate.QUARANTINED)
+        starts = () if store.start_of(self.node) is None else (Fate.COVERED,)
+        return (Fate.APPLIED, Fate.LATE, *ties, *starts, Fate.QUARANTINED)
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
@@ -63,6 +67,7 @@ class SourceProcessor(Processor[None]):
             bounds=known.bounds,
             of_rejected=raw,
             rivals=known.rivals,
+            begun=known.begun,
         )
 
     @property
@@ -95,10 +100,18 @@ class SourceProcessor(Processor[None]):
         numbered = number(results, first, self.result_order, self.result_chunk(few))
         return numbered.select(*log_columns(self.node), RECORDED_AT)
 
+    def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        if START not in columns:
+            return {}
+        fates = {STARTED: Fate.APPLIED, START_BAD: Fate.QUARANTINED}
+        told = {name: F.count_if(F.col(START) & (F.col(FATE) == fate)) for name, fate in fates.items()}
+        return {**told, START_IN: F.count_if(START)}
+
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         return {"in": found["in"], **{fate: found[fate] for fate in self._fates}}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        done = sum(totals.get(fate, 0) for fate in (*self.refuses, Fate.APPLIED))
+        fates = (*self.refuses, Fate.APPLIED, Fate.COVERED)
+        done = sum(totals.get(fate, 0) for fate in fates)
         what = f"records in = {' + '.join(self._fates)}"
         return [(what, totals.get("in", 0), done)]

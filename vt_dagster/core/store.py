@@ -6,6 +6,7 @@ A table is versioned or plain; this is the one place that chooses between ``vers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -33,6 +34,7 @@ def put(
     bounds: Bounds | None = None,
     of_rejected: Sequence[str] = (),
     rivals: DataFrame | None = None,
+    begun: DataFrame | None = None,
 ) -> DataFrame:
     """What a table's store makes of records: see ``versioned.put`` and ``table.put``.
 
@@ -41,7 +43,7 @@ def put(
             then shuffled.
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in what is applied.
-        rivals: see ``Known``.
+        rivals, begun: see ``Known``.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
@@ -65,6 +67,7 @@ def put(
             of_rejected=of_rejected,
             tie_break=node.tie_break,
             rivals=rivals,
+            begun=begun,
         )
     return table.put(records, view, key=node.key, values=values, order=order, of_rejected=of_rejected)
 
@@ -146,3 +149,8 @@ def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
 def tie_break_of(node: Stream) -> str | None:
     """The column that decides between records of one key and timestamp; None = the order of arrival."""
     return node.tie_break if isinstance(node, VersionedTable) else None
+
+
+def start_of(node: Stream) -> Any:
+    """The source of the snapshot that a table starts with; None = there is none."""
+    return node.start if isinstance(node, VersionedTable) else None

@@ -29,10 +29,13 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.arrival import Fate, duration, union
 from vt_dagster.core.as_of_join import FOUND, as_of_join
+from vt_dagster.core.records import START
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
 from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
 
+FIRST = "_first"
+"""Of a key, the first time of which the table has been told."""
 _HELD = "_held"
 
 
@@ -50,12 +53,14 @@ def put(
     of_rejected: Sequence[str] = (),
     tie_break: str | None = None,
     rivals: DataFrame | None = None,
+    begun: DataFrame | None = None,
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
     A record with ``timestamp < stream time - history_retention`` is refused, one exactly that old is
     accepted; refused records do not move stream time. Tombstones are records like any other. A
-    record at its key's newest timestamp replaces that version and is the latest.
+    record at its key's newest timestamp replaces that version and is the latest. A row of a snapshot
+    to start with (``_start``) is never late.
 
     Plan: that of ``passed``, then one shuffle and sort by key together with one row per key of
     ``versions``.
@@ -70,17 +75,22 @@ def put(
         chunk, bounds: see ``passed``.
         of_rejected: columns that are null in what is applied.
         tie_break, rivals: see :func:`without_lost_ties`; None = the last that arrives counts.
+        begun: see :func:`without_covered`.
 
     Returns:
-        the records with ``_fate`` (``applied``, ``late`` or ``lost_tie``), ``is_latest``, and ``old``:
-        the key's newest row before the record.
+        the records with ``_fate`` (``applied``, ``late``, ``lost_tie`` or ``covered``), ``is_latest``,
+        and ``old``: the key's newest row before the record.
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
     late, moves = late_from(history_retention), F.col(FATE).isNull()
     seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
-    fate = F.when(F.col(PASSED), Fate.LATE).otherwise(Fate.APPLIED)
+    starts = START in records.columns
+    refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
+    fate = F.when(refused, Fate.LATE).otherwise(Fate.APPLIED)
     judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
+    if starts:
+        judged = without_covered(judged, begun, key=key)
     if tie_break is not None:
         judged = without_lost_ties(judged, rivals, key=key, order=order, tie_break=tie_break)
     rejected = F.col(FATE) != Fate.APPLIED
@@ -94,6 +104,29 @@ def put(
     decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
     replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
     return replaced.drop(NEWEST)
+
+
+def without_covered(records: DataFrame, begun: DataFrame | None, *, key: Sequence[str]) -> DataFrame:
+    """Of a snapshot's rows those that the changes make needless: ``covered``.
+
+    From the first time on of which they tell something of a key, the changes say all of it: a row of
+    that time or later is covered, also by a deletion. So what a snapshot has of a key that is told
+    about later, or never, is all that counts of it.
+
+    Plan: a join by key with the log's keys; the shuffle by key is one that :func:`put` needs.
+
+    Args:
+        records: with their fate and ``_start``.
+        begun: ``key columns, _first`` of the log; None = it is empty.
+    """
+    told = F.when((F.col(FATE) == Fate.APPLIED) & ~F.col(START), F.col(TIMESTAMP))
+    first = F.min(told).over(W.partitionBy(*key))
+    if begun is not None:
+        records = records.join(begun, list(key), "left")
+        first = F.least(first, F.col(FIRST))
+    covered = F.col(START) & (F.col(FATE) == Fate.APPLIED) & (first <= F.col(TIMESTAMP))
+    fate = F.when(F.coalesce(covered, F.lit(False)), Fate.COVERED).otherwise(F.col(FATE))
+    return records.withColumn(FATE, fate).drop(FIRST)
 
 
 def without_lost_ties(

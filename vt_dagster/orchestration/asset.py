@@ -152,7 +152,8 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
         records = ", ".join(f"{number:,} of {log}" for log, number in taken.items())
         log.info(f"{name}: takes records: {records}")
     else:
-        for line in arrival.source.describe(delivered(arrival.node)):
+        taken = [one for one in (arrival.source, arrival.start) if one is not None and not one.empty]
+        for line in (line for one in taken for line in one.describe(delivered(arrival.node))):
             tell = log.warning if line.startswith("!") else log.info
             tell(f"{name}: {line.removeprefix('!')}")
 

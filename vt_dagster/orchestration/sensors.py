@@ -12,8 +12,8 @@ import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
 from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
-from vt_dagster.runs.pin import source_of
-from vt_dagster.sources.base import Watched
+from vt_dagster.runs.pin import source_of, start_waits
+from vt_dagster.sources.base import News, Watched
 from vt_dagster.sources.frames import FrameSource
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
@@ -88,6 +88,8 @@ def build_sensor(
             head = store.head()
             commit = None if head is None else head.commit
             news = source.news(commit, store.consumed_files(head))
+            if news.config is None and start_waits(node, commit):
+                news = News({}, "the snapshot to start with")
         except RecordsGoneError:
             raise
         except (SourceError, OSError) as error:

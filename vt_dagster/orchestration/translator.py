@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 from typing_extensions import TypedDict
 
-from vt_dagster.core.store import tie_break_of
+from vt_dagster.core.store import start_of, tie_break_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.deliveries import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, describe
@@ -76,8 +76,8 @@ class TopologyTranslator:
 
 def _delivering(node: Stream) -> list[dg.AssetKey]:
     """The asset that delivers what the source reads, where it says one."""
-    upstream = getattr(node.source, "upstream", None)
-    return [] if upstream is None else [dg.AssetKey.from_user_string(upstream)]
+    told = [getattr(one, "upstream", None) for one in (node.source, start_of(node))]
+    return [dg.AssetKey.from_user_string(upstream) for upstream in told if upstream is not None]
 
 
 def code_version(node: Stream) -> str:
@@ -87,6 +87,8 @@ def code_version(node: Stream) -> str:
     declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
     tie_break = tie_break_of(node)
     declared += [] if tie_break is None else [f"tie_break {tie_break}"]
+    start = start_of(node)
+    declared += [] if start is None else [f"start {start.describe()}"]
     said = json.dumps([shape, *declared])
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 

@@ -68,7 +68,16 @@ class LateRecords:
         for start, end in cut({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
             rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP])
             moment = micros(rows, TIMESTAMP)
-            yield running_time(rows.column(PARTITION).to_numpy(), moment, latest) - moment
+            home, place = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
+            behind = running_time(home, moment, latest) - moment
+            yield np.where(self._of_start(home, place), 0, behind)
+
+    def _of_start(self, partitions: Any, offsets: Any) -> Any:
+        """Which records are of the snapshot that the table started with: none of them is late."""
+        start, found = self.log.commit.start, np.zeros(len(offsets), bool)
+        for partition, (first, end) in ({} if start is None else start.offsets).items():
+            found |= (partitions == partition) & (offsets >= first) & (offsets < end)
+        return found
 
     def cost(self, lengths: Sequence[timedelta]) -> list[Choice]:
         """What each retention would have refused: of what was refused in fact, at most."""

@@ -31,6 +31,9 @@ def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
         commit: that it came by.
     """
     taken = commit.taken
+    if _of_start(commit, record):
+        assert commit.start is not None
+        return Origin("snapshot", (commit.start.what,), 1)
     if commit.topics and len(taken) == 1:
         return _of_topic(log, record, commit)
     start, end = None, None
@@ -45,6 +48,15 @@ def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
     if not taken:
         return None
     return Origin("versions", tuple(sorted(taken))[:NAMED], len(taken), start, end)
+
+
+def _of_start(commit: Commit, record: Record) -> bool:
+    """Whether a record is of the snapshot that its table started with, which its run took too."""
+    start = commit.start
+    if start is None or start.batch != commit.batch:
+        return False
+    first, end = start.offsets.get(record.partition, (0, 0))
+    return first <= record.offset < end
 
 
 def _one(taken: Any) -> bool:
@@ -71,6 +83,9 @@ def _of_topic(log: Log, record: Record, commit: Commit) -> Origin:
     before = log.before(commit)
     first = 0 if before is None else before.next_offset.get(record.partition, 0)
     applied = commit.next_offset.get(record.partition, 0) - first
+    if commit.start is not None and commit.start.batch == commit.batch:
+        begin, end_ = commit.start.offsets.get(record.partition, (0, 0))
+        applied -= end_ - begin
     gone = set(_rejected_offsets(log, commit.batch, record.partition))
     there = [offset for offset in range(start, end) if offset not in gone]
     place = there[record.offset - first] if len(there) == applied else None

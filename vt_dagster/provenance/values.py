@@ -102,7 +102,8 @@ class Origin:
     """Where the record of a source came from.
 
     Args:
-        kind: ``files``, ``topic``, ``deliveries`` or ``versions``.
+        kind: ``files``, ``topic``, ``deliveries``, ``versions``, or ``snapshot``: the one that its
+            table started with.
         names: the files, topics or deliveries that its run took, at most 20 of them.
         count: of how many.
         start, end: what the run took of them, positions: inclusive, exclusive; None = not noted.

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame
 from vt_dagster.core.arrival import CHUNK, Fate
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import StorageError
-from vt_dagster.sources.base import Pinned
+from vt_dagster.sources.base import Pinned, Whole
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.storage.snapshot import Head, Snapshot
@@ -31,6 +31,7 @@ class Arrival:
         previous: its last commit; None = there is none.
         attempt: the name of what this run prepares.
         source: what is taken from a source.
+        start: the snapshot that it starts with, where the run takes that.
         inputs: of each log that is consumed, the commit up to which.
         tables: of each table that is looked into, what it is looked at as of.
         taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
@@ -55,6 +56,7 @@ class Arrival:
     previous: Head | None
     attempt: str
     source: Pinned | None = None
+    start: Whole | None = None
     inputs: dict[str, Head] = field(default_factory=dict[str, Head])
     tables: dict[str, Snapshot] = field(default_factory=dict[str, Snapshot])
     taken: Ranges = field(default_factory=Ranges)
@@ -87,7 +89,7 @@ class Arrival:
     @property
     def empty(self) -> bool:
         """Whether there is nothing new: such a run commits nothing."""
-        return not self.taken if self.source is None else self.source.empty
+        return not self.taken if self.source is None else self.source.empty and self.start is None
 
     @property
     def before(self) -> Commit:
@@ -120,7 +122,8 @@ class Arrival:
 
     @property
     def _bytes(self) -> int | None:
-        return None if self.source is None else self.source.bytes
+        size = None if self.source is None else self.source.bytes
+        return size if self.start is None else (size or 0) + self.start.bytes
 
     @property
     def few(self) -> bool:

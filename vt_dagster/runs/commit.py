@@ -12,14 +12,15 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, CAUSE, FATE, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import Fate, InPlace
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, Reason
+from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START, Reason
+from vt_dagster.core.source import START_BAD, START_IN, STARTED
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.gate import Passed
 from vt_dagster.runs.ready import after_run
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Pinned
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.positions import Commit, Started
 from vt_dagster.storage.store import shape_of
 
 _NOT_IN_LOG = (Fate.LATE, Fate.LOST_TIE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
@@ -66,6 +67,36 @@ def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str,
         f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the input, or "
         "raise max_bad_share of the source to send them to quarantine"
     )
+
+
+def of_source(
+    arrival: Arrival, rows: DataFrame, passed: Passed, counts: dict[str, int]
+) -> dict[str, Any]:
+    """What a commit says of how far its source has come: fields of ``Commit``. Adds to ``counts`` what
+    the source counts.
+
+    Raises:
+        ContractError: too large a share of its records is bad; of a snapshot it knows that itself.
+    """
+    source, start, own = arrival.source, arrival.start, counts
+    assert source is not None
+    if start is not None:
+        told = passed.counts
+        own = {**counts, "in": counts["in"] - told[START_IN]}
+        own[Fate.QUARANTINED] -= told[START_BAD]
+        rows = rows.where(~F.col(START))
+    counts |= source.counts
+    check_share(arrival.node.name, source, rows, own)
+    position = source.position(arrival.before, own)
+    if start is None:
+        return position
+    offsets: dict[int, tuple[int, int]] = {}
+    for partition, some in passed.by_partition.items():
+        end = arrival.before.next_offset.get(partition, 0) + some[Fate.APPLIED]
+        if some[STARTED]:  # they come after all others
+            offsets[partition] = (end - some[STARTED], end)
+    batch = arrival.before.batch + 1
+    return {**position, "start": Started(what=start.what, batch=batch, offsets=offsets)}
 
 
 def places_of(arrival: Arrival, processor: Processor[Any], passed: Passed) -> InPlace | None:
@@ -128,7 +159,9 @@ def document(
     if Fate.WAITING in counts:
         totals[Fate.WAITING] = counts[Fate.WAITING]
     inputs = {**before.inputs, **inputs}
-    ready = after_run(arrival.node, before, arrival.source, inputs, arrival.ready, offsets, times)
+    start = more.pop("start", before.start)
+    so_far = inputs, arrival.ready, offsets, times, start is not None
+    ready = after_run(arrival.node, before, arrival.source, *so_far)
     return Commit(
         asset=arrival.node.name,
         batch=before.batch + 1,
@@ -151,6 +184,7 @@ def document(
         totals_by_partition=_totals_by_partition(before, fates),
         reads=arrival.reads,
         not_ready=arrival.not_ready,
+        start=start,
         **ready,
         **more,
     )

@@ -11,14 +11,17 @@ from vt_dagster.sources.base import Comparing
 from vt_dagster.topology.model import Stream, Table
 
 
-def difference(source: Comparing, node: Stream, store: Store, held: list[DataFrame]) -> DataFrame:
+def difference(
+    source: Comparing, node: Stream, store: Store, held: list[DataFrame], of_nothing: bool = False
+) -> DataFrame:
     """The records of a run: what such a source changes of the rows of its table.
 
     Args:
         held: takes the rows that the run releases at its end.
+        of_nothing: as of a table without rows: all that the source has.
     """
     assert isinstance(node, Table)
-    current = store.current()
+    current = None if of_nothing else store.current()
     if current is None:
         current = store.spark.createDataFrame([], view_schema(node))
 

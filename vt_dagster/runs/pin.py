@@ -10,11 +10,13 @@ from typing import Any
 from vt_dagster.columns import FINAL
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
+from vt_dagster.core.store import start_of
 from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.ready import upstream
 from vt_dagster.runs.store import Store, Stores
-from vt_dagster.sources.base import Source
+from vt_dagster.sources.base import Pinned, Source, Whole
+from vt_dagster.sources.starting import pin_start
 from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head, Snapshot
@@ -44,10 +46,11 @@ def from_source(
 
     Args:
         at: its tables when the run starts.
-        source: None = the node's own.
+        source: None = the node's own; beside another one no snapshot is taken to start with.
         asked: what is asked of it.
     """
     commit = None if at.head is None else at.head.commit
+    alone = source is not None
     consumed = store.consumed_files(at.head)
     pinned = (source or source_of(node)).pin(commit, consumed=consumed, **asked)
     return Arrival(
@@ -55,10 +58,31 @@ def from_source(
         at.head,
         store.new_attempt(),
         source=pinned,
+        start=None if alone else start_to_take(node, commit, pinned),
         taken=pinned.taken,
         view_rows=at.reach(),
         rows_read=at.reach(),
     )
+
+
+def start_to_take(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole | None:
+    """The snapshot that a table starts with, where a run is to take it: that which comes to the end of
+    the changes that there were at the first run; None = it is not that, or the snapshot is not there.
+
+    Args:
+        commit: the last one.
+    """
+    source = start_of(node)
+    if source is None or (commit is not None and commit.start is not None):
+        return None
+    first = None if commit is None else commit.first_end
+    return pin_start(source) if pinned.reaches(first or pinned.source_end) else None
+
+
+def start_waits(node: Stream, commit: Commit | None) -> bool:
+    """Whether there is a snapshot to start with that no run has taken."""
+    source = start_of(node)
+    return source is not None and (commit is None or commit.start is None) and bool(pin_start(source))
 
 
 def from_logs(
@@ -183,6 +207,14 @@ def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> 
     start = dict(head.commit.next_offset) | {p: first for p, (first, _) in ranges.items()}
     there = store.log(start, head).count()
     return sum(end - first for first, end in ranges.values()) - there
+
+
+def explained(arrival: Arrival, error: Exception) -> Exception | None:
+    """What to say where it was an input that did not give its records."""
+    if arrival.source is None:
+        return gone_meanwhile(arrival.node, error)
+    told = arrival.source.explain(error)
+    return arrival.start.explain(error) if told is None and arrival.start is not None else told
 
 
 def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:

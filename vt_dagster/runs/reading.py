@@ -7,45 +7,83 @@ from difflib import get_close_matches
 from typing import Any
 
 from pyspark.errors import AnalysisException, ParseException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
-from vt_dagster.columns import TIMESTAMP
-from vt_dagster.core.records import prepare
+from vt_dagster.columns import ARRIVAL, TIMESTAMP
+from vt_dagster.core.records import RECORD_TIME, START, TOLD_AT, prepare
+from vt_dagster.core.versioned import FIRST
 from vt_dagster.errors import TopologyError
+from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.difference import difference
 from vt_dagster.runs.store import Store
-from vt_dagster.sources.base import Comparing, Pinned
+from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frames import PinnedFrames
 from vt_dagster.topology.model import Stream
 
 _HOLD = set[tuple[str, str]]()
 """Conditions, each with the columns that it has been found to be one over: asking takes a moment, and a
 test has a run for each record."""
+_LAST = 1 << 61
+"""More than the places of arrival that any source gives."""
+_NOW = "9999-01-01T00:00:00Z"
+"""As a time of record: when the run commits, since none is after that."""
 _ALIKE = 0.75
 """A name that is so much like a column's is rather a slip than another column."""
 
 
-def records_of(
-    source: Pinned, node: Stream, store: Store, held: list[DataFrame], latest: int | None
-) -> DataFrame:
-    """What a run takes of a source, prepared.
+def records_of(arrival: Arrival, source: Pinned, store: Store, latest: int | None) -> DataFrame:
+    """What a run takes of a source, prepared; after it the snapshot that it starts with.
 
     Args:
-        held: takes the rows that the run releases at its end.
+        arrival: holds rows that the run releases at its end.
         latest: the largest timestamp that a record may have, epoch seconds; None = any.
 
     Raises:
         TopologyError: of the condition of a tombstone, see :func:`as_read`.
     """
+    node, held = arrival.node, arrival.held
     read = as_read(store.spark, node, alone=isinstance(source, Comparing | PinnedFrames))
     limit = None if latest is None else F.timestamp_seconds(F.lit(latest))
     if isinstance(source, Comparing):
         return prepare(difference(source, node, store, held), node, limit)
     rows = prepare(source.read(store.spark, read), node, limit)
     more = [c for c in read.schema.names if c not in node.schema.names]
-    return rows.drop(*more) if more else rows
+    rows = rows.drop(*more) if more else rows
+    return rows if arrival.start is None else _with_start(rows, arrival.start, node, store, held, limit)
+
+
+def _with_start(
+    changes: DataFrame,
+    start: Whole,
+    node: Stream,
+    store: Store,
+    held: list[DataFrame],
+    limit: Column | None,
+) -> DataFrame:
+    """The changes, and then the rows of a snapshot, with ``_start``. A condition of deletions is the
+    changes' own. A row without a time has the snapshot's."""
+    node = replace(node, tombstone=None)
+    rows = difference(start, node, store, held, of_nothing=True).withColumn(START, F.lit(True))
+    if (node.timestamp, "timestamp") in rows.dtypes:
+        own = F.coalesce(F.col(f"`{node.timestamp}`"), F.col(RECORD_TIME))
+        rows = rows.withColumn(node.timestamp, own)
+    rows = prepare(rows, node, limit).withColumn(ARRIVAL, F.col(ARRIVAL) + _LAST)
+    if TOLD_AT in changes.columns:
+        rows = rows.withColumn(TOLD_AT, F.lit(_NOW).cast("timestamp"))
+    kinds = dict(changes.dtypes)
+    others = {c: F.col(c).cast(kinds[c]) for c, k in rows.dtypes if kinds.get(c, k) != k}
+    marked = changes.withColumn(START, F.lit(False))
+    return marked.unionByName(rows.withColumns(others), allowMissingColumns=True)
+
+
+def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:
+    """Where a run takes a snapshot to start with, of each key in the log its first time."""
+    if arrival.start is None or arrival.previous is None:
+        return None
+    of_key = store.log({}, arrival.previous).groupBy(*[F.col(f"`{k}`") for k in arrival.node.key])
+    return of_key.agg(F.min(TIMESTAMP).alias(FIRST))
 
 
 def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:

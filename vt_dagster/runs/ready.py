@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import PARTITION, TIMESTAMP
 from vt_dagster.core.processors import processor_of
+from vt_dagster.core.store import start_of
 from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store import Stores
@@ -65,6 +66,7 @@ def after_run(
     ready: Mapping[str, Offsets | None],
     offsets: Offsets,
     times: Mapping[int, int],
+    started: bool,
 ) -> dict[str, Any]:
     """What a commit says of it: the fields ``first_end`` and ``ready_at``.
 
@@ -73,16 +75,20 @@ def after_run(
         inputs: how far all runs have come in each input after the run.
         ready: see :func:`upstream`.
         offsets, times: the log's next offsets and stream time after the run.
+        started: whether a table that starts with a snapshot has taken that.
     """
+    starts = source is not None and start_of(node) is not None
     if before.ready_at is not None or not waits(node):
-        return {"first_end": before.first_end, "ready_at": before.ready_at}
+        end = source.source_end if source is not None and starts and not started else None
+        return {"first_end": before.first_end or end, "ready_at": before.ready_at}
     if source is None:
         return {"ready_at": dict(offsets) if _taken(node, inputs, ready) else None}
     if _begun(node, before):
         return {"ready_at": before.next_offset}
     if isinstance(node, VersionedTable) and node.ready == "first_end":
         end = source.source_end if before.first_end is None else before.first_end
-        return {"first_end": end, "ready_at": dict(offsets) if source.reaches(end) else None}
+        whole = source.reaches(end) and (started or not starts)
+        return {"first_end": end, "ready_at": dict(offsets) if whole else None}
     return {"ready_at": dict(offsets) if _timely(node, times) else None}
 
 

@@ -40,9 +40,9 @@ from vt_dagster.core.processors import processor_of
 from vt_dagster.core.store import tie_break_of
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
-    check_share,
     document,
     ends_of,
+    of_source,
     places_of,
     recorded,
     stage_rejected,
@@ -51,8 +51,8 @@ from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, oldest, timed
 from vt_dagster.runs.past import recorded_if
-from vt_dagster.runs.pin import from_logs, from_source, gone_meanwhile
-from vt_dagster.runs.reading import records_of, rivals_of
+from vt_dagster.runs.pin import explained, from_logs, from_source
+from vt_dagster.runs.reading import begun_of, records_of, rivals_of
 from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
@@ -147,7 +147,7 @@ class Run:
         if source.max_clock_skew is not None and source.max_clock_skew < _LAST - now:
             latest = int((now + source.max_clock_skew).timestamp())
         with self._explained():
-            return records_of(source, self.node, self.store, self.arrival.held, latest)
+            return records_of(self.arrival, source, self.store, latest)
 
     def _log_of(self, node: Stream) -> DataFrame:
         arrival, store = self.arrival, self.stores(node)
@@ -252,6 +252,7 @@ class Run:
             marks_after=known_marks(arrival.marks),
             since=since,
             refused=store.quarantine() if asked else None,
+            begun=begun_of(arrival, store) if with_tables else None,
         )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
@@ -320,8 +321,7 @@ class Run:
             self._release()
             if not isinstance(error, PySparkException | Py4JJavaError):
                 raise
-            source = self.arrival.source
-            gone = gone_meanwhile(self.node, error) if source is None else source.explain(error)
+            gone = explained(self.arrival, error)
             if gone is None:
                 raise
             raise gone from error
@@ -348,9 +348,7 @@ class Run:
             gauges |= processor.gauges(full, before.gauges, before.batch)
         position: dict[str, Any] = {"taken": arrival.taken, "inputs": ends_of(arrival)}
         if arrival.source is not None:
-            counts |= arrival.source.counts
-            check_share(self.node.name, arrival.source, rows, counts)
-            position = arrival.source.position(before, counts)
+            position = of_source(arrival, rows, passed, counts)
         store.progress.done(f"decided: {in_words(counts)}")
         if state is not None:
             store.stage_state(arrival.attempt, state)

@@ -40,7 +40,7 @@ def with_times(
     source, first = arrival.source, arrival.before.recorded_at + 1
     last = time.time_ns() // 1000 if latest is None else latest
     told = source.recorded() if isinstance(source, Recorded) else None
-    if told is not None:
+    if told:
         times = _of_origins(told, first, last)
         return _by_origin(rows, times, store.spark), max(times.values())
     if source is None or TOLD_AT not in rows.columns:
@@ -68,7 +68,10 @@ def _by_origin(rows: DataFrame, times: Mapping[str, int], spark: SparkSession) -
     """Plan: a broadcast join."""
     told = spark.createDataFrame([*times.items()], f"{SOURCE} STRING, {RECORDED_AT} BIGINT")
     told = told.withColumn(RECORDED_AT, F.timestamp_micros(RECORDED_AT))
-    return rows.join(F.broadcast(told), SOURCE, "left")
+    timed = rows.join(F.broadcast(told), SOURCE, "left")
+    # Of a snapshot to start with nobody tells; it comes last.
+    end = F.timestamp_micros(F.lit(max(times.values())))
+    return timed.withColumn(RECORDED_AT, F.coalesce(RECORDED_AT, end))
 
 
 def _by_row(rows: DataFrame) -> DataFrame:

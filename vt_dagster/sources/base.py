@@ -185,6 +185,18 @@ class Comparing(Protocol):
         ...
 
 
+class Whole(Pinned, Comparing, Protocol):
+    """A whole state that one run takes."""
+
+    @property
+    def what(self) -> str:
+        """It, in words."""
+        ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
 @runtime_checkable
 class Recorded(Protocol):
     """What one run takes from a source that can tell when its records were recorded first: a

@@ -107,6 +107,11 @@ class DeltaSource:
         """Whether a stream cannot have it."""
         return self.mode != "append"
 
+    @property
+    def whole(self) -> bool:
+        """Whether it says what is true, not what has changed."""
+        return self.mode == "snapshots"
+
     def limits(self, accepted: bool) -> Limits:
         """Within which a whole state is believed."""
         shares = self.max_shrink, self.max_bad_share

@@ -139,7 +139,7 @@ class PinnedVersions(Uncounted):
         self._require_columns(node, self.state)
         rows = spark.read.format("delta").option("versionAsOf", self.state).load(self.table.path)
         return rows.select(
-            *[F.col(f"`{c}`") for c in node.schema.names],
+            *_columns(rows, node),
             F.lit(self.time).alias(_TIME),
             F.lit(self.table.path).alias(SOURCE),
             F.lit(self.state).cast("long").alias(POSITION),
@@ -199,10 +199,10 @@ class PinnedVersions(Uncounted):
         )
         about = [(c.version, c.time, buckets_of(c.bytes)) for c in self.changes]
         versions = spark.createDataFrame(about, f"{VERSION} long, {_TIME} long, {BUCKETS} int")
-        own = [F.col(f"`{c}`") for c in node.schema.names]
-        told = feed.select(*own, CHANGE, VERSION).join(F.broadcast(versions), VERSION)
+        told = feed.select(*_columns(feed, node), CHANGE, VERSION).join(F.broadcast(versions), VERSION)
         values = [c for c in node.schema.names if c not in node.key]
         done = changes(told, key=node.key, values=values, start=self.first)
+        own = [F.col(f"`{c}`") for c in node.schema.names]
         table = F.lit(self.table.path).alias(SOURCE)
         return done.select(*own, _TIME, table, F.col(VERSION).alias(POSITION), ARRIVAL, DELETED)
 
@@ -218,13 +218,14 @@ class PinnedVersions(Uncounted):
         ).drop(_TIME)
 
     def _require_columns(self, node: Stream, version: int) -> None:
-        """The table must have the schema's columns.
+        """The table must have the schema's columns, a version also those that were added since.
 
         Raises:
             SourceError: it lacks some, or has them with other types.
         """
         there = {f.name: f.dataType for f in self.table.schema(version).fields}
-        missing = [c for c in node.schema.names if c not in there]
+        newest = self.table.schema(self.table.version).names
+        missing = [c for c in node.schema.names if c not in there and c not in newest]
         if missing:
             raise SourceError(
                 f"{self.table.path}: expected columns {missing}, but version {version} has only "
@@ -233,7 +234,7 @@ class PinnedVersions(Uncounted):
         wrong = [
             f"{f.name} is {there[f.name].simpleString()}, expected {f.dataType.simpleString()}"
             for f in node.schema.fields
-            if there[f.name].simpleString() != f.dataType.simpleString()
+            if f.name in there and there[f.name].simpleString() != f.dataType.simpleString()
         ]
         if wrong:
             raise SourceError(
@@ -244,6 +245,11 @@ class PinnedVersions(Uncounted):
 @dataclass(frozen=True)
 class PinnedState(PinnedVersions):
     """A version that is compared with what the table holds."""
+
+    @property
+    def what(self) -> str:
+        """It, in words."""
+        return f"version {self.state} of {self.table.path}"
 
     def difference(
         self,
@@ -256,9 +262,16 @@ class PinnedState(PinnedVersions):
         assert self.limits is not None
         none = F.lit(None).cast("string")
         rows = self.rows(spark, node).drop(_TIME).withColumns({REASON: none, UNREAD: none})
-        what = f"version {self.state} of {self.table.path}"
-        time, size = self.time or 0, self.bytes
-        return records_of(rows, node, held, hold, self.limits, what=what, time=time, size=size)
+        about = {"what": self.what, "time": self.time or 0, "size": self.bytes}
+        return records_of(rows, node, held, hold, self.limits, **about)
+
+
+def _columns(rows: DataFrame, node: Stream) -> list[Column]:
+    """A node's columns of rows; null where they are older than the column."""
+    return [
+        F.col(f"`{f.name}`") if f.name in rows.columns else F.lit(None).cast(f.dataType).alias(f.name)
+        for f in node.schema.fields
+    ]
 
 
 def _nothing(spark: SparkSession, node: Stream) -> DataFrame:

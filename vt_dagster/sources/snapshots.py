@@ -103,6 +103,11 @@ class PinnedDump(Uncounted):
         return self.dump is None
 
     @property
+    def what(self) -> str:
+        """It, in words."""
+        return "" if self.dump is None else f"{self.dump.name} in {self.source.path}"
+
+    @property
     def source_end(self) -> str:
         return max((*self.waiting, "" if self.dump is None else self.dump.name))
 
@@ -113,7 +118,9 @@ class PinnedDump(Uncounted):
         """All rows of the dump, as ``records_of`` takes them."""
         source, dump = self.source, self.dump
         folder = posixpath.join(str(source.path), dump.name) if dump and dump.nested else source.path
-        files = FilesSource(str(folder), source.format, options=source.options)
+        files = FilesSource(
+            str(folder), source.format, options=source.options, optional=source.optional
+        )
         try:
             rows = files.read(spark, dump.files if dump else (), node.schema)
         except PySparkException as error:
@@ -132,8 +139,7 @@ class PinnedDump(Uncounted):
         held: DataFrame,
         hold: Callable[[DataFrame], DataFrame],
     ) -> DataFrame:
-        dump, rows = self.dump, self.read(spark, node)
-        name = "" if dump is None else f"{dump.name} in {self.source.path}"
+        dump, rows, name = self.dump, self.read(spark, node), self.what
         time = 0 if dump is None else self._time(name, dump, rows)
         self.learned["time"] = time
         limits = self.source.limits(self.accepted or dump is None)
@@ -220,6 +226,7 @@ class SnapshotSource:
             is there twice) is refused. Where a row lost its key, that dump deletes nothing.
         max_clock_skew: how far in the future its time may lie.
         options: Spark's CSV or JSON options.
+        optional: columns that a dump may lack, null there; of JSON any may be lacking.
         upstream: the key of the asset that delivers the dumps, ``shop/export``: a dependency of this
             one in Dagster.
     """
@@ -235,13 +242,16 @@ class SnapshotSource:
     max_bad_share: float = field(default=0.1, kw_only=True)
     max_clock_skew: timedelta = field(default=timedelta(days=1), kw_only=True)
     options: dict[str, str] = field(default_factory=dict[str, str], hash=False, kw_only=True)
+    optional: Sequence[str] = field(default=(), kw_only=True)
     upstream: str | None = field(default=None, kw_only=True)
 
     gives_timestamp = True
     tables_only = True
+    whole = True
 
     def __post_init__(self) -> None:
         FilesSource(self.path, self.format)  # it says what formats there are
+        object.__setattr__(self, "optional", tuple(self.optional))
         object.__setattr__(self, "ignore", tuple(self.ignore))
         require_limits(self.max_bad_share, self.max_clock_skew)
         self.limits(False).check(repr(self.path))
@@ -262,6 +272,7 @@ class SnapshotSource:
             TopologyError: names them.
         """
         check_ignored(name, self.ignore, key, schema)
+        FilesSource(self.path, self.format, optional=self.optional).check(name, key, schema)
         if not self.dump_time.strip():
             raise TopologyError(
                 f"{name}: expected dump_time to be 'modified', a pattern like 'customers_%Y-%m-%d' or "

@@ -107,6 +107,17 @@ class Step(BaseModel):
     stream_time: dict[int, int]
 
 
+class Started(BaseModel):
+    """The snapshot that a table started with."""
+
+    what: str
+    """It, in words: the file, or the version of a Delta table."""
+    batch: int
+    """Whose run took it."""
+    offsets: dict[int, tuple[int, int]] = Field(default_factory=dict)
+    """The offsets of its rows in the log, by partition: [start, end)."""
+
+
 class Commit(BaseModel):
     """The document in each commit of a log: the truth about how far an asset has come.
 
@@ -174,8 +185,11 @@ class Commit(BaseModel):
     """Of a source of DataFrames: which runs, partitions or materializations this run took, and what is
     remembered of each; of many, some."""
     first_end: dict[str, Offsets] | str | None = None
-    """Of a table whose ``ready`` is the end that its first run has pinned: that end, as the source says
-    it. None = there was none to note, also of runs before ``ready`` was declared."""
+    """Of a table whose ``ready`` is the end that its first run has pinned, or that starts with a
+    snapshot: that end, as the source says it. None = there was none to note, also of runs before
+    ``ready`` was declared."""
+    start: Started | None = None
+    """Of a table that starts with a snapshot: which one; None = none was taken yet."""
     ready_at: Offsets | None = None
     """Where this log stood when all that it is made of was ready; None = it is not, or need not be."""
     not_ready: list[str] = Field(default_factory=list)

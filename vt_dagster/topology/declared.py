@@ -36,6 +36,8 @@ def check_versions(table: Any) -> None:
     own = table.operator is None
     _check_ready(table.name, table.ready, own)
     values = [table.schema[c] for c in table.value_columns]
+    if table.start is not None:
+        _check_start(table)
     if table.tie_break is not None:
         _check_tie_break(table.name, table.tie_break, values if own else ())
     if table.valid_until is not None:
@@ -54,6 +56,22 @@ def _check_ready(name: str, ready: object, has_source: bool) -> None:
             f"{name}: expected ready of a table with a source, got it of the result of an "
             "operator, which is ready when what it is made of is: declare it there"
         )
+
+
+def _check_start(table: Any) -> None:
+    """Refuses to start with what is no snapshot, or beside what needs none."""
+    name, start, source = table.name, table.start, table.source
+    if not getattr(start, "whole", False):
+        raise TopologyError(
+            f"{name}: expected start to be a source of whole states, SnapshotSource(...) or "
+            f"DeltaSource(..., mode='snapshots'), got {start!r}; give one, or leave it out"
+        )
+    if not hasattr(source, "news") or getattr(source, "whole", False):
+        raise TopologyError(
+            f"{name}: expected start beside a source of changes, of files, topics or a Delta table, "
+            f"got {source!r}; give it one, or leave start out"
+        )
+    start.check(name, table.key, table.schema)
 
 
 def _check_tie_break(name: str, column: object, values: Sequence[StructField]) -> None:

@@ -347,6 +347,10 @@ class VersionedTable(Table, kind="versioned_table"):
         valid_until: a value column (TIMESTAMP) that says when a version ends at the latest: exclusive;
             null: with the next version. No tombstone is made of it: a version that begins before this
             end, and came later, has its own. Whoever looks after it finds nothing.
+        start: a snapshot, ``SnapshotSource`` or ``DeltaSource(mode="snapshots")``, with which the table
+            begins, beside the changes of its source: see ``docs/guides/start.md``. A row of it counts
+            from its own ``timestamp`` on, or where that is null or no column from the snapshot's time,
+            unless the changes tell its key something of that time or before (``covered``).
     """
 
     history_retention: Duration = field(kw_only=True)
@@ -354,6 +358,7 @@ class VersionedTable(Table, kind="versioned_table"):
     ready: Ready = field(default=None, kw_only=True)
     tie_break: str | None = field(default=None, kw_only=True)
     valid_until: str | None = field(default=None, kw_only=True)
+    start: Source | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 

@@ -1,0 +1,33 @@
+"""The snapshot that a table starts with, before the changes that come after it."""
+
+from __future__ import annotations
+
+import posixpath
+
+from vt_dagster.errors import SourceError
+from vt_dagster.sources.base import Whole
+from vt_dagster.sources.delta_table import DeltaSource
+from vt_dagster.sources.delta_versions import PinnedState
+from vt_dagster.sources.snapshots import SnapshotSource
+
+
+def pin_start(source: SnapshotSource | DeltaSource) -> Whole | None:
+    """The snapshot of a source of whole states; None = there is none yet. Does not use Spark.
+
+    Raises:
+        SourceError: there are several, or the directory or table is not there.
+    """
+    if isinstance(source, DeltaSource):
+        version = source.start if isinstance(source.start, int) else None
+        found = source.pin(None, version)
+        return found if isinstance(found, PinnedState) else None
+    pinned = source.pin(None)
+    if pinned.waiting:
+        there = [d.name for d in source.dumps()]
+        where = posixpath.join(str(source.path), source.pattern)
+        raise SourceError(
+            f"expected one dump to start with in {where}, found {len(there)}: "
+            f"{', '.join(there[:3])}{' …' if len(there) > 3 else ''}; nothing was committed. Name one "
+            "by the pattern of start, or move the others away"
+        )
+    return None if pinned.empty else pinned
