@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import VALID_TO
-from vt_dagster.core import table, versioned
+from vt_dagster.core import repeats, table, versioned
 from vt_dagster.core.arrival import by_partition, duration, union
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.stream_time import Bounds
@@ -79,7 +79,8 @@ def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Colum
     Source: FORMAT 4.1, 4.2.3; kip889-motivation-versioned, kip889-motivation-unversioned.
     """
     if isinstance(node, VersionedTable):
-        return versioned.fold(view, log, key=node.key, horizon=horizon_of(node, stream_time))
+        horizon, on = horizon_of(node, stream_time), node.new_version_on
+        return versioned.fold(view, log, key=node.key, horizon=horizon, new_version_on=on)
     return table.fold(view, log, key=node.key)
 
 
@@ -112,23 +113,29 @@ def rows_of(node: Table, current: DataFrame) -> DataFrame:
     return versioned.get(current) if isinstance(node, VersionedTable) else current
 
 
-def clipped(node: Stream, view: DataFrame) -> DataFrame:
-    """A view's rows as they are read: of a table with ``valid_until`` versions end by that too.
+def as_read(node: Stream, view: DataFrame) -> DataFrame:
+    """A view's rows as they are read: with ``new_version_on`` without those that repeat a version, and
+    with ``valid_until`` versions end by that too.
 
-    What is stored ends with the next version alone, so that one that comes between inherits nothing.
+    What is stored has a row for each record, which ends with the next one alone, so that one that comes
+    between inherits nothing.
     """
-    if not isinstance(node, VersionedTable) or node.valid_until is None:
+    if not isinstance(node, VersionedTable):
         return view
-    return versioned.clipped(view, node.valid_until)
+    if node.new_version_on is not None:
+        view = repeats.collapsed(view, node.key, node.new_version_on)
+    return view if node.valid_until is None else versioned.clipped(view, node.valid_until)
 
 
 def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
-    """The rows among what :func:`current` gives that have not ended by ``valid_until``.
+    """The rows among what :func:`current` gives, as they are read: see :func:`as_read`.
 
     Args:
         stream_time: by partition, epoch microseconds: a row that ends then has ended.
     """
     rows = rows_of(node, current)
+    if isinstance(node, VersionedTable) and node.new_version_on is not None:
+        rows = repeats.opened(rows, node.new_version_on)
     if not isinstance(node, VersionedTable) or node.valid_until is None:
         return rows
     rows = versioned.clipped(rows, node.valid_until)
@@ -146,3 +153,9 @@ def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
 def tie_break_of(node: Stream) -> str | None:
     """The column that decides between records of one key and timestamp; None = the order of arrival."""
     return node.tie_break if isinstance(node, VersionedTable) else None
+
+
+def new_version_on_of(node: Stream) -> list[str] | None:
+    """The columns that make a version; None = every record does."""
+    columns = node.new_version_on if isinstance(node, VersionedTable) else None
+    return None if columns is None else list(columns)

@@ -24,6 +24,7 @@ from uuid import uuid4
 from pyspark.sql import SparkSession
 
 from vt_dagster.columns import PARTITION
+from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
@@ -231,6 +232,7 @@ class _Log:
             next_offset=upto.next_offset,
             stream_time=upto.stream_time,
             history_retention=None if retention is None else in_micros(retention),
+            new_version_on=of_table.new_version_on_of(node),
             written=time.time_ns() // 1000,
         )
         parquet.write(

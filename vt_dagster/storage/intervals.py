@@ -257,7 +257,8 @@ class _Changes(AssetRows):
             forgotten: with all others from that time to this one. A tombstone that is forgotten ended
                 what a late record before it began, and nothing else tells that.
         """
-        base, start = self._base("current", since)
+        base, then = self._base("current", since)
+        start = {} if then is None else then.next_offset
         tail = self.log({p: min(start.get(p, 0), first.get(p, 0)) for p in self.commit.next_offset})
         if forgotten is not None:
             low, high = _time(since), _time(forgotten)

@@ -240,10 +240,13 @@ class AssetRows:
     def table(self, what: str, moment: int | None) -> pa.Table:
         """Versions, or current rows; as of a time where given."""
         versioned = self.shape.kind == "versioned"
-        base, start = self._base(what, moment)
-        tail = self.log(start) if base is None or start != self.commit.next_offset else None
-        limits = dict(zip(self.commit.stream_time, self._horizons(), strict=True))
-        rows = fold(base, tail, self.key, limits if versioned else None)
+        base, then = self._base(what, moment)
+        limits, start = self._limits(self.commit.stream_time), then.next_offset if then else {}
+        tail = None if then and start == self.commit.next_offset else self.log(start)
+        if base is not None and then is not None and versioned:
+            # What had expired may lie there yet, beside a tombstone that does not.
+            base = fold(base, None, self.key, self._limits(then.stream_time))
+        rows = fold(base, tail, self.key, limits if versioned else None, self.shape.new_version_on)
         if not versioned or what == "versions":
             return clipped(rows, self.shape.valid_until)
         newest = rows.column(VALID_TO).is_null().to_numpy()
@@ -257,11 +260,11 @@ class AssetRows:
             there = (start_ <= moment) & (open_ | ((moment < end) & (moment >= limit)))
         return rows.filter(pa.array(there & ~rows.column(IS_TOMBSTONE).to_numpy()))
 
-    def _horizons(self) -> list[int]:
-        return horizons(self.shape.retention(), self.commit.stream_time)
+    def _limits(self, stream_time: Mapping[int, int]) -> dict[int, int]:
+        return dict(zip(stream_time, horizons(self.shape.retention(), stream_time), strict=True))
 
-    def _base(self, what: str, moment: int | None) -> tuple[pa.Table | None, dict[int, int]]:
-        """What is needed of the view, and up to which offsets it is folded in."""
+    def _base(self, what: str, moment: int | None) -> tuple[pa.Table | None, Checkpoint | None]:
+        """What is needed of the view, and where it stands."""
         found = delta.last_commit(self.view_path)
         if found is None:
             return self._at_cut()
@@ -270,6 +273,7 @@ class AssetRows:
             then.batch > self.commit.batch
             or max(then.lengthened(self.shape.retention()), default=0) > 0
             or lacks(then, self.commit)
+            or then.new_version_on != self.shape.new_version_on
         ):
             return self._at_cut()
         wanted = delta.everything
@@ -277,18 +281,18 @@ class AssetRows:
             earliest = self.commit.earliest_since(then.batch)
             since = moment if earliest is None or moment is None else min(moment, earliest)
             wanted = delta.current if since is None else then.segments.ending_after(since)
-        return self._rows(self.view_path, found.version, wanted, self._columns), then.next_offset
+        return self._rows(self.view_path, found.version, wanted, self._columns), then
 
-    def _at_cut(self) -> tuple[pa.Table | None, dict[int, int]]:
-        """The rows as of where the log was cut off, and its first offsets; none where it was not."""
+    def _at_cut(self) -> tuple[pa.Table | None, Checkpoint | None]:
+        """The rows as of where the log was cut off, and where that is; none where it was not."""
         if self.commit.cut is None:
-            return None, {}
+            return None, None
         name, cut = posixpath.basename(self.root), self.commit.cut
         found = base_of(name, self.root, cut)
         then = Checkpoint.model_validate(found.document)
-        require_history(name, then, self.shape.retention(), self.commit)
+        require_history(name, then, self.shape.retention(), self.commit, self.shape.new_version_on)
         path = base_path(self.root, cut.base)
-        return self._rows(path, found.version, like=self._columns), then.next_offset
+        return self._rows(path, found.version, like=self._columns), then
 
     @property
     def _columns(self) -> pa.Schema:

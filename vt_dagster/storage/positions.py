@@ -41,6 +41,8 @@ class Shape(BaseModel):
 
     valid_until: str | None = None
     """Of a versioned table: the column by which its versions end."""
+    new_version_on: list[str] | None = None
+    """Of a versioned table: the columns that make a version; None = every record does."""
 
     def retention(self) -> Duration:
         """How far back the table answers; zero where it is not versioned."""
@@ -257,6 +259,8 @@ class Checkpoint(BaseModel):
     """Of a versioned table's view: how its rows are laid out for the next run."""
     history_retention: int | dict[int, int] | None = None
     """Of a versioned table's view: with which it was written. What has expired is not there."""
+    new_version_on: list[str] | None = None
+    """Of a versioned table's view: with which it was written, see ``core.repeats``."""
     written: int = 0
     """When it was committed: epoch microseconds of the writer's clock."""
     erased: dict[str, int] = Field(default_factory=dict)

@@ -347,6 +347,10 @@ class VersionedTable(Table, kind="versioned_table"):
         valid_until: a value column (TIMESTAMP) that says when a version ends at the latest: exclusive;
             null: with the next version. No tombstone is made of it: a version that begins before this
             end, and came later, has its own. Whoever looks after it finds nothing.
+        new_version_on: value columns; a record makes a version only where one of them differs from
+            the version before it in time (null equals null). A version has the values and the
+            ``valid_from`` of its first record; records that repeat it change nothing, until a late
+            one comes between. None: every record makes one, as in Kafka Streams.
     """
 
     history_retention: Duration = field(kw_only=True)
@@ -354,6 +358,7 @@ class VersionedTable(Table, kind="versioned_table"):
     ready: Ready = field(default=None, kw_only=True)
     tie_break: str | None = field(default=None, kw_only=True)
     valid_until: str | None = field(default=None, kw_only=True)
+    new_version_on: Sequence[str] | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
