@@ -16,13 +16,24 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import IntegerType, MapType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from vt_dagster import FeatureView, FilesSource, Materialized, Stream, TopologyError, VersionedTable
 from vt_dagster.core import repeats, versioned
 from vt_dagster.core.log import view_schema
+from vt_dagster.errors import StorageError
+from vt_dagster.explore.keys import key_history
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
+from vt_dagster.runs.cut import cut_logs
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import segments
 from vt_dagster.storage.folding import fold
@@ -235,11 +246,11 @@ def test_a_late_record_opens_a_run_again(spark: SparkSession) -> None:
         driver.pipe("sales", *[{"k": "a", "timestamp": at(t)} for t in times])
         return {one.name: driver.read(one.name) for one in joins}
 
-    def put(tier: str | None, n: int | None, second: int) -> None:
-        driver.pipe("accounts", {"k": "a", "tier": tier, "n": n, "timestamp": at(second)})
+    def put(*records: tuple[str | None, int, int]) -> None:
+        rows = [{"k": "a", "tier": t, "n": n, "timestamp": at(second)} for t, n, second in records]
+        driver.pipe("accounts", *rows)
 
-    for tier, n, second in (("x", 1, 10), ("x", 2, 20), ("x", 3, 40), (None, 4, 50), (None, 5, 60)):
-        put(tier, n, second)
+    put(("x", 1, 10), ("x", 2, 20), ("x", 3, 40), (None, 4, 50), (None, 5, 60))
     assert versions() == [("x", 1, 10, 50), (None, 4, 50, None)]
     found = asked(9, 45, 70)
     assert [(r["n"], seconds(r["since"]), seconds(r["until"])) for r in found["joined"]] == [
@@ -256,15 +267,14 @@ def test_a_late_record_opens_a_run_again(spark: SparkSession) -> None:
     assert driver.store("accounts").get("a", at(45))["valid_from"] == at(10)  # type: ignore[index]
 
     # Another value comes between: what repeated before is a version of its own.
-    put("z", 6, 30)
+    put(("z", 6, 30))
     assert versions() == [("x", 1, 10, 30), ("z", 6, 30, 40), ("x", 3, 40, 50), (None, 4, 50, None)]
     found = asked(25, 30, 45)
     assert [r["n"] for r in found["joined"]] == [1, 6, 3]
     assert [r["tens"] for r in found["named"]] == [10, 60, 30]
     assert [r["n"] for r in found["kept"]] == [1, None, 3]
     # And goes again where that one is replaced; the first of a run moves its begin.
-    put("x", 7, 30)
-    put("x", 0, 5)
+    put(("x", 7, 30), ("x", 0, 5))
     assert versions() == [("x", 0, 5, 50), (None, 4, 50, None)]
     assert [r["tens"] for r in driver.versions("names")] == [0, 40]
     # A deletion ends a run.
@@ -307,7 +317,7 @@ def test_every_reader_finds_the_same(
         node = replace(accounts, freshness=freshness)
         run_once(node, stores)
         store, model = stores(node), expected(arrived[:end], 20)
-        now = max(one[4] for one in model)
+        now = max(one.second for one in arrived[:end])
         live = [one for one in model if one[5] is None and not one[6]]
         then = [as_of(model, one[0], now - 10, now - 20) for one in model]
         asked = at(now - 10).isoformat()
@@ -325,10 +335,11 @@ def test_every_reader_finds_the_same(
     found = stores(joined).read().select("k", "timestamp", "n", "since", "until").toArrow().to_pylist()
     answers = {(k, s): as_of(model, k, s, now - 20) for k, s in times}
     nothing = (None,) * 3
-    assert {
+    told_by_join = {
         (r["k"], seconds(r["timestamp"])): (r["n"], seconds(r["since"]), seconds(r["until"]))
         for r in found
-    } == {place: nothing if one is None else one[3:6] for place, one in answers.items()}
+    }
+    assert told_by_join == {p: nothing if one is None else one[3:6] for p, one in answers.items()}
     # Another definition makes the view anew, out of the log.
     other = table(source=source, partitions=1, new_version_on=["city"])
     by_city = [replace(one, tier="") for one in arrived]
@@ -341,6 +352,117 @@ def test_every_reader_finds_the_same(
     rows = stores(every).read("versions")
     assert "old" not in rows.columns
     assert rows.count() > len(model)
+
+
+class Live:
+    """Tables of files, and sales that are joined with them."""
+
+    def __init__(self, root: Path, spark: SparkSession) -> None:
+        self.root, self.spark, self.files = root, spark, itertools.count()
+        self.warehouse = str(root / "warehouse")
+        for name in ("accounts", "sales"):
+            (root / name).mkdir()
+
+    def table(self, **more: Any) -> VersionedTable:
+        source = FilesSource(str(self.root / "accounts"))
+        return table(source=source, partitions=1, history_retention=timedelta(hours=1), **more)
+
+    def sales(self) -> Stream:
+        return stream(source=FilesSource(str(self.root / "sales")), partitions=1)
+
+    def run(self, node: Stream, *rows: dict[str, Any], at_: int | None = None) -> None:
+        lines = "\n".join(json.dumps({"k": "a", **r}, default=datetime.isoformat) for r in rows)
+        if rows:
+            (self.root / node.name / f"{next(self.files)}.jsonl").write_text(lines)
+        run_once(node, stores_of(self.warehouse, self.spark), recorded_at=at_)
+
+    def versions(self, node: VersionedTable, n: str = "n") -> list[tuple[Any, ...]]:
+        """Of both readers, which must give the same rows."""
+        store = stores_of(self.warehouse, self.spark)(node)
+        for what in ("current", "versions"):
+            here, there = store.read(what).toArrow(), look_up(self.warehouse, node.name, what)
+            rows = [sorted(map(repr, r.select(here.column_names).to_pylist())) for r in (here, there)]
+            assert rows[0] == rows[1]
+        told = store.read("versions").orderBy("valid_from").toArrow().to_pylist()
+        return [(r["tier"], r[n], seconds(r["valid_from"]), seconds(r["valid_to"])) for r in told]
+
+
+def change(tier: str, n: int, second: int, **more: Any) -> dict[str, Any]:
+    return {"tier": tier, "n": n, "timestamp": at(second), **more}
+
+
+def test_an_explanation_says_what_a_record_repeats(spark: SparkSession, tmp_path: Path) -> None:
+    live = Live(tmp_path, spark)
+    accounts, sales = live.table(), live.sales()
+    joined = sales.left_join(accounts, name="joined", select=["right.n"])
+    live.run(accounts, change("x", 0, 10), change("x", 1, 20), change("y", 2, 40))
+    live.run(sales, {"timestamp": at(30)})
+    live.run(joined)
+
+    def why(name: str, offset: int) -> tuple[str, dict[int, str]]:
+        found = explain(name, warehouse=live.warehouse, offset=f"0:{offset}")
+        return found.decisions[-1].rule, {c.record.offset: c.rule for c in found.candidates}
+
+    assert why("joined", 0) == ("as_of", {0: "as_of", 2: "other_time"})
+    assert [why("accounts", n)[0] for n in range(3)] == ["applied", "repeated", "applied"]
+    # One that came late is the first now, and the join would find it.
+    live.run(accounts, change("x", 3, 5))
+    assert why("joined", 0) == ("corrected", {3: "recorded_since", 0: "as_of", 2: "other_time"})
+    assert [why("accounts", n)[0] for n in range(4)] == [
+        "repeated",
+        "repeated",
+        "applied",
+        "out_of_order",
+    ]
+    # And one that comes between makes versions of those that repeated.
+    live.run(accounts, change("z", 4, 15))
+    rule, rules = why("joined", 0)
+    assert (rule, rules[1], rules[4]) == ("corrected", "repeated", "recorded_since")
+    assert [why("accounts", n)[0] for n in range(2)] == ["repeated", "applied"]
+    known = key_history(live.warehouse, "accounts", ["a"], None, None, None)
+    spans = [(one.record.offset, one.end is None) for one in known.spans]
+    assert spans == [(3, False), (4, False), (1, False), (2, True)]
+    with pytest.raises(StorageError, match="new_version_on"):
+        lateness("joined", warehouse=live.warehouse)
+
+
+def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
+    """What a view says of the version before a row follows the columns, and is kept by a cut."""
+    live = Live(tmp_path, spark)
+    hour = 3_600_000_000
+    live.run(live.table(), change("x", 0, 10), change("x", 1, 20), at_=hour)
+    fields = [f for f in SCHEMA.fields if f.name != "n"]
+    more = [StructField("amount", LongType()), StructField("note", StringType())]
+    wide = live.table(
+        schema=StructType([*fields, *more]),
+        renamed={"n": "amount"},
+        tombstone="amount is null",
+        freshness=timedelta(days=1),
+        log_retention=timedelta(hours=1),
+    )
+    live.run(wide, {"tier": "x", "amount": 2**40, "note": "!", "timestamp": at(30)}, at_=2 * hour)
+    assert live.versions(wide, "amount") == [("x", 0, 10, None)]
+    stores = stores_of(live.warehouse, spark)
+    stores(wide).catch_up(now=True)
+    assert live.versions(wide, "amount") == [("x", 0, 10, None)]
+    live.run(wide, change("y", 3, 25) | {"amount": 3}, at_=3 * hour)
+    assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
+    assert [one.name for one in audit(stores(wide)) if not one.passed] == []
+    assert cut_logs(live.warehouse, spark, [wide], now=3 * hour + 1) == {"accounts": 3}
+    stores(wide).rebuild_view()
+    assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
+    with pytest.raises(StorageError, match="put aside of it tells versions by the one of then"):
+        stores(replace(wide, new_version_on=["city"])).read("versions")
+
+
+def test_a_row_that_was_deleted_is_not_there_again(spark: SparkSession, tmp_path: Path) -> None:
+    """Its tombstone has been forgotten, but the row lies in a file of the view yet."""
+    live = Live(tmp_path, spark)
+    plain = replace(live.table(new_version_on=None), history_retention=timedelta(seconds=20))
+    live.run(plain, change("x", 1, 3), {"timestamp": at(4)})
+    live.run(plain, change("other", 1, 30) | {"k": "b"})
+    live.run(replace(plain, freshness=timedelta(days=1)), change("y", 2, 21))
+    assert live.versions(plain) == [("y", 2, 21, None), ("other", 1, 30, None)]
 
 
 def test_what_follows_records_alone_is_refused() -> None:

@@ -17,14 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
-from vt_dagster.columns import (
-    FINAL,
-    IS_TOMBSTONE,
-    OFFSET,
-    SEGMENT,
-    VALID_FROM,
-    VALID_TO,
-)
+from vt_dagster.columns import FINAL, IS_TOMBSTONE, OFFSET, SEGMENT, VALID_FROM, VALID_TO
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at
