@@ -26,7 +26,16 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from vt_dagster import FeatureView, FilesSource, Materialized, Stream, TopologyError, VersionedTable
+from vt_dagster import (
+    FeatureView,
+    FilesSource,
+    Materialized,
+    Stream,
+    TopologyError,
+    VersionedTable,
+    explain,
+    lateness,
+)
 from vt_dagster.core import repeats, versioned
 from vt_dagster.core.log import view_schema
 from vt_dagster.errors import StorageError

@@ -198,12 +198,8 @@ def _codes(column: pa.ChunkedArray) -> Any:
 
 def _null_codes(column: pa.ChunkedArray) -> Any:
     """The same, where null is a value of its own."""
-    missing = column.is_null().to_numpy()
-    if not missing.any():
-        return _codes(column)
-    return np.where(missing, -1, _codes(column.filter(pa.array(~missing)))[_places(~missing)])
-
-
-def _places(there: Any) -> Any:
-    """For each row its place among those that are there; of others, any."""
-    return np.maximum(np.cumsum(there) - 1, 0) if there.any() else np.zeros(0, int)
+    there = column.is_valid().to_numpy()
+    found = np.full(len(column), -1, np.int64)
+    if there.any():
+        found[there] = _codes(column.filter(pa.array(there)))
+    return found
