@@ -58,6 +58,8 @@ class Account(pa.DataFrameModel):
     account: T.StringType
     balance: T.DoubleType
     lsn: T.LongType
+    tier: T.StringType
+    city: T.StringType
     changed_at: T.TimestampType
 
 

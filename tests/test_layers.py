@@ -52,7 +52,7 @@ ORDER = {
         """,
     "core": """
         arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
-        sessions sliding emit_early periods fixed_windows table versioned store known per_run
+        sessions sliding emit_early periods fixed_windows table repeats versioned store known per_run
         processor source filter map_values stream_table_join corrections corrected_join suppress
         table_table_join side_times within two_streams stream_stream_join corrected_stream_join
         foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
@@ -60,8 +60,9 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions kept commits values folding names lookup replaced differing intervals evolution
-        transaction parquet segments offsets progress view snapshot store maintenance erasing
+        delta positions file_offsets kept commits values folding names lookup replaced differing
+        intervals evolution transaction parquet segments offsets progress view snapshot store
+        maintenance erasing
         """,
     "sources": """
         base directory values json_text csv_text bad_files files
@@ -83,7 +84,8 @@ ORDER = {
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
         resource glance metadata events io_manager partition_sensor pictures types checks freshness
-        lateness sensors deliveries decorators translator run_config asset export training_set ops factory
+        lateness sensors deliveries decorators translator run_config asset export training_set ops
+        factory
         """,
     "explore": "no_cost tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",

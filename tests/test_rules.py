@@ -56,6 +56,7 @@ SHOWN = {
     "out_of_order": "kip914-aggregate-count-versioned",
     "triggered": "test_what_it_names_gives_the_row_and_nothing_else_changes_it",
     "replaced": "kip889-put-replaces-same-timestamp",
+    "repeated": "test_an_explanation_says_what_a_record_repeats",
     "as_of": "kip889-validity-interval",
     "other_time": "kip889-validity-interval",
     "recorded_since": "test_a_table_record_that_came_late",

@@ -95,6 +95,10 @@ TRIGGERED = _rule(
     "updated a group or a window",
 )
 REPLACED = _rule("replaced", "a later record of the key and the same timestamp took its place")
+REPEATED = _rule(
+    "repeated",
+    "it has the values of the version before it in the columns of new_version_on: it makes no version",
+)
 AS_OF = _rule(
     "as_of",
     "the version of the key that is valid at the record's timestamp: from valid_from (inclusive) to "

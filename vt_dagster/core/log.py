@@ -80,15 +80,18 @@ def log_schema(node: Stream) -> StructType:
 def view_schema(node: Table) -> StructType:
     """The same of a table's view."""
     names = [n for n in log_columns(node) if n not in (IS_LATEST, OLD)]
-    ends = [VALID_FROM, VALID_TO] if isinstance(node, VersionedTable) else []
-    return _schema(node, [*names, *ends])
+    if not isinstance(node, VersionedTable):
+        return _schema(node, names)
+    # With the version before each row, see ``core.repeats``.
+    before = [] if node.new_version_on is None else [OLD]
+    return _schema(node, [*names, VALID_FROM, VALID_TO, *before], [OFFSET] if before else [])
 
 
-def _schema(node: Stream, names: Sequence[str]) -> StructType:
+def _schema(node: Stream, names: Sequence[str], of_old: Sequence[str] = ()) -> StructType:
     own: dict[str, DataType] = {f.name: f.dataType for f in node.schema.fields}
     added = node.operator.log_columns if node.operator is not None else ()
     own |= {n: kind for n, kind in _OF_CORRECTIONS.items() if n in added}
-    old = [*value_columns(node), TIMESTAMP]
+    old = [*value_columns(node), TIMESTAMP, *of_old]
     own[OLD] = StructType([_field(node, n, own) for n in old])
     return StructType([_field(node, n, own) for n in names])
 

@@ -12,7 +12,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import VALID_TO
-from vt_dagster.core import table, versioned
+from vt_dagster.core import repeats, table, versioned
 from vt_dagster.core.arrival import by_partition, duration, union
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.stream_time import Bounds
@@ -82,7 +82,8 @@ def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Colum
     Source: FORMAT 4.1, 4.2.3; kip889-motivation-versioned, kip889-motivation-unversioned.
     """
     if isinstance(node, VersionedTable):
-        return versioned.fold(view, log, key=node.key, horizon=horizon_of(node, stream_time))
+        horizon, on = horizon_of(node, stream_time), node.new_version_on
+        return versioned.fold(view, log, key=node.key, horizon=horizon, new_version_on=on)
     return table.fold(view, log, key=node.key)
 
 
@@ -115,23 +116,29 @@ def rows_of(node: Table, current: DataFrame) -> DataFrame:
     return versioned.get(current) if isinstance(node, VersionedTable) else current
 
 
-def clipped(node: Stream, view: DataFrame) -> DataFrame:
-    """A view's rows as they are read: of a table with ``valid_until`` versions end by that too.
+def as_read(node: Stream, view: DataFrame) -> DataFrame:
+    """A view's rows as they are read: with ``new_version_on`` without those that repeat a version, and
+    with ``valid_until`` versions end by that too.
 
-    What is stored ends with the next version alone, so that one that comes between inherits nothing.
+    What is stored has a row for each record, which ends with the next one alone, so that one that comes
+    between inherits nothing.
     """
-    if not isinstance(node, VersionedTable) or node.valid_until is None:
+    if not isinstance(node, VersionedTable):
         return view
-    return versioned.clipped(view, node.valid_until)
+    if node.new_version_on is not None:
+        view = repeats.collapsed(view, node.key, node.new_version_on)
+    return view if node.valid_until is None else versioned.clipped(view, node.valid_until)
 
 
 def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
-    """The rows among what :func:`current` gives that have not ended by ``valid_until``.
+    """The rows among what :func:`current` gives, as they are read: see :func:`as_read`.
 
     Args:
         stream_time: by partition, epoch microseconds: a row that ends then has ended.
     """
     rows = rows_of(node, current)
+    if isinstance(node, VersionedTable) and node.new_version_on is not None:
+        rows = repeats.opened(rows, node.new_version_on)
     if not isinstance(node, VersionedTable) or node.valid_until is None:
         return rows
     rows = versioned.clipped(rows, node.valid_until)
@@ -154,3 +161,9 @@ def tie_break_of(node: Stream) -> str | None:
 def start_of(node: Stream) -> Any:
     """The source of the snapshot that a table starts with; None = there is none."""
     return node.start if isinstance(node, VersionedTable) else None
+
+
+def new_version_on_of(node: Stream) -> list[str] | None:
+    """The columns that make a version; None = every record does."""
+    columns = node.new_version_on if isinstance(node, VersionedTable) else None
+    return None if columns is None else list(columns)

@@ -30,6 +30,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival import Fate, duration, union
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.records import START
+from vt_dagster.core.repeats import with_version_before
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
 from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
@@ -165,7 +166,12 @@ def without_lost_ties(
 
 
 def fold(
-    versions: DataFrame | None, log: DataFrame, *, key: Sequence[str], horizon: Column
+    versions: DataFrame | None,
+    log: DataFrame,
+    *,
+    key: Sequence[str],
+    horizon: Column,
+    new_version_on: Sequence[str] | None = None,
 ) -> DataFrame:
     """The versions after more of the log: what the view of a versioned table is.
 
@@ -181,6 +187,7 @@ def fold(
         log: log rows, ``key columns, value columns, timestamp, partition, offset, is_tombstone``,
             after those that made ``versions``; rows that are in there already change nothing.
         horizon: after these log rows.
+        new_version_on: adds ``old``, see ``core.repeats``; None = not.
 
     Source: KIP-889 "validity interval", FORMAT 4.1.3, section 7; kip889-validity-interval,
     kip889-put-replaces-same-timestamp.
@@ -189,8 +196,10 @@ def fold(
     everything = union(fresh, None if versions is None else versions.drop(VALID_TO))
     in_order = W.partitionBy(*key).orderBy(VALID_FROM, OFFSET, PARTITION)
     chained = everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
-    replaced = F.col(VALID_TO) <= F.col(VALID_FROM)
-    return remembered(chained.where(~F.coalesce(replaced, F.lit(False))), horizon)
+    replaced = F.coalesce(F.col(VALID_TO) <= F.col(VALID_FROM), F.lit(False))
+    if new_version_on is not None:
+        return remembered(with_version_before(chained, replaced, key, new_version_on), horizon)
+    return remembered(chained.where(~replaced), horizon)
 
 
 def remembered(versions: DataFrame, horizon: Column) -> DataFrame:

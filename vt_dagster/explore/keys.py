@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vt_dagster.columns import OFFSET, PARTITION, REVISION, TIMESTAMP, VALID_TO
+from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, REVISION, TIMESTAMP, VALID_TO
 from vt_dagster.explore.found import Found, newest
 from vt_dagster.explore.tables import Files
 from vt_dagster.provenance.history import horizons_of
@@ -114,9 +114,9 @@ def key_history(
         around, found = as_of, newest(log, condition, around=as_of)
     # Versions are made of what was known then: of fewer records, which reach as far or further.
     mine = found if then is log else newest(then, condition, around=around, by_arrival=plain)
-    spans = answering = _spans(then, mine)
+    spans = answering = _spans(then, mine, condition)
     if as_of is None and mine.later:  # the current one is not among those that are shown
-        answering = _spans(then, newest(then, condition, most=1))
+        answering = _spans(then, newest(then, condition, most=1), condition)
     horizons = horizons_of(log, then.commit) if log.versioned else {}
     refused, count = list[Rejected](), 0
     if not log.meaning and Files.of(posixpath.join(log.root, "quarantine")).rows <= QUARANTINE:
@@ -146,22 +146,36 @@ def _outside(found: Found, moment: int) -> bool:
     return (moment < first and found.earlier > 0) or (moment >= last and found.later > 0)
 
 
-def _spans(log: Log, found: Found) -> list[Span]:
-    """The versions that some records of a key make, by the library's own rules."""
+def _spans(log: Log, found: Found, condition: Condition) -> list[Span]:
+    """The versions that some records of a key make, by the library's own rules.
+
+    Args:
+        condition: that a record is of the key.
+    """
     rows = found.rows
     if log.head.shape.kind == "stream" or not rows.num_rows:
         return []
-    folded = fold(None, rows, log.key, horizons_of(log, log.commit) if log.versioned else None)
+    limits = horizons_of(log, log.commit) if log.versioned else None
+    on = log.head.shape.new_version_on
+    if on is not None:
+        # A version may have begun before the records that are shown.
+        only = dict.fromkeys([*log.key, TIMESTAMP, IS_TOMBSTONE, *on])
+        rows = log.rows(condition, only=list(only))
+    folded = fold(None, rows, log.key, limits, on)
     begins = micros(folded, TIMESTAMP).tolist()
     ends: list[int | None] = [None] * folded.num_rows
     if log.versioned:
         open_ = folded.column(VALID_TO).is_null().to_pylist()
         ends = [None if n else int(m) for n, m in zip(open_, micros(folded, VALID_TO), strict=True)]
     by_place = {one.place: one for one in found.records}
-    places = zip(*(folded.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True)
-    told = zip(places, begins, ends, strict=True)
+    places = list(zip(*(folded.column(c).to_pylist() for c in (PARTITION, OFFSET)), strict=True))
+    told = list(zip(places, begins, ends, strict=True))
+    if on is not None:
+        since = min(as_micros(one.timestamp) for one in found.records)
+        asked = {p for p, _, end in told if end is None or end > since} - by_place.keys()
+        by_place |= {one.place: one for one in log.at(asked)}
     spans = [Span(by_place[p], begin, end) for p, begin, end in told if p in by_place]
-    if found.later:  # the end of the last one is among those that are left out
+    if found.later and on is None:  # the end of the last one is among those that are left out
         spans = [one for one in spans if one.end is not None]
     return sorted(spans, key=lambda one: one.begin)
 

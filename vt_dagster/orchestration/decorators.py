@@ -70,6 +70,7 @@ class VersionedTableAttributes(StreamAttributes, total=False):
     ready: Ready
     tie_break: str | None
     valid_until: str | None
+    new_version_on: Sequence[str] | None
 
 
 def stream(**about: Unpack[StreamAttributes]) -> Callable[[Callable[..., Any]], Stream]:

@@ -112,6 +112,8 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
             metadata["vt_dagster/ready"] = str(node.ready)
         if node.start is not None:
             metadata["vt_dagster/start"] = node.start.describe()
+        if node.new_version_on is not None:
+            metadata["vt_dagster/new_version_on"] = ", ".join(node.new_version_on)
     if node.log_retention is not None:
         metadata["vt_dagster/log_retention"] = spoken(node.log_retention)
     if node.operator is not None:

@@ -135,6 +135,13 @@ def _require_reader(
             f"{named}: expected a versioned table in reads, got the {type(reads).__name__} "
             f"{reads.name!r}, which remembers nothing; declare its history_retention"
         )
+    if reads.new_version_on is not None:
+        raise TopologyError(
+            f"{named}: expected a table whose every record makes a version in reads, got "
+            f"{reads.name!r} with new_version_on={list(reads.new_version_on)}: a late record may "
+            "change what is true behind the next record too, which their times do not tell; leave "
+            "new_version_on out, or ask for partitions by a schedule"
+        )
     found = [one for one, up in report.keys_by_input_name.items() if up == dg.AssetKey(reads.path)]
     metadata = {one.name: one.metadata or {} for one in report.node_def.input_defs}
     wanted = [

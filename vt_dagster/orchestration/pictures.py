@@ -43,6 +43,7 @@ from vt_dagster.orchestration.glance import (
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.results import Receipt
 from vt_dagster.storage import delta
+from vt_dagster.storage.lookup import look_up
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -87,7 +88,8 @@ def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, Any]:
     if joined or isinstance(node, VersionedTable):
         lanes = _lanes(node, rows, joined)
         if isinstance(versions, VersionedTable):
-            _add_bars(lanes, AssetStore(store.warehouse, versions), versions)
+            add = _add_bars if versions.new_version_on is None else _add_versions
+            add(lanes, AssetStore(store.warehouse, versions), versions)
         lanes = {key: lane for key, lane in lanes.items() if lane.marks}
         if lanes:
             found |= _drawn_timeline(list(lanes.values()), joined, sample)
@@ -222,6 +224,17 @@ def _window(lanes: list[list[tuple[int, bool]]]) -> tuple[int, int]:
     starts = range(len(marks) - _SHOWN + 1)
     best = max(starts, key=lambda start: (sum(odd for _, odd in marks[start : start + _SHOWN]), start))
     return marks[best][0], marks[best + _SHOWN - 1][0]
+
+
+def _add_versions(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: VersionedTable) -> None:
+    """The same of a table whose view has rows that make no version."""
+    if sum(file.size for file in delta.files(view.view_path)) > 2 * _LARGEST_FILE:
+        return
+    for key, lane in lanes.items():
+        rows = look_up(view.warehouse, "/".join(node.path), "versions", key)
+        begins, ends = _micros(rows.column(VALID_FROM)), _micros(rows.column(VALID_TO))
+        deleted = rows.column(IS_TOMBSTONE).to_pylist()
+        lane.bars += zip(begins, ends, deleted, strict=True)
 
 
 def _add_bars(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: VersionedTable) -> None:

@@ -83,7 +83,8 @@ def _delivering(node: Stream) -> list[dg.AssetKey]:
 def code_version(node: Stream) -> str:
     """A digest of what a node's records mean: another one, and they are those of something else."""
     told = shape_of(node)
-    shape = told.model_dump_json(exclude={"valid_until"} if told.valid_until is None else None)
+    unsaid = {c for c in ("valid_until", "new_version_on") if getattr(told, c) is None}
+    shape = told.model_dump_json(exclude=unsaid or None)
     declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
     tie_break = tie_break_of(node)
     declared += [] if tie_break is None else [f"tie_break {tie_break}"]

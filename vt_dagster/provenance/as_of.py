@@ -261,8 +261,10 @@ def look_up(
     """
     key = None if any(one is None for one in values) else table.of_key(values)
     history = History(table, key)
-    now, last_places = history.versions(table.commit, moment, forgotten=False)
-    then, first_places = ([], set()) if seen is None else history.versions(seen, moment)
+    now, last_places, last_repeats = history.versions(table.commit, moment, forgotten=False)
+    then, first_places, first_repeats = (
+        ([], set(), set()) if seen is None else history.versions(seen, moment)
+    )
     first = answer(table, then, moment, seen or table.commit, match)
     last = answer(table, now, moment, table.commit, match, forgetful=False)
     then_by, now_by = {v.place: v for v in then}, {v.place: v for v in now}
@@ -279,6 +281,8 @@ def look_up(
         known = _knows(seen, version)
         if first.version is not None and first.version.place == place:
             rule = first.rule
+        elif place in (first_repeats if place in now_by else last_repeats):
+            rule = rules.REPEATED
         elif place in now_by and place not in then_by:
             rule = rules.EXPIRED if known else rules.RECORDED_SINCE
         else:

@@ -50,16 +50,19 @@ class History:
 
     def __init__(self, log: Log, key: Condition | None) -> None:
         self.log = log
-        self._valid_until = log.head.shape.valid_until
-        only = [*log.key, TIMESTAMP, IS_TOMBSTONE, *filter(None, [self._valid_until])]
-        self._rows = log.rows(key or both(), end=None if key else {}, only=only)
+        shape = log.head.shape
+        self._valid_until, self._new_version_on = shape.valid_until, shape.new_version_on
+        more = [*filter(None, [self._valid_until]), *(self._new_version_on or ())]
+        only = dict.fromkeys([*log.key, TIMESTAMP, IS_TOMBSTONE, *more])
+        self._rows = log.rows(key or both(), end=None if key else {}, only=list(only))
         self._records: dict[Place, Record] = {}
 
     def versions(
         self, commit: Commit, moment: datetime, forgotten: bool = True
-    ) -> tuple[list[Version], set[Place]]:
+    ) -> tuple[list[Version], set[Place], set[Place]]:
         """The versions around a time as of a commit, oldest first: the one that is valid then, and some
-        before and after it; of a plain table the row. And where all records are that have one.
+        before and after it; of a plain table the row. And where all records are that have one, and
+        those that repeat one.
 
         Args:
             forgotten: whether what has expired is left out.
@@ -67,13 +70,15 @@ class History:
         ends = values_by_partition(self._rows, commit.next_offset, 0)
         rows = self._rows.filter(pa.array(self._rows.column(OFFSET).to_numpy() < ends))
         if not rows.num_rows:
-            return [], set()
+            return [], set(), set()
         versioned, limits = self.log.versioned, None
         if versioned:
             limits = horizons_of(self.log, commit) if forgotten else {}
-        found = fold(None, rows, self.log.key, limits).sort_by(TIMESTAMP)
-        where = (found.column(c).to_numpy().tolist() for c in (PARTITION, OFFSET))
-        places = set(zip(*where, strict=True))
+        on = self._new_version_on
+        found = fold(None, rows, self.log.key, limits, on).sort_by(TIMESTAMP)
+        places, repeats = _places(found), set[Place]()
+        if on is not None:
+            repeats = _places(fold(None, rows, self.log.key, limits)) - places
         if versioned:
             valid = int(np.searchsorted(micros(found, TIMESTAMP), as_micros(moment), "right"))
             found = found.slice(max(0, valid - AROUND - 2), 2 * AROUND + 4)
@@ -87,7 +92,7 @@ class History:
             Version(p, o, as_time(begin), None if end is None else as_time(int(end)), deleted)
             for p, o, deleted, begin, end in zip(*columns, begins, until, strict=True)
         ]
-        return told, places
+        return told, places, repeats
 
     def fetch(self, places: Collection[Place]) -> None:
         """Reads records at once that are wanted."""
@@ -98,6 +103,11 @@ class History:
         if place not in self._records:
             self.fetch([place])
         return self._records[place]
+
+
+def _places(rows: pa.Table) -> set[Place]:
+    where = (rows.column(c).to_numpy().tolist() for c in (PARTITION, OFFSET))
+    return set(zip(*where, strict=True))
 
 
 def horizons_of(log: Log, commit: Commit) -> Mapping[int, int]:
@@ -112,7 +122,7 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         told.decide(rules.APPLIED, "a stream takes every record, whatever its time")
         return
     history = History(log, log.same_key(record.values))
-    others, _ = history.versions(log.commit, record.timestamp, forgotten=False)
+    others, _, repeats = history.versions(log.commit, record.timestamp, forgotten=False)
     here = next((v for v in others if v.place == (record.partition, record.offset)), None)
     if log.head.shape.kind == "table":
         if here is not None:
@@ -134,6 +144,11 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         )
     else:
         told.decide(rules.APPLIED, "when it came, no record of its key had a later timestamp")
+    if here is None and record.place in repeats:
+        first = [v for v in others if v.begin <= record.timestamp][-1]
+        columns = ", ".join(log.head.shape.new_version_on or ())
+        told.decide(rules.REPEATED, f"offset {_at(first)} began its version, with the same {columns}")
+        return
     if here is None:
         same = [v for v in others if v.begin == record.timestamp]
         told.decide(rules.REPLACED, f"offset {_at(same[-1])} has the same timestamp and came later")

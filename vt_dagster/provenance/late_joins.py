@@ -93,6 +93,13 @@ class LateJoin:
                 f"{log.name}: expected a join with a versioned table, got one with {table.name}, a "
                 "plain one, for which nothing may wait; declare it as a VersionedTable"
             )
+        if table.head.shape.new_version_on is not None:
+            raise StorageError(
+                f"{log.name}: expected a join with a table whose every record makes a version, got one "
+                f"with {table.name}, new_version_on={table.head.shape.new_version_on}, of which it "
+                "cannot be told what another grace period would have cost; ask for a single row "
+                "(vt-dagster explain)"
+            )
         self.log, self.stream, self.table, self.name = log, stream, table, meaning["left"]
         self.left = meaning["kind"] == "left"
         self.runs = [c for c in commits(log.root) if c.batch <= log.commit.batch]

@@ -24,6 +24,7 @@ from uuid import uuid4
 from pyspark.sql import SparkSession
 
 from vt_dagster.columns import PARTITION
+from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
@@ -32,11 +33,12 @@ from vt_dagster.runs.pin import looks_back
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.commits import last_that
+from vt_dagster.storage.file_offsets import file_before
 from vt_dagster.storage.kept import base_path
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.maintenance import KEEP, is_older
 from vt_dagster.storage.offsets import before
-from vt_dagster.storage.positions import Checkpoint, Commit, Cut, Offsets, file_before
+from vt_dagster.storage.positions import Checkpoint, Commit, Cut, Offsets
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.durations import in_micros, in_utc
@@ -231,6 +233,7 @@ class _Log:
             next_offset=upto.next_offset,
             stream_time=upto.stream_time,
             history_retention=None if retention is None else in_micros(retention),
+            new_version_on=of_table.new_version_on_of(node),
             written=time.time_ns() // 1000,
         )
         parquet.write(

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, VALID_FROM, VALID_TO
 from vt_dagster.core.log import log_columns
-from vt_dagster.core.store import clipped, rows_now
+from vt_dagster.core.store import as_read, rows_now
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.small_runs import is_small
@@ -220,7 +220,7 @@ class ExportRun:
                 require_kept(export.name, export.node.name, start, at.head.commit)
             rows = store.log(start, at.head)
         elif export.what == "versions":
-            rows = clipped(export.node, store.view_at(at))
+            rows = as_read(export.node, store.view_at(at))
         else:
             assert isinstance(export.node, Table)
             rows = store.current_at(at)

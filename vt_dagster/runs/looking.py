@@ -46,7 +46,7 @@ def look_up(
         empty = recorded_if(processor.by_record, store.spark.createDataFrame([], view_schema(table)))
         return processor.look_up(records, Lookup(empty, by_partition({})), known), judged
     since = judged.span[0] - processor.looks_before // timedelta(microseconds=1)
-    rows = of_table.clipped(table, recorded_if(processor.by_record, store.view_at(at, since)))
+    rows = of_table.as_read(table, recorded_if(processor.by_record, store.view_at(at, since)))
     way, strategy = way_of(table, rows, arrival.few, at.total, (since, judged.span[1]))
     past = None
     if processor.by_record and isinstance(table, VersionedTable):

@@ -29,6 +29,7 @@ def fold(
     tail: pa.Table | None,
     key: Sequence[str],
     limits: Mapping[int, int] | None,
+    new_version_on: Sequence[str] | None = None,
 ) -> pa.Table:
     """A table's rows after more of its log, see ``core.store.fold``.
 
@@ -36,12 +37,17 @@ def fold(
         base: the rows before; None = none.
         tail: the log's rows after them; None = none.
         limits: of a versioned table the horizon by partition, epoch microseconds; None: it is plain.
+        new_version_on: of a versioned table the columns that make a version: the rows are those that
+            are read, see ``core.repeats.collapsed``; None = every record makes one.
 
     Source: FORMAT 4.1.3, 4.2.1, 4.2.3, section 7; kip889-validity-interval.
     """
     if tail is None:
-        assert base is not None
-        return base if limits is None else base.filter(pa.array(~_expired(base, limits)))
+        there: Any = base
+        if limits is None:
+            return there
+        there = there if new_version_on is None else _collapsed(there, key, new_version_on)
+        return there.filter(pa.array(~_expired(there, limits)))
     fresh = tail.drop_columns([c for c in (IS_LATEST, IS_LATE, OLD) if c in tail.column_names])
     if limits is not None:
         moments = fresh.column(TIMESTAMP)
@@ -68,8 +74,68 @@ def fold(
     rows = rows.set_column(
         place, VALID_TO, pa.array(ends, mask=~follows).cast(pa.timestamp("us")).cast(kind)
     )
+    if OLD in rows.column_names:
+        rows = _with_old_of_peers(rows, codes, start)
     replaced = follows & (ends <= start)
-    return rows.filter(pa.array(~replaced & ~_expired(rows, limits)))
+    if new_version_on is None:
+        return rows.filter(pa.array(~replaced & ~_expired(rows, limits)))
+    # First of all of them: a version may have begun with a record that has expired.
+    rows = _collapsed(rows.filter(pa.array(~replaced)), key, new_version_on)
+    return rows.filter(pa.array(~_expired(rows, limits)))
+
+
+def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]) -> pa.Table:
+    """See ``core.repeats.collapsed``.
+
+    Args:
+        rows: also without ``old``, where all that a key ever had is among them.
+    """
+    codes = [codes_of(rows.column(k)) for k in key]
+    rank = np.lexsort((micros(rows, VALID_FROM), *reversed(codes)))
+    rows, codes = rows.take(pa.array(rank)), [code[rank] for code in codes]
+    lives = ~rows.column(IS_TOMBSTONE).to_numpy()
+    first = np.ones(rows.num_rows, bool)
+    first[1:] = ~np.logical_and.reduce([code[1:] == code[:-1] for code in codes])
+    same = np.zeros(rows.num_rows, bool)
+    values = [_null_codes(rows.column(c)) for c in new_version_on]
+    same[1:] = lives[:-1] & np.logical_and.reduce([code[1:] == code[:-1] for code in values])
+    old = rows.column(OLD).combine_chunks() if OLD in rows.column_names else None
+    fields = {} if old is None else dict(zip([f.name for f in old.type], old.flatten(), strict=True))
+    if old is not None:
+        as_old = old.is_valid().to_numpy(zero_copy_only=False)
+        for c in new_version_on:
+            both = pa.chunked_array([*rows.column(c).chunks, fields[c].cast(rows.column(c).type)])
+            both_codes = _null_codes(both)
+            as_old = as_old & (both_codes[: len(rows)] == both_codes[len(rows) :])
+        same = np.where(first, as_old, same)
+    else:
+        same &= ~first
+    repeats = lives & same
+    opens = np.flatnonzero(~repeats | first)
+    last = np.append(opens[1:], rows.num_rows)[: len(opens)] - 1
+    place = rows.schema.get_field_index(VALID_TO)
+    ends = rows.column(VALID_TO).take(pa.array(last))
+    begun, told = rows.take(pa.array(opens)), pa.array(repeats[opens])
+    begun = begun.set_column(place, VALID_TO, ends)
+    if old is None:
+        return begun
+    for name in begun.column_names:
+        field = fields.get(TIMESTAMP if name == VALID_FROM else name)
+        if field is not None:
+            place, now = begun.schema.get_field_index(name), begun.column(name)
+            then = field.take(pa.array(opens)).cast(now.type)
+            begun = begun.set_column(place, name, pc.call_function("if_else", [told, then, now]))
+    return begun.drop_columns([OLD])
+
+
+def _with_old_of_peers(rows: pa.Table, codes: Sequence[Any], start: Any) -> pa.Table:
+    """Rows in order, each with the ``old`` of one of its key and time that has it."""
+    place = rows.schema.get_field_index(OLD)
+    index, there = np.arange(rows.num_rows), rows.column(OLD).is_valid().to_numpy()
+    peers = np.logical_and.reduce([code[1:] == code[:-1] for code in (*codes, start)])
+    for i in np.flatnonzero(peers & ~there[1:]) + 1:
+        index[i] = index[i - 1]
+    return rows.set_column(place, OLD, rows.column(OLD).take(pa.array(index)))
 
 
 def clipped(rows: pa.Table, valid_until: str | None) -> pa.Table:
@@ -128,3 +194,12 @@ def codes_of(column: pa.ChunkedArray) -> Any:
     if pa.types.is_nested(kind):
         return np.unique([repr(value) for value in column.to_pylist()], return_inverse=True)[1]
     return column.combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+
+
+def _null_codes(column: pa.ChunkedArray) -> Any:
+    """The same, where null is a value of its own."""
+    there = column.is_valid().to_numpy()
+    found = np.full(len(column), -1, np.int64)
+    if there.any():
+        found[there] = codes_of(column.filter(pa.array(there)))
+    return found

@@ -29,17 +29,11 @@ from vt_dagster.columns import (
 )
 from vt_dagster.storage import delta
 from vt_dagster.storage.differing import differing
+from vt_dagster.storage.file_offsets import file_at_or_after, file_before
 from vt_dagster.storage.folding import fold, micros
 from vt_dagster.storage.lookup import AssetRows, rows_of
 from vt_dagster.storage.names import names_of
-from vt_dagster.storage.positions import (
-    Commit,
-    Offsets,
-    choose,
-    file_at_or_after,
-    file_before,
-    horizons,
-)
+from vt_dagster.storage.positions import Commit, Offsets, choose, horizons
 from vt_dagster.storage.replaced import place_of
 from vt_dagster.topology.durations import in_utc, parse_time
 
@@ -322,7 +316,8 @@ class _Changes(AssetRows):
             forgotten: with all others from that time to this one. A tombstone that is forgotten ended
                 what a late record before it began, and nothing else tells that.
         """
-        base, start = self._base("current", since)
+        base, then = self._base("current", since)
+        start = {} if then is None else then.next_offset
         tail = self.log({p: min(start.get(p, 0), first.get(p, 0)) for p in self.commit.next_offset})
         if forgotten is not None:
             low, high = _time(since), _time(forgotten)

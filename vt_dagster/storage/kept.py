@@ -77,18 +77,33 @@ def require_kept(name: str, of: str, start: Offsets, commit: Commit) -> None:
         )
 
 
-def require_history(name: str, then: Checkpoint, retention: Duration, commit: Commit) -> None:
-    """The rows that the kept part of a log is folded onto have what had not expired at the cut.
+def require_history(
+    name: str,
+    then: Checkpoint,
+    retention: Duration,
+    commit: Commit,
+    new_version_on: list[str] | None = None,
+) -> None:
+    """The rows that the kept part of a log is folded onto have what had not expired at the cut, and
+    tell the versions that are declared.
 
     Args:
         then: of these rows.
         retention: the history retention that is declared now.
         commit: as of which the table is read.
+        new_version_on: that is declared now.
 
     Raises:
-        StorageError: the retention has been lengthened to before that.
+        StorageError: the retention has been lengthened to before that, or ``new_version_on`` has
+            changed.
     """
     cut = commit.cut
+    if cut is not None and then.new_version_on != new_version_on:
+        raise StorageError(
+            f"{name}: expected new_version_on={then.new_version_on} as before, got {new_version_on}: "
+            f"{cut.told()}, and what is put aside of it tells versions by the one of then; declare it "
+            "as it was, or make the table anew from its source (vt-dagster replay) and swap"
+        )
     for partition, longer in zip(then.stream_time, then.lengthened(retention), strict=False):
         kept = length_at(retention, partition) // timedelta(microseconds=1)
         since = then.stream_time[partition] - kept + longer

@@ -21,19 +21,11 @@ from vt_dagster.columns import FINAL, IS_TOMBSTONE, OFFSET, SEGMENT, VALID_FROM,
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
 from vt_dagster.storage.commits import known_at
+from vt_dagster.storage.file_offsets import file_at_or_after, file_before
 from vt_dagster.storage.folding import clipped, fold, micros, values_by_partition, with_finality
 from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.names import by_newest_names, names_of, seen_as
-from vt_dagster.storage.positions import (
-    Checkpoint,
-    Commit,
-    Shape,
-    choose,
-    file_at_or_after,
-    file_before,
-    horizons,
-    require_remembered,
-)
+from vt_dagster.storage.positions import Checkpoint, Commit, Shape, choose, horizons, require_remembered
 from vt_dagster.storage.values import as_key, type_name
 from vt_dagster.topology.durations import parse_time
 
@@ -248,18 +240,24 @@ class AssetRows:
 
     @property
     def _limits(self) -> dict[int, int] | None:
+        return self._limits_at(self.commit.stream_time)
+
+    def _limits_at(self, stream_time: Mapping[int, int]) -> dict[int, int] | None:
         """Of a versioned table: its horizons by partition."""
-        limits = horizons(self.shape.retention(), self.commit.stream_time)
-        both = zip(self.commit.stream_time, limits, strict=True)
-        return dict(both) if self.shape.kind == "versioned" else None
+        limits = zip(stream_time, horizons(self.shape.retention(), stream_time), strict=True)
+        return dict(limits) if self.shape.kind == "versioned" else None
 
     def _folded(self, what: str, moment: int | None) -> pa.Table:
-        base, start = self._base(what, moment)
-        tail = self.log(start) if base is None or start != self.commit.next_offset else None
-        return fold(base, tail, self.key, self._limits)
+        base, then = self._base(what, moment)
+        start = then.next_offset if then else {}
+        tail = None if then and start == self.commit.next_offset else self.log(start)
+        if base is not None and then is not None and self.shape.kind == "versioned":
+            # What had expired may lie there yet, beside a tombstone that does not.
+            base = fold(base, None, self.key, self._limits_at(then.stream_time))
+        return fold(base, tail, self.key, self._limits, self.shape.new_version_on)
 
-    def _base(self, what: str, moment: int | None) -> tuple[pa.Table | None, dict[int, int]]:
-        """What is needed of the view, and up to which offsets it is folded in."""
+    def _base(self, what: str, moment: int | None) -> tuple[pa.Table | None, Checkpoint | None]:
+        """What is needed of the view, and where it stands."""
         found = delta.last_commit(self.view_path)
         if found is None:
             return self._at_cut()
@@ -268,6 +266,7 @@ class AssetRows:
             then.batch > self.commit.batch
             or max(then.lengthened(self.shape.retention()), default=0) > 0
             or lacks(then, self.commit)
+            or then.new_version_on != self.shape.new_version_on
         ):
             return self._at_cut()
         wanted = delta.everything
@@ -275,18 +274,18 @@ class AssetRows:
             earliest = self.commit.earliest_since(then.batch)
             since = moment if earliest is None or moment is None else min(moment, earliest)
             wanted = delta.current if since is None else then.segments.ending_after(since)
-        return self._rows(self.view_path, found.version, wanted, self._columns), then.next_offset
+        return self._rows(self.view_path, found.version, wanted, self._columns), then
 
-    def _at_cut(self) -> tuple[pa.Table | None, dict[int, int]]:
-        """The rows as of where the log was cut off, and its first offsets; none where it was not."""
+    def _at_cut(self) -> tuple[pa.Table | None, Checkpoint | None]:
+        """The rows as of where the log was cut off, and where that is; none where it was not."""
         if self.commit.cut is None:
-            return None, {}
+            return None, None
         name, cut = posixpath.basename(self.root), self.commit.cut
         found = base_of(name, self.root, cut)
         then = Checkpoint.model_validate(found.document)
-        require_history(name, then, self.shape.retention(), self.commit)
+        require_history(name, then, self.shape.retention(), self.commit, self.shape.new_version_on)
         path = base_path(self.root, cut.base)
-        return self._rows(path, found.version, like=self._columns), then.next_offset
+        return self._rows(path, found.version, like=self._columns), then
 
     @property
     def _columns(self) -> pa.Schema:

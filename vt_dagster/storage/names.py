@@ -33,9 +33,18 @@ def seen_as(columns: pa.Schema, like: pa.Schema) -> pa.Schema:
     Args:
         like: the columns of the log, which may have been renamed since a view was written.
     """
-    there = [like.field(f.name) if f.name in like.names else f for f in columns]
+    there = [_seen_as(f, like.field(f.name)) if f.name in like.names else f for f in columns]
     named = [f for f in like if f.name not in columns.names and {*was(f)} & {*columns.names}]
     return pa.schema([*there, *named])
+
+
+def _seen_as(field: pa.Field, like: pa.Field) -> pa.Field:
+    if field.name != OLD or not pa.types.is_struct(field.type):
+        return like
+    # A view's has more in it than the log's.
+    return pa.field(
+        OLD, pa.struct(list(seen_as(pa.schema(list(field.type)), pa.schema(list(like.type)))))
+    )
 
 
 def by_newest_names(rows: pa.Table, columns: pa.Schema) -> pa.Table:

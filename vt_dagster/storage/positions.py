@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.delta import File, Wanted
+from vt_dagster.storage.delta import Wanted
 from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
 
 Offsets = dict[int, int]
@@ -41,6 +41,8 @@ class Shape(BaseModel):
 
     valid_until: str | None = None
     """Of a versioned table: the column by which its versions end."""
+    new_version_on: list[str] | None = None
+    """Of a versioned table: the columns that make a version; None = every record does."""
 
     def retention(self) -> Duration:
         """How far back the table answers; zero where it is not versioned."""
@@ -297,6 +299,8 @@ class Checkpoint(BaseModel):
     """Of a versioned table's view: how its rows are laid out for the next run."""
     history_retention: int | dict[int, int] | None = None
     """Of a versioned table's view: with which it was written. What has expired is not there."""
+    new_version_on: list[str] | None = None
+    """Of a versioned table's view: with which it was written, see ``core.repeats``."""
     written: int = 0
     """When it was committed: epoch microseconds of the writer's clock."""
     erased: dict[str, int] = Field(default_factory=dict)
@@ -318,46 +322,6 @@ class Checkpoint(BaseModel):
             - (then if isinstance(then, int) else then.get(p, 0))
             for p in self.stream_time
         ]
-
-
-def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
-    """Whether a file of a log may have rows at an offset or after it, as far as that is known.
-
-    Args:
-        start, ends: as in :func:`at_or_after`.
-    """
-    first = {p: start.get(p, 0) for p, end in ends.items() if start.get(p, 0) < end}
-    least = min(first.values(), default=None)
-
-    def wanted(file: File) -> bool:
-        if least is None:
-            return False
-        if file.offsets is None or file.partitions is None:
-            return True
-        low, high = file.partitions
-        last = file.offsets[1]
-        if last < least:
-            return False
-        some = first if len(first) < high - low else range(low, high + 1)
-        return any(low <= p <= high and first.get(p, last + 1) <= last for p in some)
-
-    return wanted
-
-
-def file_before(ends: Offsets) -> Wanted:
-    """Whether a file of a log may have rows before some offsets, as far as that is known.
-
-    Args:
-        ends: the first offset that is not asked for, of each partition; of others nothing is.
-    """
-
-    def wanted(file: File) -> bool:
-        if file.offsets is None or file.partitions is None:
-            return True
-        (low, high), first = file.partitions, file.offsets[0]
-        return any(low <= p <= high and first < end for p, end in ends.items())
-
-    return wanted
 
 
 def horizons(retention: Duration, stream_time: Mapping[int, int]) -> list[int]:

@@ -45,18 +45,10 @@ from vt_dagster.storage.evolution import (
     never_null,
     require_said,
 )
+from vt_dagster.storage.file_offsets import file_at_or_after, file_before
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.offsets import at_or_after, before
-from vt_dagster.storage.positions import (
-    Checkpoint,
-    Commit,
-    Offsets,
-    Shape,
-    choose,
-    file_at_or_after,
-    file_before,
-    require_remembered,
-)
+from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Shape, choose, require_remembered
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.storage.view import Base, View
@@ -73,6 +65,7 @@ def shape_of(node: Stream) -> Shape:
     if not isinstance(node, VersionedTable):
         return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
     about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
+    about["new_version_on"] = of_table.new_version_on_of(node)
     return Shape(kind="versioned", **about)
 
 
@@ -125,7 +118,7 @@ class AssetStore:
         about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
         about["key_prefix"] = prefix
         if shape.kind == "versioned":
-            about["valid_until"] = shape.valid_until
+            about |= {"valid_until": shape.valid_until, "new_version_on": shape.new_version_on}
             table = VersionedTable(last, history_retention=shape.retention(), **about)
             return cls(warehouse, table, spark, tell)
         kind = Table if shape.kind == "table" else Stream
@@ -576,7 +569,7 @@ class AssetStore:
             rows = of_table.rows_now(node, rows, at.stream_time) if isinstance(node, Table) else rows
             return with_finality(rows, at.head.commit.marks)
         moment = parse_time(as_of) if as_of is not None and what == "current" else None
-        view = of_table.clipped(node, self.view_at(at, since=moment))
+        view = of_table.as_read(node, self.view_at(at, since=moment))
         if moment is None or not isinstance(node, VersionedTable):
             return view
         if not partial:

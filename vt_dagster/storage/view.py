@@ -107,7 +107,7 @@ class View:
         Raises:
             StorageError: it needs what was cut off from the log.
         """
-        if base is None or lacks(base.checkpoint, commit):
+        if base is None or lacks(base.checkpoint, commit) or self._differs(base.checkpoint):
             return self.at_cut(commit)
         return self.at_cut(commit) if max(self._lengthened(base.checkpoint), default=0) > 0 else base
 
@@ -123,7 +123,8 @@ class View:
         root = posixpath.dirname(self.path)
         found = _base(base_path(root, cut.base), base_of(node.name, root, cut))
         if isinstance(node, VersionedTable):
-            require_history(node.name, found.checkpoint, node.history_retention, commit)
+            on = store.new_version_on_of(node)
+            require_history(node.name, found.checkpoint, node.history_retention, commit, on)
         return found
 
     def stored(
@@ -155,6 +156,9 @@ class View:
         if isinstance(wanted, timedelta):
             return many or time.time() - then.written / 1e6 >= wanted.total_seconds()
         return many or base.rows <= EACH_RUN or tail >= SHARE * base.rows
+
+    def _differs(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.new_version_on != store.new_version_on_of(self.node)
 
     def _lengthened(self, checkpoint: Checkpoint) -> list[int]:
         node = self.node
@@ -195,6 +199,7 @@ class View:
             if self.usable(there, commit) is not there:
                 # of which versions are not there that the log has
                 why = "history_retention is longer than it was" if max(longer, default=0) > 0 else ""
+                why = why or ("new_version_on is another" if self._differs(there.checkpoint) else "")
                 why = why or "the log is cut off after it"
                 self._progress.done(f"{why}: the view is made anew")
                 return self.update(commit, log, rebuild=True, tries=tries)
@@ -245,6 +250,7 @@ class View:
         segment = None
         if isinstance(node, VersionedTable):
             document.history_retention = in_micros(node.history_retention)
+            document.new_version_on = store.new_version_on_of(node)
             change = plan(
                 None if old is None else old.checkpoint.segments,
                 new,
@@ -327,6 +333,8 @@ class View:
             return store.fold(node, None, tail, stream_time)
         if tail is None:
             return self.remembered(stored, commit.stream_time)
+        # What had expired may lie there yet, beside a tombstone that does not.
+        stored = self.remembered(stored, base.checkpoint.stream_time)
         few = commit.total - base.checkpoint.total <= CHUNK
         rows = sum(f.rows for f in delta.files(base.path, base.version, wanted)) if few else 0
         fold = store.fold_few if rows > MANY_ROWS else store.fold

@@ -133,7 +133,7 @@ class TopologyTestDriver:
         """All versions of a versioned table, tombstones included, by key and ``valid_from``."""
         node = self._versioned_table(name)
         with self._session():
-            return _rows_of(of_table.clipped(node, self._stores[name].view()), node)
+            return _rows_of(of_table.as_read(node, self._stores[name].view()), node)
 
     def store(self, name: str) -> VersionedStore:
         """A versioned table's store, with the calls of KIP-889."""

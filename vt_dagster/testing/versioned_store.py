@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -83,10 +84,12 @@ class VersionedStore:
         ]
         table = pa.Table.from_pylist(asked, schema=to_arrow_schema(schema))
         with self._session():
-            candidates = self._store.view().join(self._store.frame(table), list(node.key))
-            latest = of_table.current(node, candidates.where(F.col(_AT).isNull()))
-            now = of_table.rows_now(node, latest, self._times())
-            dated = of_table.clipped(node, candidates.where(F.col(_AT).isNotNull()))
+            view, calls_ = self._store.view(), self._store.frame(table)
+            now = of_table.rows_now(node, of_table.current(node, view), self._times())
+            now = now.join(calls_.where(F.col(_AT).isNull()), list(node.key))
+            dated = of_table.as_read(node, view).join(
+                calls_.where(F.col(_AT).isNotNull()), list(node.key)
+            )
             then = versioned.get_as_of(dated, F.col(_AT), self._horizon())
             found = {r.pop(ARRIVAL): r for r in now.unionByName(then).toArrow().to_pylist()}
         for row in found.values():
@@ -97,7 +100,7 @@ class VersionedStore:
         """All versions of a key by ``valid_from``, tombstones included."""
         values = tuple(self._key(key).values())
         with self._session():
-            view = of_table.clipped(self._node, self._store.view())
+            view = of_table.as_read(self._node, self._store.view())
             own = versioned.key_range(view, key=self._node.key, lower=values, upper=values)
             return versioned.history(own, key=self._node.key).toArrow().to_pylist()
 
@@ -131,9 +134,10 @@ class VersionedStore:
                     f"{self._node.name}: expected a record with a key and a timestamp, got "
                     f"{dict(records[i])} ({row[REASON]}); give both"
                 )
-            at = (*(_hashable(row[k]) for k in self._node.key), row[TIMESTAMP])
+            own = versions[tuple(_hashable(row[k]) for k in self._node.key)]
             refused = row[FATE] in (Fate.LATE, Fate.LOST_TIE)
-            answers.append(REFUSED if refused else versions.get(at))
+            begun = [begin for begin in own if begin <= row[TIMESTAMP]]
+            answers.append(REFUSED if refused else own[max(begun)] if begun else None)
         return answers
 
     def delete(self, key: Any, timestamp: datetime | int) -> Row | None:
@@ -159,7 +163,7 @@ class VersionedStore:
             requests = prepare(Records(store, records).read(store.spark, asked), asked)
             found = versioned.delete(
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
-                of_table.clipped(node, store.view()),
+                of_table.as_read(node, store.view()),
                 key=node.key,
                 stream_time=self._stream_time(),
                 history_retention=node.history_retention,
@@ -178,12 +182,16 @@ class VersionedStore:
         head = self._store.head()
         return {} if head is None else head.commit.stream_time
 
-    def _valid_to(self) -> dict[tuple[Any, ...], datetime | None]:
+    def _valid_to(self) -> Mapping[tuple[Any, ...], dict[datetime, datetime | None]]:
+        """By key and ``valid_from``."""
         columns = [*self._node.key, VALID_FROM, VALID_TO]
         with self._session():
-            view = of_table.clipped(self._node, self._store.view()).select(*columns).toArrow()
+            view = of_table.as_read(self._node, self._store.view()).select(*columns).toArrow()
         rows = zip(*(view[c].to_pylist() for c in columns), strict=True)
-        return {(*(_hashable(k) for k in row[:-2]), row[-2]): row[-1] for row in rows}
+        found = defaultdict[tuple[Any, ...], dict[datetime, datetime | None]](dict)
+        for *key, begin, end in rows:
+            found[tuple(map(_hashable, key))][begin] = end
+        return found
 
     def _key(self, key: Any) -> Row:
         names = self._node.key

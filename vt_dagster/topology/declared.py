@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from pyspark.sql.types import StructField, TimestampType
 
@@ -42,6 +42,10 @@ def check_versions(table: Any) -> None:
         _check_tie_break(table.name, table.tie_break, values if own else ())
     if table.valid_until is not None:
         _check_valid_until(table.name, table.valid_until, values)
+    if table.new_version_on is not None:
+        columns = _distinct(table.name, table.new_version_on, values)
+        _check_new_version_on(table.name, columns, values, table.valid_until)
+        object.__setattr__(table, "new_version_on", columns)
 
 
 def _check_ready(name: str, ready: object, has_source: bool) -> None:
@@ -101,4 +105,43 @@ def _check_valid_until(name: str, column: object, values: Sequence[StructField])
         raise TopologyError(
             f"{name}: expected valid_until to be a value column of type timestamp, got {column!r} "
             f"among {kinds}; correct it, or leave it out"
+        )
+
+
+def _distinct(name: str, columns: object, values: Sequence[StructField]) -> tuple[str, ...]:
+    """The columns that make a version, as a tuple."""
+    listed = isinstance(columns, list | tuple) and all(isinstance(c, str) for c in columns)
+    found = tuple(cast("Sequence[str]", columns)) if listed else ()
+    if not found or len({*found}) < len(found):
+        raise TopologyError(
+            f"{name}: expected new_version_on to be a list of value columns, each once, some of "
+            f"{[f.name for f in values]}, got {columns!r}; correct it, or leave it out: then every "
+            "record makes a version"
+        )
+    return found
+
+
+def _check_new_version_on(
+    name: str, columns: Sequence[str], values: Sequence[StructField], valid_until: str | None
+) -> None:
+    """Refuses what are no columns by which versions can be told apart."""
+    kinds = {f.name: f.dataType for f in values}
+    unknown = [c for c in columns if c not in kinds]
+    if unknown:
+        raise TopologyError(
+            f"{name}: expected new_version_on to name value columns, some of {list(kinds)}, got "
+            f"{unknown}: a key column is the same in all versions of a key, and others are not there; "
+            "correct it"
+        )
+    maps = [f"{c} {kinds[c].simpleString()}" for c in columns if holds_map(kinds[c])]
+    if maps:
+        raise TopologyError(
+            f"{name}: expected new_version_on to name columns whose values can be compared, got {maps}"
+            "; name others, for example a text made of the map"
+        )
+    if valid_until is not None and valid_until not in columns:
+        raise TopologyError(
+            f"{name}: expected new_version_on to name valid_until, {valid_until!r}, too, got "
+            f"{list(columns)}: a record that only moves the end would make no version, and its end "
+            "would be lost; add it, or leave one of both out"
         )

@@ -351,6 +351,10 @@ class VersionedTable(Table, kind="versioned_table"):
             begins, beside the changes of its source: see ``docs/guides/start.md``. A row of it counts
             from its own ``timestamp`` on, or where that is null or no column from the snapshot's time,
             unless the changes tell its key something of that time or before (``covered``).
+        new_version_on: value columns; a record makes a version only where one of them differs from
+            the version before it in time (null equals null). A version has the values and the
+            ``valid_from`` of its first record; records that repeat it change nothing, until a late
+            one comes between. None: every record makes one, as in Kafka Streams.
     """
 
     history_retention: Duration = field(kw_only=True)
@@ -359,6 +363,7 @@ class VersionedTable(Table, kind="versioned_table"):
     tie_break: str | None = field(default=None, kw_only=True)
     valid_until: str | None = field(default=None, kw_only=True)
     start: Source | None = field(default=None, kw_only=True)
+    new_version_on: Sequence[str] | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 

@@ -12,7 +12,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import check_duration, spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.naming import require_name
-from vt_dagster.topology.operators.base import need_lasting
+from vt_dagster.topology.operators.base import need_each_record
 from vt_dagster.topology.operators.stream_table_join import AsKnown, At, check_match
 from vt_dagster.topology.schema import same_types
 
@@ -57,7 +57,7 @@ class FeatureView:
                 f"{table.name}: expected features among {[*there, VALID_FROM]}, got {unknown}; correct "
                 "columns"
             )
-        need_lasting(table.name, "a training set", table)
+        need_each_record(table.name, "a training set", table)
         check_match(table.name, table, self.as_known, self.max_age, self.at)
 
     @property

@@ -106,16 +106,32 @@ def check_emit(name: str, emit: Any) -> None:
         raise TopologyError(f"{name}: emit must be 'every_update' or 'per_run', got {emit!r}")
 
 
-def need_lasting(name: str, what: str, node: Any) -> None:
-    """Refuses a table whose versions end by themselves, which no record tells."""
+def need_each_record(name: str, what: str, node: Any) -> None:
+    """Refuses a table whose versions are not those of its records, one by one."""
     if (column := valid_until_of(node)) is not None:
         raise TopologyError(
             f"{name}: {what} follows the records of {node.name!r}, but its versions end by their "
             f"valid_until, {column!r}, without one: expected a table without valid_until. Join a "
             "stream with it as of its records' times, or leave valid_until out"
         )
+    need_no_repeats(name, what, node)
+
+
+def need_no_repeats(name: str, what: str, node: Any) -> None:
+    """Refuses a table in which records may repeat a version."""
+    if (columns := new_version_on_of(node)) is not None:
+        raise TopologyError(
+            f"{name}: {what} follows each record of {node.name!r}, but only some make a version, by "
+            f"its new_version_on, {list(columns)}: expected a table without new_version_on. Join a "
+            "stream with it as of its records' times, or leave new_version_on out"
+        )
 
 
 def valid_until_of(node: Any) -> str | None:
     """The column by which versions of a table end, if any."""
     return getattr(node, "valid_until", None)
+
+
+def new_version_on_of(node: Any) -> tuple[str, ...] | None:
+    """The columns that make a version of a table, if not every record does."""
+    return getattr(node, "new_version_on", None)

@@ -11,7 +11,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 from vt_dagster.columns import CAUSE, LEFT_OFFSET, LEFT_PARTITION, OFFSET, PARTITION, REVISION, VALID_TO
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import check_duration, longest, pairs, spoken
-from vt_dagster.topology.operators.base import make_table, need_lasting
+from vt_dagster.topology.operators.base import make_table, need_each_record
 from vt_dagster.topology.operators.stream_table_join import StreamTableJoin
 from vt_dagster.topology.projection import Projection
 
@@ -60,7 +60,7 @@ class CorrectedJoin(StreamTableJoin):
                 "record's partition and offset"
             )
         super().__post_init__()
-        need_lasting(self.name, "corrected_for", self.right)
+        need_each_record(self.name, "corrected_for", self.right)
         self._check_promise()
         self._check_columns()
 

@@ -39,6 +39,10 @@ class Filter(RowByRow):
                 f"{self.predicate!r}"
             )
 
+    @property
+    def condition(self) -> str:
+        return self.predicate
+
     def result(self, **shown: Any) -> Any:
         return self._rows(self.source.schema, shown)
 

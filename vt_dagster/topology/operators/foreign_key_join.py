@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.operators.base import check_emit, need_lasting, need_table
+from vt_dagster.topology.operators.base import check_emit, need_each_record, need_table
 from vt_dagster.topology.operators.join import check_kind
 from vt_dagster.topology.operators.table_table_join import TableTableJoin
 from vt_dagster.topology.projection import Selection
@@ -41,8 +41,8 @@ class ForeignKeyJoin(TableTableJoin):
         need_table(self.name, "the left side of a foreign-key join", self.left)
         need_table(self.name, "the right side of a foreign-key join", self.right)
         check_kind(self.name, "foreign-key join", self.kind, ("inner", "left"))
-        need_lasting(self.name, "a foreign-key join", self.left)
-        need_lasting(self.name, "a foreign-key join", self.right)
+        need_each_record(self.name, "a foreign-key join", self.left)
+        need_each_record(self.name, "a foreign-key join", self.right)
         check_emit(self.name, self.emit)
         object.__setattr__(self, "select", tuple(self.select))
         if len(self.foreign_key) != len(self.right.key):

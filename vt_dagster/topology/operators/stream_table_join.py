@@ -12,7 +12,7 @@ from vt_dagster.columns import IS_LATE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import Duration, check_duration, longest, pairs, spoken
 from vt_dagster.topology.node import Node, make_node
-from vt_dagster.topology.operators.base import need_lasting
+from vt_dagster.topology.operators.base import need_each_record
 from vt_dagster.topology.operators.join import Join, check_keys, check_kind
 from vt_dagster.topology.projection import Side
 
@@ -195,7 +195,7 @@ def check_match(name: str, table: Node, as_known: Any, max_age: Any, at: Any) ->
             f"record's timestamp, got {as_known!r}"
         )
     if as_known != "now":
-        need_lasting(name, "a join by what was known", table)
+        need_each_record(name, "a join by what was known", table)
     if max_age is not None:
         if not isinstance(max_age, timedelta):
             raise TopologyError(

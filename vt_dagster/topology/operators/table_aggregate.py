@@ -9,7 +9,7 @@ from typing import Any
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.accumulators import Aggregates
 from vt_dagster.topology.operators.aggregate import Aggregate
-from vt_dagster.topology.operators.base import check_emit, need_lasting, need_table
+from vt_dagster.topology.operators.base import check_emit, need_each_record, need_table
 from vt_dagster.topology.projection import Selection
 from vt_dagster.topology.schema import as_struct
 
@@ -61,7 +61,7 @@ class TableAggregate(Aggregate):
 
     def __post_init__(self) -> None:
         need_table(self.name, "group_by", self.source)
-        need_lasting(self.name, "group_by", self.source)
+        need_each_record(self.name, "group_by", self.source)
         check_emit(self.name, self.emit)
         if not self.group_key:
             raise TopologyError(

@@ -12,7 +12,7 @@ from vt_dagster.topology.operators.base import (
     Materialized,
     check_emit,
     make_table,
-    need_lasting,
+    need_each_record,
     need_table,
 )
 from vt_dagster.topology.operators.join import Join, check_keys, check_kind
@@ -46,8 +46,8 @@ class TableTableJoin(Join):
         need_table(self.name, "the left side of a table-table join", self.left)
         need_table(self.name, "the right side of a table-table join", self.right)
         check_kind(self.name, "table-table join", self.kind, ("inner", "left", "outer"))
-        need_lasting(self.name, "a table-table join", self.left)
-        need_lasting(self.name, "a table-table join", self.right)
+        need_each_record(self.name, "a table-table join", self.left)
+        need_each_record(self.name, "a table-table join", self.right)
         check_emit(self.name, self.emit)
         object.__setattr__(self, "select", tuple(self.select))
         check_keys(self.name, self.left, self.right)

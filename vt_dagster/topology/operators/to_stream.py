@@ -7,7 +7,11 @@ from typing import Any
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.topology.node import make_node
-from vt_dagster.topology.operators.base import OneInput, need_table
+from vt_dagster.topology.operators.base import (
+    OneInput,
+    need_no_repeats,
+    need_table,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class ToStream(OneInput):
 
     def __post_init__(self) -> None:
         need_table(self.name, "to_stream", self.source)
+        need_no_repeats(self.name, "to_stream", self.source)
 
     def result(self, **shown: Any) -> Any:
         return make_node(

@@ -1,0 +1,511 @@
+"""Versions that only some columns make: ``new_version_on``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import (
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster import (
+    FeatureView,
+    FilesSource,
+    Materialized,
+    Stream,
+    TopologyError,
+    VersionedTable,
+    explain,
+    lateness,
+)
+from vt_dagster.core import repeats, versioned
+from vt_dagster.core.log import view_schema
+from vt_dagster.errors import StorageError
+from vt_dagster.explore.keys import key_history
+from vt_dagster.orchestration.translator import code_version
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.cut import cut_logs
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage import segments
+from vt_dagster.storage.folding import fold
+from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.store import stores_of
+from vt_dagster.testing import TopologyTestDriver
+
+RETENTION = timedelta(seconds=20)
+START = datetime(2024, 6, 1, tzinfo=timezone.utc)
+ON = ("tier", "city")
+PLACE = "partition int, offset long, is_tombstone boolean"
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("tier", StringType()),
+        StructField("city", StringType()),
+        StructField("n", IntegerType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A record of the table; without a ``tier`` and a ``city`` of its own a deletion."""
+
+    k: str
+    second: int
+    n: int
+    tier: str | None = None
+    city: str | None = None
+    deleted: bool = False
+
+    @property
+    def row(self) -> dict[str, Any]:
+        values = {"tier": self.tier, "city": self.city, "n": None if self.deleted else self.n}
+        return {"k": self.k, **values, "timestamp": at(self.second)}
+
+
+def at(second: int) -> datetime:
+    return START + timedelta(seconds=second)
+
+
+def seconds(moment: datetime | None) -> int | None:
+    return None if moment is None else round((moment - START).total_seconds())
+
+
+Version = tuple[Any, ...]
+"""Key, tier, city, n, begin, end, whether it is a deletion."""
+
+
+def expected(arrived: Sequence[Change], retention: int) -> list[Version]:
+    """The versions by the definition, of all records in order of their times."""
+    now: int | None = None
+    there: dict[tuple[str, int], Change] = {}
+    for one in arrived:
+        if now is None or one.second >= now - retention:
+            there[one.k, one.second] = one
+            now = one.second if now is None else max(now, one.second)
+    versions: list[Version] = []
+    for key in sorted({k for k, _ in there}):
+        own = [one for (k, _), one in sorted(there.items()) if k == key]
+        opening = [
+            one
+            for before, one in zip([None, *own], own, strict=False)
+            if before is None
+            or before.deleted
+            or one.deleted
+            or (before.tier, before.city) != (one.tier, one.city)
+        ]
+        for one, after in zip(opening, [*opening[1:], None], strict=True):
+            end = None if after is None else after.second
+            horizon = (now or 0) - retention
+            if (end is not None and end <= horizon) or (one.deleted and one.second < horizon):
+                continue
+            values = (None, None, None) if one.deleted else (one.tier, one.city, one.n)
+            versions.append((key, *values, one.second, end, one.deleted))
+    return versions
+
+
+def as_of(versions: Sequence[Version], key: str, second: int, horizon: int) -> Version | None:
+    for one in versions:
+        begin, end, deleted = one[4:]
+        if one[0] == key and begin <= second and (end is None or (second < end and second >= horizon)):
+            return None if deleted else one
+    return None
+
+
+def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
+    """With repeats, ties, deletions, nulls, and late ones."""
+    found = list[Change]()
+    for i in range(n):
+        tier, city = random.choice("xyy"), random.choice(["p", "p", None])
+        gone = random.random() < 0.15
+        change = Change(key, random.randrange(last), i, tier, city)
+        found.append(Change(key, change.second, i, deleted=True) if gone else change)
+    return found
+
+
+def told(rows: Any) -> list[Version]:
+    found = rows.toArrow() if isinstance(rows, DataFrame) else rows
+    versions: list[Version] = [
+        (
+            *(r[c] for c in ("k", "tier", "city", "n")),
+            *(seconds(r[c]) for c in ("valid_from", "valid_to")),
+            r["is_tombstone"],
+        )
+        for r in found.to_pylist()
+    ]
+    return sorted(versions, key=lambda v: (v[0], v[4]))
+
+
+def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> None:
+    """Many keys at once, folded in parts; of what is there only what a fold must be given."""
+    random, arrived = Random(7), list[Change]()
+    for n in range(120):
+        arrived += some_changes(random, f"k{n:03}", random.randint(1, 12), 60)
+    random.shuffle(arrived)
+    arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 30]))
+    columns = StructType([*SCHEMA.fields, *StructType.fromDDL(PLACE).fields])
+    accepted, now = list[tuple[Change, dict[str, Any]]](), -1
+    for one in arrived:
+        if one.second >= now - 20:
+            place = {"partition": 0, "offset": len(accepted), "is_tombstone": one.deleted}
+            accepted.append((one, {**one.row, **place}))
+            now = max(now, one.second)
+    view: pa.Table | None = None
+    cuts = [0, *sorted(random.sample(range(1, len(accepted)), 3)), len(accepted)]
+    for start, end in itertools.pairwise(cuts):
+        part = pa.Table.from_pylist([row for _, row in accepted[start:end]], to_arrow_schema(columns))
+        now = max(one.second for one, _ in accepted[:end])
+        horizon, left, before = F.lit(at(now - 20)), None, None
+        earlier = view
+        if view is not None:
+            there = {}
+            for row in view.to_pylist():
+                there.setdefault(row["k"], []).append(row)
+            # As little as can be: what ends after a late record of the key, and what is current.
+            since = {}
+            for one, _ in accepted[start:end]:
+                newest = max((r["valid_from"] for r in there.get(one.k, [])), default=None)
+                if newest is not None and at(one.second) < newest:
+                    since[one.k] = min(since.get(one.k, newest), at(one.second))
+            needed = [
+                r["valid_to"] is None or (r["k"] in since and r["valid_to"] > since[r["k"]])
+                for r in view.to_pylist()
+            ]
+            before, left = view.filter(pa.array(needed)), view.filter(pa.array([not n for n in needed]))
+        rows = versioned.fold(
+            None if before is None else spark.createDataFrame(before),
+            spark.createDataFrame(part, columns),
+            key=["k"],
+            horizon=horizon,
+            new_version_on=ON,
+        ).toArrow()
+        whole = rows if left is None else pa.concat_tables([left.select(rows.column_names), rows])
+        view = versioned.remembered(spark.createDataFrame(whole), horizon).toArrow()
+        model = expected([one for one, _ in accepted[:end]], 20)
+        found = told(repeats.collapsed(spark.createDataFrame(view), ["k"], ON))
+        assert found == model
+        # Without Spark, of all that was there, and of as little.
+        limits = {0: int(at(now - 20).timestamp() * 1e6)}
+        without = told(fold(earlier, part, ["k"], limits, ON))
+        assert without == model
+        some = told(fold(before, part, ["k"], limits, ON))
+        assert {*some} <= {*model}
+        assert {one for one in model if one[5] is None} <= {*some}
+    assert len(model) < len(accepted) / 2
+
+
+def table(**more: Any) -> VersionedTable:
+    about = {"key": "k", "schema": SCHEMA, "history_retention": RETENTION, "tombstone": "n is null"}
+    return VersionedTable("accounts", **{**about, "new_version_on": ON, **more})
+
+
+def stream(**more: Any) -> Stream:
+    about = {"key": "k", "schema": StructType([SCHEMA["k"], SCHEMA["timestamp"]])}
+    return Stream("sales", **{**about, **more})
+
+
+WIDE = StructType(
+    [
+        *SCHEMA.fields,
+        StructField("till", TimestampType()),
+        StructField("notes", MapType(StringType(), StringType())),
+    ]
+)
+JOINED = ["right.tier", "right.n", "right.valid_from as since", "right.valid_to as until"]
+
+
+def test_a_late_record_opens_a_run_again(spark: SparkSession) -> None:
+    accounts = table(history_retention=timedelta(hours=1))
+    names = accounts.map_values("tier", "city", "n * 10 as tens", name="names")
+    known = accounts.filter("tier <> 'z'", name="known")
+    joins = [
+        stream().left_join(accounts, name="joined", select=JOINED),
+        stream().left_join(names, name="named", select=["right.tens"]),
+        stream().left_join(known, name="kept", select=["right.n"]),
+        stream().left_join(accounts, name="young", select=["right.n"], max_age=timedelta(seconds=20)),
+    ]
+    driver = TopologyTestDriver(*joins, spark=spark)
+
+    def versions(name: str = "accounts") -> list[tuple[Any, ...]]:
+        rows = driver.versions(name)
+        return [(r["tier"], r["n"], seconds(r["valid_from"]), seconds(r["valid_to"])) for r in rows]
+
+    def asked(*times: int) -> dict[str, list[Any]]:
+        for one in joins:
+            driver.read(one.name)
+        driver.pipe("sales", *[{"k": "a", "timestamp": at(t)} for t in times])
+        return {one.name: driver.read(one.name) for one in joins}
+
+    def put(*records: tuple[str | None, int, int]) -> None:
+        rows = [{"k": "a", "tier": t, "n": n, "timestamp": at(second)} for t, n, second in records]
+        driver.pipe("accounts", *rows)
+
+    put(("x", 1, 10), ("x", 2, 20), ("x", 3, 40), (None, 4, 50), (None, 5, 60))
+    assert versions() == [("x", 1, 10, 50), (None, 4, 50, None)]
+    found = asked(9, 45, 70)
+    assert [(r["n"], seconds(r["since"]), seconds(r["until"])) for r in found["joined"]] == [
+        (None, None, None),
+        (1, 10, 50),
+        (4, 50, None),
+    ]
+    assert [r["tens"] for r in found["named"]] == [None, 10, 40]
+    # A condition that is null does not hold.
+    assert [r["n"] for r in found["kept"]] == [None, 1, None]
+    # Counted from where the version began.
+    assert [r["n"] for r in found["young"]] == [None, None, 4]
+    assert driver.store("accounts").get("a")["n"] == 4  # type: ignore[index]
+    assert driver.store("accounts").get("a", at(45))["valid_from"] == at(10)  # type: ignore[index]
+
+    # Another value comes between: what repeated before is a version of its own.
+    put(("z", 6, 30))
+    assert versions() == [("x", 1, 10, 30), ("z", 6, 30, 40), ("x", 3, 40, 50), (None, 4, 50, None)]
+    found = asked(25, 30, 45)
+    assert [r["n"] for r in found["joined"]] == [1, 6, 3]
+    assert [r["tens"] for r in found["named"]] == [10, 60, 30]
+    assert [r["n"] for r in found["kept"]] == [1, None, 3]
+    # And goes again where that one is replaced; the first of a run moves its begin.
+    put(("x", 7, 30), ("x", 0, 5))
+    assert versions() == [("x", 0, 5, 50), (None, 4, 50, None)]
+    assert [r["tens"] for r in driver.versions("names")] == [0, 40]
+    # A deletion ends a run.
+    driver.pipe("accounts", {"k": "a", "timestamp": at(15), "is_tombstone": True})
+    assert versions() == [("x", 0, 5, 15), (None, None, 15, 20), ("x", 2, 20, 50), (None, 4, 50, None)]
+    store = driver.store("accounts")
+    assert store.put("a", {"tier": "x", "n": 8}, at(25)) == at(50)
+    assert store.delete("a", at(70))["n"] == 4  # type: ignore[index]
+    assert store.get("a") is None
+
+
+def test_every_reader_finds_the_same(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Spark and without, of a view that is as far as its log and of one that is behind it, whose
+    segments are read in part."""
+    monkeypatch.setattr(segments, "SEGMENT_ROWS", 20)
+    random, arrived = Random(3), list[Change]()
+    for n in range(40):
+        arrived += some_changes(random, f"k{n:02}", random.randint(1, 10), 60)
+    random.shuffle(arrived)
+    arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 30]))
+    for name in ("accounts", "sales"):
+        (tmp_path / name).mkdir()
+    source, warehouse = FilesSource(str(tmp_path / "accounts")), str(tmp_path / "warehouse")
+    accounts = table(source=source, partitions=1)
+    sales = stream(source=FilesSource(str(tmp_path / "sales")), partitions=1)
+    joined = sales.left_join(accounts, name="joined", select=["left.k", *JOINED])
+    stores = stores_of(warehouse, spark)
+
+    def land(name: str, file: int, rows: Sequence[dict[str, Any]]) -> None:
+        lines = "\n".join(json.dumps(r, default=datetime.isoformat) for r in rows)
+        (tmp_path / name / f"{file}.jsonl").write_text(lines)
+
+    cuts = [0, *sorted(random.sample(range(1, len(arrived)), 4)), len(arrived)]
+    for file, (start, end) in enumerate(itertools.pairwise(cuts)):
+        land("accounts", file, [one.row for one in arrived[start:end]])
+        # Behind in every other run.
+        freshness: Any = "every_run" if file % 2 else timedelta(days=1)
+        node = replace(accounts, freshness=freshness)
+        run_once(node, stores)
+        store, model = stores(node), expected(arrived[:end], 20)
+        now = max(one.second for one in arrived[:end])
+        live = [one for one in model if one[5] is None and not one[6]]
+        then = [as_of(model, one[0], now - 10, now - 20) for one in model]
+        asked = at(now - 10).isoformat()
+        assert told(store.read("versions")) == model
+        assert told(look_up(warehouse, "accounts", "versions")) == model
+        assert told(store.read("current")) == told(look_up(warehouse, "accounts")) == live
+        was = sorted({one for one in then if one is not None})
+        assert told(store.read("current", asked)) == was
+        assert told(look_up(warehouse, "accounts", as_of=asked)) == was
+        assert [one.name for one in audit(store) if not one.passed] == []
+    times = [(f"k{n:02}", second) for n in range(40) for second in (now - 15, now - 3, now + 1)]
+    land("sales", 0, [{"k": k, "timestamp": at(second)} for k, second in times])
+    run_once(sales, stores)
+    run_once(joined, stores)
+    found = stores(joined).read().select("k", "timestamp", "n", "since", "until").toArrow().to_pylist()
+    answers = {(k, s): as_of(model, k, s, now - 20) for k, s in times}
+    nothing = (None,) * 3
+    told_by_join = {
+        (r["k"], seconds(r["timestamp"])): (r["n"], seconds(r["since"]), seconds(r["until"]))
+        for r in found
+    }
+    assert told_by_join == {p: nothing if one is None else one[3:6] for p, one in answers.items()}
+    # Another definition makes the view anew, out of the log.
+    other = table(source=source, partitions=1, new_version_on=["city"])
+    by_city = [replace(one, tier="") for one in arrived]
+    tiers = [(*one[:1], *one[2:]) for one in expected(by_city, 20)]
+    assert [(*one[:1], *one[2:]) for one in told(stores(other).read("versions"))] == tiers
+    stores(other).catch_up(now=True)
+    assert [(*one[:1], *one[2:]) for one in told(stores(other).read("versions"))] == tiers
+    every = table(source=source, partitions=1, new_version_on=None)
+    stores(every).catch_up(now=True)
+    rows = stores(every).read("versions")
+    assert "old" not in rows.columns
+    assert rows.count() > len(model)
+
+
+class Live:
+    """Tables of files, and sales that are joined with them."""
+
+    def __init__(self, root: Path, spark: SparkSession) -> None:
+        self.root, self.spark, self.files = root, spark, itertools.count()
+        self.warehouse = str(root / "warehouse")
+        for name in ("accounts", "sales"):
+            (root / name).mkdir()
+
+    def table(self, **more: Any) -> VersionedTable:
+        source = FilesSource(str(self.root / "accounts"))
+        return table(source=source, partitions=1, history_retention=timedelta(hours=1), **more)
+
+    def sales(self) -> Stream:
+        return stream(source=FilesSource(str(self.root / "sales")), partitions=1)
+
+    def run(self, node: Stream, *rows: dict[str, Any], at_: int | None = None) -> None:
+        lines = "\n".join(json.dumps({"k": "a", **r}, default=datetime.isoformat) for r in rows)
+        if rows:
+            (self.root / node.name / f"{next(self.files)}.jsonl").write_text(lines)
+        run_once(node, stores_of(self.warehouse, self.spark), recorded_at=at_)
+
+    def versions(self, node: VersionedTable, n: str = "n") -> list[tuple[Any, ...]]:
+        """Of both readers, which must give the same rows."""
+        store = stores_of(self.warehouse, self.spark)(node)
+        for what in ("current", "versions"):
+            here, there = store.read(what).toArrow(), look_up(self.warehouse, node.name, what)
+            rows = [sorted(map(repr, r.select(here.column_names).to_pylist())) for r in (here, there)]
+            assert rows[0] == rows[1]
+        told = store.read("versions").orderBy("valid_from").toArrow().to_pylist()
+        return [(r["tier"], r[n], seconds(r["valid_from"]), seconds(r["valid_to"])) for r in told]
+
+
+def change(tier: str, n: int, second: int, **more: Any) -> dict[str, Any]:
+    return {"tier": tier, "n": n, "timestamp": at(second), **more}
+
+
+def test_an_explanation_says_what_a_record_repeats(spark: SparkSession, tmp_path: Path) -> None:
+    live = Live(tmp_path, spark)
+    accounts, sales = live.table(), live.sales()
+    joined = sales.left_join(accounts, name="joined", select=["right.n"])
+    live.run(accounts, change("x", 0, 10), change("x", 1, 20), change("y", 2, 40))
+    live.run(sales, {"timestamp": at(30)})
+    live.run(joined)
+
+    def why(name: str, offset: int) -> tuple[str, dict[int, str]]:
+        found = explain(name, warehouse=live.warehouse, offset=f"0:{offset}")
+        return found.decisions[-1].rule, {c.record.offset: c.rule for c in found.candidates}
+
+    assert why("joined", 0) == ("as_of", {0: "as_of", 2: "other_time"})
+    assert [why("accounts", n)[0] for n in range(3)] == ["applied", "repeated", "applied"]
+    # One that came late is the first now, and the join would find it.
+    live.run(accounts, change("x", 3, 5))
+    assert why("joined", 0) == ("corrected", {3: "recorded_since", 0: "as_of", 2: "other_time"})
+    assert [why("accounts", n)[0] for n in range(4)] == [
+        "repeated",
+        "repeated",
+        "applied",
+        "out_of_order",
+    ]
+    # And one that comes between makes versions of those that repeated.
+    live.run(accounts, change("z", 4, 15))
+    rule, rules = why("joined", 0)
+    assert (rule, rules[1], rules[4]) == ("corrected", "repeated", "recorded_since")
+    assert [why("accounts", n)[0] for n in range(2)] == ["repeated", "applied"]
+    known = key_history(live.warehouse, "accounts", ["a"], None, None, None)
+    spans = [(one.record.offset, one.end is None) for one in known.spans]
+    assert spans == [(3, False), (4, False), (1, False), (2, True)]
+    with pytest.raises(StorageError, match="new_version_on"):
+        lateness("joined", warehouse=live.warehouse)
+
+
+def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
+    """What a view says of the version before a row follows the columns, and is kept by a cut."""
+    live = Live(tmp_path, spark)
+    hour = 3_600_000_000
+    live.run(live.table(), change("x", 0, 10), change("x", 1, 20), at_=hour)
+    fields = [f for f in SCHEMA.fields if f.name != "n"]
+    more = [StructField("amount", LongType()), StructField("note", StringType())]
+    wide = live.table(
+        schema=StructType([*fields, *more]),
+        renamed={"n": "amount"},
+        tombstone="amount is null",
+        freshness=timedelta(days=1),
+        log_retention=timedelta(hours=1),
+    )
+    live.run(wide, {"tier": "x", "amount": 2**40, "note": "!", "timestamp": at(30)}, at_=2 * hour)
+    assert live.versions(wide, "amount") == [("x", 0, 10, None)]
+    stores = stores_of(live.warehouse, spark)
+    stores(wide).catch_up(now=True)
+    assert live.versions(wide, "amount") == [("x", 0, 10, None)]
+    live.run(wide, change("y", 3, 25) | {"amount": 3}, at_=3 * hour)
+    assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
+    assert [one.name for one in audit(stores(wide)) if not one.passed] == []
+    assert cut_logs(live.warehouse, spark, [wide], now=3 * hour + 1) == {"accounts": 3}
+    stores(wide).rebuild_view()
+    assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
+    with pytest.raises(StorageError, match="put aside of it tells versions by the one of then"):
+        stores(replace(wide, new_version_on=["city"])).read("versions")
+
+
+def test_a_row_that_was_deleted_is_not_there_again(spark: SparkSession, tmp_path: Path) -> None:
+    """Its tombstone has been forgotten, but the row lies in a file of the view yet."""
+    live = Live(tmp_path, spark)
+    plain = replace(live.table(new_version_on=None), history_retention=timedelta(seconds=20))
+    live.run(plain, change("x", 1, 3), {"timestamp": at(4)})
+    live.run(plain, change("other", 1, 30) | {"k": "b"})
+    live.run(replace(plain, freshness=timedelta(days=1)), change("y", 2, 21))
+    assert live.versions(plain) == [("y", 2, 21, None), ("other", 1, 30, None)]
+
+
+def test_what_follows_records_alone_is_refused() -> None:
+    accounts, other = table(), VersionedTable("o", key="k", schema=SCHEMA, history_retention=RETENTION)
+    for make, said in (
+        (lambda: accounts.join(other, name="m", select=["left.n"]), "a table-table join"),
+        (lambda: other.join(accounts, name="m", history="complete"), "a table-table join"),
+        (lambda: accounts.join(other, foreign_key="city", name="m"), "a foreign-key join"),
+        (lambda: accounts.group_by("city").count(name="m"), "group_by"),
+        (lambda: stream().join(accounts, name="m", corrected_for=RETENTION), "corrected_for"),
+        (lambda: stream().join(accounts, name="m", as_known="when_recorded"), "what was known"),
+        (lambda: FeatureView(accounts), "a training set"),
+        (lambda: accounts.to_stream(name="m"), "to_stream"),
+        (lambda: accounts.map_values("tier", name="m"), "without \\['city'\\]"),
+        (lambda: accounts.map_values("n as tier", "city", name="m"), "without \\['tier'\\]"),
+        (lambda: accounts.filter("n > 1", name="m"), "got one over \\['n'\\]"),
+        (lambda: accounts.filter("year(timestamp) > 1", name="m"), "got one over \\['timestamp'\\]"),
+        (lambda: accounts.filter("true", name="m", materialized=Materialized()), "without versions"),
+        (lambda: table(new_version_on=[]), "a list of value columns"),
+        (lambda: table(new_version_on="tier"), "a list of value columns"),
+        (lambda: table(new_version_on=["tier", "tier"]), "a list of value columns"),
+        (lambda: table(new_version_on=["k"]), "to name value columns"),
+        (lambda: table(new_version_on=["no"]), "to name value columns"),
+        (lambda: table(new_version_on=["tier"], schema=WIDE, valid_until="till"), "valid_until"),
+        (lambda: table(new_version_on=["notes"], schema=WIDE), "can be compared"),
+    ):
+        with pytest.raises(TopologyError, match=said) as error:
+            make()
+        assert "new_version_on" in str(error.value)
+    kept = Materialized(history_retention=RETENTION)
+    mapped = accounts.map_values("*", name="m", materialized=kept)
+    assert mapped.new_version_on == ON  # type: ignore[attr-defined]
+    assert accounts.filter("city = 'p'", name="f").new_version_on == ON  # type: ignore[attr-defined]
+    assert table(new_version_on=["till"], schema=WIDE, valid_until="till").new_version_on == ("till",)
+    assert code_version(table()) != code_version(table(new_version_on=None))
+    without = view_schema(table(new_version_on=None))
+    assert [c for c in view_schema(table()).names if c not in without.names] == ["old"]

@@ -1,0 +1,46 @@
+"""Which files of a log may have rows of some offsets, by what Delta knows of each. No Spark."""
+
+from __future__ import annotations
+
+from vt_dagster.storage.delta import File, Wanted
+from vt_dagster.storage.positions import Offsets
+
+
+def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
+    """Whether a file of a log may have rows at an offset or after it, as far as that is known.
+
+    Args:
+        start, ends: the first offset of each partition, and the first free one.
+    """
+    first = {p: start.get(p, 0) for p, end in ends.items() if start.get(p, 0) < end}
+    least = min(first.values(), default=None)
+
+    def wanted(file: File) -> bool:
+        if least is None:
+            return False
+        if file.offsets is None or file.partitions is None:
+            return True
+        low, high = file.partitions
+        last = file.offsets[1]
+        if last < least:
+            return False
+        some = first if len(first) < high - low else range(low, high + 1)
+        return any(low <= p <= high and first.get(p, last + 1) <= last for p in some)
+
+    return wanted
+
+
+def file_before(ends: Offsets) -> Wanted:
+    """Whether a file of a log may have rows before some offsets, as far as that is known.
+
+    Args:
+        ends: the first offset that is not asked for, of each partition; of others nothing is.
+    """
+
+    def wanted(file: File) -> bool:
+        if file.offsets is None or file.partitions is None:
+            return True
+        (low, high), first = file.partitions, file.offsets[0]
+        return any(low <= p <= high and first < end for p, end in ends.items())
+
+    return wanted
