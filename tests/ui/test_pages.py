@@ -69,6 +69,8 @@ def test_walk_from_the_lineage_to_an_asset_its_plots_checks_and_ops(
     expect(page.get_by_text("Delta Lake").first).to_be_visible()
     expect(page.get_by_text("wind_speed", exact=True).first).to_be_visible()
     expect(page.get_by_text("Wind speed, mph (from weather.wind_speed)")).to_be_visible()
+    history = page.get_by_text(re.compile(r"^\d+/\d+/\d{4}$"))  # it is loaded last
+    expect(history.first).to_be_visible()
     page.screenshot(path=screenshots / "asset.png")
     page.get_by_text("Plots", exact=True).first.scroll_into_view_if_needed()
     page.get_by_text("Plots", exact=True).first.click()
