@@ -280,6 +280,8 @@ def test_what_was_read_once_is_not_read_again(
     """New materializations are; wiped ones, and those of another storage, do not count."""
     instance, read = made.instance, list[int]()
     reads = {one: made.make(one)[READS]["prices"] for one in (day(3), day(4), day(5))}
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
     try:
         made.instance = dg.DagsterInstance.local_temp(str(tmp_path / "one"))
         for one, told in reads.items():
