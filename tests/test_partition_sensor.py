@@ -272,3 +272,38 @@ def test_refused(tmp_path: Path, report: Any, reads: str, said: str) -> None:
     market: Any = Market(tmp_path, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TopologyError, match=said):
         build_partition_sensor(report, reads=getattr(market, reads))
+
+
+def test_what_was_read_once_is_not_read_again(
+    made: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New materializations are; wiped ones, and those of another storage, do not count."""
+    instance, read = made.instance, list[int]()
+    reads = {one: made.make(one)[READS]["prices"] for one in (day(3), day(4), day(5))}
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    try:
+        made.instance = dg.DagsterInstance.local_temp(str(tmp_path / "one"))
+        for one, told in reads.items():
+            made.reported(one, {**told, "log": "gone"})
+        assert made.asked() == [*reads]
+        fetch = dg.DagsterInstance.fetch_materializations
+
+        def counted(*args: Any, **more: Any) -> Any:
+            found = fetch(*args, **more)
+            read.append(len(found.records))
+            return found
+
+        monkeypatch.setattr(dg.DagsterInstance, "fetch_materializations", counted)
+        made.reported(day(3), reads[day(3)])
+        assert made.asked() == [day(4), day(5)]
+        assert read == [2, 2]  # the last one of before with the new one; and those that are asked for
+        made.instance.wipe_assets([made.report.key])
+        made.reported(day(5), {**reads[day(5)], "log": "gone"})
+        assert made.asked() == [day(5)]
+        made.instance = dg.DagsterInstance.local_temp(str(tmp_path / "other"))
+        assert made.asked() == []
+        made.reported(day(4), {**reads[day(4)], "log": "gone"})
+        assert made.asked() == [day(4)]
+    finally:
+        made.instance = instance
