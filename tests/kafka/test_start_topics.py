@@ -15,7 +15,7 @@ from vt_dagster.runs.run import run_once
 
 
 def test_a_snapshot_and_then_a_topic(topics: Topics, tmp_path: Path, spark: SparkSession) -> None:
-    """In runs of some records each: after those that were there at the first; bad rows have their text."""
+    """In runs of some records each it comes after those of the first end; bad rows have their text."""
     pipeline, dump = Pipeline(tmp_path, spark), tmp_path / "dump"
     topic = topics.create(partitions=2)
     for partition, numbers in enumerate((range(3), range(3, 5))):
