@@ -22,7 +22,7 @@ def test_a_snapshot_and_then_a_topic(topics: Topics, tmp_path: Path, spark: Spar
         topics.produce(topic, records(numbers, partition=partition))
     dump.mkdir()
     rows = [json.dumps({"k": k, "n": n}) for k, n in (("k1", 1), ("k4", 99), ("other", 7))]
-    (dump / "2030-01-01.jsonl").write_text("\n".join([*rows, "?"]))
+    (dump / "all.jsonl").write_text("\n".join([*rows, "?"]))
     table = VersionedTable(
         "t",
         key="k",
@@ -30,13 +30,7 @@ def test_a_snapshot_and_then_a_topic(topics: Topics, tmp_path: Path, spark: Spar
         timestamp="at",
         history_retention=timedelta(days=30),
         source=pipeline.source(topics, topic, max_records_per_run=4),
-        start=SnapshotSource(
-            str(dump),
-            "jsonl",
-            dump_time="%Y-%m-%d",
-            max_bad_share=0.5,
-            max_clock_skew=timedelta(days=99_999),
-        ),
+        start=SnapshotSource(str(dump), "jsonl", dump_time="modified", max_bad_share=0.5),
     )
     first = run_once(table, pipeline.store).commit
     assert first is not None
