@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
@@ -329,6 +330,22 @@ def test_bad_rows_of_both(tmp_path: Path, spark: SparkSession) -> None:
     one.snapshot(("a", "a0"), second=11)
     with pytest.raises(SourceError, match=r"expected one dump to start with in .*, found 2: 2024"):
         one.take(other)
+
+
+@pytest.mark.parametrize("told", ["file_time", "at"])
+def test_when_it_was_recorded(tmp_path: Path, spark: SparkSession, told: str) -> None:
+    """The snapshot with its run, the changes as they tell."""
+    one = Accounts(tmp_path, spark, files={"recorded_at": told})
+    one.land("1", ("b", 3, "b3"))
+    one.snapshot(("a", "a0"), ("b", "b3"))
+    before = datetime.now(timezone.utc)
+    if told == "file_time":
+        os.utime(tmp_path / "changes" / "1.jsonl", (at(5).timestamp(),) * 2)
+    assert one.take()["covered"] == 1
+    rows = one.store().read("log").collect()
+    times = {r["k"]: r["recorded_at"].astimezone(timezone.utc) for r in rows}
+    assert times["b"] == at(5 if told == "file_time" else 3)
+    assert times["a"] >= before
 
 
 def test_a_version_of_a_delta_table(tmp_path: Path, spark: SparkSession) -> None:

@@ -42,7 +42,9 @@ def with_times(
     told = source.recorded() if isinstance(source, Recorded) else None
     if told:
         times = _of_origins(told, first, last)
-        return _by_origin(rows, times, store.spark), max(times.values())
+        # A snapshot to start with comes last, and is known since the run.
+        end = max(first, last) if arrival.start is not None else max(times.values())
+        return _by_origin(rows, times, end, store.spark), end
     if source is None or TOLD_AT not in rows.columns:
         return rows, latest
     rows = store.hold(rows)
@@ -64,14 +66,16 @@ def _of_origins(told: Mapping[str, int], now: int, last: int) -> dict[str, int]:
     return found
 
 
-def _by_origin(rows: DataFrame, times: Mapping[str, int], spark: SparkSession) -> DataFrame:
-    """Plan: a broadcast join."""
+def _by_origin(rows: DataFrame, times: Mapping[str, int], end: int, spark: SparkSession) -> DataFrame:
+    """Plan: a broadcast join.
+
+    Args:
+        end: of what none is told of.
+    """
     told = spark.createDataFrame([*times.items()], f"{SOURCE} STRING, {RECORDED_AT} BIGINT")
     told = told.withColumn(RECORDED_AT, F.timestamp_micros(RECORDED_AT))
     timed = rows.join(F.broadcast(told), SOURCE, "left")
-    # Of a snapshot to start with nobody tells; it comes last.
-    end = F.timestamp_micros(F.lit(max(times.values())))
-    return timed.withColumn(RECORDED_AT, F.coalesce(RECORDED_AT, end))
+    return timed.withColumn(RECORDED_AT, F.coalesce(RECORDED_AT, F.timestamp_micros(F.lit(end))))
 
 
 def _by_row(rows: DataFrame) -> DataFrame:
