@@ -210,8 +210,11 @@ class Processor(ABC, Generic[O]):
         """What may tell, without any order, that none of the run's records is late; None = nothing."""
         return None
 
-    def in_time(self, found: Sequence[Any], stream_time: Times) -> list[dict[str, Any]] | None:
-        """The rows of ``own_time``, if by ``found``, those of ``bounds_of_time``, no record is late."""
+    def in_time(
+        self, found: Sequence[Any], before: Times, marks: Mapping[str, Times]
+    ) -> list[dict[str, Any]] | None:
+        """The rows of ``own_time``, if by ``found``, those of ``bounds_of_time``, and stream time and
+        ``marks`` before the run no record is late."""
         return None
 
     def marks(self, found: Sequence[Any], before: Mapping[str, Times]) -> dict[str, dict[int, int]]:
