@@ -245,6 +245,18 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
         return rows.where(F.col(FATE) == Fate.KEPT).select(SIDE, PARTITION, FROM, _SAID)
 
+    def state_without(self, state: DataFrame, erased: DataFrame) -> DataFrame:
+        """A record whose row is erased has none that could be taken back."""
+        rows = erased.where((F.col(LEFT_OFFSET) < 0) | (F.col(RIGHT_OFFSET) < 0))
+        of_left = F.col(RIGHT_OFFSET) < 0
+        (left, left_from), (right, right_from) = _PLACES
+        gone = rows.select(
+            F.when(of_left, 0).otherwise(1).alias(SIDE),
+            F.when(of_left, F.col(left)).otherwise(F.col(right)).alias(PARTITION),
+            F.when(of_left, F.col(left_from)).otherwise(F.col(right_from)).alias(FROM),
+        )
+        return state.join(gone, [SIDE, PARTITION, FROM], "left_anti").select(state.columns)
+
     def waiting(
         self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:

@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from vt_dagster.columns import (
     IS_FINAL,
-    IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
@@ -42,7 +41,7 @@ def fold(
     if tail is None:
         assert base is not None
         return base if limits is None else base.filter(pa.array(~_expired(base, limits)))
-    fresh = tail.drop_columns([c for c in (IS_LATEST, IS_LATE, OLD) if c in tail.column_names])
+    fresh = tail.drop_columns([c for c in (IS_LATEST, OLD) if c in tail.column_names])
     if limits is not None:
         moments = fresh.column(TIMESTAMP)
         fresh = fresh.append_column(VALID_FROM, moments)
