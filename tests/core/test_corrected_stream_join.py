@@ -4,65 +4,115 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
 from tests.core.reference.run import joined
 from tests.core.reference.stream_join import Entry, Row, StreamJoin
-from tests.core.test_stream_stream_join import Case, case, pieces, records_of, scenario_of
+from tests.core.test_stream_stream_join import (
+    Case,
+    case,
+    declared_anew,
+    pieces,
+    records_of,
+    scenario_of,
+)
 from vt_dagster import Stream
 from vt_dagster.conformance.side_by_side import cut
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.conformance.topology import millis, record_of
+from vt_dagster.core.processors import processor_of
+from vt_dagster.runs import arrival as arrivals
+from vt_dagster.runs import gate
 from vt_dagster.testing import TopologyTestDriver
 
 CASES = 16
+other = st.tuples(st.integers(0, 8), st.integers(0, 12))
+"""Another grace period, and how much longer the promise is."""
 MS = timedelta(milliseconds=1)
+KEYED = StructType([StructField("k", StringType()), StructField("timestamp", TimestampType())])
 
 
+@dataclass
 class InTime(StreamJoin):
-    """A join in which what is too late finds nothing."""
+    """A join in which what is too late finds nothing: its grace period is the promise.
+
+    Args:
+        soon: the grace period, after which what has no match has a row until it finds one.
+        edge: what is older was too late before, and stays so.
+        late: the times of records that were too late.
+        told: the arrivals of those that had a row before the grace period was another.
+    """
+
+    soon: int = 0
+    edge: float = -inf
+    told: set[int] = field(default_factory=set[int])
+    late: Counter[int] = field(default_factory=Counter[int])
+
+    def take(self, i: int, side: str, key: str | None, value: str | None, time: int) -> None:
+        self.edge = max(self.edge, self.now - self.grace)
+        if None not in (key, value) and time < self.edge:
+            self.late[time] += 1
+        super().take(i, side, key, value, time)
 
     def found(self, row: Row) -> list[Row]:
-        return super().found(row) if row.time >= self.now - self.grace else []
+        return super().found(row) if row.time >= self.edge else []
 
+    def becomes(self, i: int, soon: int, promise: int) -> None:
+        """Goes on with another grace period and promise."""
+        self.told |= {row.arrival for row in self.unmatched if not self.waits_for_one(row)}
+        self.soon = soon
+        self.changed(i, promise)
 
-def rows_of(join: StreamJoin, grace: int) -> Counter[Any]:
-    """What the rows are, by the model of a join whose grace period is the promise: its results, and
-    what of the others has been let go by ``grace``."""
-    rows = Counter((e["key"], e["value"], e["timestamp"]) for e in join.emitted)
-    for row in join.unmatched:
-        if row.time + join.fore[row.side] + grace < join.looked:
-            left, right = (row.value, None) if row.side == "left" else (None, row.value)
-            rows[row.key, joined(left, right), row.time] += 1
-    return rows
+    def waits_for_one(self, row: Row) -> bool:
+        """Whether a record without a match has no row yet."""
+        over = row.time + self.fore[row.side] + self.soon < self.looked
+        return row.arrival not in self.told and not over
+
+    def rows(self) -> Counter[Any]:
+        """Its results, and what of the others has been let go."""
+        rows = Counter((e["key"], e["value"], e["timestamp"]) for e in self.emitted)
+        for row in self.unmatched:
+            if not self.waits_for_one(row):
+                left, right = (row.value, None) if row.side == "left" else (None, row.value)
+                rows[row.key, joined(left, right), row.time] += 1
+        return rows
+
+    def final(self, row: tuple[Any, ...]) -> bool:
+        """Whether a row can no longer change."""
+        return row[2] < self.edge - max(self.fore.values())
 
 
 @pytest.mark.slow
 @settings(
-    max_examples=1,
+    max_examples=2,  # the first is the empty one
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(cases=st.lists(case, min_size=CASES, max_size=CASES))
-def test_runs_end_as_one_run(spark: SparkSession, cases: list[Case]) -> None:
-    """The last number of a case is how much longer than the grace period the promise is."""
+@given(
+    cases=st.lists(case, min_size=CASES, max_size=CASES),
+    others=st.lists(other, min_size=CASES, max_size=CASES),
+    turn=st.integers(1, 5),
+)
+def test_runs_end_as_one_run(
+    spark: SparkSession, cases: list[Case], others: list[tuple[int, int]], turn: int
+) -> None:
+    """The last number of a case is how much longer than the grace period the promise is; from some run
+    on all have another of each, and plans are those of large runs."""
     layouts = [layout(scenario_of(i, "outer", w, records)) for i, (w, records, *_) in enumerate(cases)]
     nodes = nodes_of(layouts)
-    plain = next(node for node in nodes.values() if node.inputs)
-    promise = {i: (w[2] + longer) * MS for i, (w, _, _, longer) in enumerate(cases)}
-    about = {n: getattr(plain.operator, n) for n in ("before", "after", "grace", "select")}
-    left, right = plain.inputs
-    assert isinstance(left, Stream)
-    assert isinstance(right, Stream)
-    rows = left.outer_join(right, name="rows", corrected_for=promise, **about)
+    before = [(w[2], w[2] + longer) for w, *_, longer in cases]
+    after = [(soon, soon + longer) for soon, longer in others]
     sources = {shape[1]: node.name for shape, node in nodes.items() if shape[0] == "stream"}
 
     def inputs_of(taken: dict[int, Sequence[int]]) -> dict[str, list[Entry]]:
@@ -73,34 +123,75 @@ def test_runs_end_as_one_run(spark: SparkSession, cases: list[Case]) -> None:
                 found[sources[record["input"]]].append(record_of(number, record))
         return found
 
-    split, whole = (TopologyTestDriver(rows, spark=spark) for _ in range(2))
+    plain = next(node for node in nodes.values() if node.inputs)
+    first, then = (corrected(plain, lengths) for lengths in (before, after))
+    split, whole = (TopologyTestDriver(first, spark=spark) for _ in range(2))
     runs = [pieces(cut(each, "run"), at) for each, (_, _, at, _) in zip(layouts, cases, strict=True)]
-    for step in range(max(map(len, runs))):
-        split.run(inputs_of({n: some[step] for n, some in enumerate(runs) if step < len(some)}))
+    steps = max(map(len, runs))
+    was: dict[int, set[Any]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(steps):
+            if step == turn:
+                was = final_of(split)
+                declared_anew(split, *plain.inputs, then)
+                for module in (arrivals, gate):
+                    patch.setattr(module, "CHUNK", -1)
+            split.run(inputs_of({n: some[step] for n, some in enumerate(runs) if step < len(some)}))
     whole.run(inputs_of({n: range(len(each.scenario.records)) for n, each in enumerate(layouts)}))
-    found, at_once, late = by_case(split), by_case(whole), listed(split)
+    found, at_once, late, final = by_case(split), by_case(whole), listed(split), final_of(split)
     waiting = Counter(row["partition"] for row in split.waiting("rows"))
-    for number, (window, _, _, longer) in enumerate(cases):
-        records, grace = records_of(layouts[number].scenario), window[2]
-        config = {**layouts[number].scenario.config, "grace": grace + longer}
-        told = InTime(dict(config)).feed(records)
-        about = f"{config} {longer} {records} {runs[number]}"
-        assert found[number] == rows_of(told, grace), about
-        alone = sum(found[number][row] for row in found[number] if "null" in row[1])
-        waits = [u for u in told.unmatched if u.time + told.fore[u.side] + grace >= told.looked]
-        assert waiting[number] == len(waits), about
-        assert alone <= len(records)
-        assert late[number] == late_of(records, grace + longer), about
+    for number, (each, lengths) in enumerate(zip(layouts, before, strict=True)):
+        records, some = records_of(each.scenario), runs[number]
+        soon, promise = lengths
+        told = InTime({**each.scenario.config, "grace": promise}, soon=soon)
+        about = f"{each.scenario.config} {lengths} {after[number]} {turn} {records} {some}"
+        at = some[turn].start if turn < min(steps, len(some)) else len(records)
+        told.feed(records[:at])
+        if turn < steps:
+            assert was[number] == {row for row in told.rows() if told.final(row)}, about
+            told.becomes(at, *after[number])
+        told.feed(records[at:])
+        rows = told.rows()
+        assert found[number] == rows, about
+        assert final[number] == {row for row in rows if told.final(row)}, about
+        assert was.get(number, set()) <= final[number], about
+        assert waiting[number] == sum(map(told.waits_for_one, told.unmatched)), about
+        assert late[number] == told.late, about
+        alone = Counter(row[1] for row in rows.elements() if "null" in row[1])
+        assert set(alone.values()) <= {1}, about
         # What arrives in another order may be late in one and not in the other, but for what is young.
-        edge = told.now - grace - longer + max(0, *window[:2], window[0] + window[1])
-        assert young(found[number], edge) == young(at_once[number], edge), about
+        if turn >= steps:
+            w = cases[number][0]
+            edge = told.now - promise + max(0, *w[:2], w[0] + w[1])
+            assert young(rows, edge) == young(at_once[number], edge), about
+
+
+def corrected(plain: Any, lengths: Sequence[tuple[int, int]]) -> Any:
+    """The join with a grace period and a promise of each case."""
+    graces, promises = ({i: n * MS for i, n in enumerate(some)} for some in zip(*lengths, strict=True))
+    left, right = plain.inputs
+    about = {n: getattr(plain.operator, n) for n in ("before", "after", "select")}
+    return left.outer_join(right, name="rows", grace=graces, corrected_for=promises, **about)
 
 
 def by_case(driver: TopologyTestDriver) -> dict[int, Counter[Any]]:
     found: dict[int, Counter[Any]] = {n: Counter() for n in range(CASES)}
     for row in driver.table("rows"):
-        found[row["scenario"]][row["key"], row["value"], millis(row["timestamp"])] += 1
+        found[row["scenario"]][told_of(row)] += 1
     return found
+
+
+def final_of(driver: TopologyTestDriver) -> dict[int, set[Any]]:
+    """The rows that can no longer change; each has values of its own."""
+    found: dict[int, set[Any]] = {n: set() for n in range(CASES)}
+    for row in driver.table("rows"):
+        if row["is_final"]:
+            found[row["scenario"]].add(told_of(row))
+    return found
+
+
+def told_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["key"], row["value"], millis(row["timestamp"])
 
 
 def listed(driver: TopologyTestDriver) -> dict[int, Counter[int]]:
@@ -114,14 +205,23 @@ def listed(driver: TopologyTestDriver) -> dict[int, Counter[int]]:
     return found
 
 
-def late_of(records: list[Entry], promise: int) -> Counter[int]:
-    found, now = Counter[int](), -1
-    for r in records:
-        now = max(now, r["timestamp"])
-        if r["key"] is not None and r["value"] is not None and r["timestamp"] < now - promise:
-            found[r["timestamp"]] += 1
-    return found
-
-
-def young(rows: Counter[Any], edge: int) -> Counter[Any]:
+def young(rows: Counter[Any], edge: float) -> Counter[Any]:
     return Counter({row: n for row, n in rows.items() if row[2] >= edge})
+
+
+def test_bounds_tell_also_what_was_too_late_before() -> None:
+    """By a longer promise a record is in time, but by the one before it was too late."""
+    left, right = (Stream(name, key="k", schema=KEYED) for name in ("left", "right"))
+
+    def told(longer: int, oldest: int, marks: dict[str, dict[int, int]]) -> Any:
+        node = left.left_join(right, name="rows", after=5 * MS, corrected_for=longer * MS)
+        found = {"partition": 0, "_side": 0, "_chunk": 0, "time": 110_000, "oldest": oldest}
+        processor = processor_of(node)
+        rows = processor.in_time([{**found, "valid": 110_000}], {0: 100_000}, marks)
+        return rows and processor.marks(rows, marks)["final"][0]
+
+    before = told(20, 90_000, {})
+    assert before == 110_000 - 20_000 - 5_000
+    assert told(60, 90_000, {"final": {0: before}}) == before
+    assert told(60, 89_999, {"final": {0: before}}) is None
+    assert told(60, 89_999, {}) == 110_000 - 60_000 - 5_000

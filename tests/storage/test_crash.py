@@ -34,6 +34,9 @@ JOIN_POINTS = [
     ("paid", "before:log"),
     ("paid", "after:log"),
     ("paid", "before:forget"),
+    ("amended", "during:stage_state"),
+    ("amended", "after:log"),
+    ("amended", "before:view"),
 ]
 
 
@@ -46,7 +49,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> P
     # one that is corrected later, and one that a rate comes too late for
     topology.land("orders", "1b.jsonl", [("a", 8, 3.5), ("b", 9, 4.5)])
     topology.land("payments", "1.jsonl", [("a", 21, 2), ("q", 22, 3)])
-    for name in ("rates", "orders", "priced", "corrected", "payments", "paid"):
+    for name in ("rates", "orders", "priced", "corrected", "payments", "paid", "amended"):
         topology.run(name, spark)
     land_second(topology)
     topology.land("rates", "2b.jsonl", [("b", 7, 4.2)])
@@ -63,7 +66,7 @@ def undisturbed(
     prepared: Path, tmp_path_factory: pytest.TempPathFactory, spark: SparkSession
 ) -> dict[str, Any]:
     topology = _copy(prepared, tmp_path_factory.mktemp("undisturbed"))
-    names = ("rates", "priced", "corrected", "paid")
+    names = ("rates", "priced", "corrected", "paid", "amended")
     for name in names:
         topology.run(name, spark)
     found = {name: topology.tables(name, spark) for name in names}
@@ -75,6 +78,10 @@ def undisturbed(
     totals = found["corrected"]["commit"][-1]
     assert (totals["corrected"], totals["corrections_too_late"]) == (1, 1)
     assert len(found["corrected"]["quarantine"]) == 1
+    # The order of minute 1 had a row without a match, and a payment of its time has come.
+    ends = [(r["old"]["n"], r["cause"]["offset"]) for r in found["amended"]["log"] if r["is_tombstone"]]
+    assert ends == [(1, 4)]
+    assert {row["_said"] for row in found["amended"]["state"]} == {True, False}
     return found
 
 

@@ -30,8 +30,9 @@ EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 
 class Topology:
     """``rates`` (versioned, 10 minutes), ``orders`` (stream), ``priced`` (left join, 2 minutes),
-    ``corrected`` (the same, corrected for 5 minutes), ``payments`` (stream), and ``paid`` (orders with
-    payments within 2 minutes, 3 minutes of grace, outer)."""
+    ``corrected`` (the same, corrected for 5 minutes), ``payments`` (stream), ``paid`` (orders with
+    payments within 2 minutes, 3 minutes of grace, outer), and ``amended`` (the same within half a
+    minute, corrected for 15)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -67,10 +68,18 @@ class Topology:
             within=timedelta(minutes=2),
             grace=timedelta(minutes=3),
         )
+        self.amended = self.orders.outer_join(
+            self.payments,
+            name="amended",
+            select=["left.*", "right.n as payment"],
+            within=timedelta(seconds=30),
+            corrected_for=timedelta(minutes=15),
+        )
 
     @property
     def nodes(self) -> list[Stream]:
-        return [self.rates, self.orders, self.priced, self.corrected, self.payments, self.paid]
+        first = [self.rates, self.orders, self.priced, self.corrected]
+        return [*first, self.payments, self.paid, self.amended]
 
     def land(
         self, name: str, file: str, records: Sequence[tuple[str | None, int | None, float]]
@@ -98,7 +107,7 @@ class Topology:
         found = {"log": _rows(store.read("log"))}
         if name == "rates":
             found["view"] = _rows(store.read("versions"))
-        if name == "corrected":
+        if name in ("corrected", "amended"):
             found["view"] = _rows(store.read())
         head = store.head()
         assert head is not None

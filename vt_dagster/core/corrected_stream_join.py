@@ -46,7 +46,7 @@ from vt_dagster.core.stream_stream_join import (
     UNMATCHED,
     StreamStreamJoinProcessor,
 )
-from vt_dagster.core.two_streams import LOWEST, OPEN, VALID, in_micros_at
+from vt_dagster.core.two_streams import LOWEST, VALID, in_micros_at, nothing
 from vt_dagster.core.within import (
     AT,
     END,
@@ -88,17 +88,35 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     ) -> dict[str, dict[int, int]]:
         """Those of the join, and where rows are final: that never goes back, also if the promise gets
         longer."""
-        marks = super().marks(found, before)
         final = dict(before.get(FINAL, {}))
-        for p, moment in marks[OPEN].items():
-            if moment > LOWEST:
-                at = moment - max(in_micros_at(ahead, p) for ahead in self.ahead)
+        for row in found:
+            if row["time"] is not None:
+                p = row[PARTITION]
+                at = row["time"] - in_micros_at(self.operator.promise, p) - self._ahead_at(p)
                 final[p] = max(final.get(p, at), at)
-        return {**marks, FINAL: final}
+        return {**super().marks(found, before), FINAL: final}
+
+    def _ahead_at(self, partition: int) -> int:
+        return max(in_micros_at(ahead, partition) for ahead in self.ahead)
+
+    def in_time(
+        self, found: Sequence[Any], before: Mapping[int, int], marks: Mapping[str, Mapping[int, int]]
+    ) -> list[dict[str, Any]] | None:
+        final = marks.get(FINAL, {})
+        for row in found:
+            p = row[PARTITION]
+            if p in final and row["oldest"] < final[p] + self._ahead_at(p):
+                return None
+        return super().in_time(found, before, marks)
 
     def judged(self, rows: DataFrame, known: Known) -> DataFrame:
-        # What is too late finds nothing: it would be at odds with rows that are final.
-        return super().judged(rows, known).withColumn(HORIZON, F.lit(_NEVER))
+        # What is too late finds nothing, also what was so by a shorter promise: it would be at odds
+        # with rows that are final.
+        ahead = F.greatest(*map(micros, self.ahead))
+        edge = known.marks.get(FINAL, nothing()) + ahead
+        again = F.coalesce(F.col(AT) < edge, F.lit(False))
+        told = super().judged(rows, known)
+        return told.withColumns({LATE: F.col(LATE) | again, HORIZON: F.lit(_NEVER)})
 
     def results(self, inputs: Sequence[Input], known: Known) -> DataFrame:
         return self.process(self.in_order(inputs), inputs, known)
@@ -226,6 +244,18 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
         return rows.where(F.col(FATE) == Fate.KEPT).select(SIDE, PARTITION, FROM, _SAID)
+
+    def state_without(self, state: DataFrame, erased: DataFrame) -> DataFrame:
+        """A record whose row is erased has none that could be taken back."""
+        rows = erased.where((F.col(LEFT_OFFSET) < 0) | (F.col(RIGHT_OFFSET) < 0))
+        of_left = F.col(RIGHT_OFFSET) < 0
+        (left, left_from), (right, right_from) = _PLACES
+        gone = rows.select(
+            F.when(of_left, 0).otherwise(1).alias(SIDE),
+            F.when(of_left, F.col(left)).otherwise(F.col(right)).alias(PARTITION),
+            F.when(of_left, F.col(left_from)).otherwise(F.col(right_from)).alias(FROM),
+        )
+        return state.join(gone, [SIDE, PARTITION, FROM], "left_anti").select(state.columns)
 
     def waiting(
         self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None

@@ -210,8 +210,11 @@ class Processor(ABC, Generic[O]):
         """What may tell, without any order, that none of the run's records is late; None = nothing."""
         return None
 
-    def in_time(self, found: Sequence[Any], stream_time: Times) -> list[dict[str, Any]] | None:
-        """The rows of ``own_time``, if by ``found``, those of ``bounds_of_time``, no record is late."""
+    def in_time(
+        self, found: Sequence[Any], before: Times, marks: Mapping[str, Times]
+    ) -> list[dict[str, Any]] | None:
+        """The rows of ``own_time``, if by ``found``, those of ``bounds_of_time``, and stream time and
+        ``marks`` before the run no record is late."""
         return None
 
     def marks(self, found: Sequence[Any], before: Mapping[str, Times]) -> dict[str, dict[int, int]]:
@@ -239,9 +242,8 @@ class Processor(ABC, Generic[O]):
         """Of the log rows that it has consumed, those that it holds back; of what holds back records.
 
         Args:
-            logs: of each input that it consumes.
+            logs: of each input that it consumes; ``state``: what it has kept.
             released: the time up to which records have gone out, by partition.
-            state: what it has kept.
         """
         return logs[0].limit(0)
 
@@ -301,6 +303,10 @@ class Processor(ABC, Generic[O]):
         """
         return None
 
+    def state_without(self, state: DataFrame, erased: DataFrame) -> DataFrame:
+        """What it keeps where these rows of its log are erased."""
+        return state
+
     # -- what becomes of it ----------------------------------------------------------------------
 
     @property
@@ -328,8 +334,7 @@ class Processor(ABC, Generic[O]):
         """The log rows of a run: results numbered from ``first``.
 
         Args:
-            few: whether one task can well number a partition's results.
-            in_place: where they keep the order of their log.
+            few: whether one task can well number them; ``in_place``: where they keep their log's order.
         """
         results = rows.where(F.col(FATE) == Fate.APPLIED)
         if in_place is not None and (in_place.complete or not few):
@@ -359,8 +364,7 @@ class Processor(ABC, Generic[O]):
 
         Args:
             taken: number of log rows that it took.
-            found: of its results, by fate, and ``tallies``.
-            judged: of the records that it judged, by fate.
+            found: of its results, by fate, and ``tallies``; ``judged``: of the records that it judged.
         """
         refused = {fate: found[fate] for fate in (Fate.LATE, Fate.DROPPED)}
         return {"in": taken, "out": found[Fate.APPLIED], **refused}
@@ -387,8 +391,7 @@ class Processor(ABC, Generic[O]):
         """What must be equal: (what, expected, found).
 
         Args:
-            totals: counts over all runs.
-            taken: number of log rows that all runs took.
+            totals: counts over all runs; ``taken``: number of log rows that they took.
             rows: in the result's log.
         """
         return [

@@ -96,10 +96,10 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(VALID))
 
     def in_time(
-        self, found: Sequence[Any], stream_time: Mapping[int, int]
+        self, found: Sequence[Any], before: Mapping[int, int], marks: Mapping[str, Mapping[int, int]]
     ) -> list[dict[str, Any]] | None:
         promise = self.operator.promise
-        newest = largest_in_time(found, SIDE, stream_time, lambda p: in_micros_at(promise, p))
+        newest = largest_in_time(found, SIDE, before, lambda p: in_micros_at(promise, p))
         if newest is None:
             return None
         rows: list[dict[str, Any]] = []

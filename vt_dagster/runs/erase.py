@@ -26,6 +26,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import OFFSET, TIMESTAMP
 from vt_dagster.core.arrival import Fate, by_partition
 from vt_dagster.core.log import log_schema
+from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere
 from vt_dagster.runs.commit import recorded
@@ -200,6 +201,8 @@ class _Erase:
         """Keeps for the next run what the last one has left for it, without the key."""
         state = store.state(head)
         if state is not None:
+            hit = marked(store.log({}, head)).where("_hit")
+            state = processor_of(one.node).state_without(state, hit)
             if {*one.columns.values()} <= {*state.columns}:
                 state = erasing.without(state, marked)
             store.stage_state(attempt, state)

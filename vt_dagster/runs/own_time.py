@@ -37,7 +37,9 @@ def timed(
     in_time = False
     if not processor.bounded:
         chunks = processor.bounds_of_time(inputs)
-        found = None if chunks is None else processor.in_time(chunks.collect(), before.stream_time)
+        found = None
+        if chunks is not None:
+            found = processor.in_time(chunks.collect(), before.stream_time, before.marks)
         in_time = found is not None
         if found is None:
             found = processor.own_time(inputs, known).collect()

@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from vt_dagster.columns import (
     IS_FINAL,
-    IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
@@ -48,7 +47,7 @@ def fold(
             return there
         there = there if new_version_on is None else _collapsed(there, key, new_version_on)
         return there.filter(pa.array(~_expired(there, limits)))
-    fresh = tail.drop_columns([c for c in (IS_LATEST, IS_LATE, OLD) if c in tail.column_names])
+    fresh = tail.drop_columns([c for c in (IS_LATEST, OLD) if c in tail.column_names])
     if limits is not None:
         moments = fresh.column(TIMESTAMP)
         fresh = fresh.append_column(VALID_FROM, moments)

@@ -40,10 +40,11 @@ class CorrectedStreamJoin(StreamStreamJoin):
     match's row never changes. Which rows there are depends on the order of arrival alone, and how many
     were deleted on how that is cut into runs.
 
-    Late: one with ``timestamp < stream time - corrected_for`` finds no match: it is counted, listed in
-    the asset's quarantine (``too_late``, its place as ``source``, ``partition`` and ``position``), and
-    if its side is kept, has a row without one, marked ``is_late``. Null key: dropped and counted; of a
-    side that is kept, a row without a match, at once. Tombstone: dropped and counted.
+    Late: one with ``timestamp < stream time - corrected_for``, or that was so by an earlier
+    ``corrected_for``, finds no match: it is counted, listed in the asset's quarantine (``too_late``,
+    its place as ``source``, ``partition`` and ``position``), and if its side is kept, has a row without
+    one, marked ``is_late``. Null key: dropped and counted; of a side that is kept, a row without a
+    match, at once. Tombstone: dropped and counted.
 
     The key is where both records are: ``left_partition, left_offset, right_partition, right_offset``,
     -1 of a side that has none.

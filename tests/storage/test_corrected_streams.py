@@ -1,0 +1,221 @@
+"""A corrected join of two streams on Delta: without a key that is erased, and declared anew."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+from typer.testing import CliRunner
+
+from tests.market import checks, materialized, run
+from tests.storage.test_erase import ERIN, left
+from vt_dagster import FilesSource, Stream, build_asset, build_checks
+from vt_dagster.cli.app import app
+from vt_dagster.errors import StorageError
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.restate import restate
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.commits import commits
+from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.durations import in_utc
+
+EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
+MINUTE = timedelta(minutes=1)
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("n", IntegerType()),
+        StructField("timestamp", TimestampType()),
+    ]
+)
+
+
+class Shop:
+    """``orders`` and ``payments``, their join ``amended``, and what that says of each key, ``sums``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.warehouse = root, str(root / "warehouse")
+        self.orders, self.payments = (
+            Stream(name, key="k", schema=SCHEMA, source=FilesSource(str(root / "landing" / name)))
+            for name in ("orders", "payments")
+        )
+        self.amended = self.joined(corrected_for=10 * MINUTE)
+        count = {"rows": "count(*)", "paid": "sum(coalesce(payment, 0))"}
+        self.sums = self.amended.group_by("k").aggregate(count, name="sums")
+        self.nodes: list[Stream] = [self.orders, self.payments, self.amended, self.sums]
+
+    def joined(self, **more: Any) -> Stream:
+        about: dict[str, Any] = {"name": "amended", "within": 2 * MINUTE, "grace": MINUTE, **more}
+        select = ["left.n as number", "right.n as payment"]
+        return self.orders.outer_join(self.payments, select=select, **about)
+
+    def land(self, file: str, **records: list[tuple[str, int, float]]) -> None:
+        for name, some in records.items():
+            folder = self.root / "landing" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            rows = [{"k": k, "n": n, "timestamp": str(EPOCH + at * MINUTE)} for k, n, at in some]
+            (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(self, spark: SparkSession, *nodes: Stream) -> None:
+        for node in nodes or self.nodes:
+            run_once(node, stores_of(self.warehouse, spark))
+
+    def rows(self, key: str | None = None) -> set[tuple[Any, ...]]:
+        rows = look_up(self.warehouse, "amended").to_pylist()
+        return {(r["k"], r["number"], r["payment"]) for r in rows if key in (None, r["k"])}
+
+    def sum_of(self, key: str) -> list[tuple[int, int]]:
+        rows = look_up(self.warehouse, "sums").to_pylist()
+        return [(r["rows"], r["paid"]) for r in rows if r["k"] == key]
+
+    def known(self) -> dict[str, list[str]]:
+        """What anybody can ask about others, now and as known at each commit."""
+        found: dict[str, list[str]] = {}
+        for node in self.nodes:
+            told = [c for c in commits(f"{self.warehouse}/{node.name}") if ":" not in (c.run_id or "")]
+            for at in (None, *(in_utc(c.recorded_at) for c in told)):
+                for what in ("log", "current") if node.is_table else ("log",):
+                    rows = look_up(self.warehouse, node.name, what, as_known_at=at).to_pylist()
+                    others = [
+                        r for r in rows if (r["k"] or (r.get("old") or r)["k"]) not in (ERIN, None)
+                    ]
+                    found[f"{node.name} {what} {at}"] = sorted(map(repr, others))
+        return found
+
+    def findings(self, spark: SparkSession) -> list[Any]:
+        stores = [AssetStore(self.warehouse, node, spark) for node in self.nodes]
+        return [(store.node.name, f) for store in stores for f in audit(store) if not f.passed]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+    """Most of the first orders and payments have a row without a match; then a payment comes late."""
+    shop = Shop(tmp_path_factory.mktemp("shop"))
+    shop.land(
+        "0",
+        orders=[(ERIN, 1, 0), ("bob", 2, 1), (ERIN, 3, 2), ("cyd", 4, 10)],
+        payments=[(ERIN, 21, 6), ("dan", 22, 5), ("cyd", 23, 9)],
+    )
+    shop.run(spark)
+    shop.land("1", payments=[(ERIN, 24, 1)])
+    return shop.root
+
+
+@pytest.fixture
+def shop(made: Path, tmp_path: Path) -> Shop:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return Shop(tmp_path)
+
+
+def test_an_erased_key(shop: Shop, spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.run(spark)
+    assert shop.rows(ERIN) == {(ERIN, 1, 24), (ERIN, 3, 24), (ERIN, None, 21)}
+    before, warehouse = shop.known(), Path(shop.warehouse)
+    (shop.root / "erased_streams.py").write_text(
+        "from pathlib import Path\n"
+        "from tests.storage.test_corrected_streams import Shop\n"
+        f"globals().update({{n.name: n for n in Shop(Path({str(shop.root)!r})).nodes}})\n"
+    )
+    monkeypatch.syspath_prepend(str(shop.root))
+
+    def erase(name: str) -> None:
+        asked = ["--key", ERIN, "--reason", "asked to", "--module", "erased_streams"]
+        done = CliRunner().invoke(app, ["erase", name, *asked, "--warehouse", shop.warehouse])
+        assert done.exit_code == 0, done.output
+
+    erase("orders")
+    assert shop.rows(ERIN) == set()
+    assert shop.known() == before
+    # Her payment is there still, its row is not: what matches it takes nothing back.
+    shop.land("2", orders=[(ERIN, 5, 5), ("dan", 6, 4)], payments=[("bob", 25, 2)])
+    shop.run(spark)
+    assert shop.rows() - {("cyd", 4, 23)} == {(ERIN, 5, 21), ("dan", 6, 22), ("bob", 2, 25)}
+    assert [shop.sum_of(k) for k in (ERIN, "dan", "bob")] == [[(1, 21)], [(1, 22)], [(1, 25)]]
+    assert shop.findings(spark) == []
+    before = shop.known()
+    for name in ("orders", "payments"):
+        erase(name)
+    assert left(warehouse) == []
+    assert shop.known() == before
+    # What comes later finds nothing of what was; others are still corrected, or too late.
+    shop.land("3", orders=[(ERIN, 7, 6), ("eve", 8, 12), ("bob", 9, 1.5)], payments=[("fay", 26, 1)])
+    shop.run(spark)
+    assert shop.rows(ERIN) == {(ERIN, 7, None)}
+    assert shop.sum_of(ERIN) == [(1, 0)]
+    assert shop.rows("bob") == {("bob", 2, 25), ("bob", 9, None)}
+    assert shop.findings(spark) == []
+
+
+def test_another_promise(shop: Shop, spark: SparkSession) -> None:
+    """A shorter one holds from its first run on; by a longer one what was final stays so."""
+    with pytest.raises(
+        StorageError, match=r"declared as stream keyed by .*'k'.*written as table keyed"
+    ):
+        shop.run(spark, shop.payments, shop.joined())
+    store = AssetStore(shop.warehouse, shop.amended, spark)
+    alone = shop.rows() - {("cyd", 4, 23)}
+    assert alone == {
+        (ERIN, 1, None),
+        ("bob", 2, None),
+        (ERIN, 3, None),
+        (ERIN, None, 21),
+        ("dan", None, 22),
+    }
+    shop.run(spark, shop.joined(corrected_for=MINUTE))
+    assert alone < shop.rows()
+    assert shop.rows() - alone == {("cyd", 4, 23), (ERIN, None, 24)}
+    shop.land("2", orders=[("eve", 8, 12)], payments=[("bob", 25, 2), ("eve", 26, 10)])
+    shop.run(spark, shop.orders, shop.payments, shop.joined(corrected_for=60 * MINUTE))
+    # That of bob is in time now, and was too late when his order's row became final.
+    assert alone < shop.rows()
+    assert shop.rows() - alone == {("cyd", 4, 23), (ERIN, None, 24), ("bob", None, 25), ("eve", 8, 26)}
+    rows = look_up(shop.warehouse, "amended").to_pylist()
+    final = {(r["k"], r["number"], r["payment"]) for r in rows if r["is_final"]}
+    assert final == alone | {(ERIN, None, 24), ("bob", None, 25)}
+    quarantine = store.quarantine()
+    assert quarantine is not None
+    listed = [(r["reason"], r["source"], r["position"]) for r in quarantine.collect()]
+    assert sorted(listed) == [("too_late", "payments", 3), ("too_late", "payments", 4)]
+    assert [f for f in audit(store) if not f.passed] == []
+    plain = shop.joined(name="plain")
+    shop.run(spark, plain)
+    with pytest.raises(
+        StorageError, match=r"plain: declared as table keyed by .* written as stream keyed"
+    ):
+        shop.run(spark, shop.joined(name="plain", corrected_for=MINUTE))
+
+
+def test_through_dagster_and_made_anew(shop: Shop, spark: SparkSession) -> None:
+    assets = [*map(build_asset, shop.nodes), *map(build_checks, shop.nodes)]
+    shop.land("2", orders=[("dan", 6, 4)], payments=[("eve", 26, 11), ("fay", 27, 0.5)])
+    done = run(assets, shop.warehouse)
+    told = materialized(done, "amended")
+    assert [told[f"records_{n}"] for n in ("in", "corrected", "late", "out")] == [4, 3, 1, 7]
+    assert all(one.passed for one in checks(done).values())
+    rows, sums = shop.rows(), [shop.sum_of(k) for k in (ERIN, "dan", "bob", "cyd")]
+    assert rows == {
+        *((ERIN, 1, 24), (ERIN, 3, 24), (ERIN, None, 21), ("bob", 2, None)),
+        *(("dan", 6, 22), ("cyd", 4, 23), ("fay", None, 27)),
+    }
+    assert sums == [[(3, 69)], [(1, 22)], [(1, 0)], [(1, 23)]]
+    assert restate(shop.warehouse, shop.amended, "2020-01-01T00:05:00Z", spark, shop.nodes) == [
+        "amended",
+        "sums",
+    ]
+    assert shop.rows() == rows
+    assert [shop.sum_of(k) for k in (ERIN, "dan", "bob", "cyd")] == sums
+    anew = replay(shop.warehouse, shop.amended, "anew", spark).read().collect()
+    assert {(r["k"], r["number"], r["payment"]) for r in anew} == rows
+    # What has no match yet is known to the runs after it.
+    shop.land("3", payments=[("bob", 28, 1.5)])
+    shop.run(spark)
+    assert shop.rows("bob") == {("bob", 2, 28)}
+    assert shop.findings(spark) == []
