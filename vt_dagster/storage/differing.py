@@ -21,7 +21,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.storage import delta
-from vt_dagster.storage.folding import clipped, codes_of, micros, values_by_partition
+from vt_dagster.storage.folding import clipped, codes_of, micros, null_codes, values_by_partition
 from vt_dagster.storage.lookup import AssetRows, columns_of, rows_of
 from vt_dagster.storage.positions import Commit
 
@@ -95,19 +95,10 @@ def _codes(rows: pa.Table) -> Any:
     """A number for each row, the same for the same."""
     codes = np.zeros(rows.num_rows, np.int64)
     for name in rows.column_names:
-        own = _of_column(rows.column(name))
+        own = null_codes(rows.column(name)) + 1
         pairs = pa.chunked_array([pa.array(codes * (own.max(initial=0) + 1) + own)])
         codes = codes_of(pairs).astype(np.int64)
     return codes
-
-
-def _of_column(column: pa.ChunkedArray) -> Any:
-    missing = column.is_null().to_numpy()
-    if pa.types.is_floating(column.type) or pa.types.is_nested(column.type):
-        found = codes_of(column)
-    else:
-        found = np.nan_to_num(codes_of(column))
-    return found.astype(np.int64) * 2 + missing
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
     first = np.ones(rows.num_rows, bool)
     first[1:] = ~np.logical_and.reduce([code[1:] == code[:-1] for code in codes])
     same = np.zeros(rows.num_rows, bool)
-    values = [_null_codes(rows.column(c)) for c in new_version_on]
+    values = [null_codes(rows.column(c)) for c in new_version_on]
     same[1:] = lives[:-1] & np.logical_and.reduce([code[1:] == code[:-1] for code in values])
     old = rows.column(OLD).combine_chunks() if OLD in rows.column_names else None
     fields = {} if old is None else dict(zip([f.name for f in old.type], old.flatten(), strict=True))
@@ -104,7 +104,7 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
         as_old = old.is_valid().to_numpy(zero_copy_only=False)
         for c in new_version_on:
             both = pa.chunked_array([*rows.column(c).chunks, fields[c].cast(rows.column(c).type)])
-            both_codes = _null_codes(both)
+            both_codes = null_codes(both)
             as_old = as_old & (both_codes[: len(rows)] == both_codes[len(rows) :])
         same = np.where(first, as_old, same)
     else:
@@ -195,7 +195,7 @@ def codes_of(column: pa.ChunkedArray) -> Any:
     return column.combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
 
 
-def _null_codes(column: pa.ChunkedArray) -> Any:
+def null_codes(column: pa.ChunkedArray) -> Any:
     """The same, where null is a value of its own."""
     there = column.is_valid().to_numpy()
     found = np.full(len(column), -1, np.int64)

@@ -34,7 +34,7 @@ from vt_dagster.storage.folding import fold, micros
 from vt_dagster.storage.lookup import AssetRows, rows_of
 from vt_dagster.storage.names import names_of
 from vt_dagster.storage.positions import Commit, Offsets, choose, horizons
-from vt_dagster.storage.replaced import place_of
+from vt_dagster.storage.replaced import find_replaced
 from vt_dagster.topology.durations import in_utc, parse_time
 
 _ROWS = 2_000_000
@@ -195,14 +195,12 @@ def _in_another(
     warehouse: str, name: str, head: tuple[int, Commit], reads: Sequence[Read]
 ) -> list[_Why]:
     """What has made them wrong since, where another log has taken the place of what they have read."""
-    place, by = place_of(warehouse, name, reads[0].log), head[1].log[:8]
-    found = None if place is None else delta.last_commit(posixpath.join(place, "log"))
-    if place is None or found is None:
+    then, by = find_replaced(warehouse, name, reads[0].log), head[1].log[:8]
+    if then is None:
         return [("another_log", by)] * len(reads)
-    then = found.version, Commit.model_validate(found.document)
-    told = _in_log(place, then, reads)
+    told = _in_log(then[0], then[1:], reads)
     times = np.unique(np.array([read.moment for read in reads], np.int64))
-    differs = differing((place, *then), (posixpath.join(warehouse, name), *head), times)
+    differs = differing(then, (posixpath.join(warehouse, name), *head), times)
     for one, read in enumerate(reads):
         if told[one] is not None:
             continue

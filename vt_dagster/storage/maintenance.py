@@ -48,9 +48,13 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
         another writer came before, which the next maintenance makes up for.
     """
     root = posixpath.join(str(warehouse), name)
-    done: dict[str, int] = {}
-    counts = "files_compacted", "attempts_removed", "commits_removed", "replaced_removed", "conflicts"
-    done.update(dict.fromkeys(counts, 0))
+    done = {
+        "files_compacted": 0,
+        "attempts_removed": 0,
+        "commits_removed": 0,
+        "replaced_removed": 0,
+        "conflicts": 0,
+    }
     if delta.exists(posixpath.join(root, "view")):
         AssetStore.open(warehouse, name, spark).catch_up(now=True)
     for table in ("log", "view", "quarantine"):

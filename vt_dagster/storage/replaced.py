@@ -14,6 +14,7 @@ from typing import Any
 
 from vt_dagster.storage import delta
 from vt_dagster.storage.lookup import asset_names
+from vt_dagster.storage.positions import Commit
 
 _SINCE = "replaced"
 """A file among them, written as they came there."""
@@ -40,8 +41,9 @@ def put_aside(warehouse: str, name: str, path: str) -> None:
     fs.mv(path, to, recursive=True)
 
 
-def place_of(warehouse: str, name: str, log: str) -> str | None:
-    """The directory of the tables of a log that is not the asset's any more; None = they are gone.
+def find_replaced(warehouse: str, name: str, log: str) -> tuple[str, int, Commit] | None:
+    """The tables of a log that is not the asset's any more: their directory, the version of the log and
+    its last commit; None = they are gone.
 
     Args:
         log: see ``Commit.log``.
@@ -50,7 +52,7 @@ def place_of(warehouse: str, name: str, log: str) -> str | None:
     for path in (posixpath.join(_folder(warehouse, name), log), *others):
         found = delta.last_commit(posixpath.join(path, "log"))
         if found is not None and found.document.get("log") == log:
-            return path
+            return path, found.version, Commit.model_validate(found.document)
     return None
 
 
