@@ -51,6 +51,12 @@ IS_FINAL = "is_final"
 """Of a corrected join, where its rows are read: whether a row can no longer change. BOOLEAN."""
 FINAL = "final"
 """The mark of a commit that tells it: the time from which on rows of a partition can, inclusive."""
+GIVEN = "given_columns"
+"""Of a table whose records may say a part of their row: the value columns that a row's own records gave,
+ARRAY<STRING>; null = all."""
+CARRIED = "carried"
+"""Of the same, INT: 0 for a record; a version that a late record changed is in the log once more, with
+the number of such rows since that record: which is at ``offset - carried``."""
 LEFT_PARTITION, LEFT_OFFSET = "left_partition", "left_offset"
 """Of a corrected join: where the row's record is in the stream's log, INT and BIGINT."""
 RIGHT_PARTITION, RIGHT_OFFSET = "right_partition", "right_offset"

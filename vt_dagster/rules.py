@@ -45,6 +45,11 @@ LOST_TIE = _rule(
     "its table has a record of its key and timestamp with a larger value of tie_break: it is not "
     "applied",
 )
+CARRIED = _rule(
+    "carried",
+    "no record: what a late record says of a part of its row holds in this later version too, which is "
+    "in the log once more",
+)
 COVERED = _rule(
     "covered",
     "a row of the snapshot that its table starts with, of a key of which the changes tell a record of "
@@ -80,6 +85,9 @@ FUTURE_RECORDED_AT = _rule(
 )
 NULL_PARTITION = _rule("null_partition", "partition_by gives null, or cannot be computed")
 NULL_TOMBSTONE = _rule("null_tombstone", "the tombstone condition cannot be computed")
+UNKNOWN_COLUMNS = _rule(
+    "unknown_columns", "only_columns does not tell which columns the record says"
+)
 DUPLICATE_KEY = _rule("duplicate_key", "the key is there twice in a dump")
 
 # -- what decides in an operator -----------------------------------------------------------------
@@ -137,7 +145,7 @@ CORRECTED = _rule(
     "corrected", "what has been recorded since gives another answer than the one that was given then"
 )
 
-_COUNTED = (APPLIED, LATE, LOST_TIE, COVERED, DROPPED, WAITING, QUARANTINED, CORRECTED)
+_COUNTED = (APPLIED, CARRIED, LATE, LOST_TIE, COVERED, DROPPED, WAITING, QUARANTINED, CORRECTED)
 METRICS = {
     **{f"records_{rule}": rule for rule in _COUNTED},
     "records_unmatched": NO_MATCH,

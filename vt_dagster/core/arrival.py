@@ -43,6 +43,7 @@ class Fate:
     APPLIED = rules.APPLIED.name
     LATE = rules.LATE.name
     LOST_TIE = rules.LOST_TIE.name
+    CARRIED = rules.CARRIED.name
     COVERED = rules.COVERED.name
     WAITING = rules.WAITING.name
     DROPPED = rules.DROPPED.name

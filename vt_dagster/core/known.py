@@ -52,8 +52,8 @@ class Known:
         refused: its quarantine, where the processor keeps one and reaches back; None = nothing.
         since: the records of the run reach back to what has a larger timestamp, epoch microseconds;
             None = to nothing of earlier runs.
-        rivals: of a table with a ``tie_break``, its versions that may have the key and timestamp of a
-            record of the run; None = none.
+        rivals: of a table whose records meet its versions (``tie_break``, ``only_columns``), those that
+            end after the oldest record of the run; None = none.
         begun: of a run that takes a snapshot to start with, by key the first time of a record in the
             log, ``core.versioned.FIRST``; None = there is no log yet, or no such snapshot.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pyspark.sql.types import (
+    ArrayType,
     BooleanType,
     DataType,
     IntegerType,
@@ -16,7 +17,9 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.columns import (
+    CARRIED,
     CAUSE,
+    GIVEN,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
@@ -43,6 +46,8 @@ _TYPES: dict[str, DataType] = {
     VALID_FROM: TimestampType(),
     VALID_TO: TimestampType(),
 }
+_OF_PARTS: dict[str, DataType] = {GIVEN: ArrayType(StringType()), CARRIED: IntegerType()}
+"""Of tables whose records may say a part of their row; of others these may be a user's own."""
 POSITION_TYPE = StructType(
     [
         StructField("table", StringType()),
@@ -69,7 +74,16 @@ def log_columns(node: Stream) -> list[str]:
     own = [c for c in node.schema.names if c.lower() != TIMESTAMP]
     of_tables = (IS_LATEST, OLD) if isinstance(node, Table) else ()
     of_operator = node.operator.log_columns if node.operator is not None else ()
-    return [*own, *LOG_COLUMNS, *of_tables, *of_operator]
+    of_parts = _OF_PARTS if parts_of(node) else ()
+    return [*own, *LOG_COLUMNS, *of_tables, *of_operator, *of_parts]
+
+
+def parts_of(node: Stream) -> list[str]:
+    """The value columns that a record may leave out: unchanged; none where each says its whole row."""
+    if not isinstance(node, VersionedTable) or not node.says_parts:
+        return []
+    own = (node.timestamp, node.valid_until)
+    return [c for c in value_columns(node) if c not in own]
 
 
 def log_schema(node: Stream) -> StructType:
@@ -91,6 +105,7 @@ def _schema(node: Stream, names: Sequence[str], of_old: Sequence[str] = ()) -> S
     own: dict[str, DataType] = {f.name: f.dataType for f in node.schema.fields}
     added = node.operator.log_columns if node.operator is not None else ()
     own |= {n: kind for n, kind in _OF_CORRECTIONS.items() if n in added}
+    own |= _OF_PARTS if parts_of(node) else {}
     old = [*value_columns(node), TIMESTAMP, *of_old]
     own[OLD] = StructType([_field(node, n, own) for n in old])
     return StructType([_field(node, n, own) for n in names])

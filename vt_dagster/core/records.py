@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, StringType
 
 from vt_dagster import rules
-from vt_dagster.columns import FATE, IS_TOMBSTONE, PARTITION, TIMESTAMP
+from vt_dagster.columns import FATE, GIVEN, IS_TOMBSTONE, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import Fate, has_key
-from vt_dagster.topology.model import Stream, Table
+from vt_dagster.core.log import parts_of
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 REASON = "_reason"
 """Why a row was quarantined, one of the ``Reason`` codes; null for a record."""
@@ -49,6 +51,7 @@ class Reason:
     FUTURE_RECORDED_AT = rules.FUTURE_RECORDED_AT.name
     NULL_PARTITION = rules.NULL_PARTITION.name
     NULL_TOMBSTONE = rules.NULL_TOMBSTONE.name
+    UNKNOWN_COLUMNS = rules.UNKNOWN_COLUMNS.name
     DUPLICATE_KEY = rules.DUPLICATE_KEY.name
     LATE = rules.LATE.name
     LOST_TIE = rules.LOST_TIE.name
@@ -76,7 +79,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
 
     Returns:
         the rows with ``timestamp, partition, is_tombstone, _fate, _reason``; ``_fate`` is
-        ``quarantined`` where there is a reason, else null.
+        ``quarantined`` where there is a reason, else null. Of a table whose records may say a part of
+        their row also ``given_columns``: which; null = all.
 
     Source: FORMAT 4.2.1; kip889-tombstone-is-null, kip889-probe-null-key.
     """
@@ -109,6 +113,11 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         if latest is not None:
             reason = reason.when(F.col(TOLD_AT) > latest, Reason.FUTURE_RECORDED_AT)
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
+    if parts := parts_of(node):
+        assert isinstance(node, VersionedTable)
+        given, unknown = _given(node, rows, parts)
+        timed = timed.withColumn(GIVEN, F.when(~F.col(IS_TOMBSTONE), given))
+        reason = reason.when(~tombstone & unknown, Reason.UNKNOWN_COLUMNS)
     if PARTITION not in rows.columns:
         if node.partition_by is not None:
             chosen = _chosen(node.partition_by)
@@ -127,6 +136,38 @@ def time_of(node: Stream, rows: DataFrame) -> Column:
     if (node.timestamp, "timestamp") in rows.dtypes:
         return when
     return F.timestamp_micros(_attempt(F.unix_micros(when.cast("timestamp")), "bigint"))
+
+
+def _given(node: VersionedTable, rows: DataFrame, parts: Sequence[str]) -> tuple[Column, Column]:
+    """The parts that a record says, null where it says all; and whether that cannot be told."""
+    only, nulls = node.only_columns, node.ignore_null_updates
+    ignored = set(parts) if nulls is True else set(nulls or ())
+    listed, unknown = None, F.lit(False)
+    if isinstance(only, str):
+        listed, unknown = _listed(only, rows)
+    said: list[Column] = []
+    for part in parts:
+        names, says = (part, *node.earlier.get(part, ())), F.lit(True)
+        if listed is not None:
+            says = F.coalesce(F.arrays_overlap(listed, F.array(*map(F.lit, names))), F.lit(True))
+        elif only is not None:
+            says = F.lit(part in only)
+        if part in ignored:
+            says = says & F.col(f"`{part}`").isNotNull()
+        said.append(F.when(says, F.lit(part)))
+    given = F.array_compact(F.array(*said))
+    return F.when(F.size(given) < len(parts), given), unknown
+
+
+def _listed(only_columns: str, rows: DataFrame) -> tuple[Column, Column]:
+    """The names that an expression gives, null where it is null; and whether it cannot be read."""
+    names = F.expr(only_columns)
+    listed = isinstance(rows.select(names).schema.fields[0].dataType, ArrayType)
+    text = F.trim(_attempt(F.to_json(names) if listed else names, "string"))
+    read = F.when(text.startswith("["), F.from_json(text, ArrayType(StringType())))
+    read = F.array_compact(read.otherwise(F.split(text, r"\s*,\s*")))
+    whole = _attempt(names.isNull(), "boolean")
+    return read, whole.isNull() | (~whole & read.isNull())
 
 
 def _chosen(partition_by: str) -> Column:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, FATE, PARTITION, RECORDED_AT
+from vt_dagster.columns import ARRIVAL, CARRIED, FATE, PARTITION, RECORDED_AT
 from vt_dagster.core import store
 from vt_dagster.core.arrival import FINE, Fate, InPlace, number
 from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import log_columns
+from vt_dagster.core.log import log_columns, parts_of
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
@@ -39,7 +39,11 @@ class SourceProcessor(Processor[None]):
     def _fates(self) -> tuple[str, ...]:
         ties = () if store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
         starts = () if store.start_of(self.node) is None else (Fate.COVERED,)
-        return (Fate.APPLIED, Fate.LATE, *ties, *starts, Fate.QUARANTINED)
+        return (Fate.APPLIED, *self._carried, Fate.LATE, *ties, *starts, Fate.QUARANTINED)
+
+    @property
+    def _carried(self) -> tuple[str, ...]:
+        return (CARRIED,) if parts_of(self.node) else ()
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
@@ -88,7 +92,7 @@ class SourceProcessor(Processor[None]):
 
     @property
     def result_order(self) -> list[Column]:
-        return [F.col(ARRIVAL)]
+        return [F.col(ARRIVAL), *map(F.col, self._carried)]
 
     def produce(
         self, rows: DataFrame, first: Column, few: bool, in_place: InPlace | None = None
@@ -101,17 +105,22 @@ class SourceProcessor(Processor[None]):
         return numbered.select(*log_columns(self.node), RECORDED_AT)
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
+        carried = {CARRIED: F.count_if(F.col(CARRIED) > 0)} if CARRIED in columns else {}
         if START not in columns:
-            return {}
+            return carried
         fates = {STARTED: Fate.APPLIED, START_BAD: Fate.QUARANTINED}
         told = {name: F.count_if(F.col(START) & (F.col(FATE) == fate)) for name, fate in fates.items()}
-        return {**told, START_IN: F.count_if(START)}
+        record = F.col(CARRIED) == 0 if carried else F.lit(True)
+        return {**carried, **told, START_IN: F.count_if(F.col(START) & record)}
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        return {"in": found["in"], **{fate: found[fate] for fate in self._fates}}
+        carried = sum(found[name] for name in self._carried)
+        told = {fate: found[fate] for fate in self._fates}
+        applied = found[Fate.APPLIED] - carried
+        return {"in": found["in"] - carried, **told, Fate.APPLIED: applied}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         fates = (*self.refuses, Fate.APPLIED, Fate.COVERED)
         done = sum(totals.get(fate, 0) for fate in fates)
-        what = f"records in = {' + '.join(self._fates)}"
+        what = f"records in = {' + '.join(f for f in self._fates if f != CARRIED)}"
         return [(what, totals.get("in", 0), done)]

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import VALID_TO
 from vt_dagster.core import repeats, table, versioned
 from vt_dagster.core.arrival import by_partition, duration, union
-from vt_dagster.core.log import value_columns
+from vt_dagster.core.log import parts_of, value_columns
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -68,6 +68,7 @@ def put(
             tie_break=node.tie_break,
             rivals=rivals,
             begun=begun,
+            parts=parts_of(node),
         )
     return table.put(records, view, key=node.key, values=values, order=order, of_rejected=of_rejected)
 
@@ -156,6 +157,11 @@ def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
 def tie_break_of(node: Stream) -> str | None:
     """The column that decides between records of one key and timestamp; None = the order of arrival."""
     return node.tie_break if isinstance(node, VersionedTable) else None
+
+
+def meets_versions(node: Stream) -> bool:
+    """Whether a record of its source is compared with, or completed by, the versions of its time."""
+    return tie_break_of(node) is not None or bool(parts_of(node))
 
 
 def start_of(node: Stream) -> Any:

@@ -17,6 +17,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
+    CARRIED,
     FATE,
     IS_LATEST,
     IS_TOMBSTONE,
@@ -29,6 +30,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.arrival import Fate, duration, union
 from vt_dagster.core.as_of_join import FOUND, as_of_join
+from vt_dagster.core.partial import filled
 from vt_dagster.core.records import START
 from vt_dagster.core.repeats import with_version_before
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
@@ -55,6 +57,7 @@ def put(
     tie_break: str | None = None,
     rivals: DataFrame | None = None,
     begun: DataFrame | None = None,
+    parts: Sequence[str] = (),
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -77,6 +80,8 @@ def put(
         of_rejected: columns that are null in what is applied.
         tie_break, rivals: see :func:`without_lost_ties`; None = the last that arrives counts.
         begun: see :func:`without_covered`.
+        parts: the value columns that a record may leave out, see :func:`core.partial.filled`, to which
+            ``rivals`` are the versions; none: each says its whole row.
 
     Returns:
         the records with ``_fate`` (``applied``, ``late``, ``lost_tie`` or ``covered``), ``is_latest``,
@@ -94,6 +99,9 @@ def put(
         judged = without_covered(judged, begun, key=key)
     if tie_break is not None:
         judged = without_lost_ties(judged, rivals, key=key, order=order, tie_break=tie_break)
+    if parts:
+        about = {"key": key, "values": values, "parts": parts, "order": order}
+        judged, order = filled(judged, rivals, **about), [*order, CARRIED]
     rejected = F.col(FATE) != Fate.APPLIED
     judged = judged.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
     newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())

@@ -359,11 +359,12 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
             ("bad records in quarantine", totals.get("quarantined", 0), others),
         ]
         if scope.start:
-            applied = totals.get("applied", 0)
+            applied = totals.get("applied", 0) + totals.get(Fate.CARRIED, 0)
             short.append(("records applied = rows in the log", applied, numbers["rows_in_log"] + gone))
         elif isinstance(node, VersionedTable):
             keys = log.agg(F.count_distinct(F.struct(*node.key, TIMESTAMP))).collect()[0][0]
-            numbers["records_duplicate"] = numbers["rows_in_log"] - keys
+            own = numbers["rows_in_log"] - totals.get(Fate.CARRIED, 0)
+            numbers["records_duplicate"] = own - keys
     wrong = [{"what": w, "expected": str(a), "found": str(b)} for w, a, b in short if a != b]
     offending = lost + doubled + sum(abs(a - b) for _, a, b in short)
     return Finding(ACCOUNTED.name, offending, (problems + wrong)[:SAMPLE], numbers)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DataType,
+    NullType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from vt_dagster.columns import ARRIVAL, TIMESTAMP
 from vt_dagster.core.records import RECORD_TIME, START, TOLD_AT, prepare
@@ -20,9 +29,10 @@ from vt_dagster.runs.difference import difference
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frames import PinnedFrames
-from vt_dagster.topology.model import Stream
+from vt_dagster.storage.evolution import same
+from vt_dagster.topology.model import Stream, VersionedTable
 
-_HOLD = set[tuple[str, str]]()
+_HOLD = set[tuple[str, str, str]]()
 """Conditions, each with the columns that it has been found to be one over: asking takes a moment, and a
 test has a run for each record."""
 _LAST = 1 << 61
@@ -63,8 +73,10 @@ def _with_start(
     limit: Column | None,
 ) -> DataFrame:
     """The changes, and then the rows of a snapshot, with ``_start``. A condition of deletions is the
-    changes' own. A row without a time has the snapshot's."""
+    changes' own, and so is what a record leaves out. A row without a time has the snapshot's."""
     node = replace(node, tombstone=None)
+    if isinstance(node, VersionedTable):
+        node = replace(node, only_columns=None, ignore_null_updates=False)
     rows = difference(start, node, store, held, of_nothing=True).withColumn(START, F.lit(True))
     if (node.timestamp, "timestamp") in rows.dtypes:
         own = F.coalesce(F.col(f"`{node.timestamp}`"), F.col(RECORD_TIME))
@@ -98,7 +110,7 @@ def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
 
 def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
     """A node with the columns that it is read by: its own, and those that only the condition of a
-    tombstone has, as text.
+    tombstone or ``only_columns`` has, as text.
 
     Args:
         alone: whether the source gives the columns of the schema alone: a whole state, which is
@@ -107,46 +119,80 @@ def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
     Raises:
         TopologyError: the condition is no condition over the columns, or names what is none.
     """
-    if node.tombstone is None:
+    asked = _asked(node)
+    if not asked:
         return node
     own, found = list[StructField](node.schema.fields), list[StructField]()
     timed = TIMESTAMP in {c.lower() for c in node.schema.names}
     own += [] if timed else [StructField(TIMESTAMP, TimestampType())]
-    while (name := _unknown(spark, node, StructType([*own, *found]))) is not None:
-        _require_other(node, name, alone)
-        found.append(StructField(name, StringType()))
+    for setting in asked:
+        while (name := _unknown(spark, node, setting, StructType([*own, *found]))) is not None:
+            _require_other(node, setting, name, alone)
+            found.append(StructField(name, StringType()))
     return replace(node, schema=StructType([*node.schema.fields, *found])) if found else node
 
 
-def _unknown(spark: SparkSession, node: Stream, columns: StructType) -> str | None:
-    """The first column that the condition names and that is not there; None = there is none."""
-    told = (node.tombstone or "", columns.json())
+class _Setting(NamedTuple):
+    """What a node says of its records by a SQL expression.
+
+    Args:
+        what: it is to be, in words.
+        kinds: the types that it may have.
+    """
+
+    name: str
+    expression: str
+    what: str
+    kinds: tuple[DataType, ...]
+
+
+def _asked(node: Stream) -> list[_Setting]:
+    found: list[_Setting] = []
+    if node.tombstone is not None:
+        name, what = "deleted_when (tombstone)", "a SQL condition"
+        found.append(_Setting(name, node.tombstone, what, (BooleanType(), NullType())))
+    if isinstance(node, VersionedTable) and isinstance(node.only_columns, str):
+        what = "a SQL expression that gives an array of names or a text"
+        kinds = (ArrayType(StringType()), StringType())
+        found.append(_Setting("only_columns", node.only_columns, what, kinds))
+    return found
+
+
+def _unknown(
+    spark: SparkSession, node: Stream, setting: _Setting, columns: StructType
+) -> str | None:
+    """The first column that an expression names and that is not there; None = there is none."""
+    told = (setting.name, setting.expression, columns.json())
     if told in _HOLD:
         return None
     try:
         # The schema alone is asked for: with Spark Connect nothing is looked at before.
-        _ = spark.createDataFrame([], columns).where(F.expr(told[0])).schema
+        given = spark.createDataFrame([], columns).select(F.expr(setting.expression)).schema
     except (AnalysisException, ParseException) as error:
         kind: Any = error.getCondition() or ""
         name = (error.getMessageParameters() or {}).get("objectName", "").strip("`")
         if kind.startswith("UNRESOLVED_COLUMN") and "`" not in name and name not in columns.names:
             return name
-        raise TopologyError(
-            f"{node.name}: expected deleted_when (tombstone) to be a SQL condition over the columns "
-            f"{columns.names}, got {node.tombstone!r}, of which Spark says: "
-            f"{str(error).splitlines()[0]}; correct it"
-        ) from None
-    _HOLD.add(told)
-    return None
+        said = f"of which Spark says: {str(error).splitlines()[0]}"
+    else:
+        found = given.fields[0].dataType
+        if any(same(kind, found) for kind in setting.kinds):
+            _HOLD.add(told)
+            return None
+        said = f"which is {found.simpleString()}"
+    raise TopologyError(
+        f"{node.name}: expected {setting.name} to be {setting.what} over the columns {columns.names}, "
+        f"got {setting.expression!r}, {said}; correct it"
+    ) from None
 
 
-def _require_other(node: Stream, name: str, alone: bool) -> None:
+def _require_other(node: Stream, setting: _Setting, name: str, alone: bool) -> None:
     """Refuses what is rather a slip of the pen, or cannot be read beside the columns."""
-    said = f"{node.name}: deleted_when (tombstone), {node.tombstone!r}, names {name!r}"
+    said = f"{node.name}: {setting.name}, {setting.expression!r}, names {name!r}"
     if name in node.renamed:
         raise TopologyError(
             f"{said}, which is called {node.renamed[name]!r} now: expected that name, which stands for "
-            "both; correct the condition"
+            "both; correct it"
         )
     alike = get_close_matches(name.lower(), [c.lower() for c in node.schema.names], 1, _ALIKE)
     if alike:

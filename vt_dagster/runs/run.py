@@ -37,7 +37,7 @@ from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
-from vt_dagster.core.store import tie_break_of
+from vt_dagster.core.store import meets_versions
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
     document,
@@ -202,12 +202,12 @@ class Run:
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
             return Results(self._nothing(), known)
-        ties = tie_break_of(self.node) is not None and self.arrival.previous is not None
-        if self.arrival.source is not None and (processor.bounded or ties):
+        meets = meets_versions(self.node) and self.arrival.previous is not None
+        if self.arrival.source is not None and (processor.bounded or meets):
             # They are looked at twice, and reading them is the most of it.
             read = [self.store.hold(rows) for rows in read]
             self.arrival.held.extend(read)
-        if ties:
+        if meets:
             with self._explained():
                 known = replace(known, rivals=rivals_of(read[0], self.store))
         if self.arrival.source is not None and processor.bounded:

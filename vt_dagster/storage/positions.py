@@ -44,6 +44,9 @@ class Shape(BaseModel):
     new_version_on: list[str] | None = None
     """Of a versioned table: the columns that make a version; None = every record does."""
 
+    says_parts: bool = False
+    """Of a versioned table: whether a record may say a part of its row."""
+
     def retention(self) -> Duration:
         """How far back the table answers; zero where it is not versioned."""
         told = self.history_retention or 0

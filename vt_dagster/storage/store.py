@@ -66,6 +66,7 @@ def shape_of(node: Stream) -> Shape:
         return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
     about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
     about["new_version_on"] = of_table.new_version_on_of(node)
+    about["says_parts"] = node.says_parts
     return Shape(kind="versioned", **about)
 
 
@@ -119,6 +120,7 @@ class AssetStore:
         about["key_prefix"] = prefix
         if shape.kind == "versioned":
             about |= {"valid_until": shape.valid_until, "new_version_on": shape.new_version_on}
+            about["ignore_null_updates"] = shape.says_parts
             table = VersionedTable(last, history_retention=shape.retention(), **about)
             return cls(warehouse, table, spark, tell)
         kind = Table if shape.kind == "table" else Stream

@@ -43,9 +43,46 @@ def check_versions(table: Any) -> None:
     if table.valid_until is not None:
         _check_valid_until(table.name, table.valid_until, values)
     if table.new_version_on is not None:
-        columns = _distinct(table.name, table.new_version_on, values)
+        otherwise = "every record makes a version"
+        columns = _distinct(table.name, "new_version_on", table.new_version_on, values, otherwise)
         _check_new_version_on(table.name, columns, values, table.valid_until)
         object.__setattr__(table, "new_version_on", columns)
+    if table.only_columns is not None or table.ignore_null_updates is not False:
+        _check_parts(table, values)
+
+
+def check_join(
+    name: str,
+    both: str,
+    history: object,
+    grace_period: object,
+    foreign_key: object,
+    corrected: bool,
+) -> None:
+    """Refuses what has no meaning in a join of two tables.
+
+    Args:
+        both: they, in words.
+        corrected: whether ``corrected_for`` is given.
+    """
+    if grace_period is not None:
+        raise TopologyError(
+            f"{name}: a grace period lets a stream's records wait, but a join of {both} is made anew "
+            "at each change: leave grace_period out"
+        )
+    if corrected:
+        raise TopologyError(
+            f"{name}: corrected_for is for a stream's join with a versioned table, which is as of each "
+            f"record's own time; a join of {both} is of their latest rows, and follows every change of "
+            "both already: leave corrected_for out"
+        )
+    if history not in ("latest", "complete"):
+        raise TopologyError(f"{name}: history must be 'latest' or 'complete', got {history!r}")
+    if history == "complete" and foreign_key is not None:
+        raise TopologyError(
+            f"{name}: history='complete' is for a join by the common key, got the foreign key "
+            f"{foreign_key!r}; leave one of them out"
+        )
 
 
 def _check_ready(name: str, ready: object, has_source: bool) -> None:
@@ -108,15 +145,65 @@ def _check_valid_until(name: str, column: object, values: Sequence[StructField])
         )
 
 
-def _distinct(name: str, columns: object, values: Sequence[StructField]) -> tuple[str, ...]:
-    """The columns that make a version, as a tuple."""
+def _check_parts(table: Any, values: Sequence[StructField]) -> None:
+    """Refuses what says of no record which part of its row it tells."""
+    name, only, nulls = table.name, table.only_columns, table.ignore_null_updates
+    if table.operator is not None or getattr(table.source, "whole", False):
+        what = "the result of an operator" if table.operator is not None else table.source.describe()
+        raise TopologyError(
+            f"{name}: expected only_columns and ignore_null_updates of a table with a source of "
+            f"changes, got them of {what}, which gives whole rows: leave them out"
+        )
+    if table.tie_break is not None:
+        raise TopologyError(
+            f"{name}: expected only_columns or ignore_null_updates without tie_break, "
+            f"{table.tie_break!r}: of two records of one time that each say a part of the row none is "
+            "to be refused; leave one of both out: then they go by the order of arrival"
+        )
+    taken = {"given_columns", "carried"} & {f.name.lower() for f in values}
+    if taken:
+        raise TopologyError(
+            f"{name}: expected no value columns named {sorted(taken)}, which vt_dagster adds to a table "
+            "with only_columns or ignore_null_updates: give them other names"
+        )
+    own = {table.timestamp, table.valid_until}
+    parts = [f for f in values if f.name not in own]
+    if isinstance(only, str) and not only.strip():
+        raise TopologyError(
+            f"{name}: expected only_columns to be a list of value columns or a SQL expression that gives "
+            f"their names, got {only!r}; correct it, or leave it out"
+        )
+    if only is not None and not isinstance(only, str):
+        otherwise = "every record says its whole row"
+        table_columns = _distinct(name, "only_columns", only, parts, otherwise)
+        object.__setattr__(table, "only_columns", table_columns)
+    if not isinstance(nulls, bool):
+        columns = _distinct(name, "ignore_null_updates", nulls, parts, "a null is a null")
+        object.__setattr__(table, "ignore_null_updates", columns)
+
+
+def _distinct(
+    name: str, setting: str, columns: object, values: Sequence[StructField], otherwise: str
+) -> tuple[str, ...]:
+    """A list of value columns as a tuple.
+
+    Args:
+        otherwise: what is where the setting is left out.
+    """
     listed = isinstance(columns, list | tuple) and all(isinstance(c, str) for c in columns)
     found = tuple(cast("Sequence[str]", columns)) if listed else ()
     if not found or len({*found}) < len(found):
         raise TopologyError(
-            f"{name}: expected new_version_on to be a list of value columns, each once, some of "
-            f"{[f.name for f in values]}, got {columns!r}; correct it, or leave it out: then every "
-            "record makes a version"
+            f"{name}: expected {setting} to be a list of value columns, each once, some of "
+            f"{[f.name for f in values]}, got {columns!r}; correct it, or leave it out: then "
+            f"{otherwise}"
+        )
+    unknown = [c for c in found if c not in {f.name for f in values}]
+    if unknown:
+        raise TopologyError(
+            f"{name}: expected {setting} to name value columns, some of {[f.name for f in values]}, got "
+            f"{unknown}: a key column is the same in all versions of a key, and others are not there; "
+            "correct it"
         )
     return found
 
@@ -126,13 +213,6 @@ def _check_new_version_on(
 ) -> None:
     """Refuses what are no columns by which versions can be told apart."""
     kinds = {f.name: f.dataType for f in values}
-    unknown = [c for c in columns if c not in kinds]
-    if unknown:
-        raise TopologyError(
-            f"{name}: expected new_version_on to name value columns, some of {list(kinds)}, got "
-            f"{unknown}: a key column is the same in all versions of a key, and others are not there; "
-            "correct it"
-        )
     maps = [f"{c} {kinds[c].simpleString()}" for c in columns if holds_map(kinds[c])]
     if maps:
         raise TopologyError(

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.declared import check_versions, one_condition
+from vt_dagster.topology.declared import check_join, check_versions, one_condition
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -254,24 +254,8 @@ class Table(Stream, kind="table"):
         grace_period: Duration | None = None,
         foreign_key: str | Sequence[str] | None = None,
     ) -> Table:
-        if grace_period is not None:
-            raise TopologyError(
-                f"{name}: a grace period lets a stream's records wait, but a join of the tables "
-                f"{self.name!r} and {table.name!r} is made anew at each change: leave grace_period out"
-            )
-        if "corrected_for" in shown:
-            raise TopologyError(
-                f"{name}: corrected_for is for a stream's join with a versioned table, which is as of "
-                f"each record's own time; a join of the tables {self.name!r} and {table.name!r} is of "
-                "their latest rows, and follows every change of both already: leave corrected_for out"
-            )
-        if history not in ("latest", "complete"):
-            raise TopologyError(f"{name}: history must be 'latest' or 'complete', got {history!r}")
-        if history == "complete" and foreign_key is not None:
-            raise TopologyError(
-                f"{name}: history='complete' is for a join by the common key, got the foreign key "
-                f"{foreign_key!r}; leave one of them out"
-            )
+        both = f"the tables {self.name!r} and {table.name!r}"
+        check_join(name, both, history, grace_period, foreign_key, "corrected_for" in shown)
         if foreign_key is None:
             operator = TableTableJoin if history == "latest" else HistoryJoin
             return operator(self, table, kind, name, **about).result(**shown)
@@ -355,6 +339,14 @@ class VersionedTable(Table, kind="versioned_table"):
             the version before it in time (null equals null). A version has the values and the
             ``valid_from`` of its first record; records that repeat it change nothing, until a late
             one comes between. None: every record makes one, as in Kafka Streams.
+        only_columns: the value columns that a record says; it leaves the others as they are at its
+            time, whatever it has there. A list of columns; or a SQL expression over the columns of the
+            source, as ``tombstone``, that gives an ARRAY<STRING> of names (or a text: a JSON array, or
+            names with commas between), null: all. None: all. What a late record says also holds in the
+            versions after it, up to one whose record says that column; a deletion says all. Not left
+            out are ``timestamp`` and ``valid_until``: they are each record's own.
+        ignore_null_updates: whether a null means "unchanged", in the same way: in all value columns
+            (True), or in a list of them.
     """
 
     history_retention: Duration = field(kw_only=True)
@@ -364,6 +356,8 @@ class VersionedTable(Table, kind="versioned_table"):
     valid_until: str | None = field(default=None, kw_only=True)
     start: Source | None = field(default=None, kw_only=True)
     new_version_on: Sequence[str] | None = field(default=None, kw_only=True)
+    only_columns: str | Sequence[str] | None = field(default=None, kw_only=True)
+    ignore_null_updates: bool | Sequence[str] = field(default=False, kw_only=True)
 
     __hash__ = Stream.__hash__
 
@@ -386,6 +380,11 @@ class VersionedTable(Table, kind="versioned_table"):
     def retention(self) -> Duration:
         """Its history retention."""
         return self.history_retention
+
+    @property
+    def says_parts(self) -> bool:
+        """Whether a record may say a part of its row."""
+        return self.only_columns is not None or bool(self.ignore_null_updates)
 
 
 __all__ = [

@@ -1,0 +1,338 @@
+"""Records that say a part of their row: what they do not say is as it was at their time.
+
+A log has whole rows: each record with what was known of its row by then. A late record changes the
+versions after it that took such a value from before them: the log has each of these once more, with
+``carried`` > 0, right after the record; so whoever follows a log, or folds it, needs to know nothing
+of all this. ``given_columns`` of a row says which columns its own records gave (null = all), and so how
+far a late record's values are carried. A deletion says of all columns that they are null.
+
+What a record finds depends on what all records before it did to the versions of its key. Where a key's
+records come in order that is one running maximum a column. Where they do not, it is a kernel in Python
+over the numbers of rows, whose values only Arrow moves; it holds the versions of one key that a later
+record of the run may look at, however many records or batches a key has.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy
+import pyarrow  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow.compute  # pyright: ignore[reportMissingTypeStubs]
+from pyspark import cloudpickle
+from pyspark.sql import DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+from pyspark.sql.types import IntegerType, StructField, StructType
+
+from vt_dagster.columns import CARRIED, FATE, GIVEN, IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.core.arrival import Fate, gathered, union
+
+np: Any = numpy
+pa: Any = pyarrow
+pc: Any = pyarrow.compute
+
+# Spark's workers need not have this package installed.
+cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
+
+_KIND, _TIME, _FLOOR, _FIRST, _SINCE, _END = "_kind", "_time", "_floor", "_first", "_since", "_end"
+_HELPERS = (_KIND, _TIME, _FLOOR, _FIRST)
+_VERSION, _RECORD, _OTHER = 0, 1, 2
+_MANY = 10_000
+"""Rows that are given at once."""
+
+
+def filled(
+    records: DataFrame,
+    versions: DataFrame | None,
+    *,
+    key: Sequence[str],
+    values: Sequence[str],
+    parts: Sequence[str],
+    order: Sequence[str],
+) -> DataFrame:
+    """Records with whole rows, and after each the versions that it changes.
+
+    Plan: one shuffle and sort by key, together with the versions; the kernel takes the rows as they are
+    sorted.
+
+    Args:
+        records: with their fate; those that are not applied are passed through. ``given_columns``: an
+            array of names among ``parts``; null = all of them.
+        versions: those that end after the oldest record of their key; None = none.
+        values: the value columns; ``parts``: those of them that a record may leave out.
+        order: columns in whose order a key's records are taken.
+
+    Returns:
+        the records with ``carried`` (INT, 0), and for each version that one changes a row of the
+        version's time and values, of the record's place, with ``carried`` = 1, 2, … by time.
+    """
+    kind = F.when(F.col(FATE) == Fate.APPLIED, _RECORD).otherwise(_OTHER)
+    rows = records.withColumns({_KIND: kind, _END: F.lit(None).cast("timestamp")})
+    if versions is not None:
+        kept = [F.col(f"`{c}`") for c in (*key, *values, IS_TOMBSTONE, GIVEN)]
+        times = [F.col(VALID_FROM).alias(TIMESTAMP), F.col(VALID_TO).alias(_END)]
+        there = versions.select(*kept, *times).withColumn(_KIND, F.lit(_VERSION))
+        rows = union(rows, there)
+    is_record, is_version = F.col(_KIND) == _RECORD, F.col(_KIND) == _VERSION
+    rows = rows.withColumn(_TIME, F.unix_micros(TIMESTAMP))
+    at = F.when(is_version, F.col(_TIME))
+    by_key = W.partitionBy(*[F.col(f"`{k}`") for k in key]).orderBy(~is_version, at, *order)
+    whole = by_key.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
+    told = F.when(is_record, F.col(_TIME))
+    rows = gathered(rows, [f"`{k}`" for k in key]).withColumn(_SINCE, F.min(told).over(whole))
+    met = F.unix_micros(_END).isNull() | (F.unix_micros(_END) > F.col(_SINCE))
+    rows = rows.where(~is_version | (F.col(_SINCE).isNotNull() & met)).drop(_SINCE, _END)
+    after = by_key.rowsBetween(1, W.unboundedFollowing)
+    rows = rows.withColumns(
+        {_FLOOR: F.min(told).over(after), _FIRST: F.row_number().over(by_key) == 1}
+    )
+    rows = rows.sortWithinPartitions(*[F.col(f"`{k}`") for k in key], ~is_version, at, *order)
+    fields = [f for f in rows.schema.fields if f.name not in _HELPERS]
+    schema = StructType([*fields, StructField(CARRIED, IntegerType())])
+    whose = _Columns(tuple(parts), tuple(c for c in values if c not in parts))
+
+    def kernel(batches: Iterator[Any]) -> Iterator[Any]:
+        return _fill(batches, whose, schema.names)
+
+    return cast(Any, rows).mapInArrow(kernel, schema)
+
+
+class _Columns(NamedTuple):
+    """The value columns: those that a record may leave out, and those that are each version's own."""
+
+    parts: tuple[str, ...]
+    own: tuple[str, ...]
+
+
+@dataclass
+class _Version:
+    """A version of a key, in numbers of rows.
+
+    Args:
+        row: where its own columns are.
+        source: of each part where its value is; -1 = it is null.
+        given: the parts that its own records gave; None = all.
+    """
+
+    row: int
+    source: list[int]
+    given: frozenset[int] | None
+    deleted: bool
+
+
+class _Result(NamedTuple):
+    """A row to give: its record's number, the version that it tells, and how manieth it is."""
+
+    record: int
+    version: _Version
+    carried: int
+
+
+class _Key:
+    """The versions of one key that a later record may look at, by time."""
+
+    def __init__(self, columns: Sequence[Any]) -> None:
+        self.columns = columns
+        self.times: list[int] = []
+        self.found: list[_Version] = []
+
+    def put(self, at: int, version: _Version) -> int:
+        """Keeps a version, in the place of the one of the same time; gives its place."""
+        place = bisect_left(self.times, at)
+        same = place < len(self.times) and self.times[place] == at
+        self.times[place : place + same] = [at]
+        self.found[place : place + same] = [version]
+        return place
+
+    def take(self, at: int, record: _Version) -> list[_Result]:
+        """One record: its whole row, and the versions that it changes, as they are then."""
+        row, said, parts = record.row, record.given, range(len(self.columns))
+        before = bisect_right(self.times, at) - 1
+        base = self.found[before] if before >= 0 else None
+        if said is not None:
+            kept = [-1] * len(parts) if base is None or base.deleted else base.source
+            record.source = [row if c in said else kept[c] for c in parts]
+            if base is not None and self.times[before] == at:
+                record.given = None if base.given is None else said | base.given
+        place = self.put(at, record)
+        done = [_Result(row, replace(record), 0)]
+        values = [-1] * len(parts) if record.deleted else record.source
+        left = set(parts) if said is None else set(said)
+        for later in self.found[place + 1 :]:
+            if later.given is None:
+                break
+            left -= later.given
+            # What is the same here is the same in those after it.
+            left -= {c for c in left if self._same(c, later.source[c], values[c])}
+            if not left:
+                break
+            later.source = [values[c] if c in left else s for c, s in enumerate(later.source)]
+            done.append(_Result(row, replace(later), len(done)))
+        return done
+
+    def without_before(self, floor: int) -> _Key:
+        """The versions that a record of this time or later may look at."""
+        kept, old = _Key(self.columns), max(0, bisect_right(self.times, floor) - 1)
+        kept.times, kept.found = self.times[old:], self.found[old:]
+        return kept
+
+    def _same(self, part: int, one: int, other: int) -> bool:
+        if one == other or -1 in (one, other):
+            return one == other or not self.columns[part][max(one, other)].is_valid
+        return self.columns[part][one].equals(self.columns[part][other])
+
+
+class _Batch:
+    """Rows in order of their keys, as numbers.
+
+    Args:
+        rows: of :func:`filled`, before the kernel.
+    """
+
+    def __init__(self, rows: Any, whose: _Columns) -> None:
+        self.rows, self.whose = rows, whose
+        self.kinds = rows.column(_KIND).to_numpy()
+        self.times = rows.column(_TIME).fill_null(0).to_numpy()
+        self.deleted = rows.column(IS_TOMBSTONE).to_numpy()
+        first = rows.column(_FIRST).to_numpy()
+        self.group = np.cumsum(np.append(True, first[1:]))
+        self.said = self._said()
+        self.active = np.flatnonzero(self.kinds != _OTHER)
+
+    def _said(self) -> Any:
+        """Whether a row gave a part."""
+        given = self.rows.column(GIVEN).combine_chunks()
+        found = np.zeros((len(given), len(self.whose.parts)), bool)
+        found[given.is_null().to_numpy(zero_copy_only=False)] = True
+        numbers = {name: n for n, name in enumerate(self.whose.parts)}
+        parents = pc.list_parent_indices(given).to_numpy()
+        names = given.flatten().to_pylist()
+        for row, name in zip(parents.tolist(), names, strict=True):
+            if name in numbers:
+                found[row, numbers[name]] = True
+        return found
+
+    def out_of_order(self) -> Any:
+        """The keys of which a row is not after the one before it."""
+        group, times = self.group[self.active], self.times[self.active]
+        return np.unique(group[1:][(group[1:] == group[:-1]) & (times[1:] <= times[:-1])])
+
+    def in_order(self, rows: Any) -> Any:
+        """Of rows of keys in order, of each part where its value is: in the last one that gave it."""
+        place, (group, deleted) = np.arange(len(rows)), (a[rows] for a in (self.group, self.deleted))
+        begins = np.append(True, group[1:] != group[:-1])[: len(rows)]
+        gives = self.said[rows] | (self.kinds[rows] == _VERSION)[:, None]
+        stops = gives | (begins | deleted)[:, None]
+        last = np.maximum.accumulate(np.where(stops, place[:, None], 0))
+        there = np.take_along_axis(gives, last, 0) & ~(deleted[last] & (last != place[:, None]))
+        return np.where(there, rows[last], -1)
+
+    def versions(self, rows: Any, sources: Any) -> list[tuple[int, _Version]]:
+        """Rows as versions, each with its time."""
+        found: list[tuple[int, _Version]] = []
+        for row, source in zip(rows.tolist(), sources.tolist(), strict=True):
+            said, deleted = self.said[row], bool(self.deleted[row])
+            given = None if said.all() else frozenset(np.flatnonzero(said).tolist())
+            found.append((int(self.times[row]), _Version(row, source, given, deleted)))
+        return found
+
+    def passed(self, quick: Any, sources: Any, names: Sequence[str]) -> Any:
+        """The records of keys in order, whole, and rows that are none."""
+        others, records = np.flatnonzero(self.kinds == _OTHER), self.kinds[quick] == _RECORD
+        rows = np.concatenate([others, quick[records]])
+        as_they_are = np.repeat(others[:, None], len(self.whose.parts), 1)
+        source = np.concatenate([as_they_are, sources[records]])
+        given = self.rows.column(GIVEN).take(pa.array(rows))
+        return self._rows(rows, rows, source, given, np.zeros(len(rows), np.int32), names)
+
+    def made(self, results: Sequence[_Result], names: Sequence[str]) -> Any:
+        """Results as rows."""
+        parts = self.whose.parts
+        given = [
+            None if r.version.given is None else [parts[c] for c in sorted(r.version.given)]
+            for r in results
+        ]
+        sources = np.array([r.version.source for r in results], np.int64)
+        return self._rows(
+            np.array([r.record for r in results], np.int64),
+            np.array([r.version.row for r in results], np.int64),
+            sources.reshape(len(results), len(parts)),
+            pa.array(given, self.rows.schema.field(GIVEN).type),
+            np.array([r.carried for r in results], np.int32),
+            names,
+        )
+
+    def _rows(
+        self, record: Any, version: Any, source: Any, given: Any, carried: Any, names: Sequence[str]
+    ) -> Any:
+        """Rows of records, of the versions' own columns, and of where their parts are."""
+        own = {*self.whose.own, TIMESTAMP, _TIME, IS_TOMBSTONE}
+        told = {GIVEN: given, CARRIED: pa.array(carried)}
+        for place, part in enumerate(self.whose.parts):
+            rows = source[:, place]
+            told[part] = self.rows.column(part).take(pa.array(rows, mask=rows < 0))
+        columns = [
+            told[name]
+            if name in told
+            else self.rows.column(name).take(pa.array(version if name in own else record))
+            for name in names
+        ]
+        return pa.table(columns, names=list(names))
+
+    def left(self, kept: _Key) -> Any:
+        """The versions of a key as rows for the next batch, before that one's own."""
+        results = [_Result(one.row, one, 0) for one in kept.found]
+        rows = self.made(results, self.rows.schema.names)
+        for name, value in ((_KIND, _VERSION), (_FIRST, False)):
+            place = rows.schema.get_field_index(name)
+            same = pa.array([value] * len(results), rows.schema.field(name).type)
+            rows = rows.set_column(place, rows.schema.field(name), same)
+        return rows
+
+
+def _fill(batches: Iterator[Any], whose: _Columns, names: Sequence[str]) -> Iterator[Any]:
+    left: list[Any] = []
+    for some in batches:
+        rows = pa.concat_tables([*left, pa.Table.from_batches([some])])
+        left = []
+        if rows.num_rows:
+            batch = _Batch(rows.combine_chunks(), whose)
+            for made in _filled(batch, names, left):
+                yield from made.to_batches()
+
+
+def _filled(batch: _Batch, names: Sequence[str], left: list[Any]) -> Iterator[Any]:
+    """The rows of a batch. Adds to ``left`` what the next one must know of the last key."""
+    slow, parts = batch.out_of_order(), batch.whose.parts
+    quick = batch.active[~np.isin(batch.group[batch.active], slow)]
+    sources = batch.in_order(quick)
+    yield batch.passed(quick, sources, names)
+    kept = _Key([batch.rows.column(c).combine_chunks() for c in parts])
+    results: list[_Result] = []
+    for number in slow:
+        kept = _Key(kept.columns)
+        low, high = np.searchsorted(batch.group[batch.active], [number, number + 1])
+        rows = batch.active[low:high]
+        for at, version in batch.versions(rows, np.repeat(rows[:, None], len(parts), 1)):
+            if batch.kinds[version.row] == _VERSION:
+                kept.put(at, version)
+            else:
+                results += kept.take(at, version)
+            if len(results) >= _MANY:
+                yield batch.made(results, names)
+                results = []
+    yield batch.made(results, names)
+    floor = batch.rows.column(_FLOOR)[-1].as_py()
+    if floor is None:
+        return
+    if batch.group[-1] not in slow:
+        mine = batch.group[quick] == batch.group[-1]
+        kept = _Key(kept.columns)
+        for at, version in batch.versions(quick[mine], sources[mine]):
+            kept.put(at, version)
+    left.append(batch.left(kept.without_before(floor)))
