@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from random import Random
@@ -20,11 +22,13 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from vt_dagster import VersionedTable
+from vt_dagster import SnapshotSource, TopologyError, VersionedTable
+from vt_dagster.orchestration.translator import code_version
 from vt_dagster.testing import TopologyTestDriver
 
 RETENTION = timedelta(seconds=40)
 START = datetime(2024, 6, 1, tzinfo=timezone.utc)
+GONE = "size(given) = 1 and given[0] = 'gone'"
 PARTS = ("tier", "city", "tags")
 SCHEMA = StructType(
     [
@@ -40,6 +44,10 @@ SCHEMA = StructType(
 
 def at(second: int) -> datetime:
     return START + timedelta(seconds=second)
+
+
+def seconds(moment: datetime | None) -> int | None:
+    return None if moment is None else round((moment - START).total_seconds())
 
 
 def table(**more: Any) -> VersionedTable:
@@ -91,10 +99,7 @@ def expected(arrived: Sequence[Change], retention: int) -> list[tuple[Any, ...]]
 def told(driver: TopologyTestDriver) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for r in driver.versions("members"):
-        begin, end = (
-            None if r[c] is None else round((r[c] - START).total_seconds())
-            for c in ("valid_from", "valid_to")
-        )
+        begin, end = (seconds(r[c]) for c in ("valid_from", "valid_to"))
         row = None if r["is_tombstone"] else {c: as_map(r[c]) if c == "tags" else r[c] for c in PARTS}
         found.append((r["k"], begin, end, row))
     return sorted(found, key=lambda v: v[:2])
@@ -120,26 +125,263 @@ def some_changes(random: Random, key: str, n: int, last: int) -> list[Change]:
 
 
 def test_whatever_the_order_and_the_cuts(spark: SparkSession) -> None:
-    """Many keys at once, in random order, in runs of random lengths: the fold by time, and the same log
-    however it is cut."""
-    random = Random(11)
-    arrived = [c for n in range(60) for c in some_changes(random, f"k{n:03}", random.randint(1, 14), 60)]
+    """Many keys at once, in random order, in runs of random lengths, and few rows at a time: the fold
+    by time, and the same log however it is cut."""
+    random, arrived = Random(11), list[Change]()
+    for n in range(50):
+        arrived += some_changes(random, f"k{n:03}", random.randint(1, 14), 60)
     random.shuffle(arrived)
-    arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 30]))
+    arrived.sort(key=lambda one: one.second + random.choice([0, 0, 10, 30, 50]))
+    rows = [{**c.row, **({"given": ["gone"]} if c.deleted else {})} for c in arrived]
+    node = table(only_columns="given", deleted_when=GONE)
     logs: list[Any] = []
-    for cuts in ([], sorted(random.sample(range(1, len(arrived)), 4))):
-        driver = TopologyTestDriver(
-            table(only_columns="given", deleted_when="size(given) = 1 and given[0] = 'gone'"),
-            spark=spark,
-        )
-        rows = [{**c.row, **({"given": ["gone"]} if c.deleted else {})} for c in arrived]
-        for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-            driver.pipe("members", *rows[start:end])
-            assert told(driver) == expected(arrived[:end], 40)
+    for cuts, at_once in ([], 10_000), (sorted(random.sample(range(1, len(arrived)), 3)), 3):
+        driver = TopologyTestDriver(node, spark=spark)
+        with batches_of(spark, at_once):
+            for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
+                driver.pipe("members", *rows[start:end])
+                assert told(driver) == expected(arrived[:end], 40)
         logs.append([{c: r[c] for c in r if c != "recorded_at"} for r in driver.read("members")])
     assert logs[0] == logs[1]
     assert any(r["carried"] > 1 for r in logs[0])
+    metrics = driver.metrics("members")
+    assert metrics["applied"] + metrics["late"] == len(arrived)
+    assert metrics["applied"] + metrics["carried"] == len(logs[0])
 
 
-if __name__ == "__main__":
-    pytest.main([__file__, "-x", "-q"])
+@contextmanager
+def batches_of(spark: SparkSession, rows: int) -> Generator[None]:
+    """Within it a kernel gets so many rows at once."""
+    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = spark.conf.get(name)
+    spark.conf.set(name, rows)
+    try:
+        yield
+    finally:
+        spark.conf.set(name, str(before))
+
+
+def put(k: str, second: int, given: Any = None, **values: Any) -> dict[str, Any]:
+    told = {"tier": None, "city": None, "tags": None, **values}
+    return {"k": k, "timestamp": at(second), "given": given, **told}
+
+
+def rows_of(driver: TopologyTestDriver, *columns: str) -> list[tuple[Any, ...]]:
+    found = driver.versions("members")
+    return [
+        (seconds(r["valid_from"]), *(r[c] for c in columns)) if not r["is_tombstone"] else None
+        for r in found
+    ]  # pyright: ignore[reportReturnType]
+
+
+def test_what_a_late_record_says_holds_in_later_versions(spark: SparkSession) -> None:
+    """Up to the one whose record says it, or a deletion; each changed one is in the log once more."""
+    driver = TopologyTestDriver(table(only_columns="given", deleted_when="tier = 'gone'"), spark=spark)
+    driver.pipe(
+        "members",
+        put("a", 1, tier="gold", city="Rome"),
+        put("a", 10, ["city"], city="Oslo"),
+        put("a", 20, ["city"], city="Bonn"),
+        put("a", 30, ["tier"], tier="silver"),
+    )
+    driver.read("members")
+    driver.pipe("members", put("a", 5, ["tier", "city"], tier="iron", city="Kyiv"))
+    assert rows_of(driver, "tier", "city") == [
+        (1, "gold", "Rome"),
+        (5, "iron", "Kyiv"),
+        (10, "iron", "Oslo"),
+        (20, "iron", "Bonn"),
+        (30, "silver", "Bonn"),
+    ]
+    log = driver.read("members")
+    assert [(seconds(r["timestamp"]), r["carried"], r["given_columns"]) for r in log] == [
+        (5, 0, ["tier", "city"]),
+        (10, 1, ["city"]),
+        (20, 2, ["city"]),
+    ]
+    assert [r["is_latest"] for r in log] == [False] * 3
+    driver.pipe("members", put("a", 15, tier="gone"))
+    assert rows_of(driver, "tier", "city") == [
+        (1, "gold", "Rome"),
+        (5, "iron", "Kyiv"),
+        (10, "iron", "Oslo"),
+        None,
+        (20, None, "Bonn"),
+        (30, "silver", "Bonn"),
+    ]
+    assert driver.metrics("members") == {"waiting": 0, "applied": 6, "carried": 3}
+    # The newest version changes: what is made of the table hears of it.
+    driver.read("members")
+    driver.pipe("members", put("a", 25, ["city"], city="Lima"))
+    assert [(r["is_latest"], r["city"], r["old"]) for r in driver.read("members")][-1] == (
+        True,
+        "Lima",
+        {"tier": "silver", "city": "Bonn", "tags": None, "given": None, "timestamp": at(30)},
+    )
+
+
+def test_two_records_of_one_time_are_one_version(spark: SparkSession) -> None:
+    """What both say; a later one of them counts for a column that both say."""
+    driver = TopologyTestDriver(table(only_columns="given"), spark=spark)
+    driver.pipe("members", put("a", 1, tier="gold", city="Rome", tags={"x": 1}))
+    driver.pipe("members", put("a", 5, ["tier"], tier="iron"), put("a", 5, ["city"], city="Oslo"))
+    driver.pipe("members", put("a", 5, ["city"], city="Bonn"))
+    driver.pipe("members", put("a", 3, ["tier", "city"], tier="late", city="late", tags={"x": 9}))
+    assert rows_of(driver, "tier", "city", "given_columns")[2] == (5, "iron", "Bonn", ["tier", "city"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ({"ignore_null_updates": True}, ("gold", "Rome", [("x", 1)])),
+        ({"ignore_null_updates": ["city"]}, (None, "Rome", None)),
+        ({"only_columns": ["tags", "tier"]}, (None, "Rome", None)),
+        (
+            {"only_columns": ["tags", "tier"], "ignore_null_updates": ["tags"]},
+            (None, "Rome", [("x", 1)]),
+        ),
+        ({}, (None, None, None)),
+    ],
+)
+def test_what_a_null_means(spark: SparkSession, setting: dict[str, Any], kept: Any) -> None:
+    driver = TopologyTestDriver(table(**setting), spark=spark)
+    first = {"tier": "gold", "tags": {"x": 1}}
+    driver.pipe("members", put("a", 1, city="Rome", **first))
+    if "only_columns" in setting:
+        # Of a column that records do not say nothing is known.
+        assert rows_of(driver, "city") == [(1, None)]
+        return
+    driver.pipe("members", put("a", 5))
+    assert rows_of(driver, *PARTS)[1] == (5, *kept)
+
+
+@pytest.mark.parametrize(
+    "only_columns", ["changed", "from_json(changed, 'array<string>')", "split(changed, ' *, *')"]
+)
+def test_the_names_may_be_text(spark: SparkSession, only_columns: str) -> None:
+    """A JSON array or names with commas, of a column that the table has not got; null is all."""
+    driver = TopologyTestDriver(table(only_columns=only_columns), spark=spark)
+    some = "city , other" if "split" in only_columns else '["city", "other"]'
+    driver.pipe("members", put("a", 1, tier="gold", city="Rome", changed=None))
+    driver.pipe("members", put("a", 5, tier="x", city="Oslo", changed=some))
+    driver.pipe(
+        "members", put("a", 7, tier="x", city="x", changed="" if "json" not in only_columns else "[]")
+    )
+    driver.pipe("members", put("a", 9, tier="iron", changed=None))
+    assert rows_of(driver, "tier", "city") == [
+        (1, "gold", "Rome"),
+        (5, "gold", "Oslo"),
+        (7, "gold", "Oslo"),
+        (9, "iron", None),
+    ]
+
+
+def test_what_a_record_says_must_be_known(spark: SparkSession) -> None:
+    """Else nulls would take the place of what is there."""
+    node = table(only_columns="if(tier = 'bad', array(raise_error('no')), given)")
+    driver = TopologyTestDriver(node, spark=spark)
+    driver.pipe("members", put("a", 1, tier="gold"), put("a", 5, tier="bad"))
+    assert driver.metrics("members")["quarantined/unknown_columns"] == 1
+    driver = TopologyTestDriver(table(only_columns="changed"), spark=spark)
+    driver.pipe("members", put("a", 1, tier="gold", changed='["tier"'), put("a", 5, tier="iron"))
+    assert driver.metrics("members")["quarantined/unknown_columns"] == 1
+    assert rows_of(driver, "tier") == [(5, "iron")]
+
+
+def test_a_version_keeps_what_is_its_own(spark: SparkSession) -> None:
+    """Its time and its end are not those of the one before; a renamed column goes by both names."""
+    own = [*SCHEMA.fields[:4], StructField("changed_at", TimestampType())]
+    columns = StructType([*own, StructField("until", TimestampType())])
+    node = table(
+        schema=columns,
+        timestamp="changed_at",
+        valid_until="until",
+        only_columns="given",
+        renamed={"town": "city"},
+    )
+    driver = TopologyTestDriver(node, spark=spark)
+    none = dict.fromkeys(("tier", "city", "tags", "until"))
+    first = {**none, "k": "a", "changed_at": at(1), "until": at(4), "city": "Rome", "given": None}
+    driver.pipe("members", first)
+    driver.pipe("members", {**none, "k": "a", "changed_at": at(9), "given": '["tier"]', "tier": "x"})
+    driver.pipe("members", {**none, "k": "a", "changed_at": at(7), "given": "town", "city": "Oslo"})
+    found = [
+        (
+            seconds(r["valid_from"]),
+            seconds(r["valid_to"]),
+            r["city"],
+            r["tier"],
+            seconds(r["changed_at"]),
+        )
+        for r in driver.versions("members")
+    ]
+    assert found == [(1, 4, "Rome", None, 1), (7, 9, "Oslo", None, 7), (9, None, "Oslo", "x", 9)]
+
+
+def test_with_versions_that_only_some_columns_make(spark: SparkSession) -> None:
+    """The versions of ``new_version_on`` are those of the whole rows."""
+    random, arrived = Random(5), list[Change]()
+    for n in range(25):
+        arrived += some_changes(random, f"k{n:03}", 8, 40)
+    random.shuffle(arrived)
+    node = table(only_columns="given", deleted_when=GONE, new_version_on=["city"])
+    driver = TopologyTestDriver(node, spark=spark)
+    rows = [{**c.row, **({"given": ["gone"]} if c.deleted else {})} for c in arrived]
+    driver.pipe("members", *rows[:90])
+    driver.pipe("members", *rows[90:])
+    whole = [(k, begin, end, row) for k, begin, end, row in expected(arrived, 40)]
+    collapsed: list[tuple[Any, ...]] = []
+    for k, begin, end, row in whole:
+        last = collapsed[-1] if collapsed and collapsed[-1][0] == k else None
+        if last and last[3] is not None and row is not None and last[3]["city"] == row["city"]:
+            collapsed[-1] = (*last[:2], end, last[3])
+        else:
+            collapsed.append((k, begin, end, row))
+    assert told(driver) == collapsed
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"only_columns": ["k"]}, "only_columns to name value columns"),
+        ({"only_columns": []}, "only_columns to be a list of value columns"),
+        ({"only_columns": " "}, "only_columns to be a list of value columns or a SQL expression"),
+        ({"only_columns": ["timestamp"]}, "only_columns to name value columns"),
+        ({"ignore_null_updates": ["town"]}, "ignore_null_updates to name value columns"),
+        ({"ignore_null_updates": "city"}, "ignore_null_updates to be a list of value columns"),
+        ({"ignore_null_updates": True, "tie_break": "tier"}, "without tie_break"),
+        (
+            {"ignore_null_updates": True, "source": SnapshotSource("dumps", dump_time="modified")},
+            "with a source of changes",
+        ),
+        (
+            {
+                "ignore_null_updates": True,
+                "schema": StructType([*SCHEMA.fields, StructField("carried", StringType())]),
+            },
+            "no value columns named ['carried']",
+        ),
+    ],
+)
+def test_what_cannot_be_declared(about: dict[str, Any], said: str) -> None:
+    with pytest.raises(TopologyError, match=re.escape(said)):
+        table(**about)
+
+
+@pytest.mark.parametrize(
+    ("only_columns", "said"),
+    [
+        ("size(given)", "which is int"),
+        ("giben", "much like 'given'"),
+        ("given[", "of which Spark says"),
+    ],
+)
+def test_what_is_no_list_of_names(spark: SparkSession, only_columns: str, said: str) -> None:
+    driver = TopologyTestDriver(table(only_columns=only_columns), spark=spark)
+    with pytest.raises(TopologyError, match=re.escape(said)):
+        driver.pipe("members", put("a", 1))
+
+
+def test_it_is_part_of_what_a_table_means() -> None:
+    told = [{}, {"only_columns": "given"}, {"only_columns": ["city"]}, {"ignore_null_updates": True}]
+    assert len({code_version(table(**about)) for about in told}) == len(told)

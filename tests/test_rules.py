@@ -32,6 +32,8 @@ SHOWN = {
     "applied": "kip889-validity-interval",
     "late": "kip889-grace-rejects-old-writes",
     "lost_tie": "test_the_order_of_arrival_does_not_matter",
+    "carried": "test_what_a_late_record_says_holds_in_later_versions",
+    "unknown_columns": "test_what_a_record_says_must_be_known",
     "covered": "test_the_snapshot_and_then_the_changes",
     "waiting": "kip923-probe-left-in-buffer",
     "dropped": "kip914-probe-stream-join-nulls-inner-versioned",
@@ -116,13 +118,16 @@ def test_metrics_are_described_by_the_rules() -> None:
     rates = VersionedTable(
         "rates", **about, history_retention=timedelta(days=1), tie_break="n", **sources
     )
+    parts = VersionedTable(
+        "parts", **about, history_retention=timedelta(days=1), ignore_null_updates=True
+    )
     joined = orders.left_join(
         rates, name="joined", select=["left.*", "right.n as rate"], corrected_for=timedelta(hours=1)
     )
     final = hourly.suppress(UntilWindowCloses(), name="final")
     told = {
         node.name: str(definition_metadata(node)["vt_dagster/numbers"].md_str)
-        for node in (orders, hourly, rates, joined, final)
+        for node in (orders, hourly, rates, parts, joined, final)
     }
     told = {name: set(re.findall(r"- `(\w+)`: (.+)", text)) for name, text in told.items()}
     every = set().union(*told.values())

@@ -52,8 +52,8 @@ IS_FINAL = "is_final"
 FINAL = "final"
 """The mark of a commit that tells it: the time from which on rows of a partition can, inclusive."""
 GIVEN = "given_columns"
-"""Of a table whose records may say a part of their row: the value columns that a row's own records gave,
-ARRAY<STRING>; null = all."""
+"""Of a table whose records may say a part of their row: the value columns that a row's own records
+gave, ARRAY<STRING>; null = all."""
 CARRIED = "carried"
 """Of the same, INT: 0 for a record; a version that a late record changed is in the log once more, with
 the number of such rows since that record: which is at ``offset - carried``."""

@@ -85,9 +85,7 @@ FUTURE_RECORDED_AT = _rule(
 )
 NULL_PARTITION = _rule("null_partition", "partition_by gives null, or cannot be computed")
 NULL_TOMBSTONE = _rule("null_tombstone", "the tombstone condition cannot be computed")
-UNKNOWN_COLUMNS = _rule(
-    "unknown_columns", "only_columns does not tell which columns the record says"
-)
+UNKNOWN_COLUMNS = _rule("unknown_columns", "only_columns does not tell which columns the record says")
 DUPLICATE_KEY = _rule("duplicate_key", "the key is there twice in a dump")
 
 # -- what decides in an operator -----------------------------------------------------------------

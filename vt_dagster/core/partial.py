@@ -88,9 +88,7 @@ def filled(
     met = F.unix_micros(_END).isNull() | (F.unix_micros(_END) > F.col(_SINCE))
     rows = rows.where(~is_version | (F.col(_SINCE).isNotNull() & met)).drop(_SINCE, _END)
     after = by_key.rowsBetween(1, W.unboundedFollowing)
-    rows = rows.withColumns(
-        {_FLOOR: F.min(told).over(after), _FIRST: F.row_number().over(by_key) == 1}
-    )
+    rows = rows.withColumns({_FLOOR: F.min(told).over(after), _FIRST: F.row_number().over(by_key) == 1})
     rows = rows.sortWithinPartitions(*[F.col(f"`{k}`") for k in key], ~is_version, at, *order)
     fields = [f for f in rows.schema.fields if f.name not in _HELPERS]
     schema = StructType([*fields, StructField(CARRIED, IntegerType())])

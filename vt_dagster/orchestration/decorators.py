@@ -71,6 +71,8 @@ class VersionedTableAttributes(StreamAttributes, total=False):
     tie_break: str | None
     valid_until: str | None
     new_version_on: Sequence[str] | None
+    only_columns: str | Sequence[str] | None
+    ignore_null_updates: bool | Sequence[str]
 
 
 def stream(**about: Unpack[StreamAttributes]) -> Callable[[Callable[..., Any]], Stream]:

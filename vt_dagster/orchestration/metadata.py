@@ -114,6 +114,12 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
             metadata["vt_dagster/start"] = node.start.describe()
         if node.new_version_on is not None:
             metadata["vt_dagster/new_version_on"] = ", ".join(node.new_version_on)
+        if node.only_columns is not None:
+            only = node.only_columns
+            metadata["vt_dagster/only_columns"] = only if isinstance(only, str) else ", ".join(only)
+        if node.ignore_null_updates:
+            nulls = node.ignore_null_updates
+            metadata["vt_dagster/ignore_null_updates"] = "all" if nulls is True else ", ".join(nulls)
     if node.log_retention is not None:
         metadata["vt_dagster/log_retention"] = spoken(node.log_retention)
     if node.operator is not None:

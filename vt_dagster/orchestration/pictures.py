@@ -15,9 +15,11 @@ from typing import Any
 
 import dagster as dg
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vt_dagster.columns import (
+    CARRIED,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
@@ -27,6 +29,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
+from vt_dagster.core.log import parts_of
 from vt_dagster.core.processors import processor_of
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
 from vt_dagster.orchestration.glance import (
@@ -44,6 +47,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.results import Receipt
 from vt_dagster.storage import delta
 from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -82,6 +86,8 @@ def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, Any]:
     sample = _sample(store.log_path, batch)
     if sample is None:
         return {}
+    if parts_of(node):
+        sample = _of_records(sample, store.head())
     rows = sample.rows
     found: dict[str, Any] = {}
     joined = looked_up is not None
@@ -175,6 +181,12 @@ def _sample(path: str, batch: int) -> Sample | None:
         return None
     step = -(-rows.num_rows // SAMPLE)
     return Sample(rows.take(list(range(0, rows.num_rows, step))), seen)
+
+
+def _of_records(sample: Sample, head: Head | None) -> Sample:
+    """Without versions that late records have changed, which are no records of the source."""
+    carried = 0 if head is None else head.commit.counts.get(CARRIED, 0)
+    return Sample(sample.rows.filter(pc.field(CARRIED) == 0), sample.of - carried)
 
 
 def _micros(values: pa.ChunkedArray) -> list[Any]:

@@ -84,10 +84,13 @@ def code_version(node: Stream) -> str:
     """A digest of what a node's records mean: another one, and they are those of something else."""
     told = shape_of(node)
     unsaid = {c for c in ("valid_until", "new_version_on") if getattr(told, c) is None}
+    unsaid |= set() if told.says_parts else {"says_parts"}
     shape = told.model_dump_json(exclude=unsaid or None)
     declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
     tie_break = tie_break_of(node)
     declared += [] if tie_break is None else [f"tie_break {tie_break}"]
+    if isinstance(node, VersionedTable) and node.says_parts:
+        declared += [f"says {node.only_columns} {node.ignore_null_updates}"]
     start = start_of(node)
     declared += [] if start is None else [f"start {start.describe()}"]
     said = json.dumps([shape, *declared])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -10,7 +10,15 @@ import numpy as np
 import pyarrow as pa
 
 from vt_dagster import rules
-from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_TO
+from vt_dagster.columns import (
+    CARRIED,
+    GIVEN,
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    TIMESTAMP,
+    VALID_TO,
+)
 from vt_dagster.provenance.logs import Condition, Log, Place, as_micros, as_time, both
 from vt_dagster.provenance.values import Record, Told
 from vt_dagster.storage.folding import clipped, fold, micros, values_by_partition
@@ -132,7 +140,9 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         else:
             told.decide(rules.LATEST, "its key has no row any more: the last record is a tombstone")
         return
-    if record.is_latest is False:
+    if log.head.shape.says_parts and _carried(log, record, others, told):
+        pass
+    elif record.is_latest is False:
         told.decide(
             rules.OUT_OF_ORDER, "when it came, its key had a record of a later timestamp already"
         )
@@ -160,6 +170,28 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         )
     until = "now" if here.end is None else str(here.end)
     told.notes.append(f"true from {record.timestamp} (inclusive) to {until} (exclusive)")
+
+
+def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) -> bool:
+    """Tells which part of its row a record said, and what the rest is from; whether a late record has
+    carried what it says into this row."""
+    only, place = (GIVEN, CARRIED), record.place
+    rows = log.rows(both(), {place[0]: place[1]}, {place[0]: place[1] + 1}, only)
+    given, carried = rows.column(GIVEN)[0].as_py(), rows.column(CARRIED)[0].as_py() or 0
+    if given is not None:
+        before = [v for v in others if v.begin < record.timestamp][-1:]
+        there = [f"as offset {_at(v)} has them" for v in before if not v.is_tombstone]
+        rest = there[0] if there else "null, since it has no row before"
+        told.notes.append(f"its own records say {', '.join(given) or 'nothing'}; the others are {rest}")
+    if carried:
+        cause = log.one(place[0], place[1] - carried)
+        of = "" if cause is None else f" of {cause.timestamp}"
+        told.decide(
+            rules.CARRIED,
+            f"offset {place[0]}:{place[1] - carried}{of} came after it, and says what its own records "
+            "do not",
+        )
+    return bool(carried)
 
 
 def _at(record: Version) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.columns import CARRIED, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.provenance.choices import Choice
 from vt_dagster.provenance.in_order import cut, running_time
 from vt_dagster.provenance.logs import Log, both
@@ -42,7 +42,8 @@ class LateRecords:
     @property
     def total(self) -> int:
         """How many records the table was given."""
-        return self.log.commit.total + len(self.refused_most)
+        carried = self.log.commit.totals.get(CARRIED, 0)
+        return self.log.commit.total - carried + len(self.refused_most)
 
     def _refused(self) -> tuple[Any, Any]:
         """How far at least and at most the refused records were behind stream time, microseconds."""
@@ -65,8 +66,12 @@ class LateRecords:
     def behind(self) -> Iterator[Any]:
         """How far the records that were accepted were behind stream time, microseconds."""
         latest: dict[int, int] = {}
+        # No records of the source: versions that late ones have changed.
+        carried = [CARRIED] if self.log.commit.totals.get(CARRIED, 0) else []
         for start, end in cut({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
-            rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP])
+            rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP, *carried])
+            if carried:
+                rows = rows.filter(pc.field(CARRIED).is_null() | (pc.field(CARRIED) == 0))
             moment = micros(rows, TIMESTAMP)
             home, place = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
             behind = running_time(home, moment, latest) - moment

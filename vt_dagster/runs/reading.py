@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -158,16 +161,15 @@ def _asked(node: Stream) -> list[_Setting]:
     return found
 
 
-def _unknown(
-    spark: SparkSession, node: Stream, setting: _Setting, columns: StructType
-) -> str | None:
+def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: StructType) -> str | None:
     """The first column that an expression names and that is not there; None = there is none."""
     told = (setting.name, setting.expression, columns.json())
     if told in _HOLD:
         return None
     try:
-        # The schema alone is asked for: with Spark Connect nothing is looked at before.
-        given = spark.createDataFrame([], columns).select(F.expr(setting.expression)).schema
+        with _unheard():
+            # The schema alone is asked for: with Spark Connect nothing is looked at before.
+            given = spark.createDataFrame([], columns).select(F.expr(setting.expression)).schema
     except (AnalysisException, ParseException) as error:
         kind: Any = error.getCondition() or ""
         name = (error.getMessageParameters() or {}).get("objectName", "").strip("`")
@@ -184,6 +186,18 @@ def _unknown(
         f"{node.name}: expected {setting.name} to be {setting.what} over the columns {columns.names}, "
         f"got {setting.expression!r}, {said}; correct it"
     ) from None
+
+
+@contextmanager
+def _unheard() -> Generator[None]:
+    """Within it PySpark does not log what it raises too: a question is no error."""
+    logger = logging.getLogger("SQLQueryContextLogger")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _require_other(node: Stream, setting: _Setting, name: str, alone: bool) -> None:

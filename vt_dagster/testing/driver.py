@@ -105,9 +105,11 @@ class TopologyTestDriver:
 
     def _count(self, name: str, receipt: Receipt) -> None:
         for partition, some in receipt.fates.items():
-            for fate in (*_REFUSED, Fate.APPLIED, Fate.DROPPED, Fate.QUARANTINED):
-                if some.get(fate):
-                    self._fates[name][partition, fate] += some[fate]
+            carried = some.get(Fate.CARRIED, 0)
+            told = {**some, Fate.APPLIED: some.get(Fate.APPLIED, 0) - carried}
+            for fate in (*_REFUSED, Fate.APPLIED, Fate.CARRIED, Fate.DROPPED, Fate.QUARANTINED):
+                if told.get(fate):
+                    self._fates[name][partition, fate] += told[fate]
 
     # -- results out -----------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class TopologyTestDriver:
             partition: count those of one partition only.
 
         Returns:
-            ``applied``, ``late``, ``lost_tie``, ``dropped``, ``quarantined`` and why
+            ``applied``, ``carried``, ``late``, ``lost_tie``, ``dropped``, ``quarantined`` and why
             (``quarantined/null_key``, …), ``waiting``; a fate that nothing met is left
             out, ``waiting`` never is. In a join, ``late`` records were joined at once; in a table they
             were refused.

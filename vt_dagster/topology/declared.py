@@ -163,15 +163,15 @@ def _check_parts(table: Any, values: Sequence[StructField]) -> None:
     taken = {"given_columns", "carried"} & {f.name.lower() for f in values}
     if taken:
         raise TopologyError(
-            f"{name}: expected no value columns named {sorted(taken)}, which vt_dagster adds to a table "
-            "with only_columns or ignore_null_updates: give them other names"
+            f"{name}: expected no value columns named {sorted(taken)}, which vt_dagster adds to a "
+            "table with only_columns or ignore_null_updates: give them other names"
         )
     own = {table.timestamp, table.valid_until}
     parts = [f for f in values if f.name not in own]
     if isinstance(only, str) and not only.strip():
         raise TopologyError(
-            f"{name}: expected only_columns to be a list of value columns or a SQL expression that gives "
-            f"their names, got {only!r}; correct it, or leave it out"
+            f"{name}: expected only_columns to be a list of value columns or a SQL expression that "
+            f"gives their names, got {only!r}; correct it, or leave it out"
         )
     if only is not None and not isinstance(only, str):
         otherwise = "every record says its whole row"
@@ -201,9 +201,9 @@ def _distinct(
     unknown = [c for c in found if c not in {f.name for f in values}]
     if unknown:
         raise TopologyError(
-            f"{name}: expected {setting} to name value columns, some of {[f.name for f in values]}, got "
-            f"{unknown}: a key column is the same in all versions of a key, and others are not there; "
-            "correct it"
+            f"{name}: expected {setting} to name value columns, some of {[f.name for f in values]}, "
+            f"got {unknown}: a key column is the same in all versions of a key, and others are not "
+            "there; correct it"
         )
     return found
 
