@@ -314,6 +314,8 @@ attributes:
         columns: *columns
         timestamp: at
         history_retention: 1d
+        only_columns: changed
+        ignore_null_updates: true
         source: {{files: {{path: raw/items}}}}
         start: {{snapshots: {{path: raw/all, dump_time: modified, optional: [n], upstream: raw/all}}}}
     - name: days
@@ -365,6 +367,10 @@ def test_sources_in_yaml(tmp_path: Path) -> None:
         assert (taken.metadata or {})["columns"] == ["n"]
         ready = asset.metadata_by_key[dg.AssetKey("rates")]["vt_dagster/ready"]
         assert ready == "2026-03-02 00:00:00+00:00"
+        (items,) = (a for a in graph.assets_defs if dg.AssetKey("items") in a.keys)
+        said = items.metadata_by_key[dg.AssetKey("items")]
+        assert said["vt_dagster/only_columns"] == "changed"
+        assert said["vt_dagster/ignore_null_updates"] == "all"
 
 
 def test_no_sensor_of_an_upstream_asset(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,8 +24,21 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from vt_dagster import SnapshotSource, TopologyError, VersionedTable
+from vt_dagster import (
+    FilesSource,
+    SnapshotSource,
+    Stream,
+    TopologyError,
+    VersionedTable,
+    explain,
+    lateness,
+)
 from vt_dagster.orchestration.translator import code_version
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 RETENTION = timedelta(seconds=40)
@@ -385,3 +400,143 @@ def test_what_is_no_list_of_names(spark: SparkSession, only_columns: str, said: 
 def test_it_is_part_of_what_a_table_means() -> None:
     told = [{}, {"only_columns": "given"}, {"only_columns": ["city"]}, {"ignore_null_updates": True}]
     assert len({code_version(table(**about)) for about in told}) == len(told)
+
+
+# -- on Delta -----------------------------------------------------------------------------------------
+
+MEMBER = StructType([f for f in SCHEMA.fields if f.name not in ("tags", "given")])
+ORDER = StructType([SCHEMA["k"], StructField("n", IntegerType()), SCHEMA["timestamp"]])
+
+
+class Members:
+    """A table of files with a join that follows it."""
+
+    def __init__(self, root: Path, spark: SparkSession, **about: Any) -> None:
+        self.root, self.spark = root, spark
+        for name in ("members", "orders", "dump"):
+            (root / name).mkdir()
+        told: dict[str, Any] = {"key": "k", "schema": MEMBER, "history_retention": timedelta(days=1)}
+        source = FilesSource(str(root / "members"))
+        self.table = VersionedTable("members", **{"source": source, **told, **about})
+        source = FilesSource(str(root / "orders"))
+        self.orders = Stream("orders", key="k", schema=ORDER, source=source)
+        self.joined = self.orders.join(self.table, name="joined", corrected_for=timedelta(days=1))
+        self.warehouse = str(root / "warehouse")
+        self.stores = stores_of(self.warehouse, spark)
+
+    def land(self, into: str, name: str, *rows: dict[str, Any]) -> None:
+        lines = [json.dumps({**row, "timestamp": row["timestamp"].isoformat()}) for row in rows]
+        (self.root / into / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def run(self, *nodes: Stream) -> dict[str, int]:
+        """Counts of the last."""
+        commits = [run_once(node, self.stores).commit for node in nodes]
+        assert commits[-1] is not None
+        return commits[-1].counts
+
+    def store(self, node: Stream | None = None) -> AssetStore:
+        found = self.stores(node or self.table)
+        assert isinstance(found, AssetStore)
+        return found
+
+    def versions(self, node: Stream | None = None) -> list[tuple[Any, ...]]:
+        rows = self.store(node).read("versions").collect()
+        told = [
+            (r["k"], seconds(r["valid_from"].astimezone(timezone.utc)), r["tier"], r["city"])
+            for r in rows
+        ]
+        return sorted(told)
+
+
+def some(k: str, second: int, changed: str | None = None, **values: Any) -> dict[str, Any]:
+    said = {} if changed is None else {"changed": changed.split()}
+    return {"k": k, "timestamp": at(second), **said, **values}
+
+
+def test_a_late_part_corrects_what_was_joined_and_can_be_told(
+    tmp_path: Path, spark: SparkSession
+) -> None:
+    made = Members(tmp_path, spark, only_columns="changed")
+    made.land(
+        "members",
+        "1",
+        some("a", 10, tier="gold", city="Rome"),
+        some("a", 30, "city", city="Oslo"),
+        some("b", 20, "tier", tier="tin"),
+    )
+    made.land("orders", "1", {"k": "a", "n": 1, "timestamp": at(35)})
+    assert made.run(made.table, made.orders, made.joined)["corrected"] == 0
+    known = datetime.now(timezone.utc)
+    before = made.versions()
+    made.land("members", "2", some("a", 20, "tier", tier="silver"), some("a", 40, "city"))
+    counts = made.run(made.table)
+    assert (counts["in"], counts["applied"], counts["carried"]) == (2, 2, 1)
+    assert made.versions() == [
+        ("a", 10, "gold", "Rome"),
+        ("a", 20, "silver", "Rome"),
+        ("a", 30, "silver", "Oslo"),
+        ("a", 40, "silver", None),
+        ("b", 20, "tin", None),
+    ]
+    assert made.run(made.joined)["corrected"] == 1
+    (row,) = [r for r in made.store(made.joined).read("log").collect() if r["revision"] == 1]
+    assert (row["tier"], row["city"], row["cause"]["offset"]) == ("silver", "Oslo", 4)
+    # By what was known then, without Spark, and made anew.
+    then = made.store().read("versions", as_known_at=known.isoformat()).collect()
+    assert {(r["k"], r["tier"], r["city"]) for r in then} == {(k, t, c) for k, _, t, c in before}
+    found = look_up(made.warehouse, "members", "versions").to_pylist()
+    assert (
+        sorted((r["k"], seconds(r["valid_from"]), r["tier"], r["city"]) for r in found)
+        == made.versions()
+    )
+    replay(made.warehouse, made.table, "again", spark)
+    assert made.versions(replace(made.table, name="again")) == made.versions()
+    assert not [f for f in audit(made.store()) if f.offending]
+    # What it was made of; and a version that a late record changed is no late record.
+    told = explain("members", key="a", at=at(30), warehouse=made.warehouse)
+    assert [d.rule for d in told.decisions] == ["carried"]
+    assert "offset 0:3 of 2024-06-01 00:00:20" in told.decisions[0].because
+    assert "its own records say city; the others are as offset 0:3 has them" in told.notes
+    (choice,) = lateness("members", grace=["0s"], warehouse=made.warehouse).choices
+    assert (choice.of, choice.late) == (5, 2)
+
+
+def test_with_a_snapshot_to_start_with(tmp_path: Path, spark: SparkSession) -> None:
+    """Its rows are whole; what a change leaves out is as it was there, whichever comes first."""
+    dump = SnapshotSource(str(tmp_path / "dump"), "jsonl", dump_time="%Y-%m-%dT%H%M%SZ")
+    made = Members(tmp_path, spark, start=dump, ignore_null_updates=True)
+    name = f"{at(0):%Y-%m-%dT%H%M%SZ}"
+    whole = [{"k": "a", "tier": "gold", "city": "Rome"}, {"k": "b", "tier": "tin", "city": None}]
+    (tmp_path / "dump" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, whole)))
+    made.land("members", "1", some("a", 10, city="Oslo"), some("b", 20, city="Bonn"))
+    made.run(made.table)
+    made.land("members", "2", some("a", 5, tier="iron"), some("c", 6, tier="x"))
+    assert made.run(made.table)["carried"] == 1
+    assert made.versions() == [
+        ("a", 0, "gold", "Rome"),
+        ("a", 5, "iron", "Rome"),
+        ("a", 10, "iron", "Oslo"),
+        ("b", 0, "tin", None),
+        ("b", 20, "tin", "Bonn"),
+        ("c", 6, "x", None),
+    ]
+
+
+def test_switched_on_and_off_in_a_live_table(tmp_path: Path, spark: SparkSession) -> None:
+    """It holds for what arrives from then on: what was before says its whole row."""
+    made = Members(tmp_path, spark)
+    made.land("members", "1", some("a", 10, tier="gold", city="Rome"), some("a", 30, city="Oslo"))
+    made.run(made.table)
+    made.table = replace(made.table, ignore_null_updates=True)
+    made.land("members", "2", some("a", 20, city="Kyiv"), some("a", 40, tier="iron"))
+    made.run(made.table)
+    assert made.versions() == [
+        ("a", 10, "gold", "Rome"),
+        ("a", 20, "gold", "Kyiv"),
+        ("a", 30, None, "Oslo"),
+        ("a", 40, "iron", "Oslo"),
+    ]
+    made.table = replace(made.table, ignore_null_updates=False)
+    made.land("members", "3", some("a", 35, city="Lima"))
+    made.run(made.table)
+    assert made.versions()[3:] == [("a", 35, None, "Lima"), ("a", 40, "iron", "Oslo")]

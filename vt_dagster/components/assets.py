@@ -19,6 +19,7 @@ from vt_dagster.components.parts import (
     Texts,
     as_duration,
     choice,
+    described,
     is_template,
     optional,
     part,
@@ -175,6 +176,21 @@ _NODE: Any = (
 )
 
 
+_OF_VERSIONS = {
+    "ready": _READY,
+    "start": _STARTS,
+    # A text is an expression here, not a list of one column.
+    "only_columns": (
+        optional(list[str] | str),
+        Field(default=None, description=described(VersionedTable, "only_columns")),
+    ),
+    "ignore_null_updates": (
+        optional(bool | list[str]),
+        Field(default=None, description=described(VersionedTable, "ignore_null_updates")),
+    ),
+}
+
+
 def _declared(name: str, kind: type[Stream]) -> type[Part]:
     """A stream or table with a source."""
     return _part(
@@ -184,7 +200,7 @@ def _declared(name: str, kind: type[Stream]) -> type[Part]:
         columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
         source=(_source, Field(description="Where its records come from.")),
         sensor=(optional(_sensor), Field(default=None, description="How its sensor looks for more.")),
-        **({"ready": _READY, "start": _STARTS} if kind is VersionedTable else {}),
+        **(_OF_VERSIONS if kind is VersionedTable else {}),
     )
 
 

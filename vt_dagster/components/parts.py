@@ -228,7 +228,7 @@ def part(
                 kind, required = Texts, True
             about = Field(
                 default=... if required else None,
-                description=_described(target, parameter.name),
+                description=described(target, parameter.name),
             )
             fields.setdefault(parameter.name, (kind if required else optional(kind), about))
     doc = inspect.getdoc(targets[0])
@@ -263,7 +263,7 @@ def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
     raise TypeError(f"the YAML has no type for {hint}; give one in types or in more")
 
 
-def _described(target: Any, name: str) -> str | None:
+def described(target: Any, name: str) -> str | None:
     """What a docstring's ``Args:`` says of a parameter."""
     kinds = target.__mro__ if isinstance(target, type) else (target,)
     doc = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in kinds)
