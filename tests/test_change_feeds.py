@@ -95,7 +95,7 @@ def test_it_is_read_from_files(tmp_path: Path, spark: SparkSession, form: Any) -
 def test_a_condition_that_is_none(spark: SparkSession) -> None:
     for condition, said in {
         "op =": "Spark says",
-        "k": "Spark says",
+        "k": "which is string",
         "count(*) > 1": "Spark says",
         "no_such(k)": "Spark says",
         "lsns = 1": "much like 'lsn'",

@@ -38,6 +38,7 @@ from vt_dagster.topology.model import Stream, VersionedTable
 _HOLD = set[tuple[str, str, str]]()
 """Conditions, each with the columns that it has been found to be one over: asking takes a moment, and a
 test has a run for each record."""
+_GIVEN = "_given"
 _LAST = 1 << 61
 """More than the places of arrival that any source gives."""
 _NOW = "9999-01-01T00:00:00Z"
@@ -169,7 +170,8 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
     try:
         with _unheard():
             # The schema alone is asked for: with Spark Connect nothing is looked at before.
-            given = spark.createDataFrame([], columns).select(F.expr(setting.expression)).schema
+            empty = spark.createDataFrame([], columns)
+            given = empty.withColumn(_GIVEN, F.expr(setting.expression)).schema[_GIVEN].dataType
     except (AnalysisException, ParseException) as error:
         kind: Any = error.getCondition() or ""
         name = (error.getMessageParameters() or {}).get("objectName", "").strip("`")
@@ -177,11 +179,10 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
             return name
         said = f"of which Spark says: {str(error).splitlines()[0]}"
     else:
-        found = given.fields[0].dataType
-        if any(same(kind, found) for kind in setting.kinds):
+        if any(same(kind, given) for kind in setting.kinds):
             _HOLD.add(told)
             return None
-        said = f"which is {found.simpleString()}"
+        said = f"which is {given.simpleString()}"
     raise TopologyError(
         f"{node.name}: expected {setting.name} to be {setting.what} over the columns {columns.names}, "
         f"got {setting.expression!r}, {said}; correct it"
