@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
+    CARRIED,
     FATE,
+    GIVEN,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
@@ -33,8 +36,22 @@ RETENTION = timedelta(days=3650)
 COLUMNS = ("key", "price", "grade", TIMESTAMP, PARTITION, OFFSET, IS_TOMBSTONE)
 
 
-def log_of(records: DataFrame) -> DataFrame:
-    """The log rows of a first run: what the table accepts, and which are their key's latest."""
+VALUES = ("price", "grade")
+
+
+def in_part(records: DataFrame) -> DataFrame:
+    """The same records, of which each third says both columns, the price, or the grade."""
+    third = F.col(ARRIVAL) % 3
+    said = [F.when(third == n, F.array(F.lit(c))) for n, c in enumerate(VALUES, 1)]
+    return records.withColumn(GIVEN, F.coalesce(*said))
+
+
+def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
+    """The log rows of a first run: what the table accepts, and which are their key's latest.
+
+    Args:
+        parts: the columns that a record may leave out.
+    """
     put = versioned.put(
         records,
         None,
@@ -43,9 +60,10 @@ def log_of(records: DataFrame) -> DataFrame:
         order=[PARTITION, ARRIVAL],
         stream_time=F.lit(None).cast("timestamp"),
         history_retention=RETENTION,
+        parts=parts,
     )
     accepted = put.where(F.col(FATE) == Fate.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))
-    return accepted.select(*COLUMNS, IS_LATEST, OLD)
+    return accepted.select(*COLUMNS, IS_LATEST, OLD, *([GIVEN, CARRIED] if parts else []))
 
 
 def view_of(log: DataFrame) -> DataFrame:
@@ -110,6 +128,36 @@ def check(records: Path, log: str, view: str) -> str:
     return f"versioned put: log and view agree with DuckDB; {odd[0]:.0%} out of order for their key"
 
 
+def check_parts(records: Path, log: str) -> str:
+    """Compares what the log of parts says last of each version with a fill by time in DuckDB."""
+    with duckdb.connect() as db:
+        fills = ", ".join(
+            f"last_value(CASE WHEN {ARRIVAL} % 3 IN (0, {n}) THEN {{v: {c}}} END IGNORE NULLS) OVER "
+            f"(PARTITION BY key ORDER BY {TIMESTAMP}).v AS {c}"
+            for n, c in enumerate(VALUES, 1)
+        )
+        expected = (
+            f"SELECT key, epoch_us({TIMESTAMP}) AS t, {fills} FROM read_parquet('{records}/*.parquet')"
+        )
+        last = f'arg_max({{p: price, g: grade}}, "{OFFSET}" * 1000000 + carried)'
+        found = f"""SELECT key, t, r.p AS price, r.g AS grade FROM (
+            SELECT key, epoch_us({TIMESTAMP}) AS t, {last} AS r
+            FROM read_parquet('{log}/*.parquet') GROUP BY ALL)"""
+        marks = [
+            db.execute(
+                f"SELECT count(*), sum(hash(key, t, price, grade)::HUGEINT) FROM ({q})"
+            ).fetchone()
+            for q in (expected, found)
+        ]
+        more = db.execute(
+            f"SELECT avg((carried > 0)::INT) FROM read_parquet('{log}/*.parquet')"
+        ).fetchone()
+    if marks[0] != marks[1]:
+        raise AssertionError(f"parts of rows: DuckDB gave {marks[0]}, got {marks[1]}")
+    assert more is not None
+    return f"parts of rows: the log agrees with DuckDB; {more[0]:.0%} of its rows are carried"
+
+
 def run(
     spark: SparkSession, rows: int, repeat: int, outputs: Outputs
 ) -> tuple[list[Result], list[str]]:
@@ -129,16 +177,23 @@ def run(
     def peer() -> None:
         write(in_order(records()), outputs.fresh("sorted"))
 
-    times = take_turns({"log": into_log, "view": into_view, SORTED: peer}, repeat)
+    def parts_into_log() -> None:
+        write(log_of(in_part(records()), VALUES), outputs.fresh("parts"))
+
+    ways = {"log": into_log, "view": into_view, "parts": parts_into_log, SORTED: peer}
+    times = take_turns(ways, repeat)
     name = f"versioned put of {rows:,} records"
     together = [a + b for a, b in zip(times["log"], times["view"], strict=True)]
     results = [
         compare(f"{name}: view", rows, times["view"], SORTED, times[SORTED], TARGET),
         compare(f"{name}: log", rows, times["log"], SORTED, times[SORTED], None),
+        compare(f"{name}: log of parts of rows", rows, times["parts"], "log", times["log"], None),
         compare(f"{name}: log, then view", rows, together, SORTED, times[SORTED], TARGET),
     ]
     notes = [
         check(path, outputs.path("log"), outputs.path("view")),
+        check_parts(path, outputs.path("parts")),
+        f"plan of the log of parts: {plan_of(log_of(in_part(records()), VALUES))}",
         f"plan of the log: {plan_of(log_of(records()))}",
         f"plan of the view: {plan_of(view_of(log_of(records())))}",
         f"plan of the peer: {plan_of(in_order(records()))}",

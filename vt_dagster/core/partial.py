@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -40,7 +40,8 @@ pc: Any = pyarrow.compute
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
 _KIND, _TIME, _FLOOR, _FIRST, _SINCE, _END = "_kind", "_time", "_floor", "_first", "_since", "_end"
-_HELPERS = (_KIND, _TIME, _FLOOR, _FIRST)
+_AT = "_at"
+_HELPERS = (_KIND, _TIME, _AT, _FLOOR, _FIRST)
 _VERSION, _RECORD, _OTHER = 0, 1, 2
 _MANY = 10_000
 """Rows that are given at once."""
@@ -79,9 +80,11 @@ def filled(
         there = versions.select(*kept, *times).withColumn(_KIND, F.lit(_VERSION))
         rows = union(rows, there)
     is_record, is_version = F.col(_KIND) == _RECORD, F.col(_KIND) == _VERSION
-    rows = rows.withColumn(_TIME, F.unix_micros(TIMESTAMP))
-    at = F.when(is_version, F.col(_TIME))
-    by_key = W.partitionBy(*[F.col(f"`{k}`") for k in key]).orderBy(~is_version, at, *order)
+    time = F.unix_micros(TIMESTAMP)
+    # Columns, not expressions: else each window would sort anew.
+    rows = rows.withColumns({_TIME: time, _AT: F.when(is_version, time)})
+    in_order = [*[F.col(f"`{k}`") for k in key], _KIND, _AT, *order]
+    by_key = W.partitionBy(*[F.col(f"`{k}`") for k in key]).orderBy(*in_order[len(key) :])
     whole = by_key.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
     told = F.when(is_record, F.col(_TIME))
     rows = gathered(rows, [f"`{k}`" for k in key]).withColumn(_SINCE, F.min(told).over(whole))
@@ -89,7 +92,7 @@ def filled(
     rows = rows.where(~is_version | (F.col(_SINCE).isNotNull() & met)).drop(_SINCE, _END)
     after = by_key.rowsBetween(1, W.unboundedFollowing)
     rows = rows.withColumns({_FLOOR: F.min(told).over(after), _FIRST: F.row_number().over(by_key) == 1})
-    rows = rows.sortWithinPartitions(*[F.col(f"`{k}`") for k in key], ~is_version, at, *order)
+    rows = rows.sortWithinPartitions(*in_order)
     fields = [f for f in rows.schema.fields if f.name not in _HELPERS]
     schema = StructType([*fields, StructField(CARRIED, IntegerType())])
     whose = _Columns(tuple(parts), tuple(c for c in values if c not in parts))
@@ -124,10 +127,13 @@ class _Version:
 
 
 class _Result(NamedTuple):
-    """A row to give: its record's number, the version that it tells, and how manieth it is."""
+    """A row to give: its record's number, the version that it tells, as it is then, and how manieth of
+    that record it is."""
 
     record: int
-    version: _Version
+    row: int
+    source: Sequence[int]
+    given: frozenset[int] | None
     carried: int
 
 
@@ -158,7 +164,7 @@ class _Key:
             if base is not None and self.times[before] == at:
                 record.given = None if base.given is None else said | base.given
         place = self.put(at, record)
-        done = [_Result(row, replace(record), 0)]
+        done = [_Result(row, row, record.source, record.given, 0)]
         values = [-1] * len(parts) if record.deleted else record.source
         left = set(parts) if said is None else set(said)
         for later in self.found[place + 1 :]:
@@ -170,7 +176,7 @@ class _Key:
             if not left:
                 break
             later.source = [values[c] if c in left else s for c, s in enumerate(later.source)]
-            done.append(_Result(row, replace(later), len(done)))
+            done.append(_Result(row, later.row, later.source, later.given, len(done)))
         return done
 
     def without_before(self, floor: int) -> _Key:
@@ -232,12 +238,14 @@ class _Batch:
 
     def versions(self, rows: Any, sources: Any) -> list[tuple[int, _Version]]:
         """Rows as versions, each with its time."""
-        found: list[tuple[int, _Version]] = []
-        for row, source in zip(rows.tolist(), sources.tolist(), strict=True):
-            said, deleted = self.said[row], bool(self.deleted[row])
-            given = None if said.all() else frozenset(np.flatnonzero(said).tolist())
-            found.append((int(self.times[row]), _Version(row, source, given, deleted)))
-        return found
+        sets, kinds = np.unique(self.said[rows], axis=0, return_inverse=True)
+        given = [None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets]
+        told = zip(rows.tolist(), sources.tolist(), kinds.ravel().tolist(), strict=True)
+        versions = [
+            _Version(r, s, given[k], d)
+            for (r, s, k), d in zip(told, self.deleted[rows].tolist(), strict=True)
+        ]
+        return list(zip(self.times[rows].tolist(), versions, strict=True))
 
     def passed(self, quick: Any, sources: Any, names: Sequence[str]) -> Any:
         """The records of keys in order, whole, and rows that are none."""
@@ -251,14 +259,13 @@ class _Batch:
     def made(self, results: Sequence[_Result], names: Sequence[str]) -> Any:
         """Results as rows."""
         parts = self.whose.parts
-        given = [
-            None if r.version.given is None else [parts[c] for c in sorted(r.version.given)]
-            for r in results
-        ]
-        sources = np.array([r.version.source for r in results], np.int64)
+        found = {r.given for r in results}
+        named = {one: None if one is None else [parts[c] for c in sorted(one)] for one in found}
+        given = [named[r.given] for r in results]
+        sources = np.array([r.source for r in results], np.int64)
         return self._rows(
             np.array([r.record for r in results], np.int64),
-            np.array([r.version.row for r in results], np.int64),
+            np.array([r.row for r in results], np.int64),
             sources.reshape(len(results), len(parts)),
             pa.array(given, self.rows.schema.field(GIVEN).type),
             np.array([r.carried for r in results], np.int32),
@@ -284,13 +291,13 @@ class _Batch:
 
     def left(self, kept: _Key) -> Any:
         """The versions of a key as rows for the next batch, before that one's own."""
-        results = [_Result(one.row, one, 0) for one in kept.found]
+        results = [_Result(one.row, one.row, one.source, one.given, 0) for one in kept.found]
         rows = self.made(results, self.rows.schema.names)
         for name, value in ((_KIND, _VERSION), (_FIRST, False)):
             place = rows.schema.get_field_index(name)
             same = pa.array([value] * len(results), rows.schema.field(name).type)
-            rows = rows.set_column(place, rows.schema.field(name), same)
-        return rows
+            rows = rows.set_column(place, name, same)
+        return pa.Table.from_arrays(rows.columns, schema=self.rows.schema)
 
 
 def _fill(batches: Iterator[Any], whose: _Columns, names: Sequence[str]) -> Iterator[Any]:
@@ -329,8 +336,9 @@ def _filled(batch: _Batch, names: Sequence[str], left: list[Any]) -> Iterator[An
     if floor is None:
         return
     if batch.group[-1] not in slow:
-        mine = batch.group[quick] == batch.group[-1]
         kept = _Key(kept.columns)
+        mine = np.flatnonzero(batch.group[quick] == batch.group[-1])
+        mine = mine[max(0, np.searchsorted(batch.times[quick[mine]], floor, "right") - 1) :]
         for at, version in batch.versions(quick[mine], sources[mine]):
             kept.put(at, version)
     left.append(batch.left(kept.without_before(floor)))
