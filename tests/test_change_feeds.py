@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
@@ -11,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 from pyspark.sql.types import LongType, MapType, StringType, StructField, StructType, TimestampType
 
@@ -90,6 +92,18 @@ def test_it_is_read_from_files(tmp_path: Path, spark: SparkSession, form: Any) -
     store = AssetStore(str(tmp_path / "warehouse"), node, spark)
     assert [(r["k"], r["v"]) for r in store.read().collect()] == [("b", "y")]
     assert "op" not in store.read("versions").columns
+
+
+def test_a_question_to_spark_leaves_its_errors_as_they_are(
+    spark: SparkSession, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is not logged, and what is wrong afterwards is told as before; also where it comes first."""
+    logging.Logger.manager.loggerDict.pop("SQLQueryContextLogger", None)
+    driver = TopologyTestDriver(table(deleted_when="gone_since is not null"), spark=spark)
+    driver.pipe("customers", put("a", "x", 1, gone_since=None))
+    assert "UNRESOLVED_COLUMN" not in capfd.readouterr().err
+    with pytest.raises(AnalysisException):
+        spark.range(1).where("nothing = 1")
 
 
 def test_a_condition_that_is_none(spark: SparkSession) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from pyspark.errors import AnalysisException, ParseException
+from pyspark.logger import PySparkLogger
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
@@ -192,7 +192,8 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
 @contextmanager
 def _unheard() -> Generator[None]:
     """Within it PySpark does not log what it raises too: a question is no error."""
-    logger = logging.getLogger("SQLQueryContextLogger")
+    # Made by PySpark: a logger of another kind would fail of what that logs.
+    logger = PySparkLogger.getLogger("SQLQueryContextLogger")
     before = logger.disabled
     logger.disabled = True
     try:
