@@ -12,163 +12,81 @@ import contextlib
 import gzip
 import json
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
 
-from vt_dagster.columns import (
-    IS_LATE,
-    IS_LATEST,
-    LOG_COLUMNS,
-    OLD,
-    RECORDED_AT,
-    TIMESTAMP,
-)
-from vt_dagster.core import store as of_table
-from vt_dagster.core import versioned
-from vt_dagster.core.arrival import by_partition
-from vt_dagster.core.corrections import with_finality
 from vt_dagster.core.log import log_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
-from vt_dagster.storage import commits, delta, parquet
-from vt_dagster.storage.evolution import (
-    Evolution,
-    evolved,
-    kept_by_newest_names,
-    mentions,
-    never_null,
-    require_said,
-)
-from vt_dagster.storage.file_offsets import file_at_or_after, file_before
-from vt_dagster.storage.lookup import asset_names, head_of
-from vt_dagster.storage.offsets import at_or_after, before
-from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Shape, choose, require_remembered
-from vt_dagster.storage.progress import Progress
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.lookup import asset_names
+from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
+from vt_dagster.storage.reader import AssetReader
+from vt_dagster.storage.shapes import shape_of
 from vt_dagster.storage.snapshot import Head, Snapshot
-from vt_dagster.storage.view import Base, View
-from vt_dagster.topology.durations import in_micros, parse_time
-from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.naming import require_path
+from vt_dagster.storage.view import Base
+from vt_dagster.topology.model import Stream, Table
 from vt_dagster.topology.renames import noted
 
-
-def shape_of(node: Stream) -> Shape:
-    """How a commit describes a node."""
-    meaning = {} if node.operator is None else node.operator.meaning
-    about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names, "meaning": meaning}
-    if not isinstance(node, VersionedTable):
-        return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
-    about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
-    about["new_version_on"] = of_table.new_version_on_of(node)
-    about["says_parts"] = node.says_parts
-    return Shape(kind="versioned", **about)
+__all__ = ["AssetStore", "shape_of", "stores_of"]
 
 
-class AssetStore:
-    """The tables of one stream or table under ``warehouse/name``.
+class AssetStore(AssetReader):
+    """The tables of one stream or table, to read them and to write them: see ``AssetReader``."""
 
-    Args:
-        warehouse: directory or URL that Spark and fsspec both can read and write.
-        spark: a session, or what gives one when it is first needed: all that says so does without.
-        tell: is told what has been written, in a line each.
-    """
+    # -- what a run prepares beside its rows -----------------------------------------------------
 
-    def __init__(
-        self,
-        warehouse: str,
-        node: Stream,
-        spark: SparkSession | Callable[[], SparkSession] | None = None,
-        tell: Callable[[str], None] | None = None,
-    ) -> None:
-        self.node = node
-        self.progress = Progress(node.name, tell)
-        delta.require_place(str(warehouse))
-        self.warehouse = str(warehouse)
-        self.root = posixpath.join(self.warehouse, *node.path)
-        self.log_path = posixpath.join(self.root, "log")
-        self.view_path = posixpath.join(self.root, "view")
-        self.quarantine_path = posixpath.join(self.root, "quarantine")
-        self._spark = spark
-        self._view = View(node, self.view_path, self.log_path, self.progress)
+    def new_attempt(self) -> str:
+        """A name for what one run prepares."""
+        return uuid4().hex
 
-    @classmethod
-    def open(
-        cls,
-        warehouse: str,
-        name: str,
-        spark: SparkSession,
-        tell: Callable[[str], None] | None = None,
-    ) -> AssetStore:
-        """The tables of an asset by its name alone, as its last commit describes them.
+    def stage_rejected(self, attempt: str, rows: DataFrame) -> None:
+        """Keeps the records that the run rejects until its commit counts."""
+        self._stage(attempt, "rejected", rows)
 
-        Raises:
-            StorageError: there is no such asset in the warehouse.
-        """
-        *prefix, last = require_path(name, "asset")
-        shape = head_of(warehouse, name)[1].shape
-        fields = parquet.schema(posixpath.join(str(warehouse), name, "log")).fields
-        added = {*LOG_COLUMNS, RECORDED_AT, IS_LATEST, IS_LATE, OLD} - {TIMESTAMP}
-        declared = shape.columns or [f.name for f in fields if f.name not in added]
-        own = [f for f in fields if f.name in (*declared, TIMESTAMP)]
-        about: dict[str, Any] = {"key": tuple(shape.key), "schema": StructType(own)}
-        about["key_prefix"] = prefix
-        if shape.kind == "versioned":
-            about |= {"valid_until": shape.valid_until, "new_version_on": shape.new_version_on}
-            about["ignore_null_updates"] = shape.says_parts
-            table = VersionedTable(last, history_retention=shape.retention(), **about)
-            return cls(warehouse, table, spark, tell)
-        kind = Table if shape.kind == "table" else Stream
-        return cls(warehouse, kind(last, **about), spark, tell)
+    def stage_state(self, attempt: str, rows: DataFrame) -> None:
+        """Keeps what an operator knows after the run until its commit counts."""
+        self._stage(attempt, "state", rows)
 
-    @property
-    def spark(self) -> SparkSession:
-        if self._spark is None:
-            raise StorageError(f"{self.node.name}: this needs a Spark session, none was given")
-        if callable(self._spark):
-            self._spark = self._spark()
-        return self._spark
+    def _stage(self, attempt: str, what: str, rows: DataFrame) -> None:
+        path = self._attempt_path(attempt, what)
+        with parquet.writing(path):
+            rows.write.mode("overwrite").parquet(path)
 
-    # -- the log ---------------------------------------------------------------------------------
+    def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
+        """Keeps the list of files that have been consumed once the run's commit counts."""
+        path = self._attempt_path(attempt, "files.json.gz")
+        fs, local = delta.filesystem(path)
+        with parquet.writing(path):
+            fs.makedirs(posixpath.dirname(local), exist_ok=True)
+            fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
 
-    def head(self) -> Head | None:
-        """The last commit of the log; None before the first. Does not use Spark."""
-        found = delta.last_commit(self.log_path)
-        return None if found is None else Head(found[0], Commit.model_validate(found[1]))
+    def forget(self, previous: Head | None) -> None:
+        """Removes what an earlier run prepared, once a later commit has taken its place."""
+        if previous is not None:
+            fs, local = delta.filesystem(self._attempt_path(previous.commit.attempt))
+            with contextlib.suppress(OSError):
+                fs.rm(local, recursive=True)
 
-    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
-        """The log rows from ``start`` (inclusive) to a commit (inclusive), but for what was cut off.
+    # -- what a run holds in memory --------------------------------------------------------------
 
-        Plan: files that have none of them, by their statistics, are not opened.
+    def tuned(self, small: bool) -> AbstractContextManager[None]:
+        """Within it Spark plans for few rows, where there are few."""
+        return small_run(self.spark, small)
 
-        Args:
-            after: also those before ``start`` whose timestamp is larger than this (epoch
-                microseconds): what a grace buffer may still hold.
-        """
-        ends = head.commit.next_offset
-        if head.later:
-            early, late = file_before(ends), file_at_or_after(start, ends)
-            rows = self._read_log(head, lambda file: early(file) and late(file))
-            return rows.where(at_or_after(start, ends) & before(ends))
-        if not start:
-            return self._read_log(head)
-        recent, wanted = file_at_or_after(start, ends), at_or_after(start, ends)
-        if after is None:
-            return self._read_log(head, recent).where(wanted)
+    def hold(self, rows: DataFrame) -> DataFrame:
+        """Rows that are wanted several times: computed once."""
+        return rows.persist()
 
-        def needed(file: delta.File) -> bool:
-            return recent(file) or file.newest is None or file.newest > after
+    def release(self, rows: DataFrame) -> None:
+        """They are not wanted any more."""
+        rows.unpersist()
 
-        rows = self._read_log(head, needed)
-        return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
-
-    def _read_log(self, head: Head, wanted: delta.Wanted = delta.everything) -> DataFrame:
-        return parquet.read(self.spark, self.log_path, head.version, wanted, like=log_schema(self.node))
+    # -- the commit ------------------------------------------------------------------------------
 
     def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
         """Appends a run's rows: the one atomic step that makes the run count.
@@ -225,159 +143,7 @@ class AssetStore:
             f"{self.log_path} to version {head.version}, which is that batch, or replay and swap"
         )
 
-    def _columns(self, now: StructType, head: Head | None) -> Evolution:
-        """What becomes of the log's columns by rows of others.
-
-        Raises:
-            StorageError: it cannot be.
-        """
-        node = self.node
-        placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
-        found = evolved(
-            node.name,
-            parquet.stored_schema(self.log_path, None if head is None else head.version),
-            now,
-            fixed={*node.key, *placed},
-            required=never_null(node),
-            declared=None if head is None else head.commit.shape.columns,
-            derived=node.operator is not None,
-        )
-        if found.added and found.dropped:
-            logs = [posixpath.join(self.warehouse, *up.path, "log") for up in node.inputs]
-            stored = [parquet.stored_schema(path) for path in logs if delta.exists(path)]
-            require_said(node.name, found, stored)
-        return found
-
-    # -- what a run prepares beside its rows -----------------------------------------------------
-
-    def _attempt_path(self, attempt: str, *parts: str) -> str:
-        return posixpath.join(self.root, "attempts", attempt, *parts)
-
-    def _staged(self, commit: Commit, what: str) -> str:
-        """The path of what a commit's run prepared.
-
-        Raises:
-            StorageError: it is gone.
-        """
-        path = self._attempt_path(commit.attempt, what)
-        fs, local = delta.filesystem(path)
-        if not fs.exists(local):
-            raise StorageError(
-                f"{commit.asset}: expected what batch {commit.batch} left for the next run, {path}, "
-                "but somebody has removed it. Put it back, or make the asset anew beside the old one "
-                "(vt-dagster replay) and swap"
-            )
-        return path
-
-    def _read_staged(self, commit: Commit, what: str) -> DataFrame:
-        return self.spark.read.parquet(delta.literal(self._staged(commit, what)))
-
-    def new_attempt(self) -> str:
-        """A name for what one run prepares."""
-        return uuid4().hex
-
-    def stage_rejected(self, attempt: str, rows: DataFrame) -> None:
-        """Keeps the records that the run rejects until its commit counts."""
-        self._stage(attempt, "rejected", rows)
-
-    def stage_state(self, attempt: str, rows: DataFrame) -> None:
-        """Keeps what an operator knows after the run until its commit counts."""
-        self._stage(attempt, "state", rows)
-
-    def _stage(self, attempt: str, what: str, rows: DataFrame) -> None:
-        path = self._attempt_path(attempt, what)
-        with parquet.writing(path):
-            rows.write.mode("overwrite").parquet(path)
-
-    def state(self, head: Head | None) -> DataFrame | None:
-        """What an operator knew after a commit; None where it keeps nothing."""
-        if head is None or not head.commit.state:
-            return None
-        return kept_by_newest_names(self._read_staged(head.commit, "state"), self.node.earlier)
-
-    def state_bytes(self, head: Head | None) -> int:
-        """How large that is. Does not use Spark."""
-        if head is None or not head.commit.state:
-            return 0
-        fs, local = delta.filesystem(self._staged(head.commit, "state"))
-        return fs.du(local)
-
-    def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
-        """Keeps the list of files that have been consumed once the run's commit counts."""
-        path = self._attempt_path(attempt, "files.json.gz")
-        fs, local = delta.filesystem(path)
-        with parquet.writing(path):
-            fs.makedirs(posixpath.dirname(local), exist_ok=True)
-            fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
-
-    def consumed_files(self, head: Head | None) -> dict[str, Any]:
-        """The files consumed so far, by name. Does not use Spark."""
-        if head is None or not head.commit.files:
-            return {}
-        fs, local = delta.filesystem(self._staged(head.commit, "files.json.gz"))
-        return json.loads(gzip.decompress(fs.cat_file(local)))
-
-    def forget(self, previous: Head | None) -> None:
-        """Removes what an earlier run prepared, once a later commit has taken its place."""
-        if previous is not None:
-            fs, local = delta.filesystem(self._attempt_path(previous.commit.attempt))
-            with contextlib.suppress(OSError):
-                fs.rm(local, recursive=True)
-
-    # -- what a run holds in memory --------------------------------------------------------------
-
-    def tuned(self, small: bool) -> AbstractContextManager[None]:
-        """Within it Spark plans for few rows, where there are few."""
-        return small_run(self.spark, small)
-
-    def hold(self, rows: DataFrame) -> DataFrame:
-        """Rows that are wanted several times: computed once."""
-        return rows.persist()
-
-    def release(self, rows: DataFrame) -> None:
-        """They are not wanted any more."""
-        rows.unpersist()
-
     # -- what follows from the log ---------------------------------------------------------------
-
-    def snapshot(self) -> Snapshot:
-        """The asset as of its last commit. Writes nothing, and does not use Spark."""
-        # The view first: it may be brought further at any time, and then the log is there already.
-        base = self._view.base() if isinstance(self.node, Table) else None
-        return self._snapshot(self.head(), base)
-
-    def known_at(self, moment: int) -> Snapshot:
-        """The asset as of the last commit that was recorded up to a time (inclusive). Without Spark.
-
-        Args:
-            moment: epoch microseconds.
-
-        Raises:
-            StorageError: nothing was recorded by then.
-        """
-        at = self.snapshot()
-        if at.head is None or at.head.commit.recorded_at <= moment:
-            return at
-        return self.as_of(commits.known_at(self.root, self.node.name, moment, at.head.commit.cut))
-
-    def as_of(self, commit: Commit) -> Snapshot:
-        """The asset as of one of its commits, which says what is cut off by now. Without Spark."""
-        at = self.snapshot()
-        assert at.head is not None
-        ahead = at.base is not None and at.base.checkpoint.batch > commit.batch
-        base = self._view.at_cut(commit) if ahead else at.base
-        return Snapshot(Head(at.head.version, commit, later=True), base)
-
-    def commits(self) -> Iterator[Commit]:
-        """The commits of the log, oldest first, as far as they are known. Without Spark."""
-        return commits.commits(self.root)
-
-    def _snapshot(self, head: Head | None, base: Base | None) -> Snapshot:
-        if head is None:
-            return Snapshot()
-        self._check_shape(head.commit.shape)
-        self._columns(log_schema(self.node), head)
-        return Snapshot(head, self._view.usable(base, head.commit))
 
     def catch_up(
         self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
@@ -400,28 +166,6 @@ class AssetStore:
             return found
         return Snapshot(head, self._update_view(head, written=written))
 
-    def _check_shape(self, shape: Shape) -> None:
-        declared = shape_of(self.node)
-        earlier = self.node.earlier
-        keys = zip(shape.key, declared.key, strict=False)
-        same_key = len(shape.key) == len(declared.key) and all(
-            then in (now, *earlier.get(now, ())) for then, now in keys
-        )
-        if shape.kind != declared.kind or not same_key:
-            raise StorageError(
-                f"{self.node.name}: declared as {declared.kind} keyed by "
-                f"{declared.key}, but its tables were written as {shape.kind} keyed by "
-                f"{shape.key}; declare it as it was (a renamed column as such), or give "
-                "the new one another name"
-            )
-        changed = self.node.changed_meaning(shape.meaning)
-        if changed:
-            raise StorageError(
-                f"{self.node.name}: declared as something else than its log was made as: "
-                f"{'; '.join(changed)}. Its results would be a mixture: declare it as it was, give the "
-                "new one another name, or make it anew beside the old one (vt-dagster replay) and swap"
-            )
-
     def _publish_rejected(self, head: Head) -> None:
         rows, commit = self._unpublished(head), head.commit
         if rows is None:
@@ -441,21 +185,6 @@ class AssetStore:
                 batch=commit.batch,
                 asset=commit.asset,
             )
-
-    def erased_rejected(self) -> dict[str, int]:
-        """How many rows of the quarantine table have been erased, by reason. Does not use Spark."""
-        done = delta.last_commit(self.quarantine_path)
-        return {} if done is None else Checkpoint.model_validate(done.document).erased
-
-    def _unpublished(self, head: Head) -> DataFrame | None:
-        """What the last run has rejected and is not in the quarantine table yet; None = nothing."""
-        commit = head.commit
-        if not commit.rejected:
-            return None
-        done = delta.last_commit(self.quarantine_path)
-        if done is not None and done.document["batch"] >= commit.batch:
-            return None
-        return self._read_staged(commit, "rejected").withColumn("batch", F.lit(commit.batch))
 
     def _update_view(self, head: Head, rebuild: bool = False, written: DataFrame | None = None) -> Base:
         def log(start: Offsets) -> DataFrame:
@@ -484,100 +213,6 @@ class AssetStore:
             fs, local = delta.filesystem(self.view_path)
             fs.rm(local, recursive=True)
         self._update_view(head, rebuild=True)
-
-    def versions(self) -> dict[str, int]:
-        """The Delta versions of the tables that are there, by name. Does not use Spark."""
-        paths = {"log": self.log_path, "view": self.view_path, "quarantine": self.quarantine_path}
-        tables = {name: delta.open_table(path) for name, path in paths.items()}
-        return {name: table.version() for name, table in tables.items() if table is not None}
-
-    def stored_rows(self) -> int:
-        """How many rows the table has that readers are sent to: the view, of a stream the log. Does not
-        use Spark."""
-        path = self.view_path if isinstance(self.node, Table) else self.log_path
-        return sum(file.rows for file in delta.files(path))
-
-    def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame:
-        """The rows of a table as of a snapshot: versions, or current rows.
-
-        Args:
-            since: epoch microseconds: versions that ended by then are not needed, and may be left out.
-        """
-        return self._view.rows(self.spark, at.base, self._tail(at), self._commit_of(at), since)
-
-    def current_at(self, at: Snapshot) -> DataFrame:
-        """What a table has of each key as of a snapshot, without history: rows, and of a versioned
-        table also tombstones."""
-        return self._view.current(self.spark, at.base, self._tail(at), self._commit_of(at))
-
-    def _commit_of(self, at: Snapshot) -> Commit:
-        assert at.head is not None
-        return at.head.commit
-
-    def _tail(self, at: Snapshot) -> DataFrame | None:
-        """The log rows that are not in the view; None = none."""
-        if at.head is None or (at.base is not None and not at.tail):
-            return None
-        return self.log({} if at.base is None else at.base.checkpoint.next_offset, at.head)
-
-    def current(self) -> DataFrame | None:
-        """The same as of the log's last commit; None before the first."""
-        at = self.snapshot()
-        return None if at.head is None else self.current_at(at)
-
-    def quarantine(self) -> DataFrame | None:
-        """What was rejected, and why; None where nothing ever was."""
-        head = self.head()
-        last = None if head is None else self._unpublished(head)
-        if not delta.exists(self.quarantine_path):
-            return last
-        rows = parquet.read(self.spark, self.quarantine_path)
-        return rows if last is None else rows.unionByName(last, allowMissingColumns=True)
-
-    # -- reading ---------------------------------------------------------------------------------
-
-    def read(
-        self,
-        what: str | None = None,
-        as_of: str | None = None,
-        partial: bool = False,
-        as_known_at: str | None = None,
-        at: Snapshot | None = None,
-    ) -> DataFrame:
-        """The asset as of its last commit, or of an earlier one.
-
-        Args:
-            what: ``current``, ``versions`` or ``log``; None = current of a table, log of a stream.
-            as_of: an ISO 8601 time; the row of every key as of it (inclusive).
-            partial: whether a time from which on the history has been forgotten already gives the rows
-                that are left, those whose version of then is remembered; otherwise it is an error.
-            as_known_at: an ISO 8601 time; by what was recorded up to it (inclusive), with the stream
-                time of then, and the history retention that is declared now.
-            at: the asset as of its last commit, where somebody has looked already.
-
-        Raises:
-            StorageError: the asset has no such thing, remembers it no more, or knew nothing by then.
-        """
-        node = self.node
-        what = choose(node.name, shape_of(node).kind, what, as_of)
-        at = at if as_known_at is None else self.known_at(parse_time(as_known_at))
-        at = at or (Snapshot(self.head()) if what == "log" else self.snapshot())
-        if at.head is None:
-            raise StorageError(f"{node.name}: nothing was ever committed; materialize it first")
-        if what == "log":
-            return self.log({}, at.head)
-        if what == "current" and as_of is None:
-            rows = self.current_at(at)
-            rows = of_table.rows_now(node, rows, at.stream_time) if isinstance(node, Table) else rows
-            return with_finality(rows, at.head.commit.marks)
-        moment = parse_time(as_of) if as_of is not None and what == "current" else None
-        view = of_table.as_read(node, self.view_at(at, since=moment))
-        if moment is None or not isinstance(node, VersionedTable):
-            return view
-        if not partial:
-            require_remembered(node.name, node.history_retention, at.stream_time, moment)
-        horizon = of_table.horizon_of(node, by_partition(at.stream_time))
-        return versioned.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
 
 
 def stores_of(

@@ -1,0 +1,89 @@
+"""How a commit describes a node, and whether tables that are there fit what is declared now."""
+
+from __future__ import annotations
+
+import posixpath
+from typing import Any
+
+from pyspark.sql.types import StructType
+
+from vt_dagster.core import store as of_table
+from vt_dagster.errors import StorageError
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.evolution import Evolution, evolved, mentions, never_null, require_said
+from vt_dagster.storage.positions import Shape
+from vt_dagster.storage.snapshot import Head
+from vt_dagster.topology.durations import in_micros
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+
+def shape_of(node: Stream) -> Shape:
+    """How a commit describes a node."""
+    meaning = {} if node.operator is None else node.operator.meaning
+    about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names, "meaning": meaning}
+    if not isinstance(node, VersionedTable):
+        return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
+    about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
+    about["new_version_on"] = of_table.new_version_on_of(node)
+    about["says_parts"] = node.says_parts
+    return Shape(kind="versioned", **about)
+
+
+def require_shape(node: Stream, shape: Shape) -> None:
+    """Refuses tables that were written as something else than what is declared.
+
+    Args:
+        shape: of the log's last commit.
+
+    Raises:
+        StorageError: another kind, key or meaning.
+    """
+    declared = shape_of(node)
+    earlier = node.earlier
+    keys = zip(shape.key, declared.key, strict=False)
+    same_key = len(shape.key) == len(declared.key) and all(
+        then in (now, *earlier.get(now, ())) for then, now in keys
+    )
+    if shape.kind != declared.kind or not same_key:
+        raise StorageError(
+            f"{node.name}: declared as {declared.kind} keyed by "
+            f"{declared.key}, but its tables were written as {shape.kind} keyed by "
+            f"{shape.key}; declare it as it was (a renamed column as such), or give "
+            "the new one another name"
+        )
+    changed = node.changed_meaning(shape.meaning)
+    if changed:
+        raise StorageError(
+            f"{node.name}: declared as something else than its log was made as: "
+            f"{'; '.join(changed)}. Its results would be a mixture: declare it as it was, give the "
+            "new one another name, or make it anew beside the old one (vt-dagster replay) and swap"
+        )
+
+
+def columns_of(
+    node: Stream, warehouse: str, log_path: str, now: StructType, head: Head | None
+) -> Evolution:
+    """What becomes of the log's columns by rows of others. Does not use Spark.
+
+    Args:
+        now: what those rows have.
+        head: the log's last commit.
+
+    Raises:
+        StorageError: it cannot be.
+    """
+    placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
+    found = evolved(
+        node.name,
+        parquet.stored_schema(log_path, None if head is None else head.version),
+        now,
+        fixed={*node.key, *placed},
+        required=never_null(node),
+        declared=None if head is None else head.commit.shape.columns,
+        derived=node.operator is not None,
+    )
+    if found.added and found.dropped:
+        logs = [posixpath.join(warehouse, *up.path, "log") for up in node.inputs]
+        stored = [parquet.stored_schema(path) for path in logs if delta.exists(path)]
+        require_said(node.name, found, stored)
+    return found
