@@ -55,7 +55,9 @@ class HistoryJoin(TableTableJoin):
 
     def _check_length(self) -> None:
         kept = None if self.materialized is None else self.materialized.history_retention
-        for side in self.inputs if kept is not None else ():
+        if kept is None:
+            return
+        for side in self.inputs:
             for partition, (asked, there) in pairs(kept, side.retention):
                 if asked > there:
                     raise TopologyError(
