@@ -130,6 +130,32 @@ def test_results_older_than_their_history_are_late(spark: SparkSession) -> None:
     assert driver._stores["inner_of_both"].head().commit.counts["late"] == 1
 
 
+def test_what_a_side_has_forgotten_is_not_told_as_if_it_had_never_been(spark: SparkSession) -> None:
+    """Nor does it take the place of what was told when it was still known."""
+    short = table("left", 100 * MS), table("right", 100 * MS)
+    about: dict[str, Any] = {"history": "complete", "select": ["left.l", "right.r"]}
+    first = short[0].left_join(short[1], name="left_of_both", **about)
+    driver = TopologyTestDriver(first, spark=spark)
+    driver.pipe("right", record("right", "a", 7, 10), record("right", "a", 8, 20))
+    driver.pipe("right", record("right", "b", 9, 500))
+    driver.pipe("left", record("left", "a", 1, 12), record("left", "c", 2, 12))
+    # What the right was at 12 nobody knows any more; of c it never had anything.
+    assert versions(driver, "left") == [("a", 1, 8, 20, None), ("c", 2, None, 12, None)]
+    assert driver._stores["left_of_both"].head().commit.counts["late"] == 1
+
+
+def test_sides_in_different_partitions(spark: SparkSession) -> None:
+    """All results of a key are in one partition, in which offsets say which came last."""
+    wide = replace(table("right"), partitions=4)
+    node = LEFT.left_join(wide, history="complete", name="left_of_both", select=["left.l", "right.r"])
+    driver = TopologyTestDriver(node, spark=spark)
+    driver.pipe("left", *[record("left", k, 1, 12) for k in "abcdef"])
+    driver.pipe("right", *[record("right", k, v, t) for k in "abcdef" for v, t in ((7, 10), (8, 20))])
+    assert len({r["partition"] for r in driver.read("right")}) > 1
+    expected = [row for k in "abcdef" for row in ((k, 1, 7, 12, 20), (k, 1, 8, 20, None))]
+    assert versions(driver, "left") == expected
+
+
 def intersections(kind: str, records: dict[str, list[dict[str, Any]]]) -> list[tuple[Any, ...]]:
     """The same by DuckDB over all records: intervals of both sides at each begin of either."""
     frames = {
@@ -196,6 +222,10 @@ def test_whatever_the_arrival_it_is_the_intersection(spark: SparkSession, seed: 
             "right",
         ),
         (lambda: joined("inner", materialized=Materialized()), "expected a history for the result"),
+        (
+            lambda: joined("inner", materialized=Materialized(history_retention=2000 * MS)),
+            "at most 0:00:01, the history retention of 'left', got 0:00:02",
+        ),
         (lambda: joined("inner", monotone_timestamps=True), "keeps results from going back"),
         (lambda: joined("inner", history="all"), "history must be 'latest' or 'complete', got 'all'"),
         (lambda: joined("left", foreign_key="l"), "is for a join by the common key"),

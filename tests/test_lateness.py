@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
 import numpy as np
+import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
@@ -31,6 +33,8 @@ from vt_dagster import (
 from vt_dagster.cli.app import app
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.provenance.choices import Choice, Lateness
+from vt_dagster.provenance.late_joins import LateJoin, Records
+from vt_dagster.provenance.versions import Match, Versions
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.store import stores_of
 from vt_dagster.testing.memory import MemoryStore
@@ -239,6 +243,61 @@ def test_the_shortest_grace_period_for_a_percentage(lab: Lab) -> None:
             lab.lateness("join0", at_most=at_most)
     with pytest.raises(StorageError, match="orders is made by source: expected a join"):
         lab.lateness("orders")
+
+
+class Answers:
+    """Versions that answer each record by a list of states; the last one is right."""
+
+    now = 4
+
+    def known_since(self, place: Any) -> Any:
+        return np.full(len(place), 3)
+
+    def answers(self, place: Any, codes: Any, moment: Any, state: Any) -> Any:
+        return np.array([1, 0, 2, 0, 0])[state], np.zeros(len(place), bool)
+
+    def same(self, one: Any, other: Any) -> Any:
+        return one == other
+
+
+def test_a_record_may_be_right_by_chance_with_a_shorter_one() -> None:
+    """Of four runs the second and the fourth give what is known now: the second is soon enough."""
+    join = LateJoin.__new__(LateJoin)
+    one = np.zeros(1, np.int64)
+    home = {"run": 0, "home": one, "moment": one + 10, "now": one + 20, "keyed": one == 0}
+    records = Records(**home, codes=one, place=one, truth=one)
+    join.state, join._recorded = np.arange(4), np.arange(4)
+    join._time, join.runs, join.versions = np.array([[20, 30, 40, 50]]), [None] * 4, Answers()  # type: ignore
+    join.records = lambda: iter([records])  # type: ignore[method-assign]
+    every = [timedelta(microseconds=n) for n in range(60)]
+    enough = [c.length for c in join.cost(every) if not c.wrong]
+    best = join.smallest(0)
+    assert best is not None
+    assert best.length == enough[0] == timedelta(microseconds=11)
+
+
+def test_a_version_that_has_ended_by_itself_answers_nothing() -> None:
+    """Nor does one that ends answer for a time before the history: it is nobody's current one."""
+    rows = pa.table(
+        {
+            **{"k": ["a", "a"], "partition": [0, 0], "offset": [0, 1], "is_tombstone": [False] * 2},
+            "timestamp": pa.array([10, 30], pa.timestamp("us", "UTC")),
+            "u": pa.array([20, 90], pa.timestamp("us", "UTC")),
+        }
+    )
+    shape = SimpleNamespace(retention=lambda: timedelta(microseconds=10))
+    log: Any = SimpleNamespace(
+        key=("k",), head=SimpleNamespace(shape=shape), rows=lambda *_, **__: rows
+    )
+    state: Any = SimpleNamespace(next_offset={0: 2}, stream_time={0: 60})
+    versions = Versions(log, [state], Match([], valid_until="u"))
+    moments = np.array([10, 19, 20, 30, 49, 50, 89, 90])
+    codes = versions.keys.of([pa.chunked_array([["a"] * len(moments)])], new=False)
+    place = versions.place(codes, moments)
+    then, _ = versions.answers(place, codes, moments, np.zeros(len(moments), np.int64))
+    now, _ = versions.answers(place, codes, moments, np.full(len(moments), versions.now))
+    assert then.tolist() == [-1, -1, -1, -1, -1, 1, 1, -1]
+    assert now.tolist() == [0, 0, -1, 1, 1, 1, 1, -1]
 
 
 def test_on_the_command_line_and_as_a_check(lab: Lab, tmp_path: Path) -> None:

@@ -13,11 +13,22 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.market import RECORD, lines, materialized, record, run
-from vt_dagster import FilesSource, Stream, Table, TopologyError, VersionedTable, build_asset
-from vt_dagster.errors import RefusedRecordsError
+from vt_dagster import (
+    FeatureView,
+    FilesSource,
+    Stream,
+    Table,
+    TopologyError,
+    VersionedTable,
+    build_asset,
+)
+from vt_dagster.errors import RefusedRecordsError, StorageError
+from vt_dagster.runs.ready import _partitioned_alike
 from vt_dagster.runs.run import run_once
+from vt_dagster.runs.training_set import TrainingRun
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import stores_of
+from vt_dagster.topology.training_set import TrainingSet
 
 DAY = timedelta(days=1)
 AGAIN = [
@@ -179,6 +190,53 @@ def test_a_table_may_be_ready_from_a_time_on_but_must_remember_what_has_waited(s
     commit = one.run(one.sold, accept_not_ready=True)
     assert commit is not None
     assert commit.ready_at == commit.next_offset
+
+
+def test_a_key_may_be_in_another_partition_of_the_table_than_of_the_stream(shop: Made) -> None:
+    """Then what each of its partitions has forgotten counts; a deletion of the stream asks nothing."""
+    one = shop(retention=DAY)
+    prices = replace(one.prices, partitions=2, partition_by="if(k = 'b', 1, 0)")
+    sales = replace(one.sales, tombstone="v is null")
+    about: dict[str, Any] = {"select": ("left.v", "right.v as price")}
+    sold, other = (sales.left_join(prices, name=name, **about) for name in ("sold", "other"))
+    one.land("prices", 1, record("a", "p", "1 00:00"), record("b", "p", "1 00:00"))
+    one.land("prices", 2, record("b", "q", "3 00:00"))
+    one.land("sales", 1, record("b", None, "1 12:00"))
+    for node in (prices, sales, prices):
+        one.run(node)
+    assert one.run(sold) is not None
+    one.land("sales", 2, record("b", "s", "1 12:00"))
+    one.run(sales)
+    with pytest.raises(
+        RefusedRecordsError, match=r"expected prices to remember .* 2024-01-01T12:00:00Z"
+    ):
+        one.run(other)
+
+
+def test_partitions_that_are_the_same_in_both(shop: Made) -> None:
+    one = shop()
+    wide = replace(one.prices, partitions=4)
+    assert _partitioned_alike(one.sales, {0: 1}, one.prices, {0: 2})
+    assert not _partitioned_alike(one.sales, {0: 1}, wide, {0: 2, 3: 2})
+    # Topics have theirs, whatever is declared.
+    assert _partitioned_alike(one.sales, {0: 1, 1: 1}, one.prices, {0: 2, 1: 2})
+    assert not _partitioned_alike(one.sales, {0: 1}, one.prices, {0: 2, 1: 2})
+
+
+def test_a_training_set_is_not_made_of_a_part_of_a_table(shop: Made, tmp_path: Path) -> None:
+    one = shop()
+    one.land_all()
+    declared = TrainingSet("examples", one.sales, (FeatureView(one.prices, prefix="price_"),))
+    way = TrainingRun(declared, str(tmp_path / "set"), str(one.root / "warehouse"), one.spark)
+    one.run(one.sales)
+    for _ in range(2):
+        one.run(one.prices)
+        with pytest.raises(
+            StorageError, match=r"examples: .* to be ready, but \['prices'\] have not all"
+        ):
+            way.run()
+    one.run(one.prices)
+    assert way.run() is not None
 
 
 @pytest.mark.parametrize("given", ["soon", datetime(2024, 1, 1)])

@@ -158,6 +158,31 @@ def test_refused_when_declared(change: dict[str, Any], said: str, tmp_path: Path
     assert said in str(refused.value)
 
 
+def test_a_deletion_that_another_partition_has_forgotten_gives_no_older_version(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Of a key in two partitions what followed a version may be gone, and the version be there."""
+
+    def moment(minute: int) -> datetime:
+        return EPOCH + timedelta(minutes=minute)
+
+    rates = table(tmp_path, "rates")
+    kinds = "k string, n int, valid_from timestamp, valid_to timestamp, is_tombstone boolean"
+    ended = [("a", 1, moment(10), moment(20), False, 0, moment(0))]
+    rows = spark.createDataFrame(ended, f"{kinds}, partition int, recorded_at timestamp")
+    asked = [("a", moment(19), 0, 0, moment(99)), ("a", moment(20), 0, 1, moment(99))]
+    kinds = "k string, timestamp timestamp, partition int, _arrival long, recorded_at timestamp"
+    spine = spark.createDataFrame(asked, kinds)
+    views = [
+        FeatureView(rates, prefix="a_", as_known="now"),
+        FeatureView(rates, prefix="b_"),
+        FeatureView(rates, prefix="c_", as_known="now", at="before"),
+    ]
+    features = [Feature(view, rows, F.lit(moment(30)), NothingInDoubt()) for view in views]
+    found = with_features(spine, features, lambda made: made).orderBy("_arrival").collect()
+    assert [(r["a_n"], r["b_n"], r["c_n"]) for r in found] == [(1, 1, 1), (None, None, 1)]
+
+
 def test_the_spine_is_shuffled_once_a_key(spark: SparkSession, tmp_path: Path) -> None:
     """However many features are of one key: here two of one, one of another."""
     rates = table(tmp_path, "rates")

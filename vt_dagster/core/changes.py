@@ -51,6 +51,7 @@ class TableInput:
             ``key columns, value columns, timestamp, partition``; None = every row is among the changes.
         values: the names of the value columns, without timestamp.
         versioned: whether changes out of order (``is_latest`` false) are dropped.
+        horizon: of a row of ``current``, from when on its table remembers; None = all.
     """
 
     changes: DataFrame
@@ -58,6 +59,7 @@ class TableInput:
     key: Sequence[str]
     values: Sequence[str]
     versioned: bool
+    horizon: Column | None = None
 
     @property
     def state_columns(self) -> list[str]:

@@ -22,7 +22,8 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import Fate, union
+from vt_dagster.core import store
+from vt_dagster.core.arrival import Fate, by_partition, union
 from vt_dagster.core.changes import (
     LEFT,
     RIGHT,
@@ -33,11 +34,13 @@ from vt_dagster.core.changes import (
 )
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
+from vt_dagster.core.records import home_of
 from vt_dagster.core.table_table_join import TableTableJoinProcessor, side_row
+from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.operators import HistoryJoin, JoinKind
 
 _AT, _RANK, _STATE, _CHANGE, _SIDES = "_at", "_rank", "state", "change", (LEFT, RIGHT)
-_MATCHED, _CAUSE, _BEGINS = "_matched", "_cause", "_begins"
+_MATCHED, _CAUSE, _BEGINS, _UNKNOWN = "_matched", "_cause", "_begins", "_unknown"
 _PLACE = (INPUT, HOME, SEQUENCE, PARTITION)
 
 
@@ -56,11 +59,22 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         left, right = (
-            TableInput(changes, one.table, node.key, value_columns(node), node.versioned)
+            TableInput(
+                *(changes, one.table, node.key, value_columns(node), node.versioned),
+                horizon=_horizon(node, one),
+            )
             for node, changes, one in zip(self.consumed, rows, inputs, strict=True)
         )
         operator = self.operator
-        return join(left, right, kind=operator.kind, columns=operator.projection().columns)
+        joined = join(left, right, kind=operator.kind, columns=operator.projection().columns)
+        if len({(one.partitions, one.partition_by) for one in self.consumed}) == 1:
+            return joined
+        # All of a key in one partition: the offsets of two tell no order.
+        return joined.withColumn(PARTITION, home_of(self.node.key, self.node))
+
+
+def _horizon(node: Stream, one: Input) -> Column | None:
+    return store.horizon_of(node, by_partition(one.times)) if isinstance(node, VersionedTable) else None
 
 
 def join(
@@ -71,7 +85,8 @@ def join(
     A change is true from its timestamp to its key's next version. In that time each begin of a version
     of either side gives one result, at that time, of what both sides have there in the end; where the
     kind of join wants more than there is, a tombstone, but none where there was none before. Results
-    go out by time, each from the change that made it.
+    go out by time, each from the change that made it. One of a time that a side has forgotten, though
+    it has later versions of the key, is ``late``.
 
     Plan: of each side one semi-join of the versions with the keys that change, then one shuffle and
     sort of both together by key, one pass of windows.
@@ -95,9 +110,11 @@ def join(
     in_order = by_key.orderBy(_AT, _RANK, INPUT, SEQUENCE)
     so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     next_at = F.lead(_AT).over(in_order)
+    forgot = [F.max(_forgotten(side)).over(by_key).alias(_forgotten(side)) for side in _SIDES]
     moments = events.select(
         *on,
         _AT,
+        *forgot,
         *[F.last(side, ignorenulls=True).over(so_far).alias(side) for side in _SIDES],
         F.coalesce(next_at > F.col(_AT), F.lit(True)).alias(_BEGINS),
     ).where(_BEGINS)
@@ -106,10 +123,13 @@ def join(
     moments = moments.withColumns(
         {_MATCHED: F.coalesce(_wanted(kind, *there), F.lit(False)), _CAUSE: F.coalesce(*found)}
     )
-    before = F.coalesce(F.lag(_MATCHED).over(by_key.orderBy(_AT)), F.lit(False))
+    unknown = [F.col(side).isNull() & (F.col(_AT) < F.col(_forgotten(side))) for side in _SIDES]
+    moments = moments.withColumn(_UNKNOWN, F.coalesce(unknown[0] | unknown[1], F.lit(False)))
+    so_before = F.lag(F.col(_MATCHED) | F.col(_UNKNOWN)).over(by_key.orderBy(_AT))
+    before = F.coalesce(so_before, F.lit(False))
     # Else a side that has nothing now had nothing there before the run either.
     deleted = [F.coalesce(one.getField(IS_TOMBSTONE), F.lit(False)) for one in found]
-    ended = before | deleted[0] | deleted[1]
+    ended = before | deleted[0] | deleted[1] | F.col(_UNKNOWN)
     told = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended).where(F.col(_CAUSE).isNotNull())
     cause = {name: F.col(_CAUSE).getField(name) for name in _PLACE}
     joined = told.where(_BEGINS).select(
@@ -118,7 +138,7 @@ def join(
         F.when(there[1], side_row(right, F.col(RIGHT).getField(_STATE))).alias(RIGHT),
         F.col(_AT).alias(TIMESTAMP),
         (~F.col(_MATCHED)).alias(IS_TOMBSTONE),
-        F.lit(Fate.APPLIED).alias(FATE),
+        F.when(F.col(_UNKNOWN), Fate.LATE).otherwise(Fate.APPLIED).alias(FATE),
         F.unix_micros(_AT).alias(ARRIVAL),
         *[column.alias(name) for name, column in cause.items()],
         F.lit(0).alias(TURN),
@@ -137,16 +157,18 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     the run's changes.
 
     Returns:
-        ``match_names, _at, _rank`` (of one time, what is to count comes last)``, _input, _sequence``,
-        and under the side's name a struct: the state from then on (null = none), and the change that
-        made it, null where no change of the run did.
+        from when on it remembers; ``match_names, _at, _rank`` (of one time, what is to count comes
+        last)``, _input, _sequence``; and under the side's name a struct: the state from then on (null =
+        none), and the change that made it, null where no change of the run did.
     """
     on = match_names(side.key)
     place = F.struct(IS_TOMBSTONE, *_PLACE)
     nothing, no_state = F.lit(None), F.lit(None).cast(_type_of(side))
 
     def said(rows: DataFrame, at: str, rank: int, state: Column, change: Column) -> DataFrame:
+        horizon = side.horizon if rank < 2 and side.horizon is not None else F.lit(None)
         return rows.select(
+            horizon.cast("timestamp").alias(_forgotten(name)),
             *match_columns(side.key),
             F.col(at).alias(_AT),
             F.lit(rank).alias(_RANK),
@@ -162,6 +184,10 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     ends = said(versions.where(F.col(VALID_TO).isNotNull()), VALID_TO, 0, no_state, none)
     begins = said(versions, VALID_FROM, 1, side.new_state(), none)
     return union(made, union(ends, begins))
+
+
+def _forgotten(side: str) -> str:
+    return f"_forgotten_{side}"
 
 
 def _type_of(side: TableInput) -> Any:

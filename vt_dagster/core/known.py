@@ -26,12 +26,14 @@ class Input:
         earlier: log rows of runs before, as far back as ``look_back`` or ``reaches_back`` asked for;
             None = none.
         few: whether ``rows`` are so few that each task may have them all.
+        times: stream time of ``table``, by partition.
     """
 
     rows: DataFrame
     table: DataFrame | None = None
     earlier: DataFrame | None = None
     few: bool = False
+    times: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
     for i, f in features.items():
         row, asked = F.col(_version(i)), F.col(TIMESTAMP) - f.strictly
         end, horizon = row[VALID_TO], row[_HORIZON]
-        in_time = end.isNull() | horizon.isNull() | (asked >= horizon)
+        # It may have ended before the next one that is left begins.
+        in_time = end.isNull() | ((asked < end) & (horizon.isNull() | (asked >= horizon)))
         known = row.isNotNull() & in_time
         if f.view.as_known != "now":
             cut = cut_of(f.view.as_known)

@@ -113,6 +113,7 @@ class LateJoin:
             _columns(meaning["select"], table),
             None if age is None else printed(age),
             meaning.get("at") == "before",
+            table.head.shape.valid_until,
         )
         self.versions = Versions(table, [by_batch[n] for n in batches], match)
         homes = sorted({p for run in self.runs for p in run.stream_time})
@@ -236,8 +237,9 @@ class LateJoin:
     # -- the other way round -------------------------------------------------------------------------
 
     def needed(self) -> tuple[Any, int]:
-        """The grace period that each record needs that would be joined wrongly by the run that took it,
-        ascending, in microseconds, and how many records there are. Longer ones do it too."""
+        """From which grace periods on a record that would be joined wrongly by the run that took it is
+        joined rightly, ascending, in microseconds: each time that its answer turns, also by chance,
+        until the version is known; and how many records there are."""
         found: list[Any] = []
         total = 0
         for records in self.records():
@@ -246,14 +248,17 @@ class LateJoin:
             known = self.versions.known_since(records.place[rest])
             # By the first run that knew the version, the answer is right: before, only by chance.
             right = np.searchsorted(self.state, known, side="left")
-            last = np.maximum(right, records.run) - 1
-            rest, last = rest[last >= records.run], last[last >= records.run]
-            while len(rest):
+            last, turns = np.maximum(right, records.run) - 1, np.ones(len(rest), bool)
+            while True:
+                rest, last, turns = (a[last >= records.run] for a in (rest, last, turns))
+                if not len(rest):
+                    break
                 wrong, _ = self._wrong(records, rest, last)
-                time = self._time[records.home[rest[wrong]], last[wrong]]
-                found.append(time - records.moment[rest[wrong]] + 1)
-                rest, last = rest[~wrong], last[~wrong] - 1
-                rest, last = rest[last >= records.run], last[last >= records.run]
+                some = wrong & turns
+                time = self._time[records.home[rest[some]], last[some]]
+                found.append(time - records.moment[rest[some]] + 1)
+                # Of runs that have seen the same table the answer is the same.
+                last, turns = np.searchsorted(self.state, self.state[last], side="left") - 1, ~wrong
         return np.sort(np.concatenate(found) if found else np.zeros(0, np.int64)), total
 
     def smallest(self, at_most: float) -> Choice | None:

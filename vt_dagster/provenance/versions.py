@@ -22,6 +22,7 @@ from vt_dagster.storage.positions import EVER, Commit, horizons
 
 NOTHING = -1
 """The place of no version."""
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ class Match:
     Args:
         columns: that a result has of its version, ``valid_from`` perhaps among them.
         max_age: None = any; before: ``valid_from < timestamp``, else ``<=``.
+        valid_until: the column that says when a version ends by itself; None = none.
     """
 
     columns: Sequence[str]
     max_age: timedelta | None = None
     before: bool = False
+    valid_until: str | None = None
 
 
 class Versions:
@@ -51,6 +54,7 @@ class Versions:
     def __init__(self, log: Log, states: Sequence[Commit | None], match: Match) -> None:
         names = [PARTITION, OFFSET, TIMESTAMP, IS_TOMBSTONE]
         wanted = [c for c in match.columns if c != VALID_FROM]
+        names += [match.valid_until] if match.valid_until else []
         rows = log.rows(both(), only=list(dict.fromkeys([*names, *log.key, *wanted])))
         self.keys, self._match, self.now = KeyCodes(len(log.key)), match, len(states)
         codes = self.keys.of([rows.column(k) for k in log.key])
@@ -63,6 +67,7 @@ class Versions:
         self._alike = _alike(columns, len(rank))[rank]
         self._code, self._begin = codes[rank], begin[rank]
         self._deleted = rows.column(IS_TOMBSTONE).to_numpy()[rank]
+        self._until = _until(rows, match.valid_until)[rank]
         homes, self._home = np.unique(partition, return_inverse=True)
         self._home = self._home[rank]
         self._since = _since(states, homes, partition, offset)[rank]
@@ -99,7 +104,8 @@ class Versions:
         limit = self._horizon[states[there], self._home[found[there]]]
         old = there[looked[there] < limit]
         last = np.searchsorted(self._code, codes[old], side="right") - 1
-        ended = old[self._last_known(last, states[old]) != found[old]]
+        own_end = self._until[found[old]] < _NEVER
+        ended = old[own_end | (self._last_known(last, states[old]) != found[old])]
         forgotten = np.zeros(len(found), bool)
         forgotten[ended] = True
         found[ended] = NOTHING
@@ -107,10 +113,10 @@ class Versions:
         return found, forgotten
 
     def _empty(self, found: Any, looked: Any) -> Any:
-        """Where a version is a tombstone, or too old, or there is none."""
+        """Where a version is a tombstone, has ended, or is too old, or there is none."""
         if not len(self._begin):
             return found == NOTHING
-        empty = (found == NOTHING) | self._deleted[found]
+        empty = (found == NOTHING) | self._deleted[found] | (looked >= self._until[found])
         if self._match.max_age is not None:
             longest = self._match.max_age // timedelta(microseconds=1)
             moments = looked + 1 if self._match.before else looked
@@ -184,6 +190,13 @@ def _pyramid(least: Any) -> tuple[Any, Any]:
             below = np.append(below, np.iinfo(np.int64).max)
         levels.append(np.minimum(below[::2], below[1::2]))
     return np.concatenate(levels), np.array(first, np.int64)
+
+
+def _until(rows: pa.Table, column: str | None) -> Any:
+    """When each version ends by itself, epoch microseconds."""
+    if column is None:
+        return np.full(rows.num_rows, _NEVER)
+    return np.where(rows.column(column).is_valid().to_numpy(), micros(rows, column), _NEVER)
 
 
 def _since(states: Sequence[Commit | None], homes: Any, partition: Any, offset: Any) -> Any:

@@ -6,14 +6,14 @@ to there. Both are told by offsets of the logs, so that it does not matter how r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any, TypeAlias
 
-from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import PARTITION, TIMESTAMP
+from vt_dagster.core.grace import moves_stream_time
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.store import start_of
 from vt_dagster.errors import RefusedRecordsError
@@ -43,6 +43,11 @@ def upstream(node: Stream, before: Commit, heads: Heads) -> dict[str, Offsets | 
     if before.ready_at is not None or not waits(node):
         return {}
     return {up.name: _ready_at(up, heads(up), heads) for up in node.inputs}
+
+
+def not_ready(nodes: Iterable[Stream], heads: Heads) -> list[str]:
+    """The names of those that are not to be looked into yet."""
+    return [node.name for node in nodes if _ready_at(node, heads(node), heads) is None]
 
 
 def _ready_at(node: Stream, commit: Commit | None, heads: Heads) -> Offsets | None:
@@ -128,22 +133,44 @@ def require_covered(arrival: Arrival, stores: Stores) -> None:
     streams = [up for up in node.inputs if up.name in arrival.taken and not up.is_table]
     if node.operator is None or not arrival.ready or not streams:
         return
-    start = arrival.before.inputs.get(streams[0].name, {})
-    rows = stores(streams[0]).log(start, arrival.inputs[streams[0].name])
+    stream, commit = streams[0], arrival.inputs[streams[0].name]
+    start = arrival.before.inputs.get(stream.name, {})
+    rows = stores(stream).log(start, commit).where(moves_stream_time(stream.key))
+    earliest = rows.groupBy(PARTITION).agg(F.unix_micros(F.min(TIMESTAMP)).alias("first"))
+    found: dict[int, int] | None = None
     for table in node.operator.waits_for:
         if waits(table) and table.retention is not None:
-            _require_remembered(node, table, arrival.tables[table.name].stream_time, rows)
+            if found is None:
+                found = {r[PARTITION]: r["first"] for r in earliest.collect()}
+            now = arrival.tables[table.name].stream_time
+            alike = _partitioned_alike(stream, commit.commit.stream_time, table, now)
+            _require_remembered(node, table, now, found, alike)
+
+
+def _partitioned_alike(
+    stream: Stream, own: Mapping[int, int], table: Stream, theirs: Mapping[int, int]
+) -> bool:
+    """Whether a key is in the same partition of both, as far as that is known."""
+    said = [(one.partitions, one.partition_by) for one in (stream, table)]
+    inside = all(partition < stream.partitions for partition in (*own, *theirs))
+    return said[0] == said[1] and (inside or own.keys() == theirs.keys())
 
 
 def _require_remembered(
-    node: Stream, table: Stream, stream_time: Mapping[int, int], rows: DataFrame
+    node: Stream, table: Stream, now: Mapping[int, int], earliest: Mapping[int, int], alike: bool
 ) -> None:
+    """Refuses a run with records from before what a table remembers.
+
+    Args:
+        now: its stream time; ``earliest``: the first record's of each partition.
+        alike: see :func:`_partitioned_alike`; else any partition of the table may have a record's key.
+    """
     retention = table.retention
     assert retention is not None
-    known = {p: horizons(retention, {p: now})[0] for p, now in stream_time.items()}
-    earliest = rows.groupBy(PARTITION).agg(F.unix_micros(F.min(TIMESTAMP)).alias("first"))
-    found = {r[PARTITION]: r["first"] for r in earliest.collect()}
-    forgotten = {p: first for p, first in found.items() if first < known.get(p, first)}
+    known = {p: horizons(retention, {p: moment})[0] for p, moment in now.items()}
+    if known and not alike:
+        known = dict.fromkeys(earliest, max(known.values()))
+    forgotten = {p: first for p, first in earliest.items() if first < known.get(p, first)}
     if not forgotten:
         return
     partition, first = min(forgotten.items(), key=lambda one: one[1])

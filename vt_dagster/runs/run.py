@@ -177,15 +177,16 @@ class Run:
         for node, rows in zip(self.processor.consumed, logs, strict=True):
             start = before.inputs.get(node.name, {})
             table = earlier = None
+            times = dict[int, int]()
             # Where nothing was consumed before, every row of the table is among the changes.
             if start and self.processor.reads_tables and node.name in self.arrival.tables:
                 store, at = self.stores(node), self.arrival.tables[node.name]
                 table = store.current_at(at) if since is None else store.view_at(at, since)
-                table = table.drop(RECORDED_AT)
+                table, times = table.drop(RECORDED_AT), at.stream_time
             if start and self._look_back(node) is not None:
                 consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
                 earlier, rows = rows.where(consumed), rows.where(~consumed)
-            found.append(Input(rows, table, earlier, self.arrival.few_of(node.name)))
+            found.append(Input(rows, table, earlier, self.arrival.few_of(node.name), times))
         return found
 
     # -- operate ---------------------------------------------------------------------------------

@@ -24,11 +24,13 @@ from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.export import head_in, require_outside
 from vt_dagster.runs.past import TablePast, recorded_if
+from vt_dagster.runs.ready import not_ready
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.snapshot import Snapshot
 from vt_dagster.storage.store import AssetStore, shape_of
+from vt_dagster.topology.model import Stream
 from vt_dagster.topology.training_set import TrainingSet
 
 _KIND, _MANIFEST = "training_set", "manifest"
@@ -93,8 +95,8 @@ class TrainingRun:
             the commit; None where the set is of these very positions already, known without Spark.
 
         Raises:
-            StorageError: the place is somebody else's; or what is pinned is there no more, is declared
-                otherwise, or gave other rows.
+            StorageError: the place is somebody else's; a table is not ready; or what is pinned is there
+                no more, is declared otherwise, or gave other rows.
             ConcurrentRunError: another run of the set committed at the same time.
         """
         declared, before = self.declared, self.head()
@@ -108,6 +110,8 @@ class TrainingRun:
         spine = found[declared.spine.name]
         if spine.head is None:
             return None
+        if pinned is None:
+            self._require_ready(found)
         made = Manifest(
             name=declared.name,
             declared=declared.declared(),
@@ -136,6 +140,19 @@ class TrainingRun:
                 store.release(self._held.pop())
         self._write_manifest(commit)
         return commit
+
+    def _require_ready(self, found: Mapping[str, Snapshot]) -> None:
+        def last(node: Stream) -> Commit | None:
+            there = found.get(node.name) or AssetStore(self.warehouse, node, self.spark).snapshot()
+            return None if there.head is None else there.head.commit
+
+        nodes = [node for node in self.declared.inputs if found[node.name].head is not None]
+        if names := not_ready(nodes, last):
+            raise StorageError(
+                f"{self.declared.name}: expected its inputs to be ready, but {names} have not all "
+                "that they are to have first, and the set would be of a part of them; materialize them "
+                "again, or leave ready out of the tables"
+            )
 
     def _at(self, store: AssetStore, pinned: Manifest | None) -> Snapshot:
         name = store.node.name

@@ -9,7 +9,7 @@ from typing import Any
 from pyspark.sql.types import StructType
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.durations import Duration
+from vt_dagster.topology.durations import Duration, pairs
 from vt_dagster.topology.operators.base import make_table
 from vt_dagster.topology.operators.table_table_join import TableTableJoin
 
@@ -46,11 +46,25 @@ class HistoryJoin(TableTableJoin):
                 f"{self.name}: expected a history for the result of history='complete', got none; give "
                 "materialized=Materialized(history_retention=...), or leave it out"
             )
+        self._check_length()
         if self.monotone_timestamps:
             raise TopologyError(
                 f"{self.name}: monotone_timestamps keeps results from going back in time, but with "
                 "history='complete' that is what they do; leave one of them out"
             )
+
+    def _check_length(self) -> None:
+        kept = None if self.materialized is None else self.materialized.history_retention
+        if kept is None:
+            return
+        for side in self.inputs:
+            for partition, (asked, there) in pairs(kept, side.retention):
+                if asked > there:
+                    raise TopologyError(
+                        f"{self.name}: expected a history of the result of at most {there}{partition}, "
+                        f"the history retention of {side.name!r}, got {asked}: older results would be "
+                        "made of versions that are gone; shorten it, or lengthen that"
+                    )
 
     @property
     def monotone(self) -> bool:
