@@ -22,6 +22,8 @@ from vt_dagster.storage.positions import EVER, Commit, horizons
 
 NOTHING = -1
 """The place of no version."""
+_OPEN = np.iinfo(np.int64).max
+"""When a version ends that does not end by itself."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Versions:
 
     def __init__(self, log: Log, states: Sequence[Commit | None], match: Match) -> None:
         names = [PARTITION, OFFSET, TIMESTAMP, IS_TOMBSTONE]
-        wanted = [c for c in match.columns if c != VALID_FROM]
+        wanted, until = [c for c in match.columns if c != VALID_FROM], log.head.shape.valid_until
+        names += [] if until is None else [until]
         rows = log.rows(both(), only=list(dict.fromkeys([*names, *log.key, *wanted])))
         self.keys, self._match, self.now = KeyCodes(len(log.key)), match, len(states)
         codes = self.keys.of([rows.column(k) for k in log.key])
@@ -63,6 +66,10 @@ class Versions:
         self._alike = _alike(columns, len(rank))[rank]
         self._code, self._begin = codes[rank], begin[rank]
         self._deleted = rows.column(IS_TOMBSTONE).to_numpy()[rank]
+        self._until = np.full(len(rank), _OPEN)
+        if until is not None:
+            there = rows.column(until).is_valid().to_numpy()
+            self._until = np.where(there, micros(rows, until), _OPEN)[rank]
         homes, self._home = np.unique(partition, return_inverse=True)
         self._home = self._home[rank]
         self._since = _since(states, homes, partition, offset)[rank]
@@ -99,7 +106,8 @@ class Versions:
         limit = self._horizon[states[there], self._home[found[there]]]
         old = there[looked[there] < limit]
         last = np.searchsorted(self._code, codes[old], side="right") - 1
-        ended = old[self._last_known(last, states[old]) != found[old]]
+        followed = self._last_known(last, states[old]) != found[old]
+        ended = old[followed | (self._until[found[old]] < _OPEN)]
         forgotten = np.zeros(len(found), bool)
         forgotten[ended] = True
         found[ended] = NOTHING
@@ -107,10 +115,10 @@ class Versions:
         return found, forgotten
 
     def _empty(self, found: Any, looked: Any) -> Any:
-        """Where a version is a tombstone, or too old, or there is none."""
+        """Where a version is a tombstone, or too old, or had ended by itself, or there is none."""
         if not len(self._begin):
             return found == NOTHING
-        empty = (found == NOTHING) | self._deleted[found]
+        empty = (found == NOTHING) | self._deleted[found] | (self._until[found] <= looked)
         if self._match.max_age is not None:
             longest = self._match.max_age // timedelta(microseconds=1)
             moments = looked + 1 if self._match.before else looked
