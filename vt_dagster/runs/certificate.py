@@ -167,10 +167,11 @@ def elsewhere(
     found: list[str] = []
     for name in asset_names(warehouse):
         path = posixpath.join(warehouse, name, "log")
-        columns = _suspects(parquet.schema(path), key)
+        rows = left.get(name)
+        columns = _suspects(parquet.schema(path) if rows is None else rows.schema, key)
         if not columns:
             continue
-        rows = left[name] if name in left else parquet.read(spark, path)
+        rows = parquet.read(spark, path) if rows is None else rows
         counted = [F.count_if(hit).alias(told) for told, hit in columns.items()]
         counts = rows.agg(*counted).collect()[0]
         found += [

@@ -2,8 +2,9 @@
 
 The same search as an erase makes, in the same tables; so it tells what an erase then finds, as long as
 nothing runs in between. Of a view that is behind its log, which an erase first brings up to it, the
-rows that it is going to have are counted, and its files are not known. Rejected records of a run that
-was killed are found once another run has put them into the quarantine.
+rows that readers find are counted, without what has expired and may lie in its files yet; these are not
+known. Rejected records of a run that was killed are found once another run has put them into the
+quarantine.
 """
 
 from __future__ import annotations
