@@ -16,6 +16,7 @@ from pathlib import Path
 import as_of_join
 import corrections
 import explore
+import history_join
 import incremental_run
 import kafka_throughput
 import operators
@@ -90,6 +91,7 @@ PARTS: dict[str, Callable[[SparkSession, Sizes, int, Outputs], tuple[list[Result
     "snapshot": lambda s, n, repeat, out: snapshot_diff.run(s, n.put, repeat, out),
     "operators": lambda s, n, repeat, out: operators.run(s, n.operators, repeat, out),
     "stream-join": lambda s, n, repeat, out: stream_join.run(s, n.stream, repeat, out),
+    "history": lambda s, n, repeat, out: history_join.run(s, n.operators, repeat, out),
     "corrections": lambda s, n, repeat, out: corrections.run(s, n.operators, repeat, out),
     "dagster": lambda s, n, repeat, out: through_dagster.run(s, n.operators // 4, repeat, out),
     "gates": lambda s, n, repeat, out: upkeep.gates(s, n.tables[0], n.new, repeat, out),

@@ -22,6 +22,7 @@ from vt_dagster import (
     TopologyError,
     VersionedTable,
     explain,
+    lateness,
 )
 from vt_dagster.core.as_of_join import as_of_join
 from vt_dagster.core.versioned import clipped
@@ -229,3 +230,43 @@ def test_what_follows_records_alone_is_refused() -> None:
     assert longer.valid_until == "expires_at"  # type: ignore[attr-defined]
     assert code_version(table()) != code_version(table(valid_until=None))
     assert not hasattr(Table("t", key="k", schema=SCHEMA), "valid_until")
+
+
+def test_lateness_knows_that_a_version_had_ended(spark: SparkSession, tmp_path: Path) -> None:
+    """It counts as wrong what is another answer by all that is known, and what is forgotten."""
+    warehouse, retention = str(tmp_path / "warehouse"), timedelta(seconds=60)
+    source = {name: FilesSource(str(tmp_path / name)) for name in ("offers", "sales")}
+    offers = table(source=source["offers"], partitions=1, history_retention=retention)
+    sales = stream(source=source["sales"], partitions=1)
+    joins = [
+        sales.left_join(offers, name=f"sold_{when}", select=["left.*", "right.v"], at=when)
+        for when in ("at_or_before", "before")
+    ]
+    stores = stores_of(warehouse, spark)
+
+    def run(file: int, rows: dict[Any, list[dict[str, Any]]]) -> None:
+        for node, some in rows.items():
+            (tmp_path / node.name).mkdir(exist_ok=True)
+            lines = [json.dumps(one, default=datetime.isoformat) for one in some]
+            (tmp_path / node.name / f"{file}.jsonl").write_text("\n".join(lines))
+            run_once(node, stores)
+        for join in joins:
+            run_once(join, stores)
+
+    run(1, {offers: [offer("x", 0, 10)], sales: [sale(s) for s in (3, 5, 6, 8, 9, 10, 11, 12)]})
+    run(2, {offers: [offer("y", 5, 8)]})
+    # After y, which ended at 8, comes nothing, though x is there yet: it is no answer, then or now.
+    right = [["x", "y", "y", *[None] * 5], ["x", "x", "y", "y", *[None] * 4]]
+    for join, should in zip(joins, right, strict=True):
+        found = [r["v"] for r in stores(join).read().orderBy("timestamp").collect()]
+        told = lateness(join, grace=["0s"], warehouse=warehouse).choices[0]
+        wrong = sum(one != other for one, other in zip(found, should, strict=True))
+        assert (told.of, told.wrong, told.expired) == (8, wrong, 0)
+        assert wrong == 4
+    # What ends by itself is forgotten as what another one ended, though none came after it.
+    run(3, {offers: [offer("z", 20, 500), offer("far", 200, k="b")], sales: [sale(30)]})
+    for join in joins:
+        found = {r["timestamp"]: r["v"] for r in stores(join).read().toArrow().to_pylist()}
+        assert found[at(30)] is None
+        told = lateness(join, grace=["0s"], warehouse=warehouse).choices[0]
+        assert (told.of, told.wrong, told.expired) == (9, 5, 1)

@@ -97,6 +97,16 @@ def test_a_join_of_tables_is_by_key_and_in_order_for_its_store(spark: SparkSessi
     assert count(plan(results_of(spark, joined))) == {"shuffles": 3, "sorts": 3, "windows": 10}
 
 
+def test_a_join_of_histories_reads_each_once(spark: SparkSession) -> None:
+    """Begins and ends of its versions in one pass."""
+    joined = rates("left").join(rates("right"), name="both", history="complete", select=["left.*"])
+    assert joined.operator is not None
+    sides = [(log_schema(one), view_schema(one)) for one in joined.operator.inputs]
+    inputs = [Input(*(spark.createDataFrame([], kind) for kind in both)) for both in sides]
+    told = plan(processor_of(joined, few=True).results(inputs, Known.nothing()))
+    assert told.count("LeftSemi") == 2
+
+
 def test_each_window_is_computed_once(spark: SparkSession) -> None:
     """A versioned put: stream time, the newest time so far, what a record replaces."""
     table = rates("rates")

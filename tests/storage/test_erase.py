@@ -54,7 +54,7 @@ def schema(*names: str) -> StructType:
 class Shop:
     """Customers and what is derived from them and their orders, under their key and under others."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **customers: Any) -> None:
         self.root, self.warehouse = root, str(root / "warehouse")
         self.customers = VersionedTable(
             "customers",
@@ -63,6 +63,7 @@ class Shop:
             tombstone="name is null",
             history_retention=timedelta(minutes=40),
             source=FilesSource(str(root / "landing" / "customers"), max_bad_share=1.0),
+            **customers,
         )
         self.orders = Stream(
             "orders",
@@ -284,6 +285,45 @@ def test_the_certificate(shop: Shop, spark: SparkSession) -> None:
     assert {one.erased for one in again.searched.values()} == {0}
 
 
+def test_a_dry_run_tells_what_the_erase_then_does(shop: Shop, spark: SparkSession) -> None:
+    landing = (shop.root / "landing").resolve()
+    (shop.root / "landing").unlink()
+    shutil.copytree(landing, shop.root / "landing")
+    exports = [
+        export_of(shop.customers, "versions", str(shop.root / "exported" / "customers")),
+        export_of(shop.cities, "current", str(shop.root / "exported" / "cities")),
+    ]
+    for export in exports:
+        ExportRun(export, shop.warehouse, spark).run()
+    # Its view is behind its log, which has one more of hers.
+    late = Shop(shop.root, freshness=timedelta(days=1))
+    records = [{"customer": c, "name": NAME, "city": "bern", "timestamp": 50} for c in (ERIN, "bob")]
+    shop.land("customers", "2.jsonl", records)
+    late.run(spark, late.customers)
+    there = {path: path.stat().st_mtime_ns for path in shop.root.rglob("*")}
+    about: dict[str, Any] = {"exports": [export.to for export in exports]}
+    said: list[str] = []
+    told = late.erase(spark, late.customers, reason="", dry_run=True, tell=said.append, **about)
+    assert {path: path.stat().st_mtime_ns for path in shop.root.rglob("*")} == there
+    assert (told.path, told.finished) == ("", None)
+    assert any(line.startswith("! cities: derived without") for line in said)
+    assert ERIN not in told.model_dump_json()
+    done = late.erase(spark, late.customers, **about)
+    assert [*told.searched] == [*done.searched]
+    assert told.searched["customers/view"].files is None
+    assert done.searched["customers/log"].erased > told.searched["customers/view"].erased > 0
+    # What readers find there; in its files what has expired may lie besides.
+    view, stored = (one.searched.pop("customers/view") for one in (told, done))
+    assert view.rows <= stored.rows
+    assert view.erased <= stored.erased
+    for table, one in done.searched.items():
+        assert told.searched[table] == one.model_copy(update={"version": None}), table
+    assert any(one.files for one in done.searched.values())
+    for name in ("kept", "elsewhere", "unreachable"):
+        assert getattr(told, name) == getattr(done, name)
+    assert told.elsewhere
+
+
 class Killed(BaseException):
     pass
 
@@ -376,8 +416,11 @@ def test_by_a_condition_from_the_shell(
     to = str(shop.root / "exported")
     ExportRun(export_of(shop.items, "versions", to), shop.warehouse, spark).run()
     asked = ["--where", "item in ('i1', 'i2')", "--reason", "test data", "--module", "erased_shop"]
-    done = CliRunner().invoke(app, ["erase", "items", *asked, "--warehouse", shop.warehouse])
+    ask = ["erase", "items", *asked, "--warehouse", shop.warehouse]
+    told, done = (CliRunner().invoke(app, [*ask, *more]) for more in (["--dry-run"], []))
     assert done.exit_code == 0, done.output
+    assert "would erase" in told.output
+    assert told.output.splitlines()[:-1] == done.output.splitlines()[:-1]
     assert re.search(r"^items/log: [1-9]\d* of \d+ rows", done.output, re.MULTILINE)
     assert FOLDER in done.output
     for rows in (

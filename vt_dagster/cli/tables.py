@@ -123,7 +123,7 @@ def erase(
     asset: Annotated[str, typer.Argument(help="The asset whose key it is.")],
     reason: Annotated[
         str, typer.Option(help="Goes into the certificate: do not write the key into it.")
-    ],
+    ] = "",
     key: Annotated[
         list[str] | None,
         typer.Option("--key", help="Value of the key; repeat it for a composite key."),
@@ -140,6 +140,9 @@ def erase(
     export: Annotated[
         list[str] | None, typer.Option("--export", help="The directory of a further export; repeat it.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what would be erased, and change nothing.")
+    ] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
     """Remove a key from an asset, from what is derived from it under that key, and from exports, while
@@ -160,9 +163,15 @@ def erase(
         exports=[*dict.fromkeys([*found, *(export or [])])],
         tell=typer.echo,
         runs=_runs_with([node, *known], key) if key else None,
+        dry_run=dry_run,
     )
     erased = sum(one.erased for one in done.searched.values())
-    typer.echo(f"erased {erased} rows of {len(done.searched)} tables; certificate: {done.path}")
+    told = f"{erased} rows of {len(done.searched)} tables"
+    typer.echo(
+        f"would erase {told}; nothing was changed"
+        if dry_run
+        else f"erased {told}; certificate: {done.path}"
+    )
 
 
 def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:

@@ -88,8 +88,8 @@ def join(
     go out by time, each from the change that made it. One of a time that a side has forgotten, though
     it has later versions of the key, is ``late``.
 
-    Plan: of each side one semi-join of the versions with the keys that change, then one shuffle and
-    sort of both together by key, one pass of windows.
+    Plan: of each side one read of the versions and a semi-join with the keys that change, then one
+    shuffle and sort of both together by key, one pass of windows.
 
     Args:
         left, right: ``current`` are the versions at the end of the run that ended at the run's oldest
@@ -163,27 +163,31 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     """
     on = match_names(side.key)
     place = F.struct(IS_TOMBSTONE, *_PLACE)
-    nothing, no_state = F.lit(None), F.lit(None).cast(_type_of(side))
-
-    def said(rows: DataFrame, at: str, rank: int, state: Column, change: Column) -> DataFrame:
-        horizon = side.horizon if rank < 2 and side.horizon is not None else F.lit(None)
-        return rows.select(
-            horizon.cast("timestamp").alias(_forgotten(name)),
-            *match_columns(side.key),
-            F.col(at).alias(_AT),
-            F.lit(rank).alias(_RANK),
-            *[F.col(c) if rank == 2 else F.lit(0).alias(c) for c in (INPUT, SEQUENCE)],
-            F.struct(state.alias(_STATE), change.alias(_CHANGE)).alias(name),
-        )
-
-    made = said(side.changes, TIMESTAMP, 2, side.new_state(), place)
+    made = side.changes.select(
+        *match_columns(side.key),
+        F.lit(None).cast("timestamp").alias(_forgotten(name)),
+        F.col(TIMESTAMP).alias(_AT),
+        F.lit(2).alias(_RANK),
+        *(INPUT, SEQUENCE),
+        F.struct(side.new_state().alias(_STATE), place.alias(_CHANGE)).alias(name),
+    )
     if side.current is None:
         return made
-    none = nothing.cast(side.changes.select(place.alias(_CHANGE)).schema[_CHANGE].dataType)
+    none = F.lit(None).cast(side.changes.select(place.alias(_CHANGE)).schema[_CHANGE].dataType)
     versions = side.current.select("*", *match_columns(side.key)).join(changed, on, "left_semi")
-    ends = said(versions.where(F.col(VALID_TO).isNotNull()), VALID_TO, 0, no_state, none)
-    begins = said(versions, VALID_FROM, 1, side.new_state(), none)
-    return union(made, union(ends, begins))
+
+    def said(at: str, rank: int, state: Column) -> Column:
+        return F.struct(F.col(at).alias(_AT), F.lit(rank).alias(_RANK), state.alias(_STATE))
+
+    # Both of one version, for else its table is read twice.
+    no_state = F.lit(None).cast(_type_of(side))
+    both = F.array(said(VALID_TO, 0, no_state), said(VALID_FROM, 1, side.new_state()))
+    horizon = F.lit(None) if side.horizon is None else side.horizon
+    forgotten = horizon.cast("timestamp").alias(_forgotten(name))
+    told = versions.select(*on, forgotten, F.inline(both)).where(F.col(_AT).isNotNull())
+    state = F.struct(_STATE, none.alias(_CHANGE)).alias(name)
+    zeros = [F.lit(0).alias(c) for c in (INPUT, SEQUENCE)]
+    return union(made, told.select(*on, _forgotten(name), _AT, _RANK, *zeros, state))
 
 
 def _forgotten(side: str) -> str:

@@ -23,6 +23,7 @@ from vt_dagster.storage.positions import EVER, Commit, horizons
 NOTHING = -1
 """The place of no version."""
 _NEVER = np.iinfo(np.int64).max
+"""When a version ends that does not end by itself."""
 
 
 @dataclass(frozen=True)

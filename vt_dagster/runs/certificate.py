@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel, Field, PrivateAttr
-from pyspark.sql import Column, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructType
 
@@ -31,17 +31,28 @@ class Searched(BaseModel):
         rows: that were looked at; ``erased``: that were removed, or emptied of all but another key;
             ``old``: whose old row was.
         version: of the table after it, where it was written anew.
+        files: that had it, and were written anew; None = not known before it takes place.
     """
 
     rows: int = 0
     erased: int = 0
     old: int = 0
     version: int | None = None
+    files: int | None = 0
 
     def __init__(
-        self, rows: int = 0, erased: int = 0, old: int = 0, version: int | None = None
+        self,
+        rows: int = 0,
+        erased: int = 0,
+        old: int = 0,
+        version: int | None = None,
+        files: int | None = 0,
     ) -> None:
-        super().__init__(rows=rows, erased=erased, old=old, version=version)
+        super().__init__(rows=rows, erased=erased, old=old, version=version, files=files)
+
+    def __str__(self) -> str:
+        files = "files not known" if self.files is None else f"{self.files} files"
+        return f"{self.erased} of {self.rows} rows, {self.old} old rows, {files}"
 
 
 class Certificate(BaseModel):
@@ -55,7 +66,7 @@ class Certificate(BaseModel):
     """Of the salt and the JSON of ``[asset, key, where]``."""
     started: str
     finished: str | None = None
-    """None = it was interrupted: run it again."""
+    """None = it was interrupted: run it again; or it was a dry run."""
     searched: dict[str, Searched] = Field(default_factory=dict)
     """By table of the warehouse (``prices/log``), or export."""
     files_removed: int = 0
@@ -75,13 +86,15 @@ class Certificate(BaseModel):
 
     @property
     def path(self) -> str:
-        """Where it lies."""
+        """Where it lies; of a dry run empty."""
         return self._path
 
     def add(self, table: str, found: Searched) -> None:
         """Notes what was found in a table, beside what an earlier try found."""
         before = self.searched.get(table, Searched())
-        sums = {"erased": before.erased + found.erased, "old": before.old + found.old}
+        sums: dict[str, int] = {"erased": before.erased + found.erased, "old": before.old + found.old}
+        if found.files is not None:
+            sums["files"] = (before.files or 0) + found.files
         self.searched[table] = found.model_copy(update=sums)
         self.save()
 
@@ -91,7 +104,9 @@ class Certificate(BaseModel):
         self.save()
 
     def save(self) -> None:
-        """Writes the document, as a whole."""
+        """Writes the document, as a whole; not that of a dry run."""
+        if not self._path:
+            return
         fs, local = delta.filesystem(self._path)
         with parquet.writing(self._path):
             fs.makedirs(posixpath.dirname(local), exist_ok=True)
@@ -111,18 +126,23 @@ def begun(warehouse: str, asset: str, asked: Sequence[Any], reason: str) -> Cert
         if found.finished is None and found.key_sha256 == _hash(found.salt, asked):
             found._path = posixpath.join(folder, name)
             return found
-    salt, ident = uuid4().hex, uuid4().hex
-    made = Certificate(
-        id=ident,
+    made = unwritten(asset, asked, reason)
+    made._path = posixpath.join(folder, f"{made.started[:19].replace(':', '')}-{made.id}.json")
+    made.save()
+    return made
+
+
+def unwritten(asset: str, asked: Sequence[Any], reason: str) -> Certificate:
+    """A new certificate, which lies nowhere: what a dry run tells."""
+    salt = uuid4().hex
+    return Certificate(
+        id=uuid4().hex,
         asset=asset,
         reason=reason,
         salt=salt,
         key_sha256=_hash(salt, asked),
         started=_now(),
     )
-    made._path = posixpath.join(folder, f"{made.started[:19].replace(':', '')}-{ident}.json")
-    made.save()
-    return made
 
 
 def _hash(salt: str, asked: Sequence[Any]) -> str:
@@ -133,19 +153,25 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def elsewhere(warehouse: str, key: Key, spark: SparkSession) -> list[str]:
+def elsewhere(
+    warehouse: str, key: Key, spark: SparkSession, left: Mapping[str, DataFrame] = {}
+) -> list[str]:
     """Where the logs of a warehouse still have the key: in columns of its names; of a single text, in
     any column.
+
+    Args:
+        left: before an erase, by asset: what it leaves of the log.
 
     Plan: one pass over these columns of each log.
     """
     found: list[str] = []
     for name in asset_names(warehouse):
         path = posixpath.join(warehouse, name, "log")
-        columns = _suspects(parquet.schema(path), key)
+        rows = left.get(name)
+        columns = _suspects(parquet.schema(path) if rows is None else rows.schema, key)
         if not columns:
             continue
-        rows = parquet.read(spark, path)
+        rows = parquet.read(spark, path) if rows is None else rows
         counted = [F.count_if(hit).alias(told) for told, hit in columns.items()]
         counts = rows.agg(*counted).collect()[0]
         found += [

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from uuid import uuid4
 
@@ -28,13 +28,22 @@ from vt_dagster.core.arrival import Fate, by_partition
 from vt_dagster.core.log import log_schema
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere
+from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unwritten
 from vt_dagster.runs.commit import recorded
-from vt_dagster.runs.erase_plan import Places, derived, key_of, require_free
+from vt_dagster.runs.erase_plan import (
+    KEPT,
+    KEPT_EXPORT,
+    Places,
+    derived,
+    exported,
+    key_of,
+    require_free,
+)
 from vt_dagster.runs.erased_times import erasures
+from vt_dagster.runs.foretold import Tell, foretell
 from vt_dagster.runs.out_of_reach import in_statistics, unreachable
 from vt_dagster.storage import delta, erasing
-from vt_dagster.storage.erasing import Found, Key, Marked
+from vt_dagster.storage.erasing import Found, Marked
 from vt_dagster.storage.kept import bases_of
 from vt_dagster.storage.maintenance import is_older
 from vt_dagster.storage.positions import Checkpoint, Commit
@@ -44,11 +53,6 @@ from vt_dagster.storage.store import AssetStore
 from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
-Tell = Callable[[str], None]
-_KEPT = (
-    "derived without the key's columns: what it counted stays, and so do groups that a value of the "
-    "key names, until it is made anew (vt-dagster replay and swap, or restate)"
-)
 _ROWS = "rows_erased"
 """Among the counts of an erase's commit."""
 
@@ -58,13 +62,14 @@ def erase(
     node: Stream,
     spark: SparkSession,
     *,
-    reason: str,
+    reason: str = "",
     key: Sequence[object] | None = None,
     where: str | None = None,
     among: Sequence[Stream] = (),
     exports: Sequence[str] = (),
     tell: Tell | None = None,
     runs: Sequence[str] | None = None,
+    dry_run: bool = False,
 ) -> Certificate:
     """Removes a key from an asset, from what is derived from it under that key, and from exports.
 
@@ -74,23 +79,26 @@ def erase(
     interrupted is brought to its end by the same call.
 
     Args:
-        reason: goes into the certificate: do not write the key into it.
+        reason: goes into the certificate: do not write the key into it. A dry run needs none.
         key: the values of the key columns, also as texts; None = ``where`` alone says which keys.
         where: a SQL condition over the key columns; quarantined records are searched by ``key`` alone.
         among: the streams and tables in which to look for what consumes it.
         exports: the directories of exports of any of these (``build_export``).
         tell: is told what was found, in a line each.
         runs: of Dagster, whose events have the key (``runs_with``); None = nobody has looked.
+        dry_run: changes nothing, and tells what would be erased now: see ``runs.foretold``.
 
     Returns:
-        the certificate, which is also in the warehouse, in ``erased.certificates/``.
+        the certificate, which is also in the warehouse, in ``erased.certificates/``; of a dry run
+        it is not, and is not ``finished``.
 
     Raises:
         StorageError: the asset has never run, has no such key, or what consumes it is not among them; a
             restatement is under way.
         ConcurrentRunError: a run committed meanwhile. Run it again.
     """
-    return _Erase(str(warehouse), node, spark, reason, key, where, among, exports, tell, runs).run()
+    asked = str(warehouse), node, spark, reason, key, where, among, exports, tell, runs
+    return _Erase(*asked, dry_run).run()
 
 
 class _Erase:
@@ -106,34 +114,46 @@ class _Erase:
         exports: Sequence[str],
         tell: Tell | None,
         runs: Sequence[str] | None,
+        dry_run: bool,
     ) -> None:
         self.warehouse, self.node, self.spark, self.runs = warehouse, node, spark, runs
         self.say = tell or (lambda _: None)
-        if not reason.strip():
+        self.dry_run = dry_run
+        if not dry_run and not reason.strip():
             raise StorageError("expected a reason for the erase, got none; give one, without the key")
         self.key = key_of(AssetStore(warehouse, node, spark), key, where)
         self.plan = derived(warehouse, node, [node, *among])
         for one in self.plan:
             require_free(warehouse, one.node)
-        self.exports = {path: self._exported(path) for path in exports}
-        asked = [posixpath.join(*node.path), self.key.values, where]
-        self.done = begun(warehouse, posixpath.join(*node.path), asked, reason)
+        self.exports = {path: exported(self.plan, path) for path in exports}
+        name = posixpath.join(*node.path)
+        asked = [name, self.key.values, where]
+        self.done = unwritten(name, asked, reason) if dry_run else begun(warehouse, name, asked, reason)
 
     def run(self) -> Certificate:
+        left = dict[str, DataFrame]()
+        if self.dry_run:
+            look = self.warehouse, self.spark, self.key, self.plan, self.exports
+            left = foretell(*look, self.done, self.say)
+        else:
+            self._erase()
+        self.done.elsewhere = elsewhere(self.warehouse, self.key, self.spark, left)
+        self.done.unreachable = unreachable(self.warehouse, self.plan, self.key, self.spark, self.runs)
+        if not self.dry_run:
+            self.done.waiting = {}
+            self.done.finish()
+        for line in (*self.done.elsewhere, *self.done.unreachable):
+            self.say(f"! {line}")
+        return self.done
+
+    def _erase(self) -> None:
         for one in self.plan:
             if not one.columns:
-                self.done.kept[one.name] = _KEPT
+                self.done.kept[one.name] = KEPT
                 continue
             self._asset(one)
         for path, one in self.exports.items():
             self._export(path, one)
-        self.done.elsewhere = elsewhere(self.warehouse, self.key, self.spark)
-        self.done.unreachable = unreachable(self.warehouse, self.plan, self.key, self.spark, self.runs)
-        self.done.waiting = {}
-        self.done.finish()
-        for line in (*self.done.elsewhere, *self.done.unreachable):
-            self.say(f"! {line}")
-        return self.done
 
     # -- an asset --------------------------------------------------------------------------------
 
@@ -143,7 +163,7 @@ class _Erase:
         head = store.head()
         if head is None:
             return
-        marked = _marked(self.key, one.columns)
+        marked = one.marked(self.key)
         self._note_waiting(store, head, marked)
         batch = self._log(store, head, one, marked)
         committed = time.time()
@@ -310,28 +330,13 @@ class _Erase:
 
     # -- an export -------------------------------------------------------------------------------
 
-    def _exported(self, path: str) -> Places:
-        """What an export is of."""
-        found = delta.last_commit(path)
-        whose = [] if found is None else [*Commit.model_validate(found.document).logs]
-        exported = next((one for one in self.plan if one.node.name in whose), None)
-        if exported is None:
-            raise StorageError(
-                f"expected an export of one of {[one.name for one in self.plan]} in {path}, got "
-                f"{'one of ' + ', '.join(whose) if whose else 'none'}; leave it out, or erase there too"
-            )
-        return exported
-
     def _export(self, path: str, one: Places) -> None:
         there = delta.last_commit(path)
         assert there is not None
-        columns = {*delta.require_table(path).schema().to_arrow().names}
-        if not one.columns or not {*one.columns.values()} <= columns:
-            self.done.kept[path] = (
-                "it has not got the key's columns: remove it, its next run makes it anew"
-            )
+        if not one.in_export(path):
+            self.done.kept[path] = KEPT_EXPORT
             return
-        marked = _marked(self.key, one.columns)
+        marked = one.marked(self.key)
         found = erasing.find(self.spark, path, there.version, marked)
         then = Commit.model_validate(there.document)
         about = {
@@ -364,18 +369,9 @@ class _Erase:
         return removed
 
     def _tell(self, table: str, found: Found) -> None:
-        self.done.add(
-            table,
-            Searched(rows=found.searched, erased=found.rows, old=found.old, version=found.version),
-        )
-        self.say(f"{table}: {found.rows} of {found.searched} rows, {found.old} old rows")
-
-
-def _marked(key: Key, columns: Mapping[str, str]) -> Marked:
-    def marked(rows: DataFrame) -> DataFrame:
-        return key.within(rows, columns)
-
-    return marked
+        told = Searched(found.searched, found.rows, found.old, found.version, len(found.places))
+        self.done.add(table, told)
+        self.say(f"{table}: {told}")
 
 
 def _forget_attempts(store: AssetStore, until: float) -> int:

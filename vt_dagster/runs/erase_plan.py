@@ -9,18 +9,25 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import LOG_COLUMNS
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.erasing import Key, Way
+from vt_dagster.storage.erasing import Key, Marked, Way
 from vt_dagster.storage.lookup import asset_names, head_of
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.storage.values import as_key
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
+
+KEPT = (
+    "derived without the key's columns: what it counted stays, and so do groups that a value of the "
+    "key names, until it is made anew (vt-dagster replay and swap, or restate)"
+)
+KEPT_EXPORT = "it has not got the key's columns: remove it, its next run makes it anew"
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,19 @@ class Places:
     def values(self) -> list[str]:
         """The columns that a tombstone has not got."""
         return [c for c in self.node.schema.names if c not in (*self.node.key, *LOG_COLUMNS)]
+
+    def marked(self, key: Key) -> Marked:
+        """See ``erasing.find``."""
+
+        def marked(rows: DataFrame) -> DataFrame:
+            return key.within(rows, self.columns)
+
+        return marked
+
+    def in_export(self, path: str) -> bool:
+        """Whether an export has the key's columns."""
+        names = {*delta.require_table(path).schema().to_arrow().names}
+        return bool(self.columns) and {*self.columns.values()} <= names
 
 
 def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None) -> Key:
@@ -160,6 +180,23 @@ def _joined(node: Stream, up: Any, column: str) -> str | None:
     # A corrected join's rows have another key than the records that they are of.
     left = (operator.left.name, (foreign or operator.left.key)[place].strip("`"))
     return next((c for c, of in operator.lineage().items() if of == [left]), None)
+
+
+def exported(plan: Sequence[Places], path: str) -> Places:
+    """What an export is of.
+
+    Raises:
+        StorageError: of nothing that is erased.
+    """
+    found = delta.last_commit(path)
+    whose = [] if found is None else [*Commit.model_validate(found.document).logs]
+    for one in plan:
+        if one.node.name in whose:
+            return one
+    raise StorageError(
+        f"expected an export of one of {[one.name for one in plan]} in {path}, got "
+        f"{'one of ' + ', '.join(whose) if whose else 'none'}; leave it out, or erase there too"
+    )
 
 
 def require_free(warehouse: str, node: Stream) -> None:

@@ -66,6 +66,9 @@ def _source(store: AssetStore, key: Key) -> Iterator[str]:
             f"what {node.name} was read from, {names}: delete it there, {again}. In a compacted topic "
             "publish a tombstone, a record of its key without a value; else its retention decides"
         )
+    if head.commit.start is not None:
+        dump = _named([head.commit.start.what], key)
+        yield f"the snapshot that {node.name} started with, {dump}: delete it there, {again}"
     if head.commit.files:
         taken = [*store.consumed_files(head)]
         mend = (

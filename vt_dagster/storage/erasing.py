@@ -195,7 +195,7 @@ def rewrite(
     """
     rows = parquet.read(spark, path, version, found.wanted, parted=parted, like=found.like)
     if found.places:
-        rows = _without(marked(rows), way, values)
+        rows = without(rows, marked, way, values)
     done = parquet.write(
         rows,
         path,
@@ -212,13 +212,15 @@ def rewrite(
     found.version = done.version
 
 
-def without(rows: DataFrame, marked: Marked) -> DataFrame:
-    """Rows that have not got the key, of what an operator keeps."""
-    return _without(marked(rows), "remove", ())
+def without(
+    rows: DataFrame, marked: Marked, way: Way = "remove", values: Sequence[str] = ()
+) -> DataFrame:
+    """What is left of rows.
 
-
-def _without(rows: DataFrame, way: Way, values: Sequence[str]) -> DataFrame:
-    hit = F.col(_HIT)
+    Args:
+        values: the columns that are null in an emptied row.
+    """
+    rows, hit = marked(rows), F.col(_HIT)
     if way == "remove":
         rows = rows.where(~hit)
     else:

@@ -1,0 +1,168 @@
+"""A join of two histories that a few records change, beside the same join made anew."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import generate
+from measure import Outputs, Result, compare, plan_of, take_turns
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
+from vt_dagster.runs.run import Run, run_once
+from vt_dagster.sources.files import FilesSource
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.model import VersionedTable
+
+ANEW = "Spark SQL's interval join of both final histories, to Delta"
+TENTH = "the same run on a tenth of the versions"
+KEYS = 10_000
+SIDES = ("prices", "offers")
+
+
+class Site:
+    """Two tables of ``rows`` records each and their join, and a change that has landed in both: of all
+    sites the same, since a smaller one has the last of a larger one's records."""
+
+    def __init__(self, spark: SparkSession, home: Path, rows: int, of: int, change: int) -> None:
+        self.spark, self.home, self.warehouse = spark, home, home / "warehouse"
+        self.rows = rows
+        keys, step = min(KEYS, of // 100), generate.SPAN // of
+        tables: list[VersionedTable] = []
+        for name in SIDES:
+            (home / name).mkdir(parents=True)
+            tables.append(
+                VersionedTable(
+                    name,
+                    key="key",
+                    schema=generate.RECORD,
+                    timestamp="at",
+                    tombstone="grade = 'grade-7'",
+                    history_retention=timedelta(days=3650),
+                    partitions=generate.PARTITIONS,
+                    source=FilesSource(str(home / name)),
+                )
+            )
+        self.both = tables[0].join(
+            tables[1],
+            history="complete",
+            name="both",
+            select=["left.*", "right.price as offered", "right.grade as offered_grade"],
+        )
+        stores = stores_of(str(self.warehouse), spark)
+        for first, end in ((of - rows, of), (of, of + change)):
+            for seed, node in enumerate(tables, 4):
+                landed = generate.json_lines(
+                    spark, first, end - first, of, keys, reach=of // 50, step=step, seed=seed
+                )
+                shutil.copy(landed, home / node.name / f"{first}.jsonl")
+                run_once(node, stores)
+            if end == of:
+                run_once(self.both, stores)
+                shutil.copytree(self.warehouse / "both", home / "before")
+        # What the peer has is ready: nobody has to make it of the logs.
+        for node in tables:
+            versions = AssetStore(str(self.warehouse), node, spark).read("versions")
+            versions.write.format("delta").save(self.history(node.name))
+
+    def history(self, name: str) -> str:
+        return str(self.home / f"history-{name}")
+
+    def pin(self, anew: bool = False) -> Run:
+        shutil.rmtree(self.warehouse / "both", ignore_errors=True)
+        if not anew:
+            shutil.copytree(self.home / "before", self.warehouse / "both")
+        return Run.pin(self.both, stores_of(str(self.warehouse), self.spark))
+
+    def turn(self, anew: bool = False) -> Callable[[], dict[str, float]]:
+        def turn() -> dict[str, float]:
+            self.pin(anew)
+            start = time.perf_counter()
+            run = Run.pin(self.both, stores_of(str(self.warehouse), self.spark))
+            run.commit(run.operate(run.read()))
+            return {"run": time.perf_counter() - start}
+
+        return turn
+
+    def result(self) -> DataFrame:
+        found = AssetStore(str(self.warehouse), self.both, self.spark).read("versions")
+        return found.where(~F.col(IS_TOMBSTONE))
+
+    def joined_anew(self) -> DataFrame:
+        """What Spark joins, of both histories."""
+        left, right = (
+            self.spark.read.format("delta").load(self.history(name)).where(~F.col(IS_TOMBSTONE))
+            for name in SIDES
+        )
+        there = right.select(
+            F.col("key").alias("of"),
+            F.col("price").alias("offered"),
+            F.col("grade").alias("offered_grade"),
+            F.col(VALID_FROM).alias("_from"),
+            F.col(VALID_TO).alias("_to"),
+        )
+        begun = F.coalesce(F.col("_from") < F.col(VALID_TO), F.lit(True))
+        not_over = F.coalesce(F.col(VALID_FROM) < F.col("_to"), F.lit(True))
+        found = left.join(there, (F.col("key") == F.col("of")) & begun & not_over)
+        return found.select(
+            *("key", "price", "grade", "offered", "offered_grade"),
+            F.greatest(VALID_FROM, "_from").alias(VALID_FROM),
+            F.least(VALID_TO, "_to").alias(VALID_TO),
+        )
+
+
+def run(
+    spark: SparkSession, rows: int, repeat: int, outputs: Outputs
+) -> tuple[list[Result], list[str]]:
+    """Times a run that brings a five-hundredth of ``rows`` to each side, every fifth of them late by up
+    to a fiftieth of the year, on ``rows`` and on a tenth of them; and one that makes all anew."""
+    change, home = rows // 500, Path(outputs.fresh("history-join"))
+    many = Site(spark, home / "many", rows, rows, change)
+    few = Site(spark, home / "few", rows // 10, rows, change)
+
+    def peer() -> None:
+        told = many.joined_anew().write.format("delta").mode("overwrite")
+        told.option("overwriteSchema", "true").save(outputs.path("joined"))
+
+    pinned = many.pin()
+    plan = plan_of(pinned.operate(pinned.read()).rows)
+    times = take_turns(
+        {
+            "anew": many.turn(anew=True),
+            ANEW: peer,
+            "few": few.turn(),
+            # The last of this site: its rows are compared.
+            "many": many.turn(),
+        },
+        repeat,
+    )
+    theirs = {many: spark.read.format("delta").load(outputs.path("joined")), few: few.joined_anew()}
+    found = {site: _digest(site.result()) for site in theirs}
+    for site, told in theirs.items():
+        if (expected := _digest(told)) != found[site]:
+            raise AssertionError(f"history join: ours has {found[site]}, Spark {expected}")
+    name = f"history join, {change:,} new records of each side on {rows:,}"
+    whole = f"history join of {rows:,} beside {rows:,}, all in one run"
+    results = [
+        compare(name, rows, times["many: run"], ANEW, times[ANEW], 0.5),
+        compare(name, rows, times["many: run"], TENTH, times["few: run"], 1.5),
+        compare(whole, rows, times["anew: run"], ANEW, times[ANEW], None),
+    ]
+    notes = [
+        f"history join: {found[many][0]:,} rows, {found[few][0]:,} of the tenth, are those of the join "
+        f"made anew; a run's plan: {plan}"
+    ]
+    return results, notes
+
+
+def _digest(rows: DataFrame) -> tuple[int, int]:
+    """How many rows there are, and a sum over hashes of them."""
+    columns = ("key", "price", "grade", "offered", "offered_grade", VALID_FROM, VALID_TO)
+    of_each = F.xxhash64(*columns).cast("decimal(38, 0)")
+    count, total = rows.agg(F.count(F.lit(1)), F.sum(of_each)).collect()[0]
+    return count, int(total)

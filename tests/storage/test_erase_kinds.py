@@ -1,0 +1,203 @@
+"""Tables of other kinds, erased, exported and made anew: with ``new_version_on``, and with a snapshot
+to start with. Nobody else's answers change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.test_new_version_on import Live, at, change
+from tests.test_start import Accounts
+from vt_dagster import Materialized, Stream
+from vt_dagster.runs.audit import audit
+from vt_dagster.runs.erase import erase
+from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.replay import replay
+from vt_dagster.runs.restate import restate
+from vt_dagster.runs.run import run_once
+from vt_dagster.runs.what_if import what_if
+from vt_dagster.storage.commits import commits
+from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.durations import in_utc
+
+HOUR = 3_600_000_000
+WHAT = ("log", "current", "versions")
+
+
+def answers(warehouse: str, node: Stream, spark: SparkSession) -> dict[str, list[str]]:
+    """All that can be asked about keys other than ``a``, now and as known then."""
+    runs = [c for c in commits(f"{warehouse}/{node.name}") if not (c.run_id or "").startswith("erase:")]
+    store, found = AssetStore(warehouse, node, spark), dict[str, list[str]]()
+    for known in (None, *(in_utc(c.recorded_at) for c in runs)):
+        for what in WHAT:
+            rows = look_up(warehouse, node.name, what, as_known_at=known)
+            some = [rows]
+            if what == "versions":
+                some += [store.read(what, as_known_at=known).toArrow().select(rows.column_names)]
+            told = [sorted(repr(r) for r in one.to_pylist() if r["k"] != "a") for one in some]
+            assert told[0] == told[-1]
+            found[f"{node.name} {what} {known}"] = told[0]
+    return found
+
+
+def failed(store: AssetStore) -> list[str]:
+    return [one.name for one in audit(store) if not one.passed]
+
+
+def exported(to: str) -> list[str]:
+    return sorted(map(repr, pl.read_delta(to).to_dicts()))
+
+
+def test_versions_that_some_columns_make(spark: SparkSession, tmp_path: Path) -> None:
+    """Exported as they are read, and erased: of others each answer stays, then and now."""
+    live = Live(tmp_path, spark)
+    accounts, b, c = live.table(), {"k": "b"}, {"k": "c"}
+    kept = Materialized(history_retention=timedelta(hours=1))
+    names = accounts.map_values("tier", "city", "n * 10 as n", name="names", materialized=kept)
+    nodes: list[Any] = [accounts, names]
+    exports = [
+        ExportRun(export_of(node, what, str(tmp_path / "to" / node.name / what)), live.warehouse, spark)
+        for node, what in (*((accounts, what) for what in WHAT), (names, "versions"))
+    ]
+
+    def run(hour: int, *rows: dict[str, Any]) -> None:
+        live.run(accounts, *rows, at_=hour * HOUR)
+        run_once(names, stores_of(live.warehouse, spark), recorded_at=hour * HOUR + 1)
+
+    def require_exported() -> None:
+        for one in exports:
+            export = one.export
+            rows = look_up(live.warehouse, export.node.name, export.what)
+            rows = pl.from_arrow(rows.filter(~rows.column("is_tombstone").to_numpy()))
+            assert isinstance(rows, pl.DataFrame)
+            there = sorted(map(repr, rows.select(export.columns).to_dicts()))
+            assert exported(export.to) == there != []
+
+    run(1, change("x", 0, 10), change("x", 1, 20), change("x", 2, 30, **b), change("x", 3, 40, **b))
+    # Late: one comes between two that repeat, one before them, and a deletion.
+    run(2, change("z", 4, 35, **b), change("y", 5, 15), change("x", 6, 5, **b), change("w", 7, 1, **c))
+    run(3, change("x", 8, 50, **b), {"k": "c", "timestamp": at(9)}, change("x", 9, 25))
+    for one in exports:
+        one.run()
+    require_exported()
+    before = [answers(live.warehouse, node, spark) for node in nodes]
+    about: dict[str, Any] = {"key": ["a"], "reason": "asked to", "among": nodes}
+    about["exports"] = [one.export.to for one in exports]
+    told = erase(live.warehouse, accounts, spark, dry_run=True, **about)
+    done = erase(live.warehouse, accounts, spark, **about)
+    for table, found in done.searched.items():
+        assert told.searched[table] == found.model_copy(update={"version": None})
+    assert done.searched["accounts/log"].erased == done.searched["names/log"].erased == 4
+    assert not any("have it in" in line for line in done.elsewhere)
+    assert [answers(live.warehouse, node, spark) for node in nodes] == before
+    require_exported()
+    stores = stores_of(live.warehouse, spark)
+    for node in nodes:
+        assert look_up(live.warehouse, node.name, "log", key="a").num_rows == 0
+        assert failed(stores(node)) == []
+    assert [one.run() for one in exports] == [None] * len(exports)
+    # What comes then, also of the key that was erased, is put as if nothing had been.
+    run(4, change("z", 9, 36, **b), change("x", 1, 12))
+    versions = live.versions(accounts)
+    assert [v[:3] for v in versions if v[2] == 12] == [("x", 1, 12)]
+    assert [v for v in versions if v[0] == "z"] == [("z", 4, 35, 40)]
+    for one in exports:
+        one.run()
+    require_exported()
+    for node in nodes:
+        stores(node).rebuild_view()
+        assert failed(stores(node)) == []
+    assert live.versions(accounts) == versions
+
+
+def test_what_is_made_of_them_is_restated(spark: SparkSession, tmp_path: Path) -> None:
+    """A join, and a table of its own, take in what came late, as a replay does."""
+    live = Live(tmp_path, spark)
+    accounts, sales = live.table(), live.sales()
+    kept = Materialized(history_retention=timedelta(hours=1))
+    names = accounts.filter("tier <> 'q'", name="names", materialized=kept)
+    select = ["left.*", "right.n", "right.valid_from as since", "right.valid_to as until"]
+    joined = sales.left_join(accounts, name="joined", select=select)
+    nodes: list[Any] = [accounts, sales, names, joined]
+    stores = stores_of(live.warehouse, spark)
+    live.run(accounts, change("x", 0, 10), change("x", 1, 20), change("y", 2, 40))
+    live.run(sales, *[{"timestamp": at(s)} for s in (5, 12, 18, 30, 45)])
+    for node in (names, joined):
+        run_once(node, stores)
+    live.run(accounts, change("z", 3, 15), change("x", 4, 8), change("q", 5, 50))
+    live.run(sales, {"timestamp": at(55)})
+    for node in (names, joined):
+        run_once(node, stores)
+
+    def rows(store: AssetStore) -> list[str]:
+        found = store.read("log").drop("recorded_at").toArrow().to_pylist()
+        return sorted(map(repr, found))
+
+    before = {node.name: rows(stores(node)) for node in (names, joined)}
+    versions = live.versions(names)
+    for node, start in ((joined, at(8)), (names, at(0))):
+        assert restate(live.warehouse, node, start, spark, nodes) == [node.name]
+        again = replay(live.warehouse, node, f"{node.name}_again", spark)
+        assert rows(stores(node)) == rows(again)
+        assert failed(stores(node)) == []
+    assert rows(stores(joined)) != before["joined"]
+    told = {r["timestamp"]: r["n"] for r in stores(joined).read().toArrow().to_pylist()}
+    assert [told[at(s)] for s in (5, 12, 18, 30, 45, 55)] == [None, 4, 3, 1, 2, 5]
+    assert live.versions(names) == versions
+
+
+@pytest.fixture
+def started(tmp_path: Path, spark: SparkSession) -> Accounts:
+    """``a`` and ``d`` are in the snapshot alone, ``b`` has changes after it, ``c`` before it."""
+    accounts = Accounts(tmp_path, spark)
+    accounts.land("1", ("b", 12, "b12"), ("c", 4, "c4"), ("e", 3, "e3"), ("e", 7, None))
+    accounts.snapshot(("a", "a0"), ("b", "b0"), ("c", "c4"), ("d", "d0"))
+    accounts.take(recorded_at=HOUR)
+    accounts.land("2", ("a", 20, "a20"), ("b", 8, "b8"), ("d", 22, None))
+    accounts.take(recorded_at=2 * HOUR)
+    return accounts
+
+
+def test_of_a_snapshot_to_start_with_it_is_told_where_it_is(started: Accounts) -> None:
+    table, spark = started.table, started.spark
+    warehouse = str(started.root / "warehouse")
+    before = answers(warehouse, table, spark)
+    done = erase(warehouse, table, spark, key=["a"], reason="asked to")
+    assert done.searched["accounts/log"].erased == 2
+    (dump,) = [line for line in done.unreachable if line.startswith("the snapshot that accounts")]
+    assert "started with, 2024-01-01T000010Z.jsonl in " in dump
+    assert "a replay would bring it back" in dump
+    files = [line for line in done.unreachable if line.startswith("landing files: ")]
+    assert [line.split(",")[0] for line in files] == [files[0].split(",")[0]]
+    assert "1 of 2" in files[0]
+    assert "2.jsonl (1 rows)" in files[0]
+    assert answers(warehouse, table, spark) == before
+    assert failed(started.store()) == []
+    # It is not taken again, and a key of it goes on.
+    assert started.take() == {}
+    started.land("3", ("d", 21, "d21"))
+    assert started.take()["in"] == 1
+    versions = [v for v in started.versions() if v[0] == "d"]
+    assert versions == [("d", 10, 21, "d0"), ("d", 21, 22, "d21"), ("d", 22, float("inf"), None)]
+    assert failed(started.store()) == []
+
+
+def test_what_if_takes_the_snapshot_again(started: Accounts) -> None:
+    table, spark = started.table, started.spark
+    warehouse = str(started.root / "warehouse")
+    there = set(started.root.rglob("*"))
+    # After all changes: that of b at 8, which came after the snapshot, covers b's row there.
+    same = what_if(warehouse, replace(table, history_retention=timedelta(days=2)), spark)
+    assert (same.added, same.removed, same.changed, same.keys) == (0, 1, 1, 1)
+    assert same.rows_before == len(started.versions()) == same.rows_after + 1
+    # Without it, what only the snapshot said of a and d is gone, too.
+    alone = what_if(warehouse, replace(table, start=None), spark)
+    assert (alone.added, alone.removed, alone.changed, alone.keys) == (0, 3, 1, 3)
+    assert set(started.root.rglob("*")) == there

@@ -1,0 +1,105 @@
+"""What an erase would do now: a dry run of it. Nothing is written.
+
+The same search as an erase makes, in the same tables; so it tells what an erase then finds, as long as
+nothing runs in between. Of a view that is behind its log, which an erase first brings up to it, the
+rows that readers find are counted, without what has expired and may lie in its files yet; these are not
+known. Rejected records of a run that was killed are found once another run has put them into the
+quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from vt_dagster.core.log import log_schema
+from vt_dagster.runs.certificate import Certificate, Searched
+from vt_dagster.runs.erase_plan import KEPT, KEPT_EXPORT, Places
+from vt_dagster.storage import delta, erasing, parquet
+from vt_dagster.storage.erasing import Found, Key
+from vt_dagster.storage.kept import bases_of
+from vt_dagster.storage.snapshot import Head
+from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.view import stored_as
+from vt_dagster.topology.model import Table
+
+Tell = Callable[[str], None]
+
+
+def foretell(
+    warehouse: str,
+    spark: SparkSession,
+    key: Key,
+    plan: Sequence[Places],
+    exports: Mapping[str, Places],
+    done: Certificate,
+    say: Tell,
+) -> dict[str, DataFrame]:
+    """Notes what an erase would find.
+
+    Args:
+        plan: the erased asset, and what is made of it.
+        exports: by path, what is exported.
+        done: takes what is told.
+
+    Returns:
+        by asset, what would be left of its log.
+    """
+    left: dict[str, DataFrame] = {}
+
+    def note(table: str, told: Searched) -> None:
+        done.add(table, told)
+        say(f"{table}: {told}")
+
+    for one in plan:
+        store = AssetStore(warehouse, one.node, spark, None)
+        head = store.head()
+        if not one.columns:
+            done.kept[one.name] = KEPT
+        elif head is not None:
+            for table, told in _asset(store, head, one, key, of_source=one is plan[0]):
+                note(f"{one.name}/{table}", told)
+            rows = parquet.read(spark, store.log_path, head.version, like=log_schema(one.node))
+            left[one.name] = erasing.without(rows, one.marked(key), one.way_of_log, one.values)
+    for path, one in exports.items():
+        if not one.in_export(path):
+            done.kept[path] = KEPT_EXPORT
+            continue
+        there = delta.last_commit(path)
+        assert there is not None
+        note(path, _told(erasing.find(spark, path, there.version, one.marked(key))))
+    for name, why in done.kept.items():
+        say(f"! {name}: {why}")
+    return left
+
+
+def _asset(
+    store: AssetStore, head: Head, one: Places, key: Key, of_source: bool
+) -> Iterator[tuple[str, Searched]]:
+    """What is found in the tables of one asset, by table."""
+    spark, marked = store.spark, one.marked(key)
+    log = erasing.find(spark, store.log_path, head.version, marked, log_schema(one.node))
+    yield "log", _told(log)
+    if isinstance(one.node, Table):
+        like = stored_as(one.node, store.log_path)
+        at = store.snapshot()
+        is_there = at.base is not None and at.base.is_view and not at.tail
+        if not is_there:
+            counts = [F.count(F.lit(1)), F.count_if("_hit"), F.count_if(F.col("_old_hit"))]
+            rows, hits, old = marked(store.view_at(at)).agg(*counts).collect()[0]
+            yield "view", Searched(rows, hits, old, files=None)
+        for path in (*([store.view_path] if is_there else []), *bases_of(store.root)):
+            there = delta.last_commit(path)
+            assert there is not None
+            found = erasing.find(spark, path, there.version, marked, like)
+            yield "view" if path == store.view_path else "base", _told(found)
+    rejected = delta.last_commit(store.quarantine_path) if of_source else None
+    if rejected is not None and one.node.operator is None and key.values:
+        found = erasing.find(spark, store.quarantine_path, rejected.version, key.in_text)
+        yield "quarantine", _told(found)
+
+
+def _told(found: Found) -> Searched:
+    return Searched(found.searched, found.rows, found.old, files=len(found.places))
