@@ -15,7 +15,6 @@ from vt_dagster.columns import RECORDED_AT
 from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
-from vt_dagster.spark.small_runs import small_run
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -105,19 +104,18 @@ class Topology:
         """Everything that an asset shows, in a comparable form."""
         store = self.store(name, spark)
         store.catch_up()
+        found = {"log": _rows(store.read("log"))}
+        if name == "rates":
+            found["view"] = _rows(store.read("versions"))
+        if name in ("corrected", "amended"):
+            found["view"] = _rows(store.read())
         head = store.head()
         assert head is not None
-        with small_run(spark):
-            found = {"log": _rows(store.read("log"))}
-            if name == "rates":
-                found["view"] = _rows(store.read("versions"))
-            if name in ("corrected", "amended"):
-                found["view"] = _rows(store.read())
-            state = store.state(head)
-            found["state"] = [] if state is None else _rows(state)
-            if name != "priced":
-                quarantine = store.quarantine()
-                found["quarantine"] = [] if quarantine is None else _rows(quarantine)
+        state = store.state(head)
+        found["state"] = [] if state is None else _rows(state)
+        if name != "priced":
+            quarantine = store.quarantine()
+            found["quarantine"] = [] if quarantine is None else _rows(quarantine)
         commit = head.commit
         found["commit"] = [
             commit.batch,
