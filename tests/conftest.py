@@ -23,9 +23,10 @@ os.environ.setdefault(
 )
 
 _LONGEST_FIRST = (
-    *("test_conformance.py", "test_assets_conformance.py", "test_demo.py", "test_bench.py"),
-    *("test_crash.py", "test_pages.py", "test_operator_assets.py", "test_operator_properties.py"),
-    *("test_end_to_end.py", "test_faults.py", "test_sink.py"),
+    *("test_conformance.py", "test_assets_conformance.py", "test_demo.py", "test_end_to_end.py"),
+    *("test_crash.py", "test_faults.py", "test_pages.py", "test_maintenance.py", "test_self_joins.py"),
+    *("test_operator_properties.py", "test_random_chains.py", "test_bench.py", "test_erase.py"),
+    *("test_freshness.py", "test_explain_operators.py", "test_sink.py", "test_corrected.py"),
 )
 
 
@@ -43,7 +44,9 @@ def spark() -> Iterator[SparkSession]:
         master="local[2]",
         conf={
             "spark.sql.shuffle.partitions": "2",
-            "spark.driver.extraJavaOptions": "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC",
+            # Many short queries leave much garbage that nobody needs any more.
+            "spark.driver.extraJavaOptions": "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC"
+            " -Xms1200m -Xmn400m -XX:MetaspaceSize=256m",
             "spark.python.sql.dataFrameDebugging.enabled": "false",
         },
     )

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
 
@@ -86,8 +84,9 @@ def drawn(chance: random.Random, number: int, now: int, back: int) -> list[dict[
     ]
 
 
-@settings(max_examples=2, deadline=None)
-@given(st.integers(0, 10_000))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.endurance) for s in range(1, 10))]
+)
 def test_each_row_is_as_known_then(spark: SparkSession, seed: int) -> None:
     """Against the rule itself: records late and refused, deleted and replaced, histories forgotten."""
     chance = random.Random(seed)

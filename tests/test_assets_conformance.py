@@ -30,12 +30,13 @@ RANDOM = [
     "stream-table-join-1-12-4",
 ]
 RUNS = 4
-"""Of a random scenario that needs more runs, only the records of these are taken."""
+"""Of a scenario that needs more runs, only the records of these are taken for every change: its other
+ones run in memory (``test_conformance.py``), and here when asked for."""
 
 
 def chosen() -> list[Scenario]:
     drawn = read_scenarios([SCENARIOS / "random" / "stream_table_join.json"])
-    return [*read_scenarios([SCENARIOS / "worked"]), *(beginning(s) for s in drawn if s.name in RANDOM)]
+    return [*read_scenarios([SCENARIOS / "worked"]), *(s for s in drawn if s.name in RANDOM)]
 
 
 def beginning(scenario: Scenario) -> Scenario:
@@ -65,8 +66,12 @@ def groups() -> dict[str, list[Scenario]]:
     """Scenarios that run together; those whose topology is refused are left out."""
     every = [s for s in chosen() if not is_refused(s)]
     others = [s for s in every if s.operator != "versioned_store"]
-    found = {about_runs(group): group for group in ThroughAssets.groups(others)}
-    return {STORE: [s for s in every if s.operator == "versioned_store"], **found}
+    long = [s for s in others if runs_of(s) > RUNS and s.name not in RANDOM]
+    found = ThroughAssets.groups([beginning(s) for s in others])
+    return {
+        STORE: [s for s in every if s.operator == "versioned_store"],
+        **{about_runs(group): group for group in [*found, long]},
+    }
 
 
 def about_runs(group: list[Scenario]) -> str:
@@ -83,13 +88,18 @@ def test_every_scenario_is_in_a_group() -> None:
     refused = [s for s in scenarios if is_refused(s)]
     assert refused == [s for s in scenarios if s.error is not None and s.error["at"] == "build"]
     assert len(refused) == 11, "scenarios whose topology is refused when it is built"
-    assert sum(map(len, GROUPS.values())) == 157 + len(RANDOM) - len(refused)
-    assert [len(group) for group in GROUPS.values()] == [12, 85, 42, 11]
+    *short, long = GROUPS.values()
+    assert sum(map(len, short)) == 157 + len(RANDOM) - len(refused)
+    assert [len(group) for group in short] == [12, 85, 53]
+    assert len(long) == 11, "scenarios of which only the first runs are taken for every change"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(g, marks=pytest.mark.endurance if g == "up to 9 runs" else ()) for g in GROUPS],
+)
 def test_assets_give_what_kafka_streams_gave(
     group: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from tests.core.random_scenarios import ALL, scenarios
 from tests.core.reference_model import complete
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS, Scenario, read_scenarios
+from vt_dagster.conformance.side_by_side import cut
 from vt_dagster.conformance.steps import layout, supported
 from vt_dagster.core import arrival, processor, side_times, source
 from vt_dagster.core.as_of_join import Way
@@ -55,8 +56,21 @@ def shortest_of_each_configuration(path: Path) -> list[dict[str, Any]]:
     return [s for s in found.values() if len(s["records"]) <= 6]
 
 
-ONE_BY_ONE = 12
-"""So many records are taken for every change of a scenario that runs record by record in any case."""
+RUNS = 12
+"""Of a scenario of more runs, only the records of these are taken for every change."""
+LOOKED_UP = ["stream_table_join", "chain"]
+"""Operators whose worked examples run in each other way to join."""
+LARGE = [
+    "versioned_store",
+    "windowed_aggregate",
+    "stream_table_join",
+    "table_suppress",
+    "table_filter",
+    "table_map_values",
+    "stream_select_key",
+    "stream_stream_join",
+]
+"""Operators whose worked examples run with the plans of large runs."""
 
 
 def record_by_record(*paths: Path) -> list[Scenario]:
@@ -79,32 +93,47 @@ def beginning(scenario: dict[str, Any], end: int) -> dict[str, Any]:
     }
 
 
-def beginnings(path: Path, directory: Path, end: int) -> None:
-    """Copies a file of scenarios; of those that run record by record only the first records."""
-    long = {s.name for s in record_by_record(path) if len(s.records) > end}
+def beginnings(path: Path, directory: Path, runs: int) -> None:
+    """Copies a file of scenarios; of each only the first runs."""
+    operators = (s for s in read_scenarios([path]) if supported(s) and s.operator != "versioned_store")
+    cuts = {s.name: cut(layout(s), "run") for s in operators}
+    ends = {name: found[runs].start for name, found in cuts.items() if len(found) > runs}
     found = json.loads(path.read_text(encoding="utf-8"))
-    copied = [beginning(s, end) if s["name"] in long else s for s in found]
+    copied = [beginning(s, ends[s["name"]]) if s["name"] in ends else s for s in found]
     write(directory / path.relative_to(SCENARIOS), *copied)
+
+
+def run_alone_here() -> list[Path]:
+    """The worked examples that no other test of this file runs."""
+    single = {s.path for s in record_by_record(SCENARIOS / "worked")}
+    return [
+        s.path
+        for s in read_scenarios([SCENARIOS / "worked"])
+        if s.operator not in (*LOOKED_UP, *LARGE) or s.path in single
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("end", [ONE_BY_ONE, pytest.param(1_000, marks=pytest.mark.endurance)])
+@pytest.mark.parametrize("runs", [RUNS, pytest.param(1_000, marks=pytest.mark.endurance)])
 def test_the_worked_examples_are_identical_in_long_runs(
-    spark: SparkSession, tmp_path: Path, end: int
+    spark: SparkSession, tmp_path: Path, runs: int
 ) -> None:
+    """Those that run in other ways below, and as assets too, run in this one when asked for."""
     for path in [
         p for name in ("optional", "streams") for p in sorted((SCENARIOS / name).rglob("*.json"))
     ]:
-        beginnings(path, tmp_path, end)
+        beginnings(path, tmp_path, runs)
+    worked = run_alone_here() if runs == RUNS else [SCENARIOS / "worked"]
     lines: list[str] = []
-    report = run([SCENARIOS / "worked", tmp_path], granularity="run", spark=spark, echo=lines.append)
+    report = run([*worked, tmp_path], granularity="run", spark=spark, echo=lines.append)
     assert lines == [
         "optional, not counted: 19 identical, 0 different, 8 not supported",
         f"{report.identical} identical, 0 different, 0 not supported",
     ]
-    assert {o.scenario.operator for o in report.outcomes} == set(OPERATORS)
-    assert report.identical >= 250
+    here = {o.scenario.operator for o in report.outcomes}
+    assert here | ({*LOOKED_UP, *LARGE} if runs == RUNS else set()) == set(OPERATORS)
+    assert report.identical >= (180 if runs == RUNS else 250)
     assert report.ok
 
 
@@ -127,7 +156,7 @@ def test_the_other_ways_to_join_are_identical_too(
     lines: list[str] = []
     report = run(
         [SCENARIOS / "worked"],
-        operators=["stream_table_join", "chain"],
+        operators=LOOKED_UP,
         granularity="run",
         spark=spark,
         echo=lines.append,
@@ -168,16 +197,7 @@ def test_the_plans_of_large_runs_are_identical_too(
             *(path for path in sorted((SCENARIOS / "worked").glob("*.json")) if path not in single),
             SCENARIOS / "streams" / "worked.json",
         ],
-        operators=[
-            "versioned_store",
-            "windowed_aggregate",
-            "stream_table_join",
-            "table_suppress",
-            "table_filter",
-            "table_map_values",
-            "stream_select_key",
-            "stream_stream_join",
-        ],
+        operators=LARGE,
         granularity="run",
         spark=spark,
         echo=lines.append,
@@ -256,16 +276,22 @@ def test_a_run_goes_by_the_records_that_tables_accept(spark: SparkSession, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_shares_are_identical_record_by_record(spark: SparkSession, tmp_path: Path) -> None:
-    """A short sequence of each random configuration; all of them take too long for every change. Beside
-    them new random ones, of which the model tells what to expect, and all with sliding windows."""
+@pytest.mark.parametrize("enough", [3, pytest.param(100, marks=pytest.mark.endurance)])
+def test_shares_are_identical_record_by_record(
+    spark: SparkSession, tmp_path: Path, enough: int
+) -> None:
+    """A short sequence of each random configuration; all of them take too long for every change. Where
+    there are not enough, also new random ones, of which the model tells what to expect; and all with
+    sliding windows."""
     shares = {
         path.stem: shortest_of_each_configuration(path)
         for path in sorted(SCENARIOS.glob("**/random/*.json"))
     }
     assert sum(map(len, shares.values())) >= 30
-    drawn = {f"new_{o}": scenarios(1, o, configs=2, sequences=1, longest=8) for o in ALL}
-    more = {"configs": 6, "sequences": 2, "longest": 12}
+    few = [o for o in ALL if len(shares[o]) < enough]
+    assert {"table_filter", "windowed_aggregate"} <= {*few}
+    drawn = {f"new_{o}": scenarios(1, o, configs=2, sequences=2, longest=6) for o in few}
+    more = {"configs": 6, "sequences": 3, "longest": 8}
     drawn["new_sliding"] = scenarios(1, "windowed_aggregate", sliding=True, **more)
     path = SCENARIOS / "optional" / "sliding_and_bytes.json"
     sliding = [s for s in json.loads(path.read_text(encoding="utf-8")) if "-sliding" in s["name"]]

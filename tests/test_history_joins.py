@@ -195,7 +195,7 @@ def in_runs(rows: list[tuple[str, dict[str, Any]]], cuts: Iterable[int]) -> list
     return runs
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.endurance)])
 def test_whatever_the_arrival_it_is_the_intersection(spark: SparkSession, seed: int) -> None:
     chance = random.Random(seed)
     rows: list[tuple[str, dict[str, Any]]] = []

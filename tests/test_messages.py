@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import vt_dagster.errors as errors
@@ -51,8 +52,13 @@ def text_of(node: ast.AST, constants: dict[str, str]) -> str:
     return "…"
 
 
-def messages() -> Iterator[tuple[str, str, str]]:
+@cache
+def messages() -> tuple[tuple[str, str, str], ...]:
     """Module, error and message, in the order of the sources."""
+    return tuple(_messages())
+
+
+def _messages() -> Iterator[tuple[str, str, str]]:
     for path in sorted((ROOT / "vt_dagster").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         constants = {
@@ -81,7 +87,7 @@ def test_every_message_is_listed() -> None:
 
 
 def test_every_message_says_what_to_do() -> None:
-    assert len(list(messages())) > 150
+    assert len(messages()) > 150
     mute = [m for m in messages() if not TO_DO.search(m[2]) and not PLAIN.search(m[2])]
     assert mute == []
 

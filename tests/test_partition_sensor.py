@@ -103,7 +103,7 @@ class Reports:
         )
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.endurance)])
 def test_after_the_requested_runs_all_is_as_if_made_anew(
     spark: SparkSession, tmp_path: Path, seed: int
 ) -> None:

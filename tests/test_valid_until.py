@@ -121,7 +121,7 @@ def test_what_has_ended_by_stream_time_is_not_current(spark: SparkSession) -> No
     assert versions(driver)[:3] == [("late", 0, 1), ("x", 1, 10), ("next", 12, None)]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.endurance)])
 def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> None:
     random = Random(seed)
     stored: list[tuple[Any, ...]] = []

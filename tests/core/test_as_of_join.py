@@ -31,15 +31,15 @@ def at(moment: int) -> datetime:
 
 moments = st.one_of(st.integers(0, 200), st.integers(0, 10**12))
 histories = st.dictionaries(
-    st.sampled_from("abc"), st.lists(moments, min_size=1, max_size=20, unique=True), min_size=1
+    st.sampled_from("abc"), st.lists(moments, min_size=1, max_size=40, unique=True), min_size=1
 )
 rows_of_a_run = st.lists(
-    st.tuples(st.sampled_from(["a", "b", "c", "d", None]), moments), min_size=1, max_size=40
+    st.tuples(st.sampled_from(["a", "b", "c", "d", None]), moments), min_size=1, max_size=80
 )
 
 
 @settings(
-    max_examples=8,
+    max_examples=4,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

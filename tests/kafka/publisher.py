@@ -1,9 +1,11 @@
-"""Publishes to two topics: ``SERVERS PRICES SALES COUNT``, a thousandth of it poison."""
+"""Publishes to two topics: ``SERVERS PRICES SALES COUNT``, a thousandth of it poison. It takes its
+time, so that runs begin before it ends."""
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 
 from confluent_kafka import Producer
 
@@ -26,6 +28,8 @@ def main() -> None:
                 except BufferError:
                     producer.poll(0.05)
         producer.poll(0)
+        if n % 1000 == 0:
+            time.sleep(0.1)
     assert producer.flush(120) == 0
 
 

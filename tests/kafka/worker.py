@@ -1,4 +1,4 @@
-"""One tick of each sensor and the run that it asks for: ``ROOT SERVERS PRICES SALES``."""
+"""One tick of each sensor and the run that it asks for: ``ROOT SERVERS PRICES SALES MOST``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from vt_dagster.spark.session import build_session
 
 
 def main() -> None:
-    root, servers, *names = sys.argv[1:]
+    root, servers, prices, sales, most = sys.argv[1:]
     conf = {"spark.sql.shuffle.partitions": "2"}
     pipeline = Pipeline(Path(root), build_session("worker", master="local[2]", conf=conf))
-    asked = 0
-    for node in topology(Topics(servers), *names).values():
+    asked = False
+    for node in topology(Topics(servers), prices, sales, int(most)).values():
         said = pipeline.tick(node)
         if isinstance(said, dg.RunRequest):
-            asked += 1
+            print("asked", flush=True)
+            asked = True
             done = pipeline.execute(node, run_config=said.run_config)
             assert done.success
-    print("asked" if asked else "nothing to do")
+    if not asked:
+        print("nothing to do")
 
 
 if __name__ == "__main__":

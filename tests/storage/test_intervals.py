@@ -45,7 +45,7 @@ def valid(topology: Topology, upto: Offsets, moment: int) -> dict[str, tuple[int
     return {key: (home, offset) for key, (_, home, offset) in found.items()}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.endurance) for s in (2, 3))])
 def test_random_arrivals(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

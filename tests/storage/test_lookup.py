@@ -48,7 +48,7 @@ def without_spark(topology: Topology, name: str, *asked: Any, **more: Any) -> li
     return in_order(vt_dagster.read(name, warehouse=topology.warehouse, **about))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.endurance)])
 def test_random_tables(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
