@@ -486,3 +486,36 @@ def test_final_results_of_what_was_suppressed(spark: SparkSession) -> None:
     assert len(updates) > len(rows)
     for hour, count in rows:  # the last update that the first suppression let go
         assert count == max(n for h, n in updates if h == hour)
+
+
+@pytest.mark.parametrize("kind", ["table", "versioned", "merged"])
+def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession, kind: str) -> None:
+    """All results of a key are in one, so that the last one counts, wherever its change was."""
+    keyed, at = StructField("k", StringType()), StructField("timestamp", TimestampType())
+    left, right = (StructType([keyed, StructField(c, LongType()), at]) for c in ("a", "b"))
+
+    def source(name: str, schema: StructType, partitions: int) -> Any:
+        about: dict[str, Any] = {"key": "k", "schema": schema, "partitions": partitions}
+        if kind == "merged":
+            return Stream(name, **about)
+        history = {"history_retention": timedelta(days=1)}
+        return VersionedTable(name, **about, **history) if kind == "versioned" else Table(name, **about)
+
+    keys = [f"k{n}" for n in range(8)]
+    if kind == "merged":
+        one, other = source("one", left, 1), source("other", left, 4)
+        made = one.merge(other, name="both").to_table(name="made")
+        names = ("one", "other", "a")
+    else:
+        made = source("one", left, 1).outer_join(source("other", right, 4), name="made")
+        names = ("one", "other", "b")
+    driver = TopologyTestDriver(made, spark=spark)
+    driver.pipe("other", *[{"k": k, names[2]: 0, "timestamp": 1} for k in keys])
+    driver.pipe("one", *[{"k": k, "a": n, "timestamp": 2} for n, k in enumerate(keys)])
+    driver.pipe("other", *[{"k": k, names[2]: 10 + n, "timestamp": 3} for n, k in enumerate(keys)])
+    assert [(r["k"], r[names[2]]) for r in driver.table("made")] == [
+        (k, 10 + n) for n, k in enumerate(keys)
+    ]
+    homes = {(r["k"], r["partition"]) for r in driver.read("made")}
+    assert len(homes) == len(keys)
+    assert len({partition for _, partition in homes}) > 1 or made.partitions == 1

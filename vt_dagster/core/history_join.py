@@ -34,7 +34,6 @@ from vt_dagster.core.changes import (
 )
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
-from vt_dagster.core.records import home_of
 from vt_dagster.core.table_table_join import TableTableJoinProcessor, side_row
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.operators import HistoryJoin, JoinKind
@@ -67,10 +66,7 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
         )
         operator = self.operator
         joined = join(left, right, kind=operator.kind, columns=operator.projection().columns)
-        if len({(one.partitions, one.partition_by) for one in self.consumed}) == 1:
-            return joined
-        # All of a key in one partition: the offsets of two tell no order.
-        return joined.withColumn(PARTITION, home_of(self.node.key, self.node))
+        return self.at_home(joined)
 
 
 def _horizon(node: Stream, one: Input) -> Column | None:

@@ -27,6 +27,7 @@ from vt_dagster.core.changes import (
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.processor import Processor
+from vt_dagster.core.records import home_of
 from vt_dagster.topology.model import Table
 from vt_dagster.topology.operators import JoinKind, TableTableJoin
 
@@ -52,8 +53,15 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
                 there = store.rows_of(node, one.table)
             sides.append(TableInput(changes, there, node.key, value_columns(node), node.versioned))
         left, right = sides
-        joined = self.joined(left, right)
+        joined = self.at_home(self.joined(left, right))
         return monotone(joined, known.state, self.node.key) if self.operator.monotone else joined
+
+    def at_home(self, joined: DataFrame) -> DataFrame:
+        """All results of a key in one partition, also where the sides have it in different ones: the
+        offsets of two partitions tell no order."""
+        if self.operator.copartitioned:
+            return joined
+        return joined.withColumn(PARTITION, home_of(self.node.key, self.node))
 
     def joined(self, left: TableInput, right: TableInput) -> DataFrame:
         """The join itself."""

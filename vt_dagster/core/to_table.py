@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, TURN
+from vt_dagster.columns import FATE, PARTITION, TURN
 from vt_dagster.core.arrival import Fate, has_key
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.processor import Processor
+from vt_dagster.core.records import home_of
 from vt_dagster.topology.operators import ToTable
 
 
@@ -19,10 +20,13 @@ class ToTableProcessor(Processor[ToTable]):
 
     @property
     def keeps_order(self) -> bool:
-        return True
+        return self.operator.partitioning is not None
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
-        return to_table(rows[0].withColumn(TURN, F.lit(0)), key=self.operator.source.key)
+        made = to_table(rows[0].withColumn(TURN, F.lit(0)), key=self.operator.source.key)
+        if self.operator.partitioning is not None:
+            return made
+        return made.withColumn(PARTITION, home_of(self.node.key, self.node))
 
 
 def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:

@@ -35,7 +35,7 @@ def table_table(asked: Asked) -> Made:
         old, other = rows[place], rows[1 - place]
         rows[place] = None if record.is_tombstone else record
         says, tombstone = _outcome(asked.meaning["kind"], place == LEFT, rows, old)
-        if says and asked.is_new(names[place], record) and record.partition == asked.record.partition:
+        if says and asked.is_new(names[place], record):
             made_of = [(logs[1 - place], other), (logs[place], old if tombstone else None)]
             updates.append(_update(logs[place], record, other, tombstone, made_of))
     return _told(asked, updates)

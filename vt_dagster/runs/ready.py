@@ -151,9 +151,8 @@ def _partitioned_alike(
     stream: Stream, own: Mapping[int, int], table: Stream, theirs: Mapping[int, int]
 ) -> bool:
     """Whether a key is in the same partition of both, as far as that is known."""
-    said = [(one.partitions, one.partition_by) for one in (stream, table)]
     inside = all(partition < stream.partitions for partition in (*own, *theirs))
-    return said[0] == said[1] and (inside or own.keys() == theirs.keys())
+    return stream.partitioning == table.partitioning and (inside or own.keys() == theirs.keys())
 
 
 def _require_remembered(

@@ -85,6 +85,7 @@ class KafkaSource:
     max_clock_skew: timedelta = field(default=timedelta(days=1))
     recorded_at: str = "run"
 
+    own_partitions = True
     gives_timestamp = True
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ the classes that people use, with a method for each operator.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -35,12 +36,12 @@ N = TypeVar("N", bound="Node")
 Input: TypeAlias = Any
 """A ``Node``; to users of an operator it is a ``Stream`` or ``Table``, which cannot be named here."""
 
-_NO_MEANING = frozenset(
-    {
-        *("name", "materialized", "emit", "monotone_timestamps"),
-        *("grace", "grace_period", "corrected_for", "retention", "until"),
-    }
-)
+MIXED = "mixed"
+"""The partitioning of streams of which one has a key in other partitions than another."""
+_NO_MEANING = {
+    *("name", "materialized", "emit", "monotone_timestamps"),
+    *("grace", "grace_period", "corrected_for", "retention", "until"),
+}
 """Fields that may change from run to run: what is said from then on is as true as what was before."""
 _DEEPEST = 3
 """A warehouse is looked through for assets so deep and no further: it may be anybody's directory."""
@@ -50,8 +51,8 @@ _KINDS: dict[Kind, type[Node]] = {}
 class Source(Protocol):
     """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``.
 
-    A source may also say ``tables_only = True``, and ``upstream``: the key of the asset that delivers
-    what it reads.
+    A source may also say ``tables_only = True``, ``own_partitions = True`` where it has partitions of
+    its own, and ``upstream``: the key of the asset that delivers what it reads.
     """
 
     def describe(self) -> str:
@@ -105,6 +106,16 @@ class Operator(ABC):
         """Whether the result's records have another key than that by which its source was partitioned.
         Kafka Streams then brings them to other partitions before it groups or joins them."""
         return False
+
+    @property
+    def copartitioned(self) -> bool:
+        """Whether a key is in the same partition of all inputs."""
+        return len({node.partitioning for node in self.inputs}) == 1
+
+    @property
+    def partitioning(self) -> tuple[Any, ...] | None:
+        """That of a result, by default its first input's; None: its own key gives it."""
+        return self.inputs[0].partitioning
 
     @property
     def meaning(self) -> dict[str, str]:
@@ -294,6 +305,16 @@ class Node:
     def rekeyed(self) -> bool:
         """Whether its records have been brought to another key, see ``Operator.rekeyed``."""
         return self.operator is not None and self.operator.rekeyed
+
+    @cached_property
+    def partitioning(self) -> tuple[Any, ...]:
+        """What gives a key its partition: two nodes of the same have a key in the same one."""
+        own = ("source",) if getattr(self.source, "own_partitions", False) else None
+        chosen = self.partition_by or ""
+        for place, name in enumerate(self.key):  # whatever it is called
+            chosen = re.sub(rf"\b{re.escape(name)}\b", f"{{{place}}}", chosen)
+        kept = own if self.operator is None else self.operator.partitioning
+        return kept or ("key", self.partitions, chosen)
 
     @cached_property
     def earlier(self) -> Names:

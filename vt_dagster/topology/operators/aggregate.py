@@ -30,6 +30,10 @@ class Aggregate(OneInput, ABC):
     partitions: int | None = field(default=None, kw_only=True)
     partition_by: str | None = field(default=None, kw_only=True)
 
+    @property
+    def partitioning(self) -> tuple[Any, ...] | None:
+        return None if self.group_key else super().partitioning
+
     def keys(self) -> Selection:
         """The columns of the key, of windows without their ends."""
         fields = tuple(self.source.schema.fields)

@@ -9,7 +9,7 @@ from pyspark.sql.types import DataType, NullType, StructField, StructType
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.node import Input, Operator, make_node
+from vt_dagster.topology.node import MIXED, Input, Operator, make_node
 from vt_dagster.topology.schema import same_types
 
 
@@ -60,6 +60,10 @@ class Merge(Operator):
     @property
     def rekeyed(self) -> bool:
         return any(node.rekeyed for node in self.sources)
+
+    @property
+    def partitioning(self) -> tuple[Any, ...]:
+        return self.sources[0].partitioning if self.copartitioned else (MIXED, self.name)
 
     def result(self, **shown: Any) -> Any:
         first = self.sources[0]

@@ -52,6 +52,10 @@ class SelectKey(OneInput):
     def rekeyed(self) -> bool:
         return True
 
+    @property
+    def partitioning(self) -> None:
+        return None
+
     def keys(self) -> Selection:
         """The columns of the new key."""
         fields = tuple(self.source.schema.fields)

@@ -60,6 +60,10 @@ class TableTableJoin(Join):
             return self.left.versioned and self.right.versioned
         return self.monotone_timestamps
 
+    @property
+    def partitioning(self) -> tuple[Any, ...] | None:
+        return self.left.partitioning if self.copartitioned else None
+
     def result(self, **shown: Any) -> Any:
         fields = self.projection().fields()
         if self.kind == "outer":

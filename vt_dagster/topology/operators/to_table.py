@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.node import MIXED
 from vt_dagster.topology.operators.base import OneInput, make_table
 
 
@@ -25,6 +26,11 @@ class ToTable(OneInput):
                 f"{self.name}: to_table makes a table of a stream, but {self.source.name!r} is a "
                 "table already; use it as it is, or its to_stream(name=...)"
             )
+
+    @property
+    def partitioning(self) -> tuple[Any, ...] | None:
+        kept = self.source.partitioning
+        return None if kept[0] == MIXED else kept
 
     def result(self, **shown: Any) -> Any:
         return make_table(self, self.source, self.source.schema, self.materialized, shown)
