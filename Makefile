@@ -8,7 +8,7 @@ OF_DAGSTER := definitions specs components nothing_new executor sensors io_manag
 STAMP := .venv/.installed
 CLASSES := .venv/.classes.jsa
 
-.PHONY: install demo demo-kafka kafka test test-kafka test-all test-older-dagster browser classes endurance ui lint docs bench bench-quick clean
+.PHONY: install demo demo-kafka kafka test test-kafka test-older-dagster browser endurance ui lint docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -45,14 +45,9 @@ $(CLASSES): $(STAMP)
 test-kafka: $(CLASSES)
 	$(BIN)/python -m pytest $(SHARED) -m kafka
 
+# With a broker and without at once: two processes wait for each other once, not twice.
 test: $(CLASSES)
-	$(BIN)/python -m pytest $(SHARED)
-
-# Both at once: two processes wait for each other once, not twice.
-test-all: $(CLASSES)
 	$(BIN)/python -m pytest $(SHARED) -m "not endurance"
-
-classes: $(CLASSES)
 
 # By its real path: scripts begin with it, and .venv may be a link that goes.
 .venv/.dagster-$(OLDER): HOME_OF = $(realpath .venv)

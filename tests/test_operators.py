@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ from vt_dagster import (
     build_definitions,
 )
 from vt_dagster.runs.audit import checks_of
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 HOUR = timedelta(hours=1)
@@ -519,3 +522,29 @@ def test_a_key_in_different_partitions_of_both_sides(spark: SparkSession, kind: 
     homes = {(r["k"], r["partition"]) for r in driver.read("made")}
     assert len(homes) == len(keys)
     assert len({partition for _, partition in homes}) > 1 or made.partitions == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "versioned"])
+def test_a_table_whose_source_has_more_partitions_than_before(
+    spark: SparkSession, tmp_path: Path, kind: str
+) -> None:
+    """What was recorded last counts, though its offset is smaller than that of before."""
+    landing = tmp_path / "landing"
+    landing.mkdir()
+    kinds = {"k": StringType(), "price": LongType(), "timestamp": TimestampType()}
+    columns = StructType([StructField(name, type_) for name, type_ in kinds.items()])
+    history = {"history_retention": timedelta(days=1)} if kind == "versioned" else {}
+    about: dict[str, Any] = {"key": "k", "schema": columns, "freshness": timedelta(days=1), **history}
+    node = (VersionedTable if history else Table)("prices", source=FilesSource(str(landing)), **about)
+    stores = stores_of(str(tmp_path / "warehouse"), spark)
+    for number, partitions in enumerate((1, 4)):
+        rows = [{"k": f"k{n}", "price": number, "timestamp": "2024-06-01T00:00:00Z"} for n in range(8)]
+        (landing / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        run_once(replace(node, partitions=partitions), stores)
+        tail = stores(node).read("current").collect()
+        assert {row["price"] for row in tail} == {number}
+        found = look_up(str(tmp_path / "warehouse"), "prices", "current")
+        assert set(found.column("price").to_pylist()) == {number}
+    assert len({row["partition"] for row in tail}) > 1
+    stores(node).rebuild_view()
+    assert {row["price"] for row in stores(node).read("current").collect()} == {1}

@@ -15,7 +15,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster import rules
-from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION
+from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, RECORDED_AT
 from vt_dagster.topology.durations import Duration
 
 CHUNK = 100_000
@@ -107,6 +107,13 @@ def arrival_chunk() -> Column:
 def hour_of_arrival() -> Column:
     """The chunk where ``_arrival`` is a time."""
     return F.floor(F.col(ARRIVAL) / F.lit(HOUR))
+
+
+def over_all_partitions(rows: DataFrame) -> list[str]:
+    """The order in which records of a log came, whatever their partitions: by when they were recorded,
+    where rows tell it. Offsets of two partitions tell no order, and a key may be in another one than
+    before, since the source has got more."""
+    return [*([RECORDED_AT] if RECORDED_AT in rows.columns else []), OFFSET, PARTITION]
 
 
 def has_key(key: Sequence[str]) -> Column:

@@ -239,7 +239,9 @@ class _Batch:
     def versions(self, rows: Any, sources: Any) -> list[tuple[int, _Version]]:
         """Rows as versions, each with its time."""
         sets, kinds = np.unique(self.said[rows], axis=0, return_inverse=True)
-        given = [None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets]
+        given: list[frozenset[int] | None] = [
+            None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets
+        ]
         told = zip(rows.tolist(), sources.tolist(), kinds.ravel().tolist(), strict=True)
         versions = [
             _Version(r, s, given[k], d)

@@ -18,13 +18,13 @@ from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import (
     IS_TOMBSTONE,
-    OFFSET,
     OLD,
     PARTITION,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
+from vt_dagster.core.arrival import over_all_partitions
 
 _PEER, _LAST, _FIRST, _VERSION, _ROW = "_peer", "_last", "_first", "_of_version", "row"
 _REPEATS, _END, _LAST_END = "_repeats", "_end", "_last_end"
@@ -45,7 +45,7 @@ def with_version_before(
     rows = rows.withColumn(OLD, _stored(rows, key))
     peers = rows.withColumn(_PEER, F.first(OLD, ignorenulls=True).over(W.partitionBy(*key, VALID_FROM)))
     kept = peers.where(~replaced).drop(OLD)
-    in_order = W.partitionBy(*key).orderBy(VALID_FROM, OFFSET, PARTITION)
+    in_order = W.partitionBy(*key).orderBy(VALID_FROM, *over_all_partitions(rows))
     state = F.struct(IS_TOMBSTONE, *[F.col(f"`{c}`") for c in new_version_on])
     kept = kept.withColumn(_LAST, F.lag(state).over(in_order))
     is_first, lives = F.col(_LAST).isNull(), ~F.col(IS_TOMBSTONE)

@@ -8,8 +8,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import Fate, union
+from vt_dagster.columns import FATE, IS_LATEST, IS_TOMBSTONE, OLD, TIMESTAMP
+from vt_dagster.core.arrival import Fate, over_all_partitions, union
 
 BEFORE, NEWEST = "_before", "_newest"
 _SEEN, _LAST = "_seen", "_last"
@@ -105,7 +105,7 @@ def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataF
     """
     fresh = log.drop(IS_LATEST, OLD)
     everything = union(fresh, rows)
-    in_order = W.partitionBy(*key).orderBy(OFFSET, PARTITION)
+    in_order = W.partitionBy(*key).orderBy(*over_all_partitions(everything))
     # Not the first of the rows backwards: for that Spark sorts a second time, before it shuffles.
     last = F.lead(F.lit(1)).over(in_order).isNull()
     return everything.withColumn(_LAST, last).where(F.col(_LAST) & ~F.col(IS_TOMBSTONE)).drop(_LAST)

@@ -21,14 +21,12 @@ from vt_dagster.columns import (
     FATE,
     IS_LATEST,
     IS_TOMBSTONE,
-    OFFSET,
     OLD,
-    PARTITION,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import Fate, duration, union
+from vt_dagster.core.arrival import Fate, duration, over_all_partitions, union
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.partial import filled
 from vt_dagster.core.records import START
@@ -202,7 +200,7 @@ def fold(
     """
     fresh = log.drop(IS_LATEST, OLD).withColumn(VALID_FROM, F.col(TIMESTAMP))
     everything = union(fresh, None if versions is None else versions.drop(VALID_TO))
-    in_order = W.partitionBy(*key).orderBy(VALID_FROM, OFFSET, PARTITION)
+    in_order = W.partitionBy(*key).orderBy(VALID_FROM, *over_all_partitions(everything))
     chained = everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
     replaced = F.coalesce(F.col(VALID_TO) <= F.col(VALID_FROM), F.lit(False))
     if new_version_on is not None:

@@ -17,6 +17,7 @@ from vt_dagster.columns import (
     OFFSET,
     OLD,
     PARTITION,
+    RECORDED_AT,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
@@ -55,6 +56,8 @@ def fold(
     rows = fresh if base is None else pa.concat_tables([base, fresh], promote_options="default")
     codes = [codes_of(rows.column(k)) for k in key]
     order = [rows.column(PARTITION).to_numpy(), rows.column(OFFSET).to_numpy()]
+    if RECORDED_AT in rows.column_names:
+        order.append(micros(rows, RECORDED_AT))
     if limits is not None:
         order.append(micros(rows, VALID_FROM))
     rank = np.lexsort((*order, *reversed(codes)))
