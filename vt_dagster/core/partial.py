@@ -244,7 +244,7 @@ class _Batch:
         ]
         told = zip(rows.tolist(), sources.tolist(), kinds.ravel().tolist(), strict=True)
         versions = [
-            _Version(r, s, given[k], d)
+            _Version(r, s, given[int(k)], d)
             for (r, s, k), d in zip(told, self.deleted[rows].tolist(), strict=True)
         ]
         return list(zip(self.times[rows].tolist(), versions, strict=True))
