@@ -60,7 +60,7 @@ def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
         order=[PARTITION, ARRIVAL],
         stream_time=F.lit(None).cast("timestamp"),
         history_retention=RETENTION,
-        parts=parts,
+        parts=dict.fromkeys(parts, ()),
     )
     accepted = put.where(F.col(FATE) == Fate.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))
     return accepted.select(*COLUMNS, IS_LATEST, OLD, *([GIVEN, CARRIED] if parts else []))

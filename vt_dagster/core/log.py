@@ -78,12 +78,13 @@ def log_columns(node: Stream) -> list[str]:
     return [*own, *LOG_COLUMNS, *of_tables, *of_operator, *of_parts]
 
 
-def parts_of(node: Stream) -> list[str]:
-    """The value columns that a record may leave out: unchanged; none where each says its whole row."""
+def parts_of(node: Stream) -> dict[str, tuple[str, ...]]:
+    """The value columns that a record may leave out, unchanged, each with the names that it had before;
+    none where a record says its whole row."""
     if not isinstance(node, VersionedTable) or not node.says_parts:
-        return []
+        return {}
     own = (node.timestamp, node.valid_until)
-    return [c for c in value_columns(node) if c not in own]
+    return {c: tuple(node.earlier.get(c, ())) for c in value_columns(node) if c not in own}
 
 
 def log_schema(node: Stream) -> StructType:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -53,7 +53,7 @@ def filled(
     *,
     key: Sequence[str],
     values: Sequence[str],
-    parts: Sequence[str],
+    parts: Mapping[str, Sequence[str]],
     order: Sequence[str],
 ) -> DataFrame:
     """Records with whole rows, and after each the versions that it changes.
@@ -65,7 +65,8 @@ def filled(
         records: with their fate; those that are not applied are passed through. ``given_columns``: an
             array of names among ``parts``; null = all of them.
         versions: those that end after the oldest record of their key; None = none.
-        values: the value columns; ``parts``: those of them that a record may leave out.
+        values: the value columns; ``parts``: those of them that a record may leave out, each with the
+            names that it had before, which ``given_columns`` of versions may have.
         order: columns in whose order a key's records are taken.
 
     Returns:
@@ -95,7 +96,8 @@ def filled(
     rows = rows.sortWithinPartitions(*in_order)
     fields = [f for f in rows.schema.fields if f.name not in _HELPERS]
     schema = StructType([*fields, StructField(CARRIED, IntegerType())])
-    whose = _Columns(tuple(parts), tuple(c for c in values if c not in parts))
+    numbers = {name: n for n, (now, before) in enumerate(parts.items()) for name in (now, *before)}
+    whose = _Columns(tuple(parts), numbers, tuple(c for c in values if c not in parts))
 
     def kernel(batches: Iterator[Any]) -> Iterator[Any]:
         return _fill(batches, whose, schema.names)
@@ -104,9 +106,11 @@ def filled(
 
 
 class _Columns(NamedTuple):
-    """The value columns: those that a record may leave out, and those that are each version's own."""
+    """The value columns: those that a record may leave out, by number and by all their names, and those
+    that are each version's own."""
 
     parts: tuple[str, ...]
+    numbers: Mapping[str, int]
     own: tuple[str, ...]
 
 
@@ -213,7 +217,7 @@ class _Batch:
         given = self.rows.column(GIVEN).combine_chunks()
         found = np.zeros((len(given), len(self.whose.parts)), bool)
         found[given.is_null().to_numpy(zero_copy_only=False)] = True
-        numbers = {name: n for n, name in enumerate(self.whose.parts)}
+        numbers = self.whose.numbers
         parents = pc.list_parent_indices(given).to_numpy()
         names = given.flatten().to_pylist()
         for row, name in zip(parents.tolist(), names, strict=True):

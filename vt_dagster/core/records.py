@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -138,16 +138,22 @@ def time_of(node: Stream, rows: DataFrame) -> Column:
     return F.timestamp_micros(_attempt(F.unix_micros(when.cast("timestamp")), "bigint"))
 
 
-def _given(node: VersionedTable, rows: DataFrame, parts: Sequence[str]) -> tuple[Column, Column]:
-    """The parts that a record says, null where it says all; and whether that cannot be told."""
+def _given(
+    node: VersionedTable, rows: DataFrame, parts: Mapping[str, Sequence[str]]
+) -> tuple[Column, Column]:
+    """The parts that a record says, null where it says all; and whether that cannot be told.
+
+    Args:
+        parts: by column the names that it had before.
+    """
     only, nulls = node.only_columns, node.ignore_null_updates
     ignored = set(parts) if nulls is True else set(nulls or ())
     listed, unknown = None, F.lit(False)
     if isinstance(only, str):
         listed, unknown = _listed(only, rows)
     said: list[Column] = []
-    for part in parts:
-        names, says = (part, *node.earlier.get(part, ())), F.lit(True)
+    for part, before in parts.items():
+        names, says = (part, *before), F.lit(True)
         if listed is not None:
             says = F.coalesce(F.arrays_overlap(listed, F.array(*map(F.lit, names))), F.lit(True))
         elif only is not None:

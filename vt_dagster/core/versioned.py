@@ -10,7 +10,8 @@ Throughout, ``horizon`` is ``stream time - history retention`` of a row's partit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -55,7 +56,7 @@ def put(
     tie_break: str | None = None,
     rivals: DataFrame | None = None,
     begun: DataFrame | None = None,
-    parts: Sequence[str] = (),
+    parts: Mapping[str, Sequence[str]] = {},
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -78,8 +79,8 @@ def put(
         of_rejected: columns that are null in what is applied.
         tie_break, rivals: see :func:`without_lost_ties`; None = the last that arrives counts.
         begun: see :func:`without_covered`.
-        parts: the value columns that a record may leave out, see :func:`core.partial.filled`, to which
-            ``rivals`` are the versions; none: each says its whole row.
+        parts: see :func:`core.partial.filled`, to which ``rivals`` are the versions; none: each record
+            says its whole row.
 
     Returns:
         the records with ``_fate`` (``applied``, ``late``, ``lost_tie`` or ``covered``), ``is_latest``,
@@ -98,7 +99,7 @@ def put(
     if tie_break is not None:
         judged = without_lost_ties(judged, rivals, key=key, order=order, tie_break=tie_break)
     if parts:
-        about = {"key": key, "values": values, "parts": parts, "order": order}
+        about: dict[str, Any] = {"key": key, "values": values, "parts": parts, "order": order}
         judged, order = filled(judged, rivals, **about), [*order, CARRIED]
     rejected = F.col(FATE) != Fate.APPLIED
     judged = judged.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})

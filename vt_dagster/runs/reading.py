@@ -33,6 +33,7 @@ from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frames import PinnedFrames
 from vt_dagster.storage.evolution import same
+from vt_dagster.storage.positions import horizons
 from vt_dagster.topology.model import Stream, VersionedTable
 
 _HOLD = set[tuple[str, str, str]]()
@@ -103,13 +104,16 @@ def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:
 
 
 def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
-    """The versions of a table that may have the key and timestamp of a record; None = none.
+    """The versions of a table that end after its oldest record; None = none. Of records that it will
+    refuse, as they are older than it remembers, none is needed.
 
     Plan: a job that tells the oldest record.
     """
     oldest = records.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
-    at = store.snapshot()
-    return None if oldest is None or at.head is None else store.view_at(at, oldest)
+    at, retention = store.snapshot(), store.node.retention
+    if oldest is None or at.head is None or retention is None:
+        return None
+    return store.view_at(at, max(oldest, min(horizons(retention, at.stream_time), default=oldest)))
 
 
 def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
