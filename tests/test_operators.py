@@ -38,6 +38,7 @@ from vt_dagster import (
     UntilWindowCloses,
     VersionedTable,
     build_definitions,
+    explain,
 )
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.run import run_once
@@ -546,5 +547,10 @@ def test_a_table_whose_source_has_more_partitions_than_before(
         found = look_up(str(tmp_path / "warehouse"), "prices", "current")
         assert set(found.column("price").to_pylist()) == {number}
     assert len({row["partition"] for row in tail}) > 1
+    for k in sorted({row["k"] for row in tail}):
+        told = explain("prices", key=k, warehouse=str(tmp_path / "warehouse"))
+        assert told.record is not None
+        assert told.record.values["price"] == 1
+        assert "replaced" not in {decision.rule for decision in told.decisions}
     stores(node).rebuild_view()
     assert {row["price"] for row in stores(node).read("current").collect()} == {1}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.provenance.in_order import cut
 from vt_dagster.provenance.logs import Condition, Log
 from vt_dagster.provenance.values import Record
@@ -72,7 +72,7 @@ def newest(
     ends, total = log.commit.next_offset, log.commit.total
     share = min(1.0, looked_at / total) if total else 1.0
     ranges = {p: (end - round(end * share), end) for p, end in ends.items()}
-    names = [*log.key, TIMESTAMP, IS_TOMBSTONE]
+    names = [*log.key, TIMESTAMP, RECORDED_AT, IS_TOMBSTONE]
     kept = log.rows(condition, {}, {}, names)
     count = earlier = later = 0
     for start, end in cut(ranges):
@@ -94,7 +94,8 @@ def _newest(
     """Those to keep, oldest first, and how many are left out before and after them."""
     moment = micros(rows, TIMESTAMP)
     partition, offset = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
-    rank = np.lexsort((partition, offset) if by_arrival else (partition, offset, moment))
+    recorded = micros(rows, RECORDED_AT) if RECORDED_AT in rows.column_names else offset
+    rank = np.lexsort((partition, offset, recorded, *([] if by_arrival else [moment])))
     first, last = len(rank) - most, len(rank)
     if around is not None:
         split = int(np.searchsorted(moment[rank], around, side="right"))

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, REVISION, TIMESTAMP, VALID_TO
+from vt_dagster.columns import (
+    IS_TOMBSTONE,
+    OFFSET,
+    PARTITION,
+    RECORDED_AT,
+    REVISION,
+    TIMESTAMP,
+    VALID_TO,
+)
 from vt_dagster.explore.found import Found, newest
 from vt_dagster.explore.tables import Files
 from vt_dagster.provenance.history import horizons_of
@@ -159,7 +167,7 @@ def _spans(log: Log, found: Found, condition: Condition) -> list[Span]:
     on = log.head.shape.new_version_on
     if on is not None:
         # A version may have begun before the records that are shown.
-        only = dict.fromkeys([*log.key, TIMESTAMP, IS_TOMBSTONE, *on])
+        only = dict.fromkeys([*log.key, TIMESTAMP, RECORDED_AT, IS_TOMBSTONE, *on])
         rows = log.rows(condition, only=list(only))
     folded = fold(None, rows, log.key, limits, on)
     begins = micros(folded, TIMESTAMP).tolist()

@@ -16,6 +16,7 @@ from vt_dagster.columns import (
     IS_TOMBSTONE,
     OFFSET,
     PARTITION,
+    RECORDED_AT,
     TIMESTAMP,
     VALID_TO,
 )
@@ -61,7 +62,7 @@ class History:
         shape = log.head.shape
         self._valid_until, self._new_version_on = shape.valid_until, shape.new_version_on
         more = [*filter(None, [self._valid_until]), *(self._new_version_on or ())]
-        only = dict.fromkeys([*log.key, TIMESTAMP, IS_TOMBSTONE, *more])
+        only = dict.fromkeys([*log.key, TIMESTAMP, RECORDED_AT, IS_TOMBSTONE, *more])
         self._rows = log.rows(key or both(), end=None if key else {}, only=list(only))
         self._records: dict[Place, Record] = {}
 

@@ -43,8 +43,9 @@ def asked_for(
         return None, f"there is no record of {spoken_key(key)} in its log"
     moments = micros(rows, TIMESTAMP)
     by_time = at is not None or log.head.shape.kind == "versioned"
-    first = moments if by_time else micros(rows, RECORDED_AT)
-    order = np.lexsort((rows.column(OFFSET).to_numpy(), first))
+    recorded = micros(rows, RECORDED_AT) if RECORDED_AT in rows.column_names else moments
+    first = moments if by_time else recorded
+    order = np.lexsort((rows.column(OFFSET).to_numpy(), recorded, first))
     if at is not None:
         order = order[moments[order] <= at]
         if not len(order):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM
+from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM
 from vt_dagster.provenance.key_codes import NONE, KeyCodes, plain
 from vt_dagster.provenance.logs import Log, both
 from vt_dagster.storage.folding import micros
@@ -53,7 +53,7 @@ class Versions:
     """
 
     def __init__(self, log: Log, states: Sequence[Commit | None], match: Match) -> None:
-        names = [PARTITION, OFFSET, TIMESTAMP, IS_TOMBSTONE]
+        names = [PARTITION, OFFSET, TIMESTAMP, RECORDED_AT, IS_TOMBSTONE]
         wanted = [c for c in match.columns if c != VALID_FROM]
         names += [match.valid_until] if match.valid_until else []
         rows = log.rows(both(), only=list(dict.fromkeys([*names, *log.key, *wanted])))
@@ -61,7 +61,9 @@ class Versions:
         codes = self.keys.of([rows.column(k) for k in log.key])
         begin, offset = micros(rows, TIMESTAMP), rows.column(OFFSET).to_numpy()
         partition = rows.column(PARTITION).to_numpy()
-        rank = np.lexsort((partition, offset, begin, codes))
+        told = RECORDED_AT in rows.column_names
+        recorded = micros(rows, RECORDED_AT) if told else np.zeros(len(offset), np.int64)
+        rank = np.lexsort((partition, offset, recorded, begin, codes))
         columns: list[Any] = [plain(rows.column(c)) for c in wanted]
         if VALID_FROM in match.columns:
             columns.append(pa.array(begin))
