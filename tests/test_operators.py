@@ -40,6 +40,7 @@ from vt_dagster import (
     build_definitions,
     explain,
 )
+from vt_dagster.kafka import KafkaCluster, KafkaSource
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.lookup import look_up
@@ -554,3 +555,26 @@ def test_a_table_whose_source_has_more_partitions_than_before(
         assert "replaced" not in {decision.rule for decision in told.decisions}
     stores(node).rebuild_view()
     assert {row["price"] for row in stores(node).read("current").collect()} == {1}
+
+
+def test_when_two_tables_have_a_key_in_the_same_partition() -> None:
+    """Topics are taken to have, as in Kafka Streams; a topic and files have not."""
+    cluster = KafkaCluster("localhost:9092")
+
+    def table(name: str, source: Any = None, key: str = "k", **about: Any) -> Table:
+        kinds = {key: StringType(), name: LongType(), "timestamp": TimestampType()}
+        columns = StructType([StructField(c, type_) for c, type_ in kinds.items()])
+        return Table(name, key=key, schema=columns, source=source, **about)
+
+    topics = [table(name, KafkaSource(cluster, name)) for name in ("a", "b")]
+    files = [table(name, FilesSource(name)) for name in ("c", "d")]
+    assert topics[0].join(topics[1], name="e").operator.copartitioned
+    assert files[0].join(files[1], name="e").operator.copartitioned
+    assert not topics[0].join(files[0], name="e").operator.copartitioned
+    chosen = table("f", partition_by="length(k)", partitions=3)
+    same = table("g", key="other", partition_by="length(other)", partitions=3)
+    assert chosen.join(same, name="e", select=["left.*", "right.g"]).operator.copartitioned
+    assert not chosen.join(files[0], name="e").operator.copartitioned
+    # What is made of them follows: a filter keeps the partitions, another key gives others.
+    assert topics[0].filter("a > 0", name="h").partitioning == topics[1].partitioning
+    assert topics[0].join(files[0], name="e").partitioning == files[0].partitioning
