@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -309,24 +309,21 @@ class _Batch:
 def _fill(batches: Iterator[Any], whose: _Columns, names: Sequence[str]) -> Iterator[Any]:
     left: list[Any] = []
     for some in batches:
-        rows = pa.concat_tables([*left, pa.Table.from_batches([some])])
-        left = []
-        if rows.num_rows:
-            batch = _Batch(rows.combine_chunks(), whose)
-            for made in _filled(batch, names, left):
-                yield from made.to_batches()
+        if some.num_rows:
+            rows = pa.concat_tables([*left, pa.Table.from_batches([some])])
+            left = yield from _filled(_Batch(rows.combine_chunks(), whose), names)
 
 
-def _filled(batch: _Batch, names: Sequence[str], left: list[Any]) -> Iterator[Any]:
-    """The rows of a batch. Adds to ``left`` what the next one must know of the last key."""
+def _filled(batch: _Batch, names: Sequence[str]) -> Generator[Any, None, list[Any]]:
+    """The rows of a batch; gives back what the next one must know of the last key."""
     slow, parts = batch.out_of_order(), batch.whose.parts
     quick = batch.active[~np.isin(batch.group[batch.active], slow)]
     sources = batch.in_order(quick)
-    yield batch.passed(quick, sources, names)
-    kept = _Key([batch.rows.column(c).combine_chunks() for c in parts])
-    results: list[_Result] = []
+    yield from batch.passed(quick, sources, names).to_batches()
+    columns = [batch.rows.column(c).combine_chunks() for c in parts]
+    kept, results = _Key(columns), list[_Result]()
     for number in slow:
-        kept = _Key(kept.columns)
+        kept = _Key(columns)
         low, high = np.searchsorted(batch.group[batch.active], [number, number + 1])
         rows = batch.active[low:high]
         for at, version in batch.versions(rows, np.repeat(rows[:, None], len(parts), 1)):
@@ -335,16 +332,16 @@ def _filled(batch: _Batch, names: Sequence[str], left: list[Any]) -> Iterator[An
             else:
                 results += kept.take(at, version)
             if len(results) >= _MANY:
-                yield batch.made(results, names)
+                yield from batch.made(results, names).to_batches()
                 results = []
-    yield batch.made(results, names)
+    yield from batch.made(results, names).to_batches()
     floor = batch.rows.column(_FLOOR)[-1].as_py()
     if floor is None:
-        return
+        return []
     if batch.group[-1] not in slow:
-        kept = _Key(kept.columns)
+        kept = _Key(columns)
         mine = np.flatnonzero(batch.group[quick] == batch.group[-1])
         mine = mine[max(0, np.searchsorted(batch.times[quick[mine]], floor, "right") - 1) :]
         for at, version in batch.versions(quick[mine], sources[mine]):
             kept.put(at, version)
-    left.append(batch.left(kept.without_before(floor)))
+    return [batch.left(kept.without_before(floor))]

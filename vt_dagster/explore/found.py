@@ -12,7 +12,7 @@ from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIM
 from vt_dagster.provenance.in_order import cut
 from vt_dagster.provenance.logs import Condition, Log
 from vt_dagster.provenance.values import Record
-from vt_dagster.storage.folding import micros
+from vt_dagster.storage.folding import arrival_order, micros
 
 MOST = 200
 """So many records are shown at most."""
@@ -93,9 +93,7 @@ def _newest(
 ) -> tuple[pa.Table, int, int]:
     """Those to keep, oldest first, and how many are left out before and after them."""
     moment = micros(rows, TIMESTAMP)
-    partition, offset = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
-    recorded = micros(rows, RECORDED_AT) if RECORDED_AT in rows.column_names else offset
-    rank = np.lexsort((partition, offset, recorded, *([] if by_arrival else [moment])))
+    rank = np.lexsort((*arrival_order(rows), *([] if by_arrival else [moment])))
     first, last = len(rank) - most, len(rank)
     if around is not None:
         split = int(np.searchsorted(moment[rank], around, side="right"))

@@ -47,7 +47,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.results import Receipt
 from vt_dagster.storage import delta
 from vt_dagster.storage.lookup import look_up
-from vt_dagster.storage.snapshot import Head
+from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -71,23 +71,24 @@ def pictures(store: AssetStore, arrival: Arrival, receipt: Receipt, log: Any) ->
     if receipt.commit is None:
         return {}
     try:
-        return _draw(store, arrival, receipt.commit.batch)
+        return _draw(store, arrival, receipt.commit)
     except Exception as error:
         log.warning(f"{store.node.name}: no pictures of this run: {type(error).__name__}: {error}")
         return {}
 
 
-def _draw(store: AssetStore, arrival: Arrival, batch: int) -> dict[str, Any]:
+def _draw(store: AssetStore, arrival: Arrival, commit: Commit) -> dict[str, Any]:
     node = store.node
     looked_up = processor_of(node).looked_up
     versions = looked_up or node
     if node.operator is not None and looked_up is None and not isinstance(node, VersionedTable):
         return {}
-    sample = _sample(store.log_path, batch)
+    sample = _sample(store.log_path, commit.batch)
     if sample is None:
         return {}
     if parts_of(node):
-        sample = _of_records(sample, store.head())
+        records = sample.rows.filter(pc.field(CARRIED) == 0)
+        sample = Sample(records, sample.of - commit.counts.get(CARRIED, 0))
     rows = sample.rows
     found: dict[str, Any] = {}
     joined = looked_up is not None
@@ -181,12 +182,6 @@ def _sample(path: str, batch: int) -> Sample | None:
         return None
     step = -(-rows.num_rows // SAMPLE)
     return Sample(rows.take(list(range(0, rows.num_rows, step))), seen)
-
-
-def _of_records(sample: Sample, head: Head | None) -> Sample:
-    """Without versions that late records have changed, which are no records of the source."""
-    carried = 0 if head is None else head.commit.counts.get(CARRIED, 0)
-    return Sample(sample.rows.filter(pc.field(CARRIED) == 0), sample.of - carried)
 
 
 def _micros(values: pa.ChunkedArray) -> list[Any]:

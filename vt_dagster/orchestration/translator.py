@@ -83,8 +83,7 @@ def _delivering(node: Stream) -> list[dg.AssetKey]:
 def code_version(node: Stream) -> str:
     """A digest of what a node's records mean: another one, and they are those of something else."""
     told = shape_of(node)
-    unsaid = {c for c in ("valid_until", "new_version_on") if getattr(told, c) is None}
-    unsaid |= set() if told.says_parts else {"says_parts"}
+    unsaid = {c for c in ("valid_until", "new_version_on", "says_parts") if not getattr(told, c)}
     shape = told.model_dump_json(exclude=unsaid or None)
     declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
     tie_break = tie_break_of(node)

@@ -141,20 +141,8 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         else:
             told.decide(rules.LATEST, "its key has no row any more: the last record is a tombstone")
         return
-    if log.head.shape.says_parts and _carried(log, record, others, told):
-        pass
-    elif record.is_latest is False:
-        told.decide(
-            rules.OUT_OF_ORDER, "when it came, its key had a record of a later timestamp already"
-        )
-    elif record.is_latest is None:
-        told.decide(
-            rules.APPLIED,
-            "its log was cut off after it came: whether its key had a record of a later timestamp by "
-            "then is not known any more",
-        )
-    else:
-        told.decide(rules.APPLIED, "when it came, no record of its key had a later timestamp")
+    if not (log.head.shape.says_parts and _carried(log, record, others, told)):
+        _place_on_arrival(record, told)
     if here is None and record.place in repeats:
         first = [v for v in others if v.begin <= record.timestamp][-1]
         columns = ", ".join(log.head.shape.new_version_on or ())
@@ -171,6 +159,21 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         )
     until = "now" if here.end is None else str(here.end)
     told.notes.append(f"true from {record.timestamp} (inclusive) to {until} (exclusive)")
+
+
+def _place_on_arrival(record: Record, told: Told) -> None:
+    if record.is_latest is False:
+        told.decide(
+            rules.OUT_OF_ORDER, "when it came, its key had a record of a later timestamp already"
+        )
+    elif record.is_latest is None:
+        told.decide(
+            rules.APPLIED,
+            "its log was cut off after it came: whether its key had a record of a later timestamp by "
+            "then is not known any more",
+        )
+    else:
+        told.decide(rules.APPLIED, "when it came, no record of its key had a later timestamp")
 
 
 def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) -> bool:

@@ -14,7 +14,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.provenance.expressions import used
 from vt_dagster.provenance.logs import Condition, Log, as_time, both
 from vt_dagster.provenance.values import Record
-from vt_dagster.storage.folding import micros
+from vt_dagster.storage.folding import arrival_order, micros
 from vt_dagster.topology.durations import parse_time
 
 _MOST_NAMED = 10
@@ -43,9 +43,7 @@ def asked_for(
         return None, f"there is no record of {spoken_key(key)} in its log"
     moments = micros(rows, TIMESTAMP)
     by_time = at is not None or log.head.shape.kind == "versioned"
-    recorded = micros(rows, RECORDED_AT) if RECORDED_AT in rows.column_names else moments
-    first = moments if by_time else recorded
-    order = np.lexsort((rows.column(OFFSET).to_numpy(), recorded, first))
+    order = np.lexsort((*arrival_order(rows), *([moments] if by_time else [])))
     if at is not None:
         order = order[moments[order] <= at]
         if not len(order):

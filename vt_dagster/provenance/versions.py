@@ -17,7 +17,7 @@ import pyarrow as pa
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM
 from vt_dagster.provenance.key_codes import NONE, KeyCodes, plain
 from vt_dagster.provenance.logs import Log, both
-from vt_dagster.storage.folding import micros
+from vt_dagster.storage.folding import arrival_order, micros
 from vt_dagster.storage.positions import EVER, Commit, horizons
 
 NOTHING = -1
@@ -61,9 +61,7 @@ class Versions:
         codes = self.keys.of([rows.column(k) for k in log.key])
         begin, offset = micros(rows, TIMESTAMP), rows.column(OFFSET).to_numpy()
         partition = rows.column(PARTITION).to_numpy()
-        told = RECORDED_AT in rows.column_names
-        recorded = micros(rows, RECORDED_AT) if told else np.zeros(len(offset), np.int64)
-        rank = np.lexsort((partition, offset, recorded, begin, codes))
+        rank = np.lexsort((*arrival_order(rows), begin, codes))
         columns: list[Any] = [plain(rows.column(c)) for c in wanted]
         if VALID_FROM in match.columns:
             columns.append(pa.array(begin))

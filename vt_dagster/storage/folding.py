@@ -55,9 +55,7 @@ def fold(
         fresh = fresh.append_column(VALID_TO, pa.nulls(fresh.num_rows, moments.type))
     rows = fresh if base is None else pa.concat_tables([base, fresh], promote_options="default")
     codes = [codes_of(rows.column(k)) for k in key]
-    order = [rows.column(PARTITION).to_numpy(), rows.column(OFFSET).to_numpy()]
-    if RECORDED_AT in rows.column_names:
-        order.append(micros(rows, RECORDED_AT))
+    order = arrival_order(rows)
     if limits is not None:
         order.append(micros(rows, VALID_FROM))
     rank = np.lexsort((*order, *reversed(codes)))
@@ -179,6 +177,12 @@ def values_by_partition(rows: pa.Table, values: Mapping[int, int], otherwise: in
     for partition, value in values.items():
         found[partitions == partition] = value
     return found
+
+
+def arrival_order(rows: pa.Table) -> list[Any]:
+    """What ``np.lexsort`` puts rows in order of arrival by, see ``core.arrival``: the last first."""
+    order = [rows.column(c).to_numpy() for c in (PARTITION, OFFSET)]
+    return [*order, *([micros(rows, RECORDED_AT)] if RECORDED_AT in rows.column_names else [])]
 
 
 def micros(rows: pa.Table, column: str) -> Any:
