@@ -8,8 +8,8 @@ OF_DAGSTER := definitions specs components nothing_new executor sensors io_manag
 STAMP := .venv/.installed
 CLASSES := .venv/.classes.jsa
 # uv takes half a minute where pip takes minutes; pip where uv cannot be had. Both take the locked versions.
-INSTALL = $(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e $(1) \
-  || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e $(1)
+INSTALL = $(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[$(EXTRAS)]" \
+  || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 
 .PHONY: install lock demo demo-kafka kafka test test-kafka test-older-dagster browser endurance ui lint docs bench bench-quick clean
 .DELETE_ON_ERROR:
@@ -17,6 +17,7 @@ INSTALL = $(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(
 install: $(STAMP)
 
 # What demo and ui need; tests and benchmarks need more.
+$(RUNS): EXTRAS := kafka,demo,ui,explore
 $(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "Expected Python 3.10 or newer, got: $$($(PYTHON) --version 2>&1)." \
@@ -24,12 +25,13 @@ $(RUNS): pyproject.toml constraints.txt
 	@echo "Installing vt_dagster into .venv: a minute, the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9,<1" || true
-	@$(call INSTALL,".[kafka,demo,ui,explore]")
+	@$(INSTALL)
 	@touch $@
 
+$(STAMP): EXTRAS := dev
 $(STAMP): $(RUNS)
 	@echo "Installing what tests and benchmarks need into .venv"
-	@$(call INSTALL,".[dev]")
+	@$(INSTALL)
 	@touch $@
 
 # The versions that are installed: the newest that the bounds allow, for each Python from 3.10 on.
