@@ -11,7 +11,7 @@ CLASSES := .venv/.classes.jsa
 INSTALL = $(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[$(EXTRAS)]" \
   || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 
-.PHONY: install lock demo demo-kafka kafka test test-kafka test-older-dagster browser endurance ui lint docs bench bench-quick clean
+.PHONY: install lock demo demo-kafka kafka test test-fast test-kafka test-older-dagster browser endurance ui lint docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -52,6 +52,10 @@ kafka: $(RUNS)
 $(CLASSES): $(STAMP)
 	@echo "Writing Spark's classes to $@: a minute, the first time"
 	-@$(BIN)/python -m tests.class_archive $@
+
+# What needs no JVM: an answer in a minute.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest $(SHARED) -m fast
 
 test-kafka: $(CLASSES)
 	$(BIN)/python -m pytest $(SHARED) -m kafka

@@ -30,8 +30,26 @@ _LONGEST_FIRST = (
 )
 
 
+_NOT_FAST = {"jvm", "slow", "endurance", "kafka", "browser", "cluster", "network"}
+"""Markers of tests that start a JVM, a broker or a browser, or take long without one."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``-m fast`` no JVM can start, in this process or in one that a test starts."""
+    if config.option.markexpr == "fast":
+        os.environ["JAVA_HOME"] = "no-java-in-fast-tests"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take minutes come first, so that processes that share the tests end together."""
+    """Marks the fast tests, and puts the files that take minutes first.
+
+    Processes that share the tests then end together.
+    """
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        if not markers & _NOT_FAST and "spark" not in getattr(item, "fixturenames", ()):
+            item.add_marker("fast")
     places = {name: place for place, name in enumerate(_LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

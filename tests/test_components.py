@@ -677,6 +677,7 @@ WORDS = Table(
 )
 
 
+@pytest.mark.slow
 def test_no_spark_is_started(shop: str, tmp_path: Path) -> None:
     code = f"""
 import os

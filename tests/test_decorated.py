@@ -122,6 +122,7 @@ def test_a_decorated_table_in_a_join_with_a_stream(
     assert len(values(tmp_path, "prices")) == 4
 
 
+@pytest.mark.jvm
 @pytest.mark.timeout(300)
 def test_a_retry_after_a_kill_between_commit_and_event(tmp_path: Path) -> None:
     """A process a step: the table's is killed once its commit is there. The run that is made again from

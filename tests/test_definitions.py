@@ -30,6 +30,7 @@ def python(code: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_loading_is_quick() -> None:
     """Under 3 seconds more than Dagster alone; both measured in turn, so that load hits both."""
     timed = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
@@ -68,6 +69,7 @@ assert SparkContext._gateway is None and SparkContext._active_spark_context is N
     assert python(code).endswith("18\n")
 
 
+@pytest.mark.slow
 def test_workspace_is_valid(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(Path(sys.executable).parent / "dagster"), "definitions", "validate"],

@@ -41,6 +41,7 @@ def left(instance: dg.DagsterInstance, runs: list[str]) -> list[str]:
     return [one for one in found if ERIN in one]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_which_runs_and_what_helps(tmp_path: Path) -> None:
     runs, instance = list[str](), dg.DagsterInstance.local_temp(str(tmp_path))

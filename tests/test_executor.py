@@ -87,6 +87,7 @@ def execute(root: Path, job: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["spread", "default", "joined"])
 def test_a_graph_with_a_process_per_step_is_refused(tmp_path: Path, job: str) -> None:
     (tmp_path / "landing" / "sales").mkdir(parents=True)

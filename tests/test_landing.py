@@ -19,7 +19,7 @@ from assets.landing import DELIVERIES, LateWeather, landing_file, write_landing
 from tests.reference import WEATHER_VALUES, as_of_join, departure
 from vt_dagster.errors import SourceError
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.slow]
 
 TEXT = {"carrier", "tailnum", "origin", "dest", "time_hour"}
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 TESTS = """
@@ -48,6 +50,7 @@ def pytest_in(where: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.jvm
 def test_fixtures(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(TESTS)
     done = pytest_in(tmp_path, "vt_dagster_pytest")

@@ -112,6 +112,7 @@ def test_runs_use_it_while_it_is_there(
     assert command(environment, "status")[0] == 1
 
 
+@pytest.mark.jvm
 def test_one_that_cannot_start_says_why(environment: dict[str, str]) -> None:
     code, said = command(environment, "start", "--master", "local[0]")
     assert code == 2

@@ -120,12 +120,14 @@ def test_wrong_spark_home(tmp_path: Path):
     assert "found no such jars" in refusal("", SPARK_HOME=str(tmp_path))
 
 
+@pytest.mark.jvm
 @pytest.mark.parametrize("options", ["JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS"])
 def test_what_the_jvm_says_reaches_the_message(options: str):
     message = refusal("conf={'spark.driver.memory': '99zz'}", **{options: "-Dx=1"})
     assert "Invalid maximum heap size: -Xmx99zz" in message
 
 
+@pytest.mark.jvm
 def test_missing_jar():
     assert "/no/such.jar" in refusal("conf={'spark.jars': '/no/such.jar'}")
 

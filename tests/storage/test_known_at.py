@@ -164,6 +164,7 @@ def a_log(kind: str, noted: bool = True) -> Iterator[Log]:
         yield Log(Path(root), kind, noted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["versioned", "table", "stream"])
 @settings(max_examples=8, deadline=None)
 @given(runs, st.integers(0, 6))
