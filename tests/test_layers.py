@@ -27,7 +27,7 @@ LAYERS = [
     {"storage"},
     {"sources", "provenance"},
     {"runs"},
-    {"orchestration", "testing", "explore"},
+    {"orchestration", "testing", "explore", "contracts"},
     {"conformance", "components"},
     {"cli"},
     {"kafka", "ops", "testing_kafka", ""},
@@ -57,7 +57,7 @@ ORDER = {
         processor source filter map_values stream_table_join corrections corrected_join suppress
         table_table_join side_times within two_streams stream_stream_join corrected_stream_join
         foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
-        to_stream to_table windowed_aggregate processors training_set
+        to_stream to_table windowed_aggregate processors invariants training_set
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
@@ -78,7 +78,7 @@ ORDER = {
         lateness_picture
         """,
     "runs": """
-        arrival own_time contracts store past told audit join_way gate ready commit pin results looking
+        arrival own_time pandera_checks store past told audit join_way gate ready commit pin results looking
         difference reading run remembered replay what_if restate_plan restate export training_set
         erase_plan certificate erased_times out_of_reach foretold erase cut
         """,
@@ -100,7 +100,7 @@ DEMO = {("cli", "assets")}
 
 LATE_IMPORTS = {
     "vt_dagster.storage.lookup": {"pyarrow": "its datasets take pandas with them, half a second"},
-    "vt_dagster.runs.contracts": {"pandera": "half a second, of no use to who has no contract"},
+    "vt_dagster.runs.pandera_checks": {"pandera": "half a second, of no use to who has no contract"},
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
     "vt_dagster.sources.formats": {
         "confluent_kafka": "an extra",
