@@ -31,6 +31,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
+from vt_dagster.core.arrival import by_partition
 from vt_dagster.core.processors import processor_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -62,7 +63,7 @@ def _names(key: Names) -> list[str]:
 
 def _column(name: str) -> Column:
     """A column by its name; a name with dots is a field of a struct."""
-    return _column(name) if "." in name else F.col(f"`{name}`")
+    return F.col(name) if "." in name else F.col(f"`{name}`")
 
 
 def _helper(what: str, *parts: Any) -> str:
@@ -111,16 +112,12 @@ def empty_intervals(valid_from: str, valid_to: str) -> Violation:
     return Violation(_column(valid_from).isNull() | (_column(valid_to) <= _column(valid_from)))
 
 
-def second_current_versions(key: Names, valid_from: str, valid_to: str) -> Violation:
-    """See :func:`one_current_version_per_key`."""
-    keys = _names(key)
-    name = _helper("current", keys, valid_from, valid_to)
-    order = [_column(valid_from), _column(valid_to).asc_nulls_last()]
-    until_now = W.partitionBy(*map(_column, keys)).orderBy(*order)
-    current = F.count(F.when(_column(valid_to).isNull(), 1)).over(
-        until_now.rowsBetween(W.unboundedPreceding, W.currentRow)
-    )
-    return Violation(_column(valid_to).isNull() & (_column(name) > 1), {name: current})
+def second_current_versions(key: Names, valid_to: str) -> Violation:
+    """See :func:`one_current_version_per_key`; each of a key's current versions is one too many."""
+    keys, is_current = _names(key), _column(valid_to).isNull()
+    name = _helper("current_versions", keys, valid_to)
+    current = F.count(F.when(is_current, 1)).over(W.partitionBy(*map(_column, keys)))
+    return Violation(is_current & (_column(name) > 1), {name: current})
 
 
 def expired(horizon: Column, valid_to: str) -> Violation:
@@ -149,7 +146,7 @@ def decreasing(
     columns = [_column(one) if isinstance(one, str) else one for one in order]
     earlier = W.partitionBy(*map(_column, keys)).orderBy(*columns)
     newest = F.max(counted).over(earlier.rowsBetween(W.unboundedPreceding, -1))
-    name = _helper("newest_before", keys, timestamp)
+    name = _helper("newest_before", keys, timestamp, *map(str, columns), str(among))
     return Violation(counted < _column(name), {name: newest})
 
 
@@ -157,7 +154,7 @@ def repeated_results(key: Names, order: Sequence[str | Column]) -> Violation:
     """See :func:`one_result_per_window`."""
     keys = _names(key)
     columns = [_column(one) if isinstance(one, str) else one for one in order]
-    name = _helper("release", keys)
+    name = _helper("release", keys, *map(str, columns))
     release = F.row_number().over(W.partitionBy(*map(_column, keys)).orderBy(*columns))
     return Violation(_column(name) > 1, {name: release})
 
@@ -221,15 +218,13 @@ def valid_from_before_valid_to(
     return _none_in(frame, empty_intervals(valid_from, valid_to))
 
 
-def one_current_version_per_key(
-    frame: DataFrame, *, key: Names, valid_from: str = VALID_FROM, valid_to: str = VALID_TO
-) -> bool:
+def one_current_version_per_key(frame: DataFrame, *, key: Names, valid_to: str = VALID_TO) -> bool:
     """No key has two versions without an end; it may have none.
 
     Args:
-        key, valid_from, valid_to: as for ``versions_do_not_overlap``.
+        key, valid_to: as for ``versions_do_not_overlap``.
     """
-    return _none_in(frame, second_current_versions(key, valid_from, valid_to))
+    return _none_in(frame, second_current_versions(key, valid_to))
 
 
 def nothing_older_than_retention(
@@ -247,15 +242,18 @@ def nothing_older_than_retention(
     Args:
         retention: how far the history reaches back.
         valid_from, valid_to: as for ``versions_do_not_overlap``; both TIMESTAMP.
-        stream_time: the time that the retention counts from; None = the largest ``valid_from`` of the
-            frame, which takes a job of its own.
+        stream_time: the time that the retention counts from; None = the largest ``valid_from``, of each
+            partition where the frame has a column ``partition``; that takes a job of its own.
     """
-    if stream_time is None:
-        stream_time = frame.agg(F.max(_column(valid_from))).collect()[0][0]
-        if stream_time is None:
-            return True
-    horizon = F.lit(stream_time - retention).cast("timestamp")
-    return _none_in(frame, expired(horizon, valid_to))
+    if stream_time is not None:
+        horizon = F.lit(stream_time - retention).cast("timestamp")
+        return _none_in(frame, expired(horizon, valid_to))
+    newest = F.max(F.unix_micros(_column(valid_from).cast("timestamp"))).alias("newest")
+    if PARTITION not in frame.columns:
+        horizon = F.timestamp_micros(F.lit(frame.agg(newest).collect()[0]["newest"])) - F.lit(retention)
+        return _none_in(frame, expired(horizon, valid_to))
+    found = {row[PARTITION]: row["newest"] for row in frame.groupBy(PARTITION).agg(newest).collect()}
+    return _none_in(frame, expired(by_partition(found) - F.lit(retention), valid_to))
 
 
 def one_row_per_key(frame: DataFrame, *, key: Names) -> bool:

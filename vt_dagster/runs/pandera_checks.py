@@ -113,10 +113,11 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
 
     def add(name: str, check: Callable[[Any], Any]) -> None:
         found = rule_of(name, check, [*node.schema.names, *columns])
-        if found is None:
-            probes.append(Probe(name, check))
+        if found is None or found.columns:
+            # Rows that are not applied, or have no value, must not meet the others in a window.
+            probes.append(Probe(name, lambda rows: bool(check(rows.where(~F.col(IS_TOMBSTONE))))))
         else:
-            rules.append(Rule(name, found.violated & ~F.col(IS_TOMBSTONE), found.columns))
+            rules.append(Rule(name, found.violated & ~F.col(IS_TOMBSTONE)))
 
     taken = set[str]()
     for column, declared in schema.columns.items():
@@ -195,14 +196,15 @@ def misfits(frame: DataFrame, wanted: StructType, more: tuple[str, ...] = ()) ->
     import pandera.pyspark as pa
     from pandera.config import ValidationDepth, config_context
 
-    columns = {f.name: pa.Column(None, name=f.name) for f in wanted.fields}
-    columns |= {name: pa.Column(None, name=name) for name in more}
-    for f in wanted.fields:
-        if not isinstance(f.dataType, NullType):
-            columns[f.name] = pa.Column(dtype_of(f.dataType), name=f.name)
+    types = dict.fromkeys((*wanted.names, *more))
+    types |= {f.name: dtype_of(f.dataType) for f in wanted.fields}
+    # Whether a column has nulls is for the gate to count, with everything else.
+    columns = {n: pa.Column(kind, name=n, nullable=True) for n, kind in types.items()}
     schema = pa.DataFrameSchema(columns)
+    # pandera would look into the rows of a frame that lacks a column.
+    nothing = frame.sparkSession.createDataFrame([], frame.schema)
     with config_context(validation_enabled=True, validation_depth=ValidationDepth.SCHEMA_ONLY):
-        checked: Any = schema.validate(frame)
+        checked: Any = schema.validate(nothing)
     found = checked.pandera.errors.get("SCHEMA", {})
     there = {f.name: f.dataType for f in frame.schema.fields}
     lacking = [n for n in columns if n not in there]
