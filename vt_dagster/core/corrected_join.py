@@ -258,8 +258,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         old = F.when(F.lit(False), F.struct(*columns(values), TIMESTAMP))
         told = {REVISION: F.lit(0), CAUSE: F.lit(None).cast(POSITION_TYPE), _PRODUCED: has}
         if _ROW in rows.columns:
-            row, types = F.col(_ROW), dict(rows.dtypes)
-            existed = row.isNotNull()
+            row, types, existed = F.col(_ROW), dict(rows.dtypes), _has_row()
             alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
             corrected = F.when(F.col(_TOO_OLD), Fate.TOO_LATE)
             corrected = corrected.when(alike | ~(has | existed), Fate.NO_RESULT)
@@ -267,7 +266,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             before = [row.getField(c).alias(c) for c in (*values, TIMESTAMP)]
             old = F.when(existed, F.struct(*before))
             gone = F.col(_GONE) + 1 if _GONE in rows.columns else F.lit(0)
-            revision = F.coalesce(row.getField(REVISION) + 1, gone, F.lit(0))
+            revision = F.coalesce(F.when(existed, row.getField(REVISION) + 1), gone, F.lit(0))
             produced = (has | existed) & ~F.coalesce(F.col(_TOO_OLD), F.lit(False))
             told = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: produced}
         there = {c: F.when(has, F.col(f"`{c}`")).alias(c) for c in values}
@@ -306,16 +305,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         key = list(self.node.key)
         of_key = F.sum(F.col(_PRODUCED).cast("int")).over(W.partitionBy(*columns(key)))
         twice = of_key > 1
-        if _ROW in rows.columns:
-            theirs = F.struct(*[F.col(_ROW).getField(c) for c in (PARTITION, _RECORD)])
-            twice = twice | (F.col(_AGAIN) & (theirs != F.struct(PARTITION, _RECORD)))
         if known.view is not None:
             there = known.view.select(*columns(key))
             if self.few:
                 asked = F.broadcast(judged.select(*columns(key)).distinct())
                 there = there.join(asked, key, "left_semi")
             rows = rows.join(there.withColumn(_SEEN, F.lit(True)), key, "left")
-            twice = twice | (~F.col(_AGAIN) & F.col(_SEEN))
+            # Of all rows, not of those as young as the changes alone: another's may be older.
+            own = _has_row() if _ROW in rows.columns else F.lit(False)
+            twice = twice | (F.col(_SEEN) & ~own)
         told = F.coalesce(F.col(_PRODUCED) & twice, F.lit(False))
         return rows.withColumns({_TWICE: told, LEFT_OFFSET: F.col(_RECORD)}).drop(_SEEN)
 
@@ -394,6 +392,16 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
                 totals.get("out", 0),
             ),
         ]
+
+
+def _has_row() -> Column:
+    """Whether the row of a record's key is the record's own.
+
+    Null-safe: a record of an inner join may have no row, and Spark takes a struct of nulls for one that
+    differs.
+    """
+    place = F.col(_ROW).getField(PARTITION).eqNullSafe(F.col(PARTITION))
+    return F.col(_ROW).isNotNull() & place & F.col(_ROW).getField(_RECORD).eqNullSafe(F.col(_RECORD))
 
 
 def _nothing() -> Column:
