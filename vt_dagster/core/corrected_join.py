@@ -383,25 +383,18 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         done = sum(totals.get(fate, 0) for fate in fates)
         inner = totals.get(_UNMATCHED, 0) if self.operator.kind == "inner" else 0
         joined = totals.get(Fate.APPLIED, 0) + totals.get(Fate.LATE, 0) - inner
+        out = totals.get("out", 0)
         return [
             ("records in = joined + dropped + waiting + of the table", totals.get("in", 0), done),
-            ("records out = rows in the log", totals.get("out", 0), rows),
-            (
-                "joined + corrected = records out",
-                joined + totals.get(CORRECTED, 0),
-                totals.get("out", 0),
-            ),
+            ("records out = rows in the log", out, rows),
+            ("joined + corrected = records out", joined + totals.get(CORRECTED, 0), out),
         ]
 
 
 def _has_row() -> Column:
-    """Whether the row of a record's key is the record's own.
-
-    Null-safe: a record of an inner join may have no row, and Spark takes a struct of nulls for one that
-    differs.
-    """
-    place = F.col(_ROW).getField(PARTITION).eqNullSafe(F.col(PARTITION))
-    return F.col(_ROW).isNotNull() & place & F.col(_ROW).getField(_RECORD).eqNullSafe(F.col(_RECORD))
+    """Whether the row of a record's key is the record's own. Null-safe, for there may be no row."""
+    place = [F.col(_ROW).getField(c).eqNullSafe(F.col(c)) for c in (PARTITION, _RECORD)]
+    return F.col(_ROW).isNotNull() & place[0] & place[1]
 
 
 def _nothing() -> Column:
