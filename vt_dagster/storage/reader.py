@@ -130,14 +130,17 @@ class AssetReader:
             return rows.where(at_or_after(start, ends) & before(ends))
         if not start:
             return self._read_log(head)
-        recent, wanted = file_at_or_after(start, ends), at_or_after(start, ends)
-        if after is None:
-            return self._read_log(head, recent).where(wanted)
+        recent = file_at_or_after(start, ends)
 
         def needed(file: delta.File) -> bool:
-            return recent(file) or file.newest is None or file.newest > after
+            older = after is not None and (file.newest is None or file.newest > after)
+            return recent(file) or older
 
         rows = self._read_log(head, needed)
+        # After the read: it starts the session, without which there are no conditions.
+        wanted = at_or_after(start, ends)
+        if after is None:
+            return rows.where(wanted)
         return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
 
     def _read_log(self, head: Head, wanted: delta.Wanted = delta.everything) -> DataFrame:
