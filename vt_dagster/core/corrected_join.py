@@ -292,9 +292,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
     def _place(self) -> list[Column]:
         """What the quarantine says of a row that is refused a correction: no value of anybody's."""
-        nothing = F.lit(None).cast("string")
-        source, reason = F.lit(self.operator.left.name), F.lit(Fate.TOO_LATE)
-        told = {REASON: reason, SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
+        source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
+        told = {REASON: F.lit(Fate.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
         return [c.alias(name) for name, c in told.items()]
 
     def _with_twice(self, rows: DataFrame, judged: DataFrame, known: Known) -> DataFrame:
