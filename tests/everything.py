@@ -1,8 +1,8 @@
 """One topology of every kind of source, operator and asset, each to be run in a process of its own.
 
-``python -m tests.everything ROOT [REMOTE]`` runs each asset of it alone three times: at first, with
-something new, and with nothing new. Each run is a process: a fork of one that has imported what is
-needed, and has no Spark session. It prints a line of JSON for each run: see ``Outcome``.
+``python -m tests.everything ROOT [REMOTE|local [KIND ...]]`` runs each asset of it alone three times:
+at first, with something new, and with nothing new. Each run is a process: a fork of one that has
+imported what is needed, and has no Spark session. It prints a line of JSON for each run: ``Outcome``.
 
 Paths are relative, to a working directory that is not that of a Spark Connect server.
 """
@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,6 @@ class Everything:
     def __init__(self) -> None:
         of = sources()
         self.nodes = {node.name: node for node in topological([*of.values(), *operators(of)])}
-        self.spark = SparkResource(master="local[2]")
         versions, plain, clicks = (self.nodes[n] for n in ("versions", "plain", "clicks"))
         features = [FeatureView(versions, prefix="v_", as_known="now")]  # type: ignore[arg-type]
         self.assets: dict[str, Any] = {
@@ -216,6 +216,19 @@ class Everything:
             "mine": mine,
         }
         self.checks = {name: build_checks(node) for name, node in self.nodes.items()}
+
+    def made_of(self, names: list[str]) -> set[str]:
+        """Assets with all that they are made of."""
+        found: set[str] = set()
+        for name in names:
+            of = {"training": ["clicks", "versions"], "delivered": ["upstream"], "mine": ["versions"]}
+            exports = {"plain_export": ["plain"], "log_export": ["clicks"]}
+            before = of.get(name) or exports.get(name) or []
+            before = ["versions"] if not before and name.endswith("_export") else before
+            node = self.nodes.get(name)
+            before = [*before, *(up.name for up in (node.inputs if node is not None else ()))]
+            found |= {name, *self.made_of(before)}
+        return found
 
     def resources(self, remote: str | None) -> dict[str, Any]:
         spark = SparkResource(master="local[2]", remote=remote)
@@ -353,10 +366,11 @@ def levels(everything: Everything) -> list[list[str]]:
     return [[n for n, at in place.items() if at == level] for level in sorted({*place.values()})]
 
 
-def main(root: str, remote: str | None, beside: int) -> None:
-    """Runs everything; so many processes at a time."""
+def main(root: str, remote: str | None, beside: int, kinds: list[str]) -> None:
+    """Runs everything, or some kinds with what they are made of; so many processes at a time."""
     os.chdir(root)
     everything = Everything()
+    wanted = everything.made_of(kinds) if kinds else {*everything.assets}
     Path("data/home").mkdir(parents=True)
     for run in range(1, ROUNDS + 1):
         if run != NOTHING_NEW:
@@ -364,14 +378,18 @@ def main(root: str, remote: str | None, beside: int) -> None:
         for level in levels(everything):
             running: set[int] = set()
             for name in level:
-                if run == NOTHING_NEW and name in ("upstream", "mine", "returned", "collected"):
-                    continue  # they always have something new
+                always = name in ("upstream", "mine", "returned", "collected")
+                if name not in wanted or (run == NOTHING_NEW and always):
+                    continue
                 if len(running) >= beside:
                     running.discard(os.wait()[0])
-                running.add(alone(lambda name=name: outcome(everything, name, run, remote)))
+                work = partial(outcome, everything, name, run, remote)
+                running.add(alone(work))
             while running:
                 running.discard(os.wait()[0])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None, int(os.environ.get("BESIDE", "2")))
+    address = sys.argv[2] if len(sys.argv) > 2 else "local"
+    beside = int(os.environ.get("BESIDE", "2"))
+    main(sys.argv[1], None if address == "local" else address, beside, sys.argv[3:])
