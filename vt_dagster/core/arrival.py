@@ -62,6 +62,11 @@ def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
     return rows.unionByName(more, allowMissingColumns=True)
 
 
+def with_columns(rows: DataFrame, told: Mapping[str, Column]) -> DataFrame:
+    """Rows with more columns, or none: Spark Connect refuses ``withColumns`` of nothing."""
+    return rows.withColumns({**told}) if told else rows
+
+
 def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
     """The rows, all those that are equal in some columns in one task: one shuffle."""
     return rows.repartition(*[F.col(c) for c in by])

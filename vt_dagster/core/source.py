@@ -9,7 +9,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, CARRIED, FATE, PARTITION, RECORDED_AT
 from vt_dagster.core import store
-from vt_dagster.core.arrival import FINE, Fate, InPlace, number
+from vt_dagster.core.arrival import FINE, Fate, InPlace, number, with_columns
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_columns, parts_of
 from vt_dagster.core.processor import Counts, Processor
@@ -58,7 +58,7 @@ class SourceProcessor(Processor[None]):
         raw = [c for c in (RAW, RAW_KEY) if c in records.columns]
         if not isinstance(node, Table):
             rejected = F.col(FATE).isNotNull()
-            kept = records.withColumns({c: F.when(rejected, F.col(c)) for c in raw})
+            kept = with_columns(records, {c: F.when(rejected, F.col(c)) for c in raw})
             return kept.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
         return store.put(
             node,

@@ -27,7 +27,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import Fate, duration, over_all_partitions, union
+from vt_dagster.core.arrival import Fate, duration, over_all_partitions, union, with_columns
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.partial import filled
 from vt_dagster.core.records import START
@@ -102,7 +102,7 @@ def put(
         about: dict[str, Any] = {"key": key, "values": values, "parts": parts, "order": order}
         judged, order = filled(judged, rivals, **about), [*order, CARRIED]
     rejected = F.col(FATE) != Fate.APPLIED
-    judged = judged.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
+    judged = with_columns(judged, {c: F.when(rejected, F.col(c)) for c in of_rejected})
     newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
     known = with_row_before(judged, newest, key=key, values=values)
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)

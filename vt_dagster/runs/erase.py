@@ -46,6 +46,7 @@ from vt_dagster.storage import delta, erasing
 from vt_dagster.storage.erasing import Found, Marked
 from vt_dagster.storage.kept import bases_of
 from vt_dagster.storage.maintenance import is_older
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Checkpoint, Commit
 from vt_dagster.storage.replaced import forget_replaced
 from vt_dagster.storage.snapshot import Head
@@ -97,7 +98,8 @@ def erase(
             restatement is under way.
         ConcurrentRunError: a run committed meanwhile. Run it again.
     """
-    asked = str(warehouse), node, spark, reason, key, where, among, exports, tell, runs
+    exports = [*map(address, exports)]
+    asked = address(warehouse), node, spark, reason, key, where, among, exports, tell, runs
     return _Erase(*asked, dry_run).run()
 
 

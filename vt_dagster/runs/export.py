@@ -25,6 +25,7 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.kept import require_kept
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit, choose
 from vt_dagster.storage.store import AssetStore, Snapshot, shape_of
 from vt_dagster.topology.model import Stream, Table
@@ -62,10 +63,11 @@ class Export:
     def __post_init__(self) -> None:
         try:
             what = choose(self.node.name, shape_of(self.node).kind, self.what or None, None)
-            delta.require_place(self.to)
+            delta.require_place(str(self.to))
         except StorageError as error:
             raise TopologyError(str(error)) from None
         object.__setattr__(self, "what", what)
+        object.__setattr__(self, "to", address(self.to))
         object.__setattr__(self, "columns", self._chosen(what))
         if self.catalog_table is not None and not re.fullmatch(r"\w+(\.\w+){0,2}", self.catalog_table):
             raise TopologyError(

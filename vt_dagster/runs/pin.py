@@ -18,6 +18,7 @@ from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.starting import pin_start
 from vt_dagster.storage.kept import require_kept
+from vt_dagster.storage.places import unseen
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.durations import in_utc, spoken
@@ -211,6 +212,8 @@ def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> 
 
 def explained(arrival: Arrival, error: Exception) -> Exception | None:
     """What to say where it was an input that did not give its records."""
+    if (elsewhere := unseen(error)) is not None:
+        return elsewhere
     if arrival.source is None:
         return gone_meanwhile(arrival.node, error)
     told = arrival.source.explain(error)

@@ -24,6 +24,7 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.columns import ARRIVAL, TIMESTAMP
+from vt_dagster.core.arrival import with_columns
 from vt_dagster.core.records import RECORD_TIME, START, TOLD_AT, prepare
 from vt_dagster.core.versioned import FIRST
 from vt_dagster.errors import TopologyError
@@ -92,7 +93,7 @@ def _with_start(
     kinds = dict(changes.dtypes)
     others = {c: F.col(c).cast(kinds[c]) for c, k in rows.dtypes if kinds.get(c, k) != k}
     marked = changes.withColumn(START, F.lit(False))
-    return marked.unionByName(rows.withColumns(others), allowMissingColumns=True)
+    return marked.unionByName(with_columns(rows, others), allowMissingColumns=True)
 
 
 def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:

@@ -196,8 +196,9 @@ class _Restatement:
             "run_id": whose,
             "rejected": False,
         }
+        rows: DataFrame = live.log({}, head)
         kept = F.col(OFFSET) < F.coalesce(by_partition(keep.next_offset, "long"), F.lit(0))
-        rows: DataFrame = live.log({}, head).where(kept)
+        rows = rows.where(kept)
         if head.commit.erased:
             there = {r[PARTITION]: r["count"] for r in rows.groupBy(PARTITION).count().collect()}
             gone = {p: end - there.get(p, 0) for p, end in keep.next_offset.items()}

@@ -27,6 +27,7 @@ from vt_dagster.runs.past import TablePast, recorded_if
 from vt_dagster.runs.ready import not_ready
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.snapshot import Snapshot
 from vt_dagster.storage.store import AssetStore, shape_of
@@ -75,6 +76,7 @@ class TrainingRun:
     _held: list[DataFrame] = field(default_factory=list[DataFrame], init=False)
 
     def __post_init__(self) -> None:
+        self.to = address(self.to)
         require_outside(self.declared.name, self.to, self.warehouse)
 
     def head(self) -> Commit | None:

@@ -47,14 +47,13 @@ from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.values import is_no_text
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
+from vt_dagster.storage.places import address, unseen
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
 
 _FILE, _BLOCK, _ID, _START, _LINE = "_file", "_block", "_id", "_start", "_line"
-
-
 FILES = "files"
 """The name of a files source among a commit's inputs; its offsets count lines."""
 _WORDS = ("run", "file_time")
@@ -108,7 +107,7 @@ class PinnedFiles(Uncounted):
             rows = read_by_all_names(node, lambda _, all_: self.source.read(spark, self.files, all_))
             return with_told(rows, self.source.recorded_at, _WORDS)
         except PySparkException as error:
-            told = self.explain(error)
+            told = unseen(error) or self.explain(error)
             if told is None:
                 raise
             raise told from error
@@ -129,8 +128,7 @@ class PinnedFiles(Uncounted):
     def describe(self, schema: StructType) -> list[str]:
         names = ", ".join(f.name for f in self.files[:5])
         more = f" and {len(self.files) - 5:,} more" if len(self.files) > 5 else ""
-        size = self.bytes / 1000
-        takes = f"takes {len(self.files):,} file(s), {size:,.1f} kB: {names}{more}"
+        takes = f"takes {len(self.files):,} file(s), {self.bytes / 1000:,.1f} kB: {names}{more}"
         extra = self.source.more_columns(self.files[:_LOOKED_AT], schema)
         if not extra:
             return [takes]
@@ -214,6 +212,7 @@ class FilesSource:
             )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", address(self.path))
         if self.format not in ("jsonl", "csv", "parquet"):
             raise SourceError(
                 f"format of {self.path!r} must be 'jsonl', 'csv' or 'parquet', got {self.format!r}"

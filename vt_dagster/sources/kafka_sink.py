@@ -96,10 +96,10 @@ class Publication:
         require_kept(self.name, self.node.name, done, head.commit)
         ends = self._bounded(done, head.commit.next_offset)
         topic = self.sink.cluster.topics([self.sink.topic])[self.sink.topic]
-        upto = F.lit(False)
+        rows, upto = self._store.log(done, head), F.lit(False)
         for partition, end in ends.items():
             upto = upto | ((F.col(PARTITION) == partition) & (F.col(OFFSET) < end))
-        rows = self._store.log(done, head).where(upto)
+        rows = rows.where(upto)
         sent = {} if before is None else before.inputs.get(self._target, {})
         if before is None or before.topics != {self.sink.topic: topic.id}:
             sent = topic.earliest

@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from vt_dagster.spark.settings import settings
 from vt_dagster.storage import commits, delta
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.replaced import forget_replaced
 from vt_dagster.storage.store import AssetStore, asset_names
@@ -47,7 +48,7 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
         others took the place of longer ago than that (``restate``); and ``conflicts``, compactions that
         another writer came before, which the next maintenance makes up for.
     """
-    root = posixpath.join(str(warehouse), name)
+    root = posixpath.join(address(warehouse), name)
     done = {
         "files_compacted": 0,
         "attempts_removed": 0,

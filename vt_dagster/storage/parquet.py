@@ -43,6 +43,7 @@ from vt_dagster.storage.delta import (
     require_table,
 )
 from vt_dagster.storage.evolution import by_newest_names, evolved, nullable, without_earlier_names
+from vt_dagster.storage.places import address, require_seen
 from vt_dagster.storage.transaction import commit_with_columns
 from vt_dagster.topology.renames import noted
 
@@ -118,7 +119,7 @@ def read(
     columns = _schema_of(table)
     if like is not None:
         columns = evolved(path, columns, like, declared=()).columns
-    places = [literal(posixpath.join(path, file.place)) for file in files_of(table, wanted)]
+    places = [literal(posixpath.join(address(path), file.place)) for file in files_of(table, wanted)]
     if not places:
         none = spark.createDataFrame([], without_earlier_names(columns))
         return none.withColumn(SEGMENT, F.lit(None).cast("int")) if parted else none
@@ -161,13 +162,14 @@ def write(
         ConcurrentRunError: another run committed this batch, or wrote at the same time.
         StorageError: the table's columns cannot follow those of the rows, see ``evolution``.
     """
-    app = f"{MARK}:{asset}"
+    app, path = f"{MARK}:{asset}", address(path)
     if _version_of(open_table(path), app) >= batch:
         raise _conflict(asset, batch)
     folder = f"{batch}-{uuid4().hex}"
     try:
         with writing(path):
             _write_files(rows, posixpath.join(path, folder), parted)
+            require_seen(posixpath.join(path, folder), asset)
             adds = _adds(path, folder)
             about = CommitProperties(
                 custom_metadata={"userMetadata": json.dumps({MARK: document})},

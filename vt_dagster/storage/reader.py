@@ -29,6 +29,7 @@ from vt_dagster.storage.evolution import Evolution, kept_by_newest_names
 from vt_dagster.storage.file_offsets import file_at_or_after, file_before
 from vt_dagster.storage.lookup import head_of
 from vt_dagster.storage.offsets import at_or_after, before
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, choose, require_remembered
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.shapes import columns_of, require_shape, shape_of
@@ -58,7 +59,7 @@ class AssetReader:
         self.node = node
         self.progress = Progress(node.name, tell)
         delta.require_place(str(warehouse))
-        self.warehouse = str(warehouse)
+        self.warehouse = address(warehouse)
         self.root = posixpath.join(self.warehouse, *node.path)
         self.log_path = posixpath.join(self.root, "log")
         self.view_path = posixpath.join(self.root, "view")
@@ -130,14 +131,17 @@ class AssetReader:
             return rows.where(at_or_after(start, ends) & before(ends))
         if not start:
             return self._read_log(head)
-        recent, wanted = file_at_or_after(start, ends), at_or_after(start, ends)
-        if after is None:
-            return self._read_log(head, recent).where(wanted)
+        recent = file_at_or_after(start, ends)
 
         def needed(file: delta.File) -> bool:
-            return recent(file) or file.newest is None or file.newest > after
+            older = after is not None and (file.newest is None or file.newest > after)
+            return recent(file) or older
 
         rows = self._read_log(head, needed)
+        # After the read: it starts the session, without which there are no conditions.
+        wanted = at_or_after(start, ends)
+        if after is None:
+            return rows.where(wanted)
         return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
 
     def _read_log(self, head: Head, wanted: delta.Wanted = delta.everything) -> DataFrame:

@@ -24,6 +24,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.lookup import asset_names
+from vt_dagster.storage.places import require_seen
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.reader import AssetReader
 from vt_dagster.storage.shapes import shape_of
@@ -56,6 +57,7 @@ class AssetStore(AssetReader):
         path = self._attempt_path(attempt, what)
         with parquet.writing(path):
             rows.write.mode("overwrite").parquet(path)
+            require_seen(path, self.node.name)
 
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
         """Keeps the list of files that have been consumed once the run's commit counts."""
