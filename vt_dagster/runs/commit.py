@@ -20,8 +20,10 @@ from vt_dagster.runs.gate import Passed
 from vt_dagster.runs.ready import after_run
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Pinned
-from vt_dagster.storage.positions import Commit, Started
+from vt_dagster.storage.kept import consumed
+from vt_dagster.storage.positions import AHEAD, Commit, Started
 from vt_dagster.storage.store import shape_of
+from vt_dagster.topology.durations import in_utc
 
 _NOT_IN_LOG = (Fate.LATE, Fate.LOST_TIE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
 
@@ -126,6 +128,23 @@ def recorded(before: Commit, told: int | None) -> int:
     return max(before.recorded_at + 1, time.time_ns() // 1000)
 
 
+def clock_behind(before: Commit) -> int | None:
+    """This machine's clock, epoch microseconds, where the commit before was recorded at a time that is
+    still to come; None = it was not. See ``Commit.clock``."""
+    now = time.time_ns() // 1000
+    return now if before.recorded_at - now > AHEAD else None
+
+
+def of_clock(before: Commit, clock: int, recorded_at: int) -> str:
+    """What to say of it, for the log of the run."""
+    return (
+        f"expected this machine's clock to be after {in_utc(before.recorded_at)}, when batch "
+        f"{before.batch} was recorded, got {in_utc(clock)}: the clock of that run was ahead, or this "
+        f"one is behind. This run is recorded at {in_utc(recorded_at)}, and a read with as_known_at "
+        "before that leaves it out; reads as of now have it. Correct the clock that is wrong"
+    )
+
+
 def document(
     arrival: Arrival,
     passed: Passed,
@@ -169,6 +188,8 @@ def document(
         shape=shape_of(arrival.node),
         log=before.log or arrival.attempt,
         logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
+        consumed={**before.consumed, **consumed({n: h.commit for n, h in arrival.inputs.items()})},
+        previous=before.attempt,
         inputs=inputs,
         next_offset=offsets,
         stream_time=times,

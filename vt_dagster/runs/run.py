@@ -38,10 +38,13 @@ from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.store import meets_versions
+from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
+    clock_behind,
     document,
     ends_of,
+    of_clock,
     of_source,
     places_of,
     recorded,
@@ -307,7 +310,10 @@ class Run:
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.
             again = in_place is not None and in_place.complete and not arrival.few
-            at = store.catch_up(head, written=new if again else None)
+            try:
+                at = store.catch_up(head, written=new if again else None)
+            except ConcurrentRunError:  # of view or quarantine; the run itself has committed
+                at = store.snapshot()
         self._release()
         store.forget(arrival.previous)
         fates = results.judged.by_partition or passed.by_partition
@@ -360,7 +366,9 @@ class Run:
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
         told = arrival.source is not None and RECORDED_AT in rows.columns
-        recorded_at = recorded(before, recorded_at)
+        recorded_at, clock = recorded(before, recorded_at), clock_behind(before)
+        if clock is not None:
+            store.progress.done(f"! {of_clock(before, clock, recorded_at)}")
         steps = steps_of(rows, before, recorded_at) if told else []
         return passed, document(
             arrival,
@@ -374,6 +382,7 @@ class Run:
             rejected=refused,
             run_id=run_id,
             recorded_at=recorded_at,
+            clock=clock,
             steps=steps,
             stepped=before.stepped or bool(steps),
             **position,

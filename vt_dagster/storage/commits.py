@@ -11,18 +11,24 @@ import gzip
 import json
 import posixpath
 import re
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ClockWarning, StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Commit, Cut
+from vt_dagster.storage.positions import AHEAD, Checkpoint, Commit, Cut
 from vt_dagster.topology.durations import in_utc
 
 _KEPT = re.compile(r"(\d{20})-(\d{10})\.json\.gz")
 """A file of kept commits: when the first of them was recorded, and the batch of the last."""
+
+
+_NEWEST = 8
+"""So many commits are looked at one by one before a batch is searched for by bisection."""
 
 
 def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
@@ -47,6 +53,9 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
     last = delta.last_commit(posixpath.join(root, "log"))
     if last is not None and last.document.get("stepped"):
         found = _with_part(root, found, moment)
+    told = left_out_by_clock(root, name, moment)
+    if told is not None:
+        warnings.warn(told, ClockWarning, stacklevel=2)
     if found is not None:
         return found.model_copy(update={"cut": cut})
     first = next(commits(root))
@@ -59,6 +68,38 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
         f"as_known_at, but the first run that is known of was recorded at {since}: {why}; ask for a "
         "later one"
     )
+
+
+def left_out_by_clock(root: str, name: str, moment: int) -> str | None:
+    """What to say of a read with ``as_known_at`` that leaves out what was recorded by then, since the
+    clock of a run before it was ahead; None = it does not.
+
+    Args:
+        root: the directory of the asset's tables; ``name``: of the asset.
+        moment: epoch microseconds.
+    """
+    last = delta.last_of_ours(posixpath.join(root, "log"))
+    if last is None or last.document["recorded_at"] <= moment:
+        return None
+    found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
+    first = (0 if found is None else found.batch) + 1
+    now = time.time_ns() // 1000
+    # The one whose clock was ahead does not know it, the next one does.
+    after = last_that(root, lambda commit: commit["batch"] <= first)
+    next_but_one = last_that(root, lambda commit: commit["batch"] <= first + 1)
+    for commit in (Commit.model_validate(last.document), after, next_but_one):
+        if commit is None or commit.recorded_at <= moment:
+            continue
+        clock = commit.clock
+        ahead = commit.batch == last.document["batch"] and commit.recorded_at - now > AHEAD
+        if ahead if clock is None else clock <= moment:
+            return (
+                f"{name}: as_known_at {in_utc(moment)} leaves out batch {first} and what came after "
+                f"it: the clock of a run was ahead, and batch {commit.batch} counts as recorded at "
+                f"{in_utc(commit.recorded_at)}. To have what was recorded since, read without "
+                "as_known_at, or ask for that time"
+            )
+    return None
 
 
 def _with_part(root: str, found: Commit | None, moment: int) -> Commit | None:
@@ -89,6 +130,36 @@ def last_that(root: str, early: Callable[[dict[str, Any]], bool]) -> Commit | No
     except FileNotFoundError:  # a maintenance has removed it, and has it kept by now
         return last_that(root, early)
     return None if found is None else Commit.model_validate(found)
+
+
+def attempt_at(root: str, batch: int) -> str | None:
+    """The attempt that wrote a batch of an asset's log; None = the log has no such batch, or it is not
+    known any more."""
+    for place, found in enumerate(delta.commits(posixpath.join(root, "log"))):
+        if found.document["batch"] <= batch:
+            return found.document["attempt"] if found.document["batch"] == batch else None
+        if place == _NEWEST:
+            break  # far back: not commit by commit
+    there = last_that(root, lambda commit: commit["batch"] <= batch)
+    return there.attempt if there is not None and there.batch == batch else None
+
+
+def is_of_log(root: str, then: Checkpoint, commit: Commit) -> bool:
+    """Whether a view was made of the log as it is: it is not where the log was put back from a backup
+    without the view, or a commit that the view has was removed.
+
+    Args:
+        then: of the view.
+        commit: one of the log, perhaps not its last.
+    """
+    if then.batch == commit.batch:
+        return then.log_attempt in ("", commit.attempt)
+    if then.batch < commit.batch and not then.log_attempt:
+        return True
+    there = attempt_at(root, then.batch)
+    if there is None:
+        return then.batch < commit.batch
+    return then.log_attempt in ("", there)
 
 
 def _bisected(

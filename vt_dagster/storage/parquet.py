@@ -12,7 +12,7 @@ import math
 import posixpath
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 from uuid import uuid4
@@ -29,9 +29,11 @@ from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage.delta import (
+    FILES,
     MARK,
     Committed,
     Wanted,
+    asset_of,
     commit_of,
     everything,
     files_of,
@@ -40,7 +42,10 @@ from vt_dagster.storage.delta import (
     literal,
     location,
     open_table,
+    require_files,
+    require_rows,
     require_table,
+    sizes,
 )
 from vt_dagster.storage.evolution import by_newest_names, evolved, nullable, without_earlier_names
 from vt_dagster.storage.transaction import commit_with_columns
@@ -102,23 +107,31 @@ def read(
     wanted: Wanted = everything,
     parted: bool = False,
     like: StructType | None = None,
+    count: int | None = None,
 ) -> DataFrame:
     """A table, as of one of its versions where given, as far as its files are wanted, with each column
     under its newest name.
 
     Args:
+        count: how many rows the whole table has, as its commit says; None = it does not.
         parted: whether ``history_segment``, which parts the files of a view, is among the columns.
         like: columns as they are declared now: those that the table has not got yet are null, and
             others are of the type and name that they will have; see ``evolution``.
 
     Raises:
-        StorageError: what is stored cannot be read by those.
+        StorageError: what is stored cannot be read by those; or a file is missing, or has not the size
+            that the table's log says.
     """
     table = require_table(path, version)
     columns = _schema_of(table)
     if like is not None:
         columns = evolved(path, columns, like, declared=()).columns
-    places = [literal(posixpath.join(path, file.place)) for file in files_of(table, wanted)]
+    there = files_of(table)
+    if count is not None:
+        require_rows(path, there, count)
+    there = [file for file in there if wanted(file)]
+    require_files(path, there, version)
+    places = [literal(posixpath.join(path, file.place)) for file in there]
     if not places:
         none = spark.createDataFrame([], without_earlier_names(columns))
         return none.withColumn(SEGMENT, F.lit(None).cast("int")) if parted else none
@@ -142,6 +155,7 @@ def write(
     replaced: Wanted = everything,
     pinned: bool = False,
     like: StructType | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Committed:
     """One commit with a document. A batch is written once: another run's is a conflict.
 
@@ -153,12 +167,15 @@ def write(
         replaced: an overwrite takes the place of these files alone.
         pinned: whether a compaction since ``over`` is a conflict too.
         like: says by which names rows of before know columns of these.
+        before: is called right before the commit; refuses it by an error, where what the document names
+            is not there any more.
 
     Returns:
         the commit.
 
     Raises:
-        ConcurrentRunError: another run committed this batch, or wrote at the same time.
+        ConcurrentRunError: another run committed this batch, or wrote at the same time; or the files
+            that were written are gone by the time of the commit.
         StorageError: the table's columns cannot follow those of the rows, see ``evolution``.
     """
     app = f"{MARK}:{asset}"
@@ -170,7 +187,7 @@ def write(
             _write_files(rows, posixpath.join(path, folder), parted)
             adds = _adds(path, folder)
             about = CommitProperties(
-                custom_metadata={"userMetadata": json.dumps({MARK: document})},
+                custom_metadata={"userMetadata": json.dumps({MARK: document, FILES: len(adds)})},
                 app_transactions=[Transaction(app, batch)],
                 max_commit_retries=0,
             )
@@ -186,7 +203,7 @@ def write(
                 if pinned and _of(table) != over:
                     break
                 try:
-                    _commit(path, table, adds, columns, mode, parted, replaced, about)
+                    _commit(path, table, adds, columns, mode, parted, replaced, about, before)
                 except (DeltaError, OSError):
                     # Somebody else came first; or it is in, and what comes after a commit went wrong.
                     if _version(path) == _of(table):
@@ -212,6 +229,11 @@ def packed(rows: DataFrame, count: int, for_others: bool = False) -> DataFrame:
     return rows.coalesce(max(1, math.ceil(count / of_a_file)))
 
 
+def last_batch(path: str, asset: str) -> int:
+    """The last batch that was written to a table for an asset; 0 = none. Does not use Spark."""
+    return _version_of(open_table(path), f"{MARK}:{asset}")
+
+
 def _version_of(table: DeltaTable | None, app: str) -> int:
     """The last batch that an application has written; 0 = none."""
     return 0 if table is None else table.transaction_version(app) or 0
@@ -234,7 +256,11 @@ def _commit(
     parted: bool,
     replaced: Wanted,
     about: CommitProperties,
+    before: Callable[[], None] | None,
 ) -> None:
+    _require_written(path, adds)
+    if before is not None:
+        before()
     parts = [SEGMENT] if parted else None
     schema = Schema.from_json(json.dumps(nullable(columns.jsonValue())))
     if table is None:
@@ -267,6 +293,28 @@ def _commit(
         return
     table.create_write_transaction(
         [*adds, *removes], "append", table.schema(), parts, commit_properties=about
+    )
+
+
+def _require_written(path: str, adds: list[AddAction]) -> None:
+    """A run that slept may find that a clean-up took its files for those of a dead one.
+
+    Raises:
+        ConcurrentRunError: some are gone.
+    """
+    there = sizes(path, [one.path for one in adds])
+    gone = [one.path for one in adds if there[one.path] != one.size]
+    if gone:
+        raise gone_before_commit(asset_of(path), posixpath.join(path, gone[0]))
+
+
+def gone_before_commit(name: str, path: str) -> ConcurrentRunError:
+    """What to say where a run finds something gone that it has just written."""
+    return ConcurrentRunError(
+        f"{name}: expected {path}, which this run has written, at its commit, but it is not there any "
+        "more: the run stood still for longer than maintenance keeps what is not committed (keep), or "
+        "a clock jumped. Nothing was committed: run again, and give maintenance a keep that is longer "
+        "than any run takes"
     )
 
 

@@ -141,7 +141,15 @@ class AssetReader:
         return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
 
     def _read_log(self, head: Head, wanted: delta.Wanted = delta.everything) -> DataFrame:
-        return parquet.read(self.spark, self.log_path, head.version, wanted, like=log_schema(self.node))
+        # A version with later commits has more rows than this commit counts.
+        count = None if head.later else head.commit.total - sum(head.commit.missing.values())
+        like = log_schema(self.node)
+        return parquet.read(self.spark, self.log_path, head.version, wanted, like=like, count=count)
+
+    def attempt_of(self, batch: int) -> str | None:
+        """The attempt that wrote a batch of the log; None = there is none, or it is not known any more.
+        Does not use Spark."""
+        return commits.attempt_at(self.root, batch)
 
     # -- what a run left for the next one --------------------------------------------------------
 
@@ -152,17 +160,33 @@ class AssetReader:
         """The path of what a commit's run prepared.
 
         Raises:
-            StorageError: it is gone.
+            StorageError: it is gone, or some of its files are, or have another size.
         """
         path = self._attempt_path(commit.attempt, what)
-        fs, local = delta.filesystem(path)
-        if not fs.exists(local):
+        expected, found = commit.staged.get(what), self.staged(commit.attempt).get(what)
+        if found is None or (expected is not None and found != expected):
+            got = "but somebody has removed it"
+            if found is not None and expected is not None:
+                got = f"which then had {_files(expected)}, but it has {_files(found)}"
             raise StorageError(
                 f"{commit.asset}: expected what batch {commit.batch} left for the next run, {path}, "
-                "but somebody has removed it. Put it back, or make the asset anew beside the old one "
+                f"{got}. Put it back, or make the asset anew beside the old one "
                 "(vt-dagster replay) and swap"
             )
         return path
+
+    def staged(self, attempt: str) -> dict[str, tuple[int, int]]:
+        """What a run has prepared under an attempt's name: see ``Commit.staged``. Without Spark."""
+        fs, root = delta.filesystem(self._attempt_path(attempt))
+        fs.invalidate_cache()
+        found = dict[str, tuple[int, int]]()
+        for name, about in fs.find(root, detail=True).items():
+            what, *within = name[len(root.rstrip("/")) + 1 :].split("/")
+            if within and within[-1].startswith(("_", ".")):
+                continue  # Spark's marks, no data
+            count, size = found.get(what, (0, 0))
+            found[what] = count + 1, size + int(about["size"])
+        return found
 
     def _read_staged(self, commit: Commit, what: str) -> DataFrame:
         return self.spark.read.parquet(delta.literal(self._staged(commit, what)))
@@ -262,6 +286,8 @@ class AssetReader:
         if not delta.exists(self.quarantine_path):
             return last
         rows = parquet.read(self.spark, self.quarantine_path)
+        if head is not None:
+            rows = rows.where(F.col("batch") <= self._last_rejected(head.commit))
         return rows if last is None else rows.unionByName(last, allowMissingColumns=True)
 
     def _unpublished(self, head: Head) -> DataFrame | None:
@@ -269,10 +295,23 @@ class AssetReader:
         commit = head.commit
         if not commit.rejected:
             return None
-        done = delta.last_commit(self.quarantine_path)
-        if done is not None and done.document["batch"] >= commit.batch:
+        if self._last_rejected(commit) >= commit.batch:
             return None
         return self._read_staged(commit, "rejected").withColumn("batch", F.lit(commit.batch))
+
+    def _last_rejected(self, commit: Commit) -> int:
+        """The last batch of the quarantine table that the log has too; 0 = there is none. It may be
+        later than a commit; and the table may have more, of batches that the log has lost since."""
+        for found in delta.commits(self.quarantine_path):
+            then = Checkpoint.model_validate(found.document)
+            same = then.batch == commit.batch and then.attempt == commit.attempt
+            there = commit.attempt if same else self.attempt_of(then.batch)
+            # What is not known any more, and what an erase wrote under a name of its own, is taken for
+            # the log's where the log is further.
+            trusted = then.batch < commit.batch and (there is None or bool(then.erased))
+            if there == then.attempt or trusted:
+                return then.batch
+        return 0
 
     def erased_rejected(self) -> dict[str, int]:
         """How many rows of the quarantine table have been erased, by reason. Does not use Spark."""
@@ -333,3 +372,7 @@ class AssetReader:
             require_remembered(node.name, node.history_retention, at.stream_time, moment)
         horizon = of_table.horizon_of(node, by_partition(at.stream_time))
         return versioned.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
+
+
+def _files(told: tuple[int, int]) -> str:
+    return f"{told[0]} file(s) of {told[1]:,} bytes"

@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from vt_dagster.core.log import log_schema
 from vt_dagster.errors import StorageError
@@ -66,9 +67,14 @@ class AssetStore(AssetReader):
             fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
 
     def forget(self, previous: Head | None) -> None:
-        """Removes what an earlier run prepared, once a later commit has taken its place."""
-        if previous is not None:
-            fs, local = delta.filesystem(self._attempt_path(previous.commit.attempt))
+        """Removes what the run before an earlier one prepared. What the earlier one did stays until the
+        next commit: should the newest commit be lost, the next run goes on from there.
+
+        Args:
+            previous: the commit that the newest one has taken the place of.
+        """
+        if previous is not None and previous.commit.previous:
+            fs, local = delta.filesystem(self._attempt_path(previous.commit.previous))
             with contextlib.suppress(OSError):
                 fs.rm(local, recursive=True)
 
@@ -95,7 +101,8 @@ class AssetStore(AssetReader):
             count: how many rows these are.
 
         Raises:
-            ConcurrentRunError: another run has committed this batch.
+            ConcurrentRunError: another run has committed this batch; or what this run has written is
+                gone, as it stood still for longer than maintenance keeps that.
             StorageError: the rows do not fit the log's columns, or somebody else has changed the log.
         """
         if commit.batch > 1:
@@ -105,6 +112,16 @@ class AssetStore(AssetReader):
                 self.progress.done(f"! {told}")
         else:
             self._check_name()
+        commit = commit.model_copy(update={"staged": self.staged(commit.attempt)})
+        needed = {"state": commit.state, "rejected": commit.rejected, "files.json.gz": commit.files}
+
+        def still_there() -> None:
+            there = self.staged(commit.attempt)
+            for what in (what for what, is_needed in needed.items() if is_needed):
+                if what not in there or there[what] != commit.staged.get(what):
+                    place = self._attempt_path(commit.attempt, what)
+                    raise parquet.gone_before_commit(commit.asset, place)
+
         written = parquet.write(
             parquet.packed(rows, count),
             self.log_path,
@@ -112,6 +129,7 @@ class AssetStore(AssetReader):
             batch=commit.batch,
             asset=self.node.name,
             like=log_schema(self.node),
+            before=still_there,
         )
         self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
         return Head(written.version, commit)
@@ -167,9 +185,33 @@ class AssetStore(AssetReader):
         return Snapshot(head, self._update_view(head, written=written))
 
     def _publish_rejected(self, head: Head) -> None:
+        try:
+            self._write_rejected(head)
+        except Exception:
+            # The run after this one has done it: what is prepared may be gone by now too.
+            if self._last_rejected(head.commit) < head.commit.batch:
+                raise
+
+    def _write_rejected(self, head: Head) -> None:
         rows, commit = self._unpublished(head), head.commit
         if rows is None:
             return
+        there = delta.last_commit(self.quarantine_path)
+        same = self._last_rejected(commit)
+        if there is not None and there.document["batch"] != same:
+            # The log has lost later batches since: a backup was put back, or a commit removed.
+            earlier = parquet.read(self.spark, self.quarantine_path, there.version)
+            rows = earlier.where(F.col("batch") <= same).unionByName(rows, allowMissingColumns=True)
+            about: dict[str, Any] = {"mode": "overwrite", "over": there.version}
+        else:
+            about = {}
+            if (
+                there is not None
+                and parquet.last_batch(self.quarantine_path, commit.asset) >= commit.batch
+            ):
+                about = {"over": there.version, "pinned": True}
+        # Under the asset's own name the table may have a lost batch of this number.
+        about["asset"] = f"{commit.asset}:{commit.attempt}" if about else commit.asset
         checkpoint = Checkpoint(
             asset=commit.asset,
             batch=commit.batch,
@@ -183,7 +225,7 @@ class AssetStore(AssetReader):
                 self.quarantine_path,
                 document=checkpoint.model_dump(),
                 batch=commit.batch,
-                asset=commit.asset,
+                **about,
             )
 
     def _update_view(self, head: Head, rebuild: bool = False, written: DataFrame | None = None) -> Base:
