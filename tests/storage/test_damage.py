@@ -119,7 +119,7 @@ def test_a_data_file_that_is_not_what_its_log_says(
         assert topology.run("rates", spark).commit is not None
 
 
-def test_state_and_bases_that_are_damaged(topology: Topology, spark: SparkSession) -> None:
+def test_state_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
     topology.land("payments", "1.jsonl", [("a", 1, 1)])
     topology.run("payments", spark)
     topology.run("paid", spark)
@@ -391,3 +391,23 @@ def test_a_clock_that_was_ahead(
     with warnings.catch_warnings():
         warnings.simplefilter("error", ClockWarning)
         read("rates", warehouse=topology.warehouse, as_known_at=at)
+
+
+@pytest.mark.parametrize("damage", [empty, cut_in_half, Path.unlink])
+def test_a_checkpoint_that_is_damaged(
+    topology: Topology, spark: SparkSession, damage: Callable[[Path], None]
+) -> None:
+    """All commits are there: the advice is to do without it."""
+    wanted = rows(topology, "rates", spark, "versions")
+    for part in ("log", "view"):
+        table = folder(topology, "rates", part)
+        DeltaTable(str(table)).create_checkpoint()
+        damage(next((table / "_delta_log").glob("*.checkpoint.parquet")))
+    topology.land("rates", "3.jsonl", [("a", 2, 5)])
+    for part in ("view", "log"):
+        with pytest.raises(StorageError, match=r"All its commits are there.*move \[") as told:
+            topology.run("rates", spark)
+        for name in re.findall(r"'([^']*checkpoint[^']*)'", str(told.value)):
+            (folder(topology, "rates", part, "_delta_log") / name).rename(topology.root / name)
+    assert topology.run("rates", spark).commit is not None
+    assert rows(topology, "rates", spark, "versions") == wanted

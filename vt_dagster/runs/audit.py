@@ -145,7 +145,7 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
 
 
 def _audited(store: AssetStore, run_id: str | None) -> list[Finding]:
-    there = store.snapshot()
+    there = store.snapshot(as_stored=True)
     head = there.head
     if head is None:
         return [Finding(check.name, 0, []) for check in checks_of(store.node)]

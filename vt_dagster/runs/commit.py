@@ -22,6 +22,7 @@ from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.kept import consumed
 from vt_dagster.storage.positions import AHEAD, Commit, Started
+from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.store import shape_of
 from vt_dagster.topology.durations import in_utc
 
@@ -135,14 +136,22 @@ def clock_behind(before: Commit) -> int | None:
     return now if before.recorded_at - now > AHEAD else None
 
 
-def of_clock(before: Commit, clock: int, recorded_at: int) -> str:
-    """What to say of it, for the log of the run."""
-    return (
-        f"expected this machine's clock to be after {in_utc(before.recorded_at)}, when batch "
-        f"{before.batch} was recorded, got {in_utc(clock)}: the clock of that run was ahead, or this "
-        f"one is behind. This run is recorded at {in_utc(recorded_at)}, and a read with as_known_at "
-        "before that leaves it out; reads as of now have it. Correct the clock that is wrong"
-    )
+def told_by_clock(before: Commit, told: int | None, progress: Progress) -> tuple[int, int | None]:
+    """``Commit.recorded_at`` and ``Commit.clock`` of a run, which warns where a clock was ahead.
+
+    Args:
+        told: see :func:`recorded`.
+    """
+    recorded_at, clock = recorded(before, told), clock_behind(before)
+    if clock is not None:
+        progress.done(
+            f"! expected this machine's clock to be after {in_utc(before.recorded_at)}, when batch "
+            f"{before.batch} was recorded, got {in_utc(clock)}: the clock of that run was ahead, or "
+            f"this one is behind. This run is recorded at {in_utc(recorded_at)}, and a read with "
+            "as_known_at before that leaves it out; reads as of now have it. Correct the clock that "
+            "is wrong"
+        )
+    return recorded_at, clock
 
 
 def document(

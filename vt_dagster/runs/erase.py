@@ -166,7 +166,6 @@ class _Erase:
         marked = one.marked(self.key)
         self._note_waiting(store, head, marked)
         after = self._log(store, head, one, marked)
-        batch = after.batch
         committed = time.time()
         bases = bases_of(store.root)
         for path in (store.view_path, *bases) if isinstance(one.node, Table) else ():
@@ -179,7 +178,7 @@ class _Erase:
         removed = _forget_attempts(store, committed)
         for path in (store.log_path, store.view_path, *bases, store.quarantine_path):
             if delta.exists(path):
-                removed += self._purge(path, batch, one)
+                removed += self._purge(path, after.batch, one)
         forget_replaced(self.warehouse, one.name, timedelta(0))
         self.done.files_removed += removed
         self.done.save()
@@ -198,8 +197,7 @@ class _Erase:
                 f"{now.commit.batch} was committed meanwhile: run the erase again, while nothing runs"
             ) from None
         after = self._after(commit, attempt, one, found)
-        after.staged = store.staged(attempt)
-        after.erasures = erasures(store, head, marked, found)
+        after.staged, after.erasures = store.staged(attempt), erasures(store, head, marked, found)
         # What an earlier try has done and did not come to note.
         again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
         before = commit.counts.get(_ROWS, 0) if again else 0
@@ -291,12 +289,8 @@ class _Erase:
         of_base = path != store.view_path
         if found.places:
             then = Checkpoint.model_validate(there.document)
-            about = {
-                "batch": after.batch,
-                "attempt": uuid4().hex,
-                "log_attempt": after.attempt,
-                "written": int(time.time() * 1e6),
-            }
+            about = {"batch": after.batch, "attempt": uuid4().hex, "log_attempt": after.attempt}
+            about |= {"written": int(time.time() * 1e6)}
             erasing.rewrite(
                 self.spark,
                 path,

@@ -17,7 +17,7 @@ from vt_dagster.runs.ready import upstream
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.starting import pin_start
-from vt_dagster.storage import delta
+from vt_dagster.storage.damage import unreadable
 from vt_dagster.storage.kept import require_kept, require_same
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head, Snapshot
@@ -219,7 +219,7 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
         told = arrival.source.explain(error)
     if told is None and arrival.start is not None:
         told = arrival.start.explain(error)
-    return told or gone_meanwhile(arrival.node, error) or delta.unreadable(arrival.node.name, error)
+    return told or gone_meanwhile(arrival.node, error) or unreadable(arrival.node.name, error)
 
 
 def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:

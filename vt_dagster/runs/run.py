@@ -38,17 +38,14 @@ from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.store import meets_versions
-from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
-    clock_behind,
     document,
     ends_of,
-    of_clock,
     of_source,
     places_of,
-    recorded,
     stage_rejected,
+    told_by_clock,
 )
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
@@ -300,7 +297,7 @@ class Run:
                 rows, recorded_at = with_times(results.rows, arrival, store, recorded_at)
                 rows = store.hold(rows)
                 arrival.held.append(rows)
-                passed, commit = self._prepare(rows, results, run_id, recorded_at)
+                passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = places_of(arrival, self.processor, passed)
                 new = self.processor.produce(rows, first, passed.few, in_place)
@@ -310,10 +307,7 @@ class Run:
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.
             again = in_place is not None and in_place.complete and not arrival.few
-            try:
-                at = store.catch_up(head, written=new if again else None)
-            except ConcurrentRunError:  # of view or quarantine; the run itself has committed
-                at = store.snapshot()
+            at = store.catch_up(head, written=new if again else None)
         self._release()
         store.forget(arrival.previous)
         fates = results.judged.by_partition or passed.by_partition
@@ -338,10 +332,10 @@ class Run:
             self.store.release(self.arrival.held.pop())
 
     def _prepare(
-        self, rows: DataFrame, results: Results, run_id: str | None, recorded_at: int | None
+        self, store: Store, rows: DataFrame, results: Results, run_id: str | None, at: int | None
     ) -> tuple[Passed, Commit]:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""
-        arrival, store, processor = self.arrival, self.store, self.processor
+        arrival, processor = self.arrival, self.processor
         before, judged = arrival.before, results.judged
         passed = gate(processor, rows)
         processor.check(passed.by_partition)
@@ -366,9 +360,7 @@ class Run:
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
         told = arrival.source is not None and RECORDED_AT in rows.columns
-        recorded_at, clock = recorded(before, recorded_at), clock_behind(before)
-        if clock is not None:
-            store.progress.done(f"! {of_clock(before, clock, recorded_at)}")
+        recorded_at, clock = told_by_clock(before, at, store.progress)
         steps = steps_of(rows, before, recorded_at) if told else []
         return passed, document(
             arrival,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import fsspec
@@ -19,8 +18,9 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import StorageError
 from vt_dagster.spark.jars import one_line
+from vt_dagster.storage.damage import cut_off, unreadable_log
 
 MARK = "vt_dagster"
 """The key under which a commit's ``userMetadata`` carries our document."""
@@ -36,10 +36,6 @@ _CHANGES = {
     *("REPLACE TABLE AS SELECT", "CREATE OR REPLACE TABLE AS SELECT"),
 }
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
-_AT_ONCE = 16
-"""So many files are looked at together on an object store."""
-_FAILED_READ = re.compile(r"FAILED_READ_FILE.*?\bfile:?/*?(/\S*?)/(\d+-[0-9a-f]{32}/\S+?)\.? ")
-"""How Spark names a file that it cannot read: the table's directory and the place in it."""
 _UNDERSTOOD = {"timestampNtz", "vacuumProtocolCheck"}
 """What a table may ask of its readers; with others its files are not its rows."""
 
@@ -145,10 +141,7 @@ def location(path: str) -> str:
 def _unreadable(path: str, error: Exception) -> StorageError:
     for _ in history(path):
         pass  # it says which commit is cut off
-    return StorageError(
-        f"expected a Delta table that can be read in {path}, got: {one_line(error)}. Restore its "
-        "_delta_log from a backup, or make the asset anew beside it (vt-dagster replay)"
-    )
+    return unreadable_log(path, one_line(error), versions(path), log_files(path))
 
 
 def history(path: str) -> Iterator[dict[str, Any]]:
@@ -178,46 +171,25 @@ def _info(path: str, version: int) -> dict[str, Any]:
             raise ValueError(name)
         told = [json.loads(line) for line in text.splitlines() if '"commitInfo"' in line]
         info = next((one["commitInfo"] for one in told if "commitInfo" in one), {})
-        _require_all_actions(info, text.splitlines())
+        if _is_cut_off(_metadata(info), text.splitlines()):
+            raise ValueError(name)
     except ValueError:
-        raise _cut_off(path, version) from None
+        raise cut_off(path, version, log_files(path)) from None
     return {**info, "version": version}
 
 
-def _require_all_actions(info: dict[str, Any], lines: Sequence[str]) -> None:
-    """A file that is cut off after a whole line is valid JSON: what a commit of ours has must be there.
-
-    Raises:
-        ValueError: some of it is not.
-    """
-    metadata = _metadata(info)
-    if not isinstance(metadata.get(MARK), dict):
-        return
+def _is_cut_off(metadata: dict[str, Any], lines: Sequence[str]) -> bool:
+    """Whether a commit of ours lacks some of its actions: a file that is cut off after a whole line is
+    valid JSON."""
+    document = metadata.get(MARK)
+    if not isinstance(document, dict):
+        return False
     added = sum(line.startswith('{"add"') for line in lines)
-    document = metadata[MARK]
-    least = min(1, (document.get("counts") or {}).get("out", 0))
     expected = metadata.get(FILES)
-    # The transaction is the last line of each commit, see ``transaction`` and ``deltalake``.
-    ended = any(line.startswith('{"txn"') for line in lines)
-    if not ended or (added < least if expected is None else added != expected):
-        raise ValueError(f"{added} files of {expected}")
-
-
-def _cut_off(path: str, version: int) -> StorageError:
-    """What to say of a commit's file that has not all its lines. A test does what it advises."""
-    start, what = f"{version:020d}", posixpath.basename(path)
-    checkpoints = sorted(n for n in log_files(path) if n.startswith(f"{start}.checkpoint."))
-    also = [*checkpoints, *(["_last_checkpoint"] if checkpoints else [])]
-    newest = f"move it away{f', and with it {also}' * bool(also)}, and run again: that run takes the "
-    newest += "records of the lost commit again. What has consumed that commit says how it goes on"
-    if what == "view":
-        name = posixpath.basename(posixpath.dirname(path))
-        newest = f"the view can be made anew from the log: vt-dagster rebuild {name}"
-    return StorageError(
-        f"{path}/_delta_log/{start}.json is cut off: its writer or the disk failed before the whole "
-        f"file was stored. If it is the newest of its directory, {newest}. If it is not the newest, "
-        "restore it from a backup"
-    )
+    if expected is None:  # an older one: of a run that has results
+        return added == 0 and bool((document.get("counts") or {}).get("out"))
+    # The transaction is the last action of each commit, see ``transaction`` and ``deltalake``.
+    return added != expected or not any(line.startswith('{"txn"') for line in lines)
 
 
 def our_commit(path: str, version: int) -> Committed | None:
@@ -414,129 +386,6 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
         strict=True,
     )
     return [file for file in (File(*one) for one in found) if wanted(file)]
-
-
-def require_files(path: str, files: Collection[File], version: int | None = None) -> None:
-    """Data files must have the size that the table's log says: Spark reads an empty one as no rows, and
-    tells of others in words of its own. One look at each file, no reading.
-
-    Args:
-        version: of the table that the files are of, for the message.
-
-    Raises:
-        StorageError: a file is missing, or of another size.
-        ConcurrentRunError: it is gone, and the table's newest version does not have it any more.
-    """
-    for place, size in sizes(path, [file.place for file in files]).items():
-        expected = next(file.size for file in files if file.place == place)
-        if size == expected:
-            continue
-        if size is None and version is not None and place not in {file.place for file in _newest(path)}:
-            raise ConcurrentRunError(
-                f"{asset_of(path)}: expected the file {place} in {path}, which version {version} of "
-                "the table has, but it was removed since and a newer version does without it: a key "
-                "was erased meanwhile, or a clean-up kept too little. Nothing was written: run again"
-            )
-        raise damaged(path, place, f"of {expected:,} bytes", size)
-
-
-def unreadable(name: str, error: Exception) -> StorageError | None:
-    """What to say where Spark failed to read a file of a log or view, for its message names the file
-    after a Java stack; None = the error is none of that kind.
-
-    Args:
-        name: of the asset that runs.
-    """
-    found = _FAILED_READ.search(str(error))
-    if found is None:
-        return None
-    path, place = found[1], found[2]
-    what = posixpath.basename(path)
-    if (
-        what not in ("log", "view", "quarantine")
-        and posixpath.basename(posixpath.dirname(path)) != "bases"
-    ):
-        return None
-    return StorageError(
-        f"{name}: expected to read the data file {place} in {path}, a table of {asset_of(path)}, but "
-        f"it is damaged. {_way_out(path)}"
-    )
-
-
-def _newest(path: str) -> list[File]:
-    return files_of(require_table(path))
-
-
-def damaged(path: str, place: str, expected: str, size: int | None) -> StorageError:
-    """What to say of a data file that is not what the table's log says.
-
-    Args:
-        expected: what it is to be, for example its size.
-        size: that it has; None = it is missing.
-    """
-    got = "it is missing" if size is None else f"it has {size:,} bytes"
-    return StorageError(
-        f"{asset_of(path)}: expected the data file {place} {expected} in {path}, but {got}. "
-        f"{_way_out(path)}"
-    )
-
-
-def asset_of(path: str) -> str:
-    """The asset that a table is of, for messages: a log or view is below its folder; of others, such as
-    an export, the folder itself."""
-    folder, what = posixpath.split(path.rstrip("/"))
-    if posixpath.basename(folder) == "bases":
-        return posixpath.basename(posixpath.dirname(folder))
-    return posixpath.basename(folder) if what in ("log", "view", "quarantine") else what
-
-
-def _way_out(path: str) -> str:
-    folder, what = posixpath.split(path.rstrip("/"))
-    name = asset_of(path)
-    anew = f"make {name} anew from what it is made of (vt-dagster replay {name} --into …, swap)"
-    if what == "view":
-        return f"Nothing is lost: rebuild the view from the log (vt-dagster rebuild {name})"
-    if what == "log" or posixpath.basename(folder) == "bases":
-        return f"Restore the file from a backup, or {anew}"
-    if what == "quarantine":
-        return (
-            f"Restore the file from a backup, or move {path} away: what it holds of rejected records "
-            "is lost then, and the next run that rejects some begins a new one"
-        )
-    return f"Restore the file from a backup, or remove {path}: the next run writes it anew"
-
-
-def sizes(path: str, places: Sequence[str]) -> dict[str, int | None]:
-    """The sizes of files below a directory, bytes; None = it is not there. Does not use Spark."""
-    fs, root = filesystem(path)
-    fs.invalidate_cache()
-
-    def size(place: str) -> int | None:
-        try:
-            return int(fs.info(posixpath.join(root, place))["size"])
-        except FileNotFoundError:
-            return None
-
-    if len(places) <= _AT_ONCE or "file" in (fs.protocol if isinstance(fs.protocol, tuple) else ()):
-        return {place: size(place) for place in places}
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip(places, pool.map(size, places), strict=True))
-
-
-def require_rows(path: str, files: Collection[File], expected: int) -> None:
-    """All files of a log must have as many rows, by its statistics, as its last commit counts.
-
-    Raises:
-        StorageError: they have more or fewer.
-    """
-    found = sum(file.rows for file in files)
-    if found == expected or any(file.rows == 0 for file in files):  # of one they are not known
-        return
-    raise StorageError(
-        f"{asset_of(path)}: expected {expected:,} rows in the files of {path}, as its last commit "
-        f"counts, but they have {found:,}: its _delta_log is damaged, or somebody has edited it. "
-        f"{_way_out(path)}"
-    )
 
 
 def written_by(path: str, batch: int) -> list[File]:

@@ -27,6 +27,7 @@ from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.names import by_newest_names, names_of, seen_as
 from vt_dagster.storage.positions import Checkpoint, Commit, Shape, choose, horizons, require_remembered
 from vt_dagster.storage.values import as_key, type_name
+from vt_dagster.storage.whole_files import require_files
 from vt_dagster.topology.durations import parse_time
 
 _DEEPEST = 3
@@ -337,7 +338,7 @@ def rows_of(
     local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
     where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     files = delta.files_of(table, wanted)
-    delta.require_files(path, files, version)
+    require_files(path, files, version)
     places = [posixpath.join(root, file.place) for file in files]
     asked = columns.names if only is None else [c for c in only if c in columns.names]
     names = {n for c in asked for n in names_of(columns, c)}

@@ -33,7 +33,6 @@ from vt_dagster.storage.delta import (
     MARK,
     Committed,
     Wanted,
-    asset_of,
     commit_of,
     everything,
     files_of,
@@ -42,13 +41,11 @@ from vt_dagster.storage.delta import (
     literal,
     location,
     open_table,
-    require_files,
-    require_rows,
     require_table,
-    sizes,
 )
 from vt_dagster.storage.evolution import by_newest_names, evolved, nullable, without_earlier_names
 from vt_dagster.storage.transaction import commit_with_columns
+from vt_dagster.storage.whole_files import require_files, require_rows, require_written
 from vt_dagster.topology.renames import noted
 
 _REFUSALS = (
@@ -258,7 +255,7 @@ def _commit(
     about: CommitProperties,
     before: Callable[[], None] | None,
 ) -> None:
-    _require_written(path, adds)
+    require_written(path, adds)
     if before is not None:
         before()
     parts = [SEGMENT] if parted else None
@@ -293,28 +290,6 @@ def _commit(
         return
     table.create_write_transaction(
         [*adds, *removes], "append", table.schema(), parts, commit_properties=about
-    )
-
-
-def _require_written(path: str, adds: list[AddAction]) -> None:
-    """A run that slept may find that a clean-up took its files for those of a dead one.
-
-    Raises:
-        ConcurrentRunError: some are gone.
-    """
-    there = sizes(path, [one.path for one in adds])
-    gone = [one.path for one in adds if there[one.path] != one.size]
-    if gone:
-        raise gone_before_commit(asset_of(path), posixpath.join(path, gone[0]))
-
-
-def gone_before_commit(name: str, path: str) -> ConcurrentRunError:
-    """What to say where a run finds something gone that it has just written."""
-    return ConcurrentRunError(
-        f"{name}: expected {path}, which this run has written, at its commit, but it is not there any "
-        "more: the run stood still for longer than maintenance keeps what is not committed (keep), or "
-        "a clock jumped. Nothing was committed: run again, and give maintenance a keep that is longer "
-        "than any run takes"
     )
 
 

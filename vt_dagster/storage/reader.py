@@ -213,11 +213,15 @@ class AssetReader:
 
     # -- as of a commit --------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
-        """The asset as of its last commit. Writes nothing, and does not use Spark."""
+    def snapshot(self, as_stored: bool = False) -> Snapshot:
+        """The asset as of its last commit. Writes nothing, and does not use Spark.
+
+        Args:
+            as_stored: with its view also where that was made of another state of the log: for audits.
+        """
         # The view first: it may be brought further at any time, and then the log is there already.
         base = self._view.base() if isinstance(self.node, Table) else None
-        return self._snapshot(self.head(), base)
+        return self._snapshot(self.head(), base, not as_stored)
 
     def known_at(self, moment: int) -> Snapshot:
         """The asset as of the last commit that was recorded up to a time (inclusive). Without Spark.
@@ -241,12 +245,12 @@ class AssetReader:
         base = self._view.at_cut(commit) if ahead else at.base
         return Snapshot(Head(at.head.version, commit, later=True), base)
 
-    def _snapshot(self, head: Head | None, base: Base | None) -> Snapshot:
+    def _snapshot(self, head: Head | None, base: Base | None, of_log: bool = True) -> Snapshot:
         if head is None:
             return Snapshot()
         require_shape(self.node, head.commit.shape)
         self._columns(log_schema(self.node), head)
-        return Snapshot(head, self._view.usable(base, head.commit))
+        return Snapshot(head, self._view.usable(base, head.commit, of_log))
 
     def _columns(self, now: StructType, head: Head | None) -> Evolution:
         return columns_of(self.node, self.warehouse, self.log_path, now, head)

@@ -21,9 +21,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core.log import log_schema
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.damage import gone_before_commit
 from vt_dagster.storage.lookup import asset_names
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.reader import AssetReader
@@ -38,6 +39,11 @@ __all__ = ["AssetStore", "shape_of", "stores_of"]
 
 class AssetStore(AssetReader):
     """The tables of one stream or table, to read them and to write them: see ``AssetReader``."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._prepared = dict[str, dict[str, tuple[int, int]]]()
+        """By attempt what was staged here, as ``Commit.staged``."""
 
     # -- what a run prepares beside its rows -----------------------------------------------------
 
@@ -57,6 +63,13 @@ class AssetStore(AssetReader):
         path = self._attempt_path(attempt, what)
         with parquet.writing(path):
             rows.write.mode("overwrite").parquet(path)
+        self._note_staged(attempt, what)
+
+    def _note_staged(self, attempt: str, what: str) -> None:
+        found = self.staged(attempt)
+        if what not in found:
+            raise gone_before_commit(self.node.name, self._attempt_path(attempt, what))
+        self._prepared.setdefault(attempt, {})[what] = found[what]
 
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
         """Keeps the list of files that have been consumed once the run's commit counts."""
@@ -65,6 +78,7 @@ class AssetStore(AssetReader):
         with parquet.writing(path):
             fs.makedirs(posixpath.dirname(local), exist_ok=True)
             fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
+        self._note_staged(attempt, "files.json.gz")
 
     def forget(self, previous: Head | None) -> None:
         """Removes what the run before an earlier one prepared. What the earlier one did stays until the
@@ -112,15 +126,14 @@ class AssetStore(AssetReader):
                 self.progress.done(f"! {told}")
         else:
             self._check_name()
-        commit = commit.model_copy(update={"staged": self.staged(commit.attempt)})
-        needed = {"state": commit.state, "rejected": commit.rejected, "files.json.gz": commit.files}
+        prepared = self._prepared.get(commit.attempt, {})
+        commit = commit.model_copy(update={"staged": prepared})
 
         def still_there() -> None:
             there = self.staged(commit.attempt)
-            for what in (what for what, is_needed in needed.items() if is_needed):
-                if what not in there or there[what] != commit.staged.get(what):
-                    place = self._attempt_path(commit.attempt, what)
-                    raise parquet.gone_before_commit(commit.asset, place)
+            gone = [what for what, size in prepared.items() if there.get(what) != size]
+            if gone:
+                raise gone_before_commit(commit.asset, self._attempt_path(commit.attempt, gone[0]))
 
         written = parquet.write(
             parquet.packed(rows, count),
@@ -175,14 +188,19 @@ class AssetStore(AssetReader):
             written: the log's rows of that commit, where they are held: they are not read again.
         """
         base = self._view.base() if isinstance(self.node, Table) else None
-        head = head or self.head()
+        just_made, head = head is not None, head or self.head()
         found = self._snapshot(head, base)
         if head is None:
             return found
         self._publish_rejected(head)
         if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):
             return found
-        return Snapshot(head, self._update_view(head, written=written))
+        try:
+            return Snapshot(head, self._update_view(head, written=written))
+        except ConcurrentRunError:
+            if not just_made:
+                raise
+            return found  # the run has committed; others bring the view further
 
     def _publish_rejected(self, head: Head) -> None:
         try:
@@ -205,10 +223,8 @@ class AssetStore(AssetReader):
             about: dict[str, Any] = {"mode": "overwrite", "over": there.version}
         else:
             about = {}
-            if (
-                there is not None
-                and parquet.last_batch(self.quarantine_path, commit.asset) >= commit.batch
-            ):
+            taken = parquet.last_batch(self.quarantine_path, commit.asset) >= commit.batch
+            if there is not None and taken:
                 about = {"over": there.version, "pinned": True}
         # Under the asset's own name the table may have a lost batch of this number.
         about["asset"] = f"{commit.asset}:{commit.attempt}" if about else commit.asset

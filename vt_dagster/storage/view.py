@@ -102,15 +102,18 @@ class View:
         found = delta.last_commit(self.path)
         return None if found is None else _base(self.path, found)
 
-    def usable(self, base: Base | None, commit: Commit) -> Base | None:
+    def usable(self, base: Base | None, commit: Commit, of_log: bool = True) -> Base | None:
         """What a reader as of a commit can fold the log's tail onto; None = it needs the whole log.
+
+        Args:
+            of_log: whether it must have been made of the log as it is.
 
         Raises:
             StorageError: it needs what was cut off from the log.
         """
         if base is None or lacks(base.checkpoint, commit) or self._differs(base.checkpoint):
             return self.at_cut(commit)
-        if not self._is_of_log(base.checkpoint, commit):
+        if of_log and not self._is_of_log(base.checkpoint, commit):
             return self.at_cut(commit)
         return self.at_cut(commit) if max(self._lengthened(base.checkpoint), default=0) > 0 else base
 
