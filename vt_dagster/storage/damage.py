@@ -56,7 +56,7 @@ def cut_off(path: str, version: int, names: Collection[str]) -> StorageError:
     return StorageError(
         f"{path}/_delta_log/{start}.json is cut off: its writer or the disk failed before the whole "
         f"file was stored. If it is the newest of its directory, {newest}. If it is not the newest, "
-        "restore it from a backup"
+        "take it from a backup"
     )
 
 

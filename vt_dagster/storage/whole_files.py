@@ -59,8 +59,8 @@ def require_rows(path: str, files: Collection[File], expected: int) -> None:
         return
     raise StorageError(
         f"{asset_of(path)}: expected {expected:,} rows in the files of {path}, as its last commit "
-        f"counts, but they have {found:,}: its _delta_log is damaged, or somebody has edited it; nothing "
-        f"was read. {way_out(path)}"
+        f"counts, but they have {found:,}: its _delta_log is damaged, or somebody has edited it; "
+        f"nothing was read. {way_out(path)}"
     )
 
 
