@@ -1,6 +1,5 @@
 """How DataFrames come to ops and to a user's own assets."""
 
-import posixpath
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -120,7 +119,7 @@ class TablesIOManager(dg.IOManager):
         what = wanted.get(READ)
         as_of, known = (_time(context, name, said, wanted.get(said)) for said in (AS_OF, AS_KNOWN_AT))
         if known is not None:
-            told = left_out_by_clock(posixpath.join(warehouse, name), name, parse_time(known))
+            told = left_out_by_clock(name, parse_time(known), head_of(warehouse, name)[1])
             if told is not None:
                 context.log.warning(told)
         kind = context.dagster_type.typing_type

@@ -28,7 +28,7 @@ from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.runs.commit import clock_behind, recorded
+from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.pin import looks_back
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
@@ -256,7 +256,6 @@ class _Log:
             "staged": store.staged(attempt),
             "run_id": f"cut:{attempt}",
             "recorded_at": recorded(commit, max(self.now, commit.recorded_at + 1)),
-            "clock": clock_behind(commit),
             "taken": {},
             "gaps": {},
             "rejected": False,

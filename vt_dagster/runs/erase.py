@@ -29,7 +29,7 @@ from vt_dagster.core.log import log_schema
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unwritten
-from vt_dagster.runs.commit import clock_behind, recorded
+from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.erase_plan import (
     KEPT,
     KEPT_EXPORT,
@@ -251,7 +251,6 @@ class _Erase:
             "run_id": run_id,
             # Where the source tells times of record, an erase is not to be before later ones.
             "recorded_at": recorded(commit, commit.recorded_at if commit.stepped else None),
-            "clock": clock_behind(commit),
             "steps": [],
             "taken": {},
             "gaps": {},

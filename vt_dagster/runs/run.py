@@ -360,7 +360,7 @@ class Run:
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
         told = arrival.source is not None and RECORDED_AT in rows.columns
-        recorded_at, clock = told_by_clock(before, at, store.progress)
+        recorded_at, ahead = told_by_clock(before, at, store.progress)
         steps = steps_of(rows, before, recorded_at) if told else []
         return passed, document(
             arrival,
@@ -374,7 +374,7 @@ class Run:
             rejected=refused,
             run_id=run_id,
             recorded_at=recorded_at,
-            clock=clock,
+            ahead=ahead,
             steps=steps,
             stepped=before.stepped or bool(steps),
             **position,

@@ -53,7 +53,9 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
     last = delta.last_commit(posixpath.join(root, "log"))
     if last is not None and last.document.get("stepped"):
         found = _with_part(root, found, moment)
-    told = left_out_by_clock(root, name, moment)
+    told = None
+    if last is not None:
+        told = left_out_by_clock(name, moment, Commit.model_validate(last.document))
     if told is not None:
         warnings.warn(told, ClockWarning, stacklevel=2)
     if found is not None:
@@ -70,36 +72,29 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
     )
 
 
-def left_out_by_clock(root: str, name: str, moment: int) -> str | None:
+def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
     """What to say of a read with ``as_known_at`` that leaves out what was recorded by then, since the
-    clock of a run before it was ahead; None = it does not.
+    clock of a run was ahead; None = it does not.
 
     Args:
-        root: the directory of the asset's tables; ``name``: of the asset.
+        name: of the asset.
         moment: epoch microseconds.
+        last: the last commit of its log.
     """
-    last = delta.last_of_ours(posixpath.join(root, "log"))
-    if last is None or last.document["recorded_at"] <= moment:
+    until = max((end for start, end in last.ahead if start <= moment < end), default=None)
+    if (
+        until is None
+        and last.recorded_at > moment
+        and last.recorded_at - time.time_ns() // 1000 > AHEAD
+    ):
+        until = last.recorded_at
+    if until is None:
         return None
-    found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
-    first = (0 if found is None else found.batch) + 1
-    now = time.time_ns() // 1000
-    # The one whose clock was ahead does not know it, the next one does.
-    after = last_that(root, lambda commit: commit["batch"] <= first)
-    next_but_one = last_that(root, lambda commit: commit["batch"] <= first + 1)
-    for commit in (Commit.model_validate(last.document), after, next_but_one):
-        if commit is None or commit.recorded_at <= moment:
-            continue
-        clock = commit.clock
-        ahead = commit.batch == last.document["batch"] and commit.recorded_at - now > AHEAD
-        if ahead if clock is None else clock <= moment:
-            return (
-                f"{name}: as_known_at {in_utc(moment)} leaves out batch {first} and what came after "
-                f"it: the clock of a run was ahead, and batch {commit.batch} counts as recorded at "
-                f"{in_utc(commit.recorded_at)}. To have what was recorded since, read without "
-                "as_known_at, or ask for that time"
-            )
-    return None
+    return (
+        f"{name}: as_known_at {in_utc(moment)} leaves out runs that had been made by then: the clock of "
+        f"one was ahead, and what came after it counts as recorded up to {in_utc(until)}. To have it, "
+        "read without as_known_at, or ask for that time"
+    )
 
 
 def _with_part(root: str, found: Commit | None, moment: int) -> Commit | None:

@@ -164,9 +164,8 @@ class Commit(BaseModel):
     """When it was made: by the writer's clock, as it began to write its rows, but always after the
     commit before it. Of commits from before this was noted, what Delta says. Where the source tells
     its rows' times of record, the last of these."""
-    clock: int | None = None
-    """What the writer's clock said, where that was before ``recorded_at``: an earlier run's clock was
-    ahead. Epoch microseconds; None = it was not before that."""
+    ahead: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Times in which runs counted as recorded later, as a clock before had been ahead: from, to."""
     steps: list[Step] = Field(default_factory=list[Step])
     """Of such a run: how far the log came by each of the earlier ones."""
     stepped: bool = False

@@ -114,7 +114,9 @@ class AssetReader:
         """The commits of the log, oldest first, as far as they are known. Without Spark."""
         return commits.commits(self.root)
 
-    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
+    def log(
+        self, start: Offsets, head: Head, after: int | None = None, counted: bool = True
+    ) -> DataFrame:
         """The log rows from ``start`` (inclusive) to a commit (inclusive), but for what was cut off.
 
         Plan: files that have none of them, by their statistics, are not opened.
@@ -122,6 +124,10 @@ class AssetReader:
         Args:
             after: also those before ``start`` whose timestamp is larger than this (epoch
                 microseconds): what a grace buffer may still hold.
+            counted: whether all files must have as many rows as the commit says; an audit counts itself.
+
+        Raises:
+            StorageError: they have not; or a file is missing, or has another size.
         """
         ends = head.commit.next_offset
         if head.later:
@@ -129,10 +135,10 @@ class AssetReader:
             rows = self._read_log(head, lambda file: early(file) and late(file))
             return rows.where(at_or_after(start, ends) & before(ends))
         if not start:
-            return self._read_log(head)
+            return self._read_log(head, counted=counted)
         recent, wanted = file_at_or_after(start, ends), at_or_after(start, ends)
         if after is None:
-            return self._read_log(head, recent).where(wanted)
+            return self._read_log(head, recent, counted).where(wanted)
 
         def needed(file: delta.File) -> bool:
             return recent(file) or file.newest is None or file.newest > after
@@ -140,9 +146,13 @@ class AssetReader:
         rows = self._read_log(head, needed)
         return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
 
-    def _read_log(self, head: Head, wanted: delta.Wanted = delta.everything) -> DataFrame:
+    def _read_log(
+        self, head: Head, wanted: delta.Wanted = delta.everything, counted: bool = True
+    ) -> DataFrame:
         # A version with later commits has more rows than this commit counts.
-        count = None if head.later else head.commit.total - sum(head.commit.missing.values())
+        count = (
+            None if head.later or not counted else head.commit.total - sum(head.commit.missing.values())
+        )
         like = log_schema(self.node)
         return parquet.read(self.spark, self.log_path, head.version, wanted, like=like, count=count)
 
