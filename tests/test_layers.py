@@ -61,7 +61,8 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta places positions file_offsets kept commits values folding names lookup replaced differing
+        damage delta places whole_files positions file_offsets kept commits values folding names lookup
+        replaced differing
         intervals evolution transaction parquet segments offsets progress view snapshot shapes
         reader store maintenance erasing
         """,

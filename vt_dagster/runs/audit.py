@@ -145,7 +145,7 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
 
 
 def _audited(store: AssetStore, run_id: str | None) -> list[Finding]:
-    there = store.snapshot()
+    there = store.snapshot(as_stored=True)
     head = there.head
     if head is None:
         return [Finding(check.name, 0, []) for check in checks_of(store.node)]
@@ -295,7 +295,7 @@ def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: s
     log = _stored_log(store).where(among)
     if not scope.start:
         return log
-    new = store.log(scope.start, head).where(among)
+    new = store.log(scope.start, head, counted=False).where(among)
     oldest = new.agg(F.min(moment)).collect()[0][0]
     return new if oldest is None else log.where(F.col(moment) >= F.lit(oldest))
 
@@ -325,7 +325,7 @@ def _final(store: AssetStore, node: Stream, head: Head, scope: Scope) -> Finding
 def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
     """Counts what is there and compares it with what the commits say that came in."""
     node, totals = store.node, head.commit.totals
-    log = store.log(scope.start, head) if scope.start else _stored_log(store)
+    log = store.log(scope.start, head, counted=False) if scope.start else _stored_log(store)
     offsets = F.count_distinct(OFFSET).alias("offsets")
     spots = log.groupBy(PARTITION).agg(F.count(F.lit(1)).alias("rows"), offsets)
     there = {r[PARTITION]: r for r in spots.collect()}

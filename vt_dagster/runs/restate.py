@@ -183,16 +183,20 @@ class _Restatement:
         live = self._live(node)
         head = live.head()
         assert head is not None
-        logs = dict(keep.logs)
+        logs, consumed = dict(keep.logs), dict(keep.consumed)
         for up in node.inputs:
             there = self._beside(up).head() if path_of(up) in made else None
             if there is not None:
                 logs[up.name] = there.commit.log
+                consumed.pop(up.name, None)
         name = uuid4().hex
         more: dict[str, Any] = {
             "log": name,
             "attempt": name,
             "logs": logs,
+            "consumed": consumed,
+            "previous": "",
+            "staged": {},
             "run_id": whose,
             "rejected": False,
         }

@@ -44,8 +44,8 @@ from vt_dagster.runs.commit import (
     ends_of,
     of_source,
     places_of,
-    recorded,
     stage_rejected,
+    told_by_clock,
 )
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
@@ -297,7 +297,7 @@ class Run:
                 rows, recorded_at = with_times(results.rows, arrival, store, recorded_at)
                 rows = store.hold(rows)
                 arrival.held.append(rows)
-                passed, commit = self._prepare(rows, results, run_id, recorded_at)
+                passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = places_of(arrival, self.processor, passed)
                 new = self.processor.produce(rows, first, passed.few, in_place)
@@ -332,10 +332,10 @@ class Run:
             self.store.release(self.arrival.held.pop())
 
     def _prepare(
-        self, rows: DataFrame, results: Results, run_id: str | None, recorded_at: int | None
+        self, store: Store, rows: DataFrame, results: Results, run_id: str | None, at: int | None
     ) -> tuple[Passed, Commit]:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""
-        arrival, store, processor = self.arrival, self.store, self.processor
+        arrival, processor = self.arrival, self.processor
         before, judged = arrival.before, results.judged
         passed = gate(processor, rows)
         processor.check(passed.by_partition)
@@ -360,7 +360,7 @@ class Run:
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
         told = arrival.source is not None and RECORDED_AT in rows.columns
-        recorded_at = recorded(before, recorded_at)
+        recorded_at, ahead = told_by_clock(before, at, store.progress)
         steps = steps_of(rows, before, recorded_at) if told else []
         return passed, document(
             arrival,
@@ -374,6 +374,7 @@ class Run:
             rejected=refused,
             run_id=run_id,
             recorded_at=recorded_at,
+            ahead=ahead,
             steps=steps,
             stepped=before.stepped or bool(steps),
             **position,
