@@ -25,8 +25,8 @@ class SourceProcessor(Processor[None]):
     """Puts a source's prepared records (``records.prepare``) into its stream or table.
 
     A stream and a plain table apply every record; a versioned table refuses those older than its
-    history retention, and those that lose a tie. Records with a reason for quarantine are passed
-    through.
+    history retention, and those that lose a tie. One that follows its source's order refuses none as
+    late. Records with a reason for quarantine are passed through.
     """
 
     refuses = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED)
@@ -39,11 +39,13 @@ class SourceProcessor(Processor[None]):
     def _fates(self) -> tuple[str, ...]:
         ties = () if store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
         starts = () if store.start_of(self.node) is None else (Fate.COVERED,)
-        return (Fate.APPLIED, *self._carried, Fate.LATE, *ties, *starts, Fate.QUARANTINED)
+        again = (Fate.NOTHING_NEW,) if store.restates(self.node) else ()
+        return (Fate.APPLIED, *self._carried, Fate.LATE, *ties, *starts, *again, Fate.QUARANTINED)
 
     @property
     def _carried(self) -> tuple[str, ...]:
-        return (CARRIED,) if parts_of(self.node) else ()
+        carries = bool(parts_of(self.node)) or store.follows_source(self.node)
+        return (CARRIED,) if carries else ()
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
@@ -72,13 +74,15 @@ class SourceProcessor(Processor[None]):
             of_rejected=raw,
             rivals=known.rivals,
             begun=known.begun,
+            last=known.last,
         )
 
     @property
     def bounded(self) -> bool:
         # Where records name their partitions, there may be as many chunks as records.
         own = PARTITION in self.node.schema.names
-        return not self.few and isinstance(self.node, VersionedTable) and not own
+        late = isinstance(self.node, VersionedTable) and not store.follows_source(self.node)
+        return not self.few and late and not own
 
     @property
     def fine_chunk(self) -> Column:
@@ -92,7 +96,9 @@ class SourceProcessor(Processor[None]):
 
     @property
     def result_order(self) -> list[Column]:
-        return [F.col(ARRIVAL), *map(F.col, self._carried)]
+        # An event that deletes every key makes a record of each, all of one place of arrival.
+        keys = [F.col(f"`{k}`") for k in self.node.key] if store.restates(self.node) else []
+        return [F.col(ARRIVAL), *map(F.col, self._carried), *keys]
 
     def produce(
         self, rows: DataFrame, first: Column, few: bool, in_place: InPlace | None = None
@@ -120,7 +126,7 @@ class SourceProcessor(Processor[None]):
         return {"in": found["in"] - carried, **told, Fate.APPLIED: applied}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        fates = (*self.refuses, Fate.APPLIED, Fate.COVERED)
+        fates = (*self.refuses, Fate.APPLIED, Fate.COVERED, Fate.NOTHING_NEW)
         done = sum(totals.get(fate, 0) for fate in fates)
         what = f"records in = {' + '.join(f for f in self._fates if f != CARRIED)}"
         return [(what, totals.get("in", 0), done)]

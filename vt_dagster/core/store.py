@@ -35,6 +35,7 @@ def put(
     of_rejected: Sequence[str] = (),
     rivals: DataFrame | None = None,
     begun: DataFrame | None = None,
+    last: DataFrame | None = None,
 ) -> DataFrame:
     """What a table's store makes of records: see ``versioned.put`` and ``table.put``.
 
@@ -43,7 +44,7 @@ def put(
             then shuffled.
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in what is applied.
-        rivals, begun: see ``Known``.
+        rivals, begun, last: see ``Known``.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
@@ -69,6 +70,9 @@ def put(
             rivals=rivals,
             begun=begun,
             parts=parts_of(node),
+            by_source=node.follows_source,
+            last=last,
+            starts=node.start is not None,
         )
     return table.put(records, view, key=node.key, values=values, order=order, of_rejected=of_rejected)
 
@@ -162,6 +166,16 @@ def tie_break_of(node: Stream) -> str | None:
 def meets_versions(node: Stream) -> bool:
     """Whether a record of its source is compared with, or completed by, the versions of its time."""
     return tie_break_of(node) is not None or bool(parts_of(node))
+
+
+def follows_source(node: Stream) -> bool:
+    """Whether the last record of a key by its source's order is what the table holds of it."""
+    return isinstance(node, VersionedTable) and node.follows_source
+
+
+def restates(node: Stream) -> bool:
+    """Whether records of its source may say what the table holds already: ``nothing_new``."""
+    return follows_source(node) and getattr(node.source, "restates", False)
 
 
 def start_of(node: Stream) -> Any:

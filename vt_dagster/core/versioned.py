@@ -11,6 +11,7 @@ Throughout, ``horizon`` is ``stream time - history retention`` of a row's partit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
@@ -30,15 +31,17 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival import Fate, duration, over_all_partitions, union
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.partial import filled
-from vt_dagster.core.records import START
+from vt_dagster.core.records import RESTATES, START
 from vt_dagster.core.repeats import with_version_before
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
-from vt_dagster.core.table import NEWEST, with_old, with_row_before
+from vt_dagster.core.table import BEFORE, NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
 
 FIRST = "_first"
 """Of a key, the first time of which the table has been told."""
-_HELD = "_held"
+LAST = "_last"
+"""Of a key, the largest time in the log."""
+_HELD, _SO_FAR, _SEEN = "_held", "_so_far", "_seen"
 
 
 def put(
@@ -57,6 +60,9 @@ def put(
     rivals: DataFrame | None = None,
     begun: DataFrame | None = None,
     parts: Mapping[str, Sequence[str]] = {},
+    by_source: bool = False,
+    last: DataFrame | None = None,
+    starts: bool = False,
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -65,8 +71,13 @@ def put(
     record at its key's newest timestamp replaces that version and is the latest. A row of a snapshot
     to start with (``_start``) is never late.
 
-    Plan: that of ``passed``, then one shuffle and sort by key together with one row per key of
-    ``versions``.
+    With ``by_source`` the last record of a key in order of arrival is what the table holds, whatever
+    its time: no record is late, and one that is older than its key's newest version is followed by a
+    row with the same values at that version's time, whose place it takes. Both are in the log, so
+    ``fold`` and whoever reads the log need no rule of their own.
+
+    Plan: that of ``passed`` (not with ``by_source``), then one shuffle and sort by key together with
+    one row per key of ``versions``.
 
     Args:
         records: ``key columns, value columns, timestamp, partition, is_tombstone, _fate, …`` of one
@@ -81,20 +92,33 @@ def put(
         begun: see :func:`without_covered`.
         parts: see :func:`core.partial.filled`, to which ``rivals`` are the versions; none: each record
             says its whole row.
+        by_source: see above; not together with ``parts``.
+        last: see ``Known``.
+        starts: whether the table starts with a snapshot, in this run or another one.
 
     Returns:
-        the records with ``_fate`` (``applied``, ``late``, ``lost_tie`` or ``covered``), ``is_latest``,
-        and ``old``: the key's newest row before the record.
+        the records with ``_fate`` (``applied``, ``late``, ``lost_tie``, ``covered`` or
+        ``nothing_new``), ``is_latest``, and ``old``: the key's newest row before the record. With
+        ``parts`` and ``by_source`` also ``carried`` (INT): 0 for a record, 1, 2, … for rows that follow
+        from it.
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
-    late, moves = late_from(history_retention), F.col(FATE).isNull()
-    seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
-    starts = START in records.columns
-    refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
-    fate = F.when(refused, Fate.LATE).otherwise(Fate.APPLIED)
-    judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
-    if starts:
+    has_start = START in records.columns
+    if by_source:
+        judged = records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
+    else:
+        late, moves = late_from(history_retention), F.col(FATE).isNull()
+        seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
+        refused = F.col(PASSED) & ~F.col(START) if has_start else F.col(PASSED)
+        fate = F.when(refused, Fate.LATE).otherwise(Fate.APPLIED)
+        judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
+    newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
+    if by_source and RESTATES in judged.columns:
+        judged = with_row_before(judged, newest, key=key, values=values)
+        judged = without_repeated(judged, key=key, values=values, order=order, starts=starts)
+        judged = judged.drop(BEFORE, NEWEST)
+    if has_start:
         judged = without_covered(judged, begun, key=key)
     if tie_break is not None:
         judged = without_lost_ties(judged, rivals, key=key, order=order, tie_break=tie_break)
@@ -103,15 +127,103 @@ def put(
         judged, order = filled(judged, rivals, **about), [*order, CARRIED]
     rejected = F.col(FATE) != Fate.APPLIED
     judged = judged.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
-    newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
     known = with_row_before(judged, newest, key=key, values=values)
+    if last is not None:
+        known = known.join(last, list(key), "left")
+        known = known.withColumn(NEWEST, F.coalesce(NEWEST, LAST)).drop(LAST)
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     accepted = F.when(F.col(FATE) == Fate.APPLIED, F.col(TIMESTAMP))
     so_far = F.greatest(F.max(accepted).over(before), F.col(NEWEST))
-    in_order = F.coalesce(F.col(TIMESTAMP) >= so_far, F.lit(True))
+    known = known.withColumn(_SO_FAR, so_far)
+    in_order = F.coalesce(F.col(TIMESTAMP) >= F.col(_SO_FAR), F.lit(True))
     decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
+    if by_source:
+        decided, order = in_force_again(decided), [*order, CARRIED]
     replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
-    return replaced.drop(NEWEST)
+    return replaced.drop(NEWEST, _SO_FAR)
+
+
+def in_force_again(records: DataFrame) -> DataFrame:
+    """After each record that is older than its key's newest version, a row of its values at that
+    version's time: by the order of the source the record came after that version, so it holds from then
+    on again. In between what is newer than the record stays.
+
+    A row of a snapshot to start with came before the changes: it has no such row.
+
+    Args:
+        records: with ``_so_far`` (the time of the key's newest version before the record) and
+            ``is_latest``.
+
+    Returns:
+        the records with ``carried`` = 0, and these rows with ``carried`` = 1, which are their key's
+        latest.
+    """
+    older = (F.col(FATE) == Fate.APPLIED) & ~F.col(IS_LATEST)
+    if START in records.columns:
+        older = older & ~F.col(START)
+    places = F.when(older, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(0)))
+    again = F.col(CARRIED) == 1
+    return records.withColumn(CARRIED, F.explode(places)).withColumns(
+        {
+            TIMESTAMP: F.when(again, F.col(_SO_FAR)).otherwise(F.col(TIMESTAMP)),
+            IS_LATEST: F.col(IS_LATEST) | again,
+        }
+    )
+
+
+def without_repeated(
+    records: DataFrame,
+    *,
+    key: Sequence[str],
+    values: Sequence[str],
+    order: Sequence[str],
+    starts: bool,
+) -> DataFrame:
+    """Of records that say what a key has now (``_restates``), those that say what is known:
+    ``nothing_new``.
+
+    A null message says nothing new of a key that has no row; but where the table starts with a
+    snapshot, it counts of a key that no change has mentioned. A row of a snapshot (op ``r``) says
+    nothing new where its values, ``timestamp`` apart, are those that the key has.
+
+    Plan: the shuffle by key is one that :func:`put` needs.
+
+    Args:
+        records: of ``with_row_before``, with their fate.
+        starts: see :func:`put`.
+    """
+    kinds = dict(records.dtypes)
+    # Spark compares no maps.
+    told, held = (
+        [F.to_json(F.struct(c.alias("v"))) if "map<" in kinds[v] else c for v, c in columns]
+        for columns in (
+            [(v, F.col(f"`{v}`")) for v in values],
+            [(v, F.col(BEFORE)[v]) for v in values],
+        )
+    )
+    names = [f"v{i}" for i in range(len(values))]
+    alive = ~F.col(IS_TOMBSTONE)
+    row = F.struct(alive.alias("alive"), *[v.alias(n) for v, n in zip(told, names, strict=True)])
+    there = F.struct(
+        F.col(BEFORE).isNotNull().alias("alive"),
+        *[v.alias(n) for v, n in zip(held, names, strict=True)],
+    )
+    there = F.when(F.col(NEWEST).isNotNull(), there) if starts else there
+    applied = F.col(FATE) == Fate.APPLIED
+    if START in records.columns:
+        applied = applied & ~F.col(START)
+    before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
+    rows = records.withColumn(_SEEN, F.last(F.when(applied, row), ignorenulls=True).over(before))
+    rows = rows.withColumn(_SEEN, F.coalesce(F.col(_SEEN), there))
+    same = reduce(
+        lambda found, pair: found & pair[0].eqNullSafe(F.col(_SEEN)[pair[1]]),
+        zip(told, names, strict=True),
+        F.col(_SEEN)["alive"],
+    )
+    repeats = F.when(alive, same).otherwise(~F.col(_SEEN)["alive"])
+    nothing = applied & F.coalesce(F.col(RESTATES), F.lit(False)) & repeats
+    fate = F.when(nothing, Fate.NOTHING_NEW).otherwise(F.col(FATE))
+    return rows.withColumn(FATE, fate).drop(_SEEN)
 
 
 def without_covered(records: DataFrame, begun: DataFrame | None, *, key: Sequence[str]) -> DataFrame:

@@ -108,6 +108,11 @@ class DeltaSource:
         return self.mode != "append"
 
     @property
+    def orders_changes(self) -> bool:
+        """Whether the last record of a key, by order, is what the table that it reads holds of it."""
+        return self.mode != "append"
+
+    @property
     def whole(self) -> bool:
         """Whether it says what is true, not what has changed."""
         return self.mode == "snapshots"

@@ -23,8 +23,10 @@ from vt_dagster.core.records import (
     RAW_KEY,
     REASON,
     RECORD_TIME,
+    RESTATES,
     SOURCE,
     TOLD_AT,
+    TRUNCATES,
 )
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.base import News, require_limits, require_told
@@ -36,6 +38,8 @@ from vt_dagster.storage.positions import Commit, Offsets, Ranges
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 """The type of a column that takes a record's headers."""
+_UNWRAPPED = StructField("__deleted", StringType())
+"""What Debezium's transform ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
 _APPENDED_AT = "if(timestampType = 1, timestamp, null)"
 """Each batch of messages says whose time it has: Kafka's LOG_APPEND_TIME is 1."""
 
@@ -46,7 +50,8 @@ class KafkaSource:
 
     A record's ``partition`` in the log is the one that it has in its topic; of several topics the
     partitions of the same number are one, as in Kafka Streams, and a run takes from them the record
-    with the smallest time first. A message without a value is a tombstone.
+    with the smallest time first. A message without a value is a tombstone, and so is a JSON object with
+    ``"__deleted": "true"``, unless the schema has such a column.
 
     Columns of the schema are taken from the message's value by name. Columns of the key are taken from
     the message's key where ``key`` says how to read it (a tombstone has nowhere else to have them).
@@ -87,6 +92,16 @@ class KafkaSource:
 
     own_partitions = True
     gives_timestamp = True
+
+    @property
+    def orders_changes(self) -> bool:
+        """Whether the last message of a key is what the table holds that they are changes of."""
+        return self.value.orders_changes
+
+    @property
+    def restates(self) -> bool:
+        """Whether messages may say what is known."""
+        return self.value.orders_changes
 
     def __post_init__(self) -> None:
         topics = (self.topic,) if isinstance(self.topic, str) else tuple(self.topic)
@@ -281,7 +296,9 @@ class KafkaSource:
         message, message_key = F.col(RAW), F.col(RAW_KEY)
         own = StructType([f for f in schema.fields if f.name != self.headers])
         keys = StructType([f for f in schema.fields if f.name in key])
-        value = self.value.decode(message, own, f"{self.topics[0]}-value", "_read_value")
+        flat = isinstance(self.value, Json) and _UNWRAPPED.name not in own.names
+        asked = StructType([*own.fields, _UNWRAPPED]) if flat else own
+        value = self.value.decode(message, asked, f"{self.topics[0]}-value", "_read_value")
         absent = message.isNull()
         parsed = value.parsed
         parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
@@ -291,15 +308,28 @@ class KafkaSource:
             parsed = {**parsed, **decoded.parsed}
             parts["_key"] = F.when(message_key.isNotNull(), decoded.row)
             reason = F.coalesce(reason, F.when(message_key.isNotNull(), decoded.reason))
-        deleted = absent
-        if value.deleted is not None:
-            deleted = absent | F.coalesce(value.deleted, F.lit(False))
+        gone = F.lit(False) if value.deleted is None else F.coalesce(value.deleted, F.lit(False))
+        if flat:
+            gone = F.coalesce(F.lower(value.row[_UNWRAPPED.name]) == "true", F.lit(False))
+        if value.truncates is not None:
+            truncates = ~absent & F.coalesce(value.truncates, F.lit(False))
+            gone, reason = gone | truncates, F.when(~truncates, reason)
+        deleted = absent | gone
+        more = dict[str, Column]()
+        if value.restates is not None:
+            more[RESTATES] = absent | F.coalesce(value.restates, F.lit(False))
+        if value.truncates is not None:
+            more[TRUNCATES] = truncates
+            more[RESTATES] = more.get(RESTATES, F.lit(False)) | truncates
         told = F.col(RECORD_TIME)
         time = told if value.time is None else F.coalesce(value.time, told)
         for name, one in parsed.items():
             messages = messages.withColumn(name, one)
-        read = messages.withColumns({**parts, REASON: reason, DELETED: deleted, RECORD_TIME: time})
+        told_of = {REASON: reason, DELETED: deleted, RECORD_TIME: time, **more}
+        read = messages.withColumns({**parts, **told_of})
         good = F.col(REASON).isNull()
+        # The row before a deletion says when that row was written, not when it was deleted.
+        valued = good & ~F.col(DELETED)
 
         def column(name: str) -> Column:
             if name == self.headers:
@@ -308,11 +338,12 @@ class KafkaSource:
             if self.key is not None and name in self.key.columns(keys):
                 found.append(F.col(f"_key.{name}"))
             if name in self.value.columns(own):
-                found.append(F.when(good, F.col(f"_value.{name}")))
+                found.append(F.when(good if name in key else valued, F.col(f"_value.{name}")))
             return F.coalesce(*found) if found else F.lit(None).cast(schema[name].dataType)
 
         columns = [column(name).alias(name) for name in schema.names]
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
         inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        return read.select(*columns, *inside, *(c for c in messages.columns if c == TOLD_AT))
+        inside += [*more, *(c for c in messages.columns if c == TOLD_AT)]
+        return read.select(*columns, *inside)

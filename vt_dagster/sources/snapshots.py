@@ -248,6 +248,7 @@ class SnapshotSource:
     gives_timestamp = True
     tables_only = True
     whole = True
+    orders_changes = True
 
     def __post_init__(self) -> None:
         FilesSource(self.path, self.format)  # it says what formats there are

@@ -27,6 +27,21 @@ def one_condition(name: str, deleted_when: object, tombstone: str | None) -> str
     return deleted_when
 
 
+def check_deleted_at(name: str, deleted_at: object, has_source: bool) -> None:
+    """Refuses what says of no deletion when it happened."""
+    if not isinstance(deleted_at, str) or not deleted_at.strip():
+        raise TopologyError(
+            f"{name}: expected deleted_at to be a SQL expression of type timestamp over the columns of "
+            f'the source, like "removed_on" or "record_time", got {deleted_at!r}; correct it, or leave '
+            "it out"
+        )
+    if not has_source:
+        raise TopologyError(
+            f"{name}: expected deleted_at of a table with a source, got it of the result of an "
+            "operator, whose deletions have the times of its inputs: declare it there"
+        )
+
+
 def check_versions(table: Any) -> None:
     """Refuses what a versioned table cannot say of its versions.
 

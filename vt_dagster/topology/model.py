@@ -13,7 +13,12 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.declared import check_join, check_versions, one_condition
+from vt_dagster.topology.declared import (
+    check_deleted_at,
+    check_join,
+    check_versions,
+    one_condition,
+)
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -160,10 +165,17 @@ class Table(Stream, kind="table"):
             global table). A versioned table cannot be one.
         deleted_when: the same as ``tombstone``, as change feeds say it: ``"op = 'D'"``. Give one of
             both; it is kept as ``tombstone``.
+        deleted_at: a SQL expression of type timestamp over the columns of the source that says when a
+            deletion happened. It may name columns that are not in the schema, as ``tombstone``; of
+            dumps, Delta tables and topics also ``record_time``: when the dump was true, the version was
+            committed, Debezium's database made the change, or the message was produced. Where it is
+            null, and without it, a deletion has the time of its own record (``deleted_when``), or that
+            ``record_time``. Of a table with a source.
     """
 
     broadcast: bool = field(default=False, kw_only=True)
     deleted_when: str | None = field(default=None, kw_only=True)
+    deleted_at: str | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
@@ -172,6 +184,8 @@ class Table(Stream, kind="table"):
             condition = one_condition(self.name, self.deleted_when, self.tombstone)
             object.__setattr__(self, "tombstone", condition)
             object.__setattr__(self, "deleted_when", None)
+        if self.deleted_at is not None:
+            check_deleted_at(self.name, self.deleted_at, self.operator is None)
         super().__post_init__()
         if self.null_key != "quarantine":
             raise TopologyError(
@@ -380,6 +394,12 @@ class VersionedTable(Table, kind="versioned_table"):
     def retention(self) -> Duration:
         """Its history retention."""
         return self.history_retention
+
+    @property
+    def follows_source(self) -> bool:
+        """Whether the last record of a key by its source's order is what the table holds of it,
+        whatever its time: where the source says what a table holds, and each record a whole row."""
+        return getattr(self.source, "orders_changes", False) and not self.says_parts
 
     @property
     def says_parts(self) -> bool:
