@@ -11,7 +11,7 @@ from vt_dagster.columns import ARRIVAL, CARRIED, FATE, PARTITION, RECORDED_AT
 from vt_dagster.core import store
 from vt_dagster.core.arrival import FINE, Fate, InPlace, number
 from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import log_columns, parts_of
+from vt_dagster.core.log import log_columns
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
@@ -44,8 +44,7 @@ class SourceProcessor(Processor[None]):
 
     @property
     def _carried(self) -> tuple[str, ...]:
-        carries = bool(parts_of(self.node)) or store.follows_source(self.node)
-        return (CARRIED,) if carries else ()
+        return (CARRIED,) if store.carries(self.node) else ()
 
     @property
     def consumed(self) -> tuple[Stream, ...]:

@@ -10,7 +10,7 @@ Throughout, ``horizon`` is ``stream time - history retention`` of a row's partit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -42,6 +42,8 @@ FIRST = "_first"
 LAST = "_last"
 """Of a key, the largest time in the log."""
 _HELD, _SO_FAR, _SEEN = "_held", "_so_far", "_seen"
+_YIELDS, _OWN, _HELD_OWN, _ASSUMED = "_yields", "_own", "_held_own", "_assumed"
+_PLACE, _GONE, _AHEAD, _SINCE = "_place", "_gone", "_ahead", "_since"
 
 
 def put(
@@ -63,6 +65,8 @@ def put(
     by_source: bool = False,
     last: DataFrame | None = None,
     starts: bool = False,
+    own_time: Callable[[DataFrame], Column] | None = None,
+    keeps_own_time: bool = True,
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -74,7 +78,8 @@ def put(
     With ``by_source`` the last record of a key in order of arrival is what the table holds, whatever
     its time: no record is late, and one that is older than its key's newest version is followed by a
     row with the same values at that version's time, whose place it takes. Both are in the log, so
-    ``fold`` and whoever reads the log need no rule of their own.
+    ``fold`` and whoever reads the log need no rule of their own. With ``own_time`` that is so of the
+    records of :func:`yielding` alone.
 
     Plan: that of ``passed`` (not with ``by_source``), then one shuffle and sort by key together with
     one row per key of ``versions``.
@@ -95,6 +100,7 @@ def put(
         by_source: see above; not together with ``parts``.
         last: see ``Known``.
         starts: whether the table starts with a snapshot, in this run or another one.
+        own_time, keeps_own_time: see :func:`yielding`; None = no time is assumed.
 
     Returns:
         the records with ``_fate`` (``applied``, ``late``, ``lost_tie``, ``covered`` or
@@ -138,27 +144,98 @@ def put(
     in_order = F.coalesce(F.col(TIMESTAMP) >= F.col(_SO_FAR), F.lit(True))
     decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
     if by_source:
-        decided, order = in_force_again(decided), [*order, CARRIED]
+        decided = in_force_again(decided, ~F.col(IS_LATEST))
+        order = [*order, CARRIED]
+    elif own_time is not None:
+        about = {"key": key, "order": order, "keeps_own_time": keeps_own_time}
+        decided = in_force_again(yielding(decided, newest, own_time, **about), F.col(_YIELDS))
+        decided, order = decided.drop(_YIELDS), [*order, CARRIED]
     replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
     return replaced.drop(NEWEST, _SO_FAR)
 
 
-def in_force_again(records: DataFrame) -> DataFrame:
-    """After each record that is older than its key's newest version, a row of its values at that
-    version's time: by the order of the source the record came after that version, so it holds from then
-    on again. In between what is newer than the record stays.
+def yielding(
+    records: DataFrame,
+    newest: DataFrame | None,
+    own_time: Callable[[DataFrame], Column],
+    *,
+    key: Sequence[str],
+    order: Sequence[str],
+    keeps_own_time: bool,
+) -> DataFrame:
+    """Adds ``_yields``: whether the version at a key's newest time yields to a record that comes after
+    it and is older, since nobody stated that time.
+
+    That is so where the version is a deletion without a time of its own, which has its message's; or
+    where it came to its place by this rule, and is not newer by its own time. And a deletion without a
+    time of its own makes any version yield: it came after it.
+
+    Plan: windows by key, in the order that :func:`put` needs.
+
+    Args:
+        records: with their fate and ``is_latest``.
+        newest: the current versions before the run; None = none.
+        own_time: of records or versions, when they say themselves that they were true; null = they do
+            not say.
+        keeps_own_time: whether that can be told of a version that came to its place by this rule: else
+            it does not yield again.
+    """
+    own = records.withColumn(_OWN, own_time(records))
+    nothing = F.lit(None).cast("timestamp")
+    own = own.withColumns({_HELD_OWN: nothing, _ASSUMED: F.lit(False)}) if newest is None else own
+    if newest is not None:
+        told = own_time(newest)
+        assumed = F.coalesce(told != F.col(VALID_FROM), F.lit(True))
+        keys = [F.col(f"`{k}`") for k in key]
+        held = newest.select(*keys, told.alias(_HELD_OWN), assumed.alias(_ASSUMED))
+        own = own.join(held, list(key), "left")
+    applied = F.col(FATE) == Fate.APPLIED
+    if START in records.columns:
+        applied = applied & ~F.col(START)
+    deletes = applied & F.col(IS_TOMBSTONE) & F.col(_OWN).isNull()
+    in_turn = W.partitionBy(*key).orderBy(*order)
+    before = in_turn.rowsBetween(W.unboundedPreceding, -1)
+    rows = own.withColumn(_PLACE, F.row_number().over(in_turn))
+    gone = F.max(F.when(deletes, F.col(_PLACE))).over(before)
+    rows = rows.withColumn(_GONE, F.coalesce(gone, F.lit(0)))
+    stated = F.when(applied & F.col(_OWN).isNotNull(), F.struct(_GONE, _OWN))
+    rows = rows.withColumns(
+        {
+            _AHEAD: F.max(F.when(F.col(IS_LATEST), F.col(_PLACE))).over(before),
+            _SINCE: F.max(stated).over(before),
+        }
+    )
+    since = F.when(F.col(_SINCE)[_GONE] == F.col(_GONE), F.col(_SINCE)[_OWN])
+    first = F.col(_GONE) == 0
+    since = F.when(first, F.greatest(since, F.col(_HELD_OWN))).otherwise(since)
+    assumed = F.when(first, F.col(_ASSUMED) & F.col(_AHEAD).isNull()).otherwise(
+        F.col(_AHEAD).isNull() | (F.col(_GONE) >= F.col(_AHEAD))
+    )
+    newer = since.isNull()
+    newer = newer | (F.col(_OWN) >= since) if keeps_own_time else newer
+    newer = F.col(_OWN).isNotNull() & newer
+    yields = ~F.col(IS_LATEST) & (deletes | (applied & assumed & newer))
+    helpers = [_OWN, _HELD_OWN, _ASSUMED, _PLACE, _GONE, _AHEAD, _SINCE]
+    return rows.withColumn(_YIELDS, F.coalesce(yields, F.lit(False))).drop(*helpers)
+
+
+def in_force_again(records: DataFrame, older: Column) -> DataFrame:
+    """After each record that is older than its key's newest version and takes its place, a row of its
+    values at that version's time: by the order of the source the record came after that version, so it
+    holds from then on again. In between what is newer than the record stays.
 
     A row of a snapshot to start with came before the changes: it has no such row.
 
     Args:
         records: with ``_so_far`` (the time of the key's newest version before the record) and
             ``is_latest``.
+        older: whether a record is one of them.
 
     Returns:
         the records with ``carried`` = 0, and these rows with ``carried`` = 1, which are their key's
         latest.
     """
-    older = (F.col(FATE) == Fate.APPLIED) & ~F.col(IS_LATEST)
+    older = (F.col(FATE) == Fate.APPLIED) & older
     if START in records.columns:
         older = older & ~F.col(START)
     places = F.when(older, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(0)))

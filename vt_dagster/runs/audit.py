@@ -364,7 +364,7 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
             log = log.where(F.coalesce(CARRIED, F.lit(0)) == 0) if parts_of(node) else log
             counted = log.agg(F.count(F.lit(1)) - F.count_distinct(F.struct(*node.key, TIMESTAMP)))
             # Each row that is in force again has the key and time of the version before it.
-            again = totals.get(CARRIED, 0) if node.follows_source else 0
+            again = 0 if parts_of(node) else totals.get(CARRIED, 0)
             numbers["records_duplicate"] = max(0, counted.collect()[0][0] - again)
     wrong = [{"what": w, "expected": str(a), "found": str(b)} for w, a, b in short if a != b]
     offending = lost + doubled + sum(abs(a - b) for _, a, b in short)

@@ -92,6 +92,7 @@ class KafkaSource:
 
     own_partitions = True
     gives_timestamp = True
+    assumes_deletions = True
 
     @property
     def orders_changes(self) -> bool:

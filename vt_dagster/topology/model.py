@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
+from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.declared import (
     check_deleted_at,
@@ -400,6 +401,14 @@ class VersionedTable(Table, kind="versioned_table"):
         """Whether the last record of a key by its source's order is what the table holds of it,
         whatever its time: where the source says what a table holds, and each record a whole row."""
         return getattr(self.source, "orders_changes", False) and not self.says_parts
+
+    @property
+    def deletions_yield(self) -> bool:
+        """Whether its source sends deletions whose time nobody stated beside records with a time of
+        their own: such a deletion yields to a record that comes after it with an earlier time."""
+        own_time = self.timestamp != TIMESTAMP or TIMESTAMP in self.schema.names
+        assumed = getattr(self.source, "assumes_deletions", False) and self.deleted_at is None
+        return assumed and own_time and not self.follows_source and not self.says_parts
 
     @property
     def says_parts(self) -> bool:
