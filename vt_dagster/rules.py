@@ -58,8 +58,9 @@ COVERED = _rule(
 )
 NOTHING_NEW = _rule(
     "nothing_new",
-    "Debezium says again what the table holds of the key: a null message after a deletion, or a "
-    "snapshot row (op r) with unchanged values: it is not applied",
+    "the source says again what the table has of the key: Debezium by a null message after a deletion "
+    "or a snapshot's row (op r) with the same values, a dump by a row that deleted_when holds for and "
+    "the table has not got; it is not applied",
 )
 WAITING = _rule("waiting", "stream time has not passed its timestamp by the grace period: it is held")
 DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or is out of order")

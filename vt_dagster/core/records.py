@@ -37,7 +37,7 @@ SOURCE_TIME = "record_time"
 """The name by which ``deleted_at`` may ask for ``_record_time``."""
 RESTATES = "_restates"
 """Whether a row says what a key has now and no change of it, so that it may repeat what is known: of
-Debezium a null message and a snapshot's row; an optional column of its rows."""
+Debezium a null message and a snapshot's row, of a dump each row; an optional column of its rows."""
 TRUNCATES = "_truncates"
 """Whether a row says that all rows of the source's table are gone; an optional column of its rows, each
 of which is also ``_deleted``."""

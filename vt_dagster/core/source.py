@@ -11,7 +11,7 @@ from vt_dagster.columns import ARRIVAL, CARRIED, FATE, PARTITION, RECORDED_AT
 from vt_dagster.core import store
 from vt_dagster.core.arrival import FINE, Fate, InPlace, number
 from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import log_columns
+from vt_dagster.core.log import log_columns, parts_of
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
@@ -122,7 +122,11 @@ class SourceProcessor(Processor[None]):
         carried = sum(found[name] for name in self._carried)
         told = {fate: found[fate] for fate in self._fates}
         applied = found[Fate.APPLIED] - carried
-        return {"in": found["in"] - carried, **told, Fate.APPLIED: applied}
+        shown = {"in": found["in"] - carried, **told, Fate.APPLIED: applied}
+        if parts_of(self.node):
+            return shown
+        # Rare where each record says its whole row.
+        return {n: c for n, c in shown.items() if c or n not in (CARRIED, Fate.NOTHING_NEW)}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         fates = (*self.refuses, Fate.APPLIED, Fate.COVERED, Fate.NOTHING_NEW)

@@ -259,9 +259,9 @@ def without_repeated(
     """Of records that say what a key has now (``_restates``), those that say what is known:
     ``nothing_new``.
 
-    A null message says nothing new of a key that has no row; but where the table starts with a
-    snapshot, it counts of a key that no change has mentioned. A row of a snapshot (op ``r``) says
-    nothing new where its values, ``timestamp`` apart, are those that the key has.
+    A deletion says nothing new of a key that has no row; but where the table starts with a snapshot, it
+    counts of a key that no change has mentioned. A row says nothing new where its values, ``timestamp``
+    apart, are those that the key has.
 
     Plan: the shuffle by key is one that :func:`put` needs.
 

@@ -215,7 +215,8 @@ class Run:
         truncates = self.arrival.source is not None and TRUNCATES in read[0].columns
         if self.arrival.source is not None and (processor.bounded or meets or follows or truncates):
             # They are looked at twice, and reading them is the most of it.
-            read = [self.store.hold(rows) for rows in read]
+            with self._explained():
+                read = [self.store.hold(rows) for rows in read]
             self.arrival.held.extend(read)
         if meets:
             with self._explained():

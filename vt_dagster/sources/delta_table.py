@@ -113,6 +113,11 @@ class DeltaSource:
         return self.mode != "append"
 
     @property
+    def restates(self) -> bool:
+        """Whether a record may say what is known: a row marked as deleted is in each version."""
+        return self.whole
+
+    @property
     def whole(self) -> bool:
         """Whether it says what is true, not what has changed."""
         return self.mode == "snapshots"

@@ -249,6 +249,7 @@ class SnapshotSource:
     tables_only = True
     whole = True
     orders_changes = True
+    restates = True
 
     def __post_init__(self) -> None:
         FilesSource(self.path, self.format)  # it says what formats there are
