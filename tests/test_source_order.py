@@ -36,6 +36,7 @@ from vt_dagster.core.records import (
     RESTATES,
     SOURCE,
 )
+from vt_dagster.core.source_order import deletions_yield
 from vt_dagster.orchestration.metadata import definition_metadata
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
@@ -249,7 +250,8 @@ def test_a_deletion_whose_time_nobody_stated_yields(spark: SparkSession, seed: i
             run_once(own, lambda _, s=store: s, Notes(store, changes[start:end]))
         rows = store.rows.to_pylist()
         assert [(r["k"], seconds(r["timestamp"]), r["v"]) for r in rows] == log
-    assert not replace(own, deleted_at="record_time").deletions_yield
+    assert deletions_yield(own)
+    assert not deletions_yield(replace(own, deleted_at="record_time"))
 
 
 # -- dumps and Delta tables ------------------------------------------------------------------------
@@ -426,12 +428,18 @@ class Topic(Records):
 
     partitions: int = 1
 
-    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+    def pinned(self, node: Stream) -> Any:
         from vt_dagster.sources.kafka_pinned import PinnedTopics
 
         source: Any = node.source
         taken = {"x": dict.fromkeys(range(self.partitions), (0, 99))}
-        return PinnedTopics(source, None, taken, {}, {}, {}).read(spark, node)
+        return PinnedTopics(source, None, taken, {}, {}, {})
+
+    def read(self, spark: SparkSession, node: Stream) -> DataFrame:
+        return self.pinned(node).read(spark, node)
+
+    def explain(self, error: Exception) -> Any:
+        return self.pinned(self.store.node).explain(error)
 
 
 def message(number: int, key: Any, value: Any, second: int = 600) -> dict[str, Any]:

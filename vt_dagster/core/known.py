@@ -59,7 +59,7 @@ class Known:
         begun: of a run that takes a snapshot to start with, by key the first time of a record in the
             log, ``core.versioned.FIRST``; None = there is no log yet, or no such snapshot.
         last: of a table that follows its source's order, of keys with a record older than the table
-            remembers, the largest time in the log, ``core.versioned.LAST``; None = there is none.
+            remembers, the largest time in the log, ``core.source_order.LAST``; None = there is none.
     """
 
     state: DataFrame | None

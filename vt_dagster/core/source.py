@@ -14,6 +14,7 @@ from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_columns, parts_of
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import RAW, RAW_KEY, START
+from vt_dagster.core.source_order import carries, follows_source, restates
 from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -39,12 +40,12 @@ class SourceProcessor(Processor[None]):
     def _fates(self) -> tuple[str, ...]:
         ties = () if store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
         starts = () if store.start_of(self.node) is None else (Fate.COVERED,)
-        again = (Fate.NOTHING_NEW,) if store.restates(self.node) else ()
+        again = (Fate.NOTHING_NEW,) if restates(self.node) else ()
         return (Fate.APPLIED, *self._carried, Fate.LATE, *ties, *starts, *again, Fate.QUARANTINED)
 
     @property
     def _carried(self) -> tuple[str, ...]:
-        return (CARRIED,) if store.carries(self.node) else ()
+        return (CARRIED,) if carries(self.node) else ()
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
@@ -80,7 +81,7 @@ class SourceProcessor(Processor[None]):
     def bounded(self) -> bool:
         # Where records name their partitions, there may be as many chunks as records.
         own = PARTITION in self.node.schema.names
-        late = isinstance(self.node, VersionedTable) and not store.follows_source(self.node)
+        late = isinstance(self.node, VersionedTable) and not follows_source(self.node)
         return not self.few and late and not own
 
     @property
@@ -96,7 +97,7 @@ class SourceProcessor(Processor[None]):
     @property
     def result_order(self) -> list[Column]:
         # An event that deletes every key makes a record of each, all of one place of arrival.
-        keys = [F.col(f"`{k}`") for k in self.node.key] if store.restates(self.node) else []
+        keys = [F.col(f"`{k}`") for k in self.node.key] if restates(self.node) else []
         return [F.col(ARRIVAL), *map(F.col, self._carried), *keys]
 
     def produce(

@@ -11,11 +11,11 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import IS_TOMBSTONE, TIMESTAMP, VALID_TO
+from vt_dagster.columns import VALID_TO
 from vt_dagster.core import repeats, table, versioned
 from vt_dagster.core.arrival import by_partition, duration, union
 from vt_dagster.core.log import parts_of, value_columns
-from vt_dagster.core.records import time_of
+from vt_dagster.core.source_order import SourceOrder
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -71,29 +71,9 @@ def put(
             rivals=rivals,
             begun=begun,
             parts=parts_of(node),
-            by_source=node.follows_source,
-            last=last,
-            starts=node.start is not None,
-            own_time=_own_time(node) if node.deletions_yield else None,
-            keeps_own_time=not _named_timestamp(node),
+            by_source=SourceOrder.of(node, last),
         )
     return table.put(records, view, key=node.key, values=values, order=order, of_rejected=of_rejected)
-
-
-def _named_timestamp(node: VersionedTable) -> bool:
-    """Whether the column of a record's own time is the log's ``timestamp``, which the log does not keep
-    apart."""
-    return node.timestamp in node.schema.names and node.timestamp.lower() == TIMESTAMP
-
-
-def _own_time(node: VersionedTable) -> Callable[[DataFrame], Column]:
-    """Gives when records, or versions, say themselves that they were true: null of a deletion whose
-    time is that of its message."""
-    if _named_timestamp(node):
-        # With deleted_when it is unknown which deletions their records tell.
-        told = F.lit(node.tombstone is not None)
-        return lambda _: F.when(told | ~F.col(IS_TOMBSTONE), F.col(TIMESTAMP))
-    return lambda rows: time_of(node, rows)
 
 
 def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Column) -> DataFrame:
@@ -185,24 +165,6 @@ def tie_break_of(node: Stream) -> str | None:
 def meets_versions(node: Stream) -> bool:
     """Whether a record of its source is compared with, or completed by, the versions of its time."""
     return tie_break_of(node) is not None or bool(parts_of(node))
-
-
-def follows_source(node: Stream) -> bool:
-    """Whether the last record of a key by its source's order is what the table holds of it."""
-    return isinstance(node, VersionedTable) and node.follows_source
-
-
-def carries(node: Stream) -> bool:
-    """Whether its log has rows besides its source's records, each right after the record that it
-    follows from: see ``core.partial`` and ``versioned.in_force_again``."""
-    return isinstance(node, VersionedTable) and (
-        bool(parts_of(node)) or node.follows_source or node.deletions_yield
-    )
-
-
-def restates(node: Stream) -> bool:
-    """Whether records of its source may say what the table holds already: ``nothing_new``."""
-    return follows_source(node) and getattr(node.source, "restates", False)
 
 
 def start_of(node: Stream) -> Any:

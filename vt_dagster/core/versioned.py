@@ -10,8 +10,7 @@ Throughout, ``horizon`` is ``stream time - history retention`` of a row's partit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
@@ -31,19 +30,16 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival import Fate, duration, over_all_partitions, union
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.partial import filled
-from vt_dagster.core.records import RESTATES, START
+from vt_dagster.core.records import START
 from vt_dagster.core.repeats import with_version_before
+from vt_dagster.core.source_order import SO_FAR, SourceOrder
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
-from vt_dagster.core.table import BEFORE, NEWEST, with_old, with_row_before
+from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
 
 FIRST = "_first"
 """Of a key, the first time of which the table has been told."""
-LAST = "_last"
-"""Of a key, the largest time in the log."""
-_HELD, _SO_FAR, _SEEN = "_held", "_so_far", "_seen"
-_YIELDS, _OWN, _HELD_OWN, _ASSUMED = "_yields", "_own", "_held_own", "_assumed"
-_PLACE, _GONE, _AHEAD, _SINCE = "_place", "_gone", "_ahead", "_since"
+_HELD = "_held"
 
 
 def put(
@@ -62,11 +58,7 @@ def put(
     rivals: DataFrame | None = None,
     begun: DataFrame | None = None,
     parts: Mapping[str, Sequence[str]] = {},
-    by_source: bool = False,
-    last: DataFrame | None = None,
-    starts: bool = False,
-    own_time: Callable[[DataFrame], Column] | None = None,
-    keeps_own_time: bool = True,
+    by_source: SourceOrder | None = None,
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -75,14 +67,11 @@ def put(
     record at its key's newest timestamp replaces that version and is the latest. A row of a snapshot
     to start with (``_start``) is never late.
 
-    With ``by_source`` the last record of a key in order of arrival is what the table holds, whatever
-    its time: no record is late, and one that is older than its key's newest version is followed by a
-    row with the same values at that version's time, whose place it takes. Both are in the log, so
-    ``fold`` and whoever reads the log need no rule of their own. With ``own_time`` that is so of the
-    records of :func:`yielding` alone.
+    Where the table follows its source's order (``by_source``), no record is late, and the last one of a
+    key is what the table holds: see ``core.source_order``.
 
-    Plan: that of ``passed`` (not with ``by_source``), then one shuffle and sort by key together with
-    one row per key of ``versions``.
+    Plan: that of ``passed`` (not where the source's order is followed), then one shuffle and sort by
+    key together with one row per key of ``versions``.
 
     Args:
         records: ``key columns, value columns, timestamp, partition, is_tombstone, _fate, …`` of one
@@ -97,10 +86,7 @@ def put(
         begun: see :func:`without_covered`.
         parts: see :func:`core.partial.filled`, to which ``rivals`` are the versions; none: each record
             says its whole row.
-        by_source: see above; not together with ``parts``.
-        last: see ``Known``.
-        starts: whether the table starts with a snapshot, in this run or another one.
-        own_time, keeps_own_time: see :func:`yielding`; None = no time is assumed.
+        by_source: what the order of the source decides; None = nothing. Not together with ``parts``.
 
     Returns:
         the records with ``_fate`` (``applied``, ``late``, ``lost_tie``, ``covered`` or
@@ -110,21 +96,19 @@ def put(
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
-    has_start = START in records.columns
-    if by_source:
+    starts, follows = START in records.columns, by_source is not None and by_source.follows
+    if follows:
         judged = records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
     else:
         late, moves = late_from(history_retention), F.col(FATE).isNull()
         seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
-        refused = F.col(PASSED) & ~F.col(START) if has_start else F.col(PASSED)
+        refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
         fate = F.when(refused, Fate.LATE).otherwise(Fate.APPLIED)
         judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
     newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
-    if by_source and RESTATES in judged.columns:
-        judged = with_row_before(judged, newest, key=key, values=values)
-        judged = without_repeated(judged, key=key, values=values, order=order, starts=starts)
-        judged = judged.drop(BEFORE, NEWEST)
-    if has_start:
+    if by_source is not None:
+        judged = by_source.without_repeated(judged, newest, key=key, values=values, order=order)
+    if starts:
         judged = without_covered(judged, begun, key=key)
     if tie_break is not None:
         judged = without_lost_ties(judged, rivals, key=key, order=order, tie_break=tie_break)
@@ -134,173 +118,19 @@ def put(
     rejected = F.col(FATE) != Fate.APPLIED
     judged = judged.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(judged, newest, key=key, values=values)
-    if last is not None:
-        known = known.join(last, list(key), "left")
-        known = known.withColumn(NEWEST, F.coalesce(NEWEST, LAST)).drop(LAST)
+    if by_source is not None:
+        known = by_source.with_last(known, key=key)
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     accepted = F.when(F.col(FATE) == Fate.APPLIED, F.col(TIMESTAMP))
     so_far = F.greatest(F.max(accepted).over(before), F.col(NEWEST))
-    known = known.withColumn(_SO_FAR, so_far)
-    in_order = F.coalesce(F.col(TIMESTAMP) >= F.col(_SO_FAR), F.lit(True))
+    known = known.withColumn(SO_FAR, so_far)
+    in_order = F.coalesce(F.col(TIMESTAMP) >= F.col(SO_FAR), F.lit(True))
     decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
-    if by_source:
-        decided = in_force_again(decided, ~F.col(IS_LATEST))
+    if by_source is not None:
+        decided = by_source.in_force_again(decided, newest, key=key, order=order)
         order = [*order, CARRIED]
-    elif own_time is not None:
-        about = {"key": key, "order": order, "keeps_own_time": keeps_own_time}
-        decided = in_force_again(yielding(decided, newest, own_time, **about), F.col(_YIELDS))
-        decided, order = decided.drop(_YIELDS), [*order, CARRIED]
     replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
-    return replaced.drop(NEWEST, _SO_FAR)
-
-
-def yielding(
-    records: DataFrame,
-    newest: DataFrame | None,
-    own_time: Callable[[DataFrame], Column],
-    *,
-    key: Sequence[str],
-    order: Sequence[str],
-    keeps_own_time: bool,
-) -> DataFrame:
-    """Adds ``_yields``: whether the version at a key's newest time yields to a record that comes after
-    it and is older, since nobody stated that time.
-
-    That is so where the version is a deletion without a time of its own, which has its message's; or
-    where it came to its place by this rule, and is not newer by its own time. And a deletion without a
-    time of its own makes any version yield: it came after it.
-
-    Plan: windows by key, in the order that :func:`put` needs.
-
-    Args:
-        records: with their fate and ``is_latest``.
-        newest: the current versions before the run; None = none.
-        own_time: of records or versions, when they say themselves that they were true; null = they do
-            not say.
-        keeps_own_time: whether that can be told of a version that came to its place by this rule: else
-            it does not yield again.
-    """
-    own = records.withColumn(_OWN, own_time(records))
-    nothing = F.lit(None).cast("timestamp")
-    own = own.withColumns({_HELD_OWN: nothing, _ASSUMED: F.lit(False)}) if newest is None else own
-    if newest is not None:
-        told = own_time(newest)
-        assumed = F.coalesce(told != F.col(VALID_FROM), F.lit(True))
-        keys = [F.col(f"`{k}`") for k in key]
-        held = newest.select(*keys, told.alias(_HELD_OWN), assumed.alias(_ASSUMED))
-        own = own.join(held, list(key), "left")
-    applied = F.col(FATE) == Fate.APPLIED
-    if START in records.columns:
-        applied = applied & ~F.col(START)
-    deletes = applied & F.col(IS_TOMBSTONE) & F.col(_OWN).isNull()
-    in_turn = W.partitionBy(*key).orderBy(*order)
-    before = in_turn.rowsBetween(W.unboundedPreceding, -1)
-    rows = own.withColumn(_PLACE, F.row_number().over(in_turn))
-    gone = F.max(F.when(deletes, F.col(_PLACE))).over(before)
-    rows = rows.withColumn(_GONE, F.coalesce(gone, F.lit(0)))
-    stated = F.when(applied & F.col(_OWN).isNotNull(), F.struct(_GONE, _OWN))
-    rows = rows.withColumns(
-        {
-            _AHEAD: F.max(F.when(F.col(IS_LATEST), F.col(_PLACE))).over(before),
-            _SINCE: F.max(stated).over(before),
-        }
-    )
-    since = F.when(F.col(_SINCE)[_GONE] == F.col(_GONE), F.col(_SINCE)[_OWN])
-    first = F.col(_GONE) == 0
-    since = F.when(first, F.greatest(since, F.col(_HELD_OWN))).otherwise(since)
-    assumed = F.when(first, F.col(_ASSUMED) & F.col(_AHEAD).isNull()).otherwise(
-        F.col(_AHEAD).isNull() | (F.col(_GONE) >= F.col(_AHEAD))
-    )
-    newer = since.isNull()
-    newer = newer | (F.col(_OWN) >= since) if keeps_own_time else newer
-    newer = F.col(_OWN).isNotNull() & newer
-    yields = ~F.col(IS_LATEST) & (deletes | (applied & assumed & newer))
-    helpers = [_OWN, _HELD_OWN, _ASSUMED, _PLACE, _GONE, _AHEAD, _SINCE]
-    return rows.withColumn(_YIELDS, F.coalesce(yields, F.lit(False))).drop(*helpers)
-
-
-def in_force_again(records: DataFrame, older: Column) -> DataFrame:
-    """After each record that is older than its key's newest version and takes its place, a row of its
-    values at that version's time: by the order of the source the record came after that version, so it
-    holds from then on again. In between what is newer than the record stays.
-
-    A row of a snapshot to start with came before the changes: it has no such row.
-
-    Args:
-        records: with ``_so_far`` (the time of the key's newest version before the record) and
-            ``is_latest``.
-        older: whether a record is one of them.
-
-    Returns:
-        the records with ``carried`` = 0, and these rows with ``carried`` = 1, which are their key's
-        latest.
-    """
-    older = (F.col(FATE) == Fate.APPLIED) & older
-    if START in records.columns:
-        older = older & ~F.col(START)
-    places = F.when(older, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(0)))
-    again = F.col(CARRIED) == 1
-    return records.withColumn(CARRIED, F.explode(places)).withColumns(
-        {
-            TIMESTAMP: F.when(again, F.col(_SO_FAR)).otherwise(F.col(TIMESTAMP)),
-            IS_LATEST: F.col(IS_LATEST) | again,
-        }
-    )
-
-
-def without_repeated(
-    records: DataFrame,
-    *,
-    key: Sequence[str],
-    values: Sequence[str],
-    order: Sequence[str],
-    starts: bool,
-) -> DataFrame:
-    """Of records that say what a key has now (``_restates``), those that say what is known:
-    ``nothing_new``.
-
-    A deletion says nothing new of a key that has no row; but where the table starts with a snapshot, it
-    counts of a key that no change has mentioned. A row says nothing new where its values, ``timestamp``
-    apart, are those that the key has.
-
-    Plan: the shuffle by key is one that :func:`put` needs.
-
-    Args:
-        records: of ``with_row_before``, with their fate.
-        starts: see :func:`put`.
-    """
-    kinds = dict(records.dtypes)
-    # Spark compares no maps.
-    told, held = (
-        [F.to_json(F.struct(c.alias("v"))) if "map<" in kinds[v] else c for v, c in columns]
-        for columns in (
-            [(v, F.col(f"`{v}`")) for v in values],
-            [(v, F.col(BEFORE)[v]) for v in values],
-        )
-    )
-    names = [f"v{i}" for i in range(len(values))]
-    alive = ~F.col(IS_TOMBSTONE)
-    row = F.struct(alive.alias("alive"), *[v.alias(n) for v, n in zip(told, names, strict=True)])
-    there = F.struct(
-        F.col(BEFORE).isNotNull().alias("alive"),
-        *[v.alias(n) for v, n in zip(held, names, strict=True)],
-    )
-    there = F.when(F.col(NEWEST).isNotNull(), there) if starts else there
-    applied = F.col(FATE) == Fate.APPLIED
-    if START in records.columns:
-        applied = applied & ~F.col(START)
-    before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
-    rows = records.withColumn(_SEEN, F.last(F.when(applied, row), ignorenulls=True).over(before))
-    rows = rows.withColumn(_SEEN, F.coalesce(F.col(_SEEN), there))
-    same = reduce(
-        lambda found, pair: found & pair[0].eqNullSafe(F.col(_SEEN)[pair[1]]),
-        zip(told, names, strict=True),
-        F.col(_SEEN)["alive"],
-    )
-    repeats = F.when(alive, same).otherwise(~F.col(_SEEN)["alive"])
-    nothing = applied & F.coalesce(F.col(RESTATES), F.lit(False)) & repeats
-    fate = F.when(nothing, Fate.NOTHING_NEW).otherwise(F.col(FATE))
-    return rows.withColumn(FATE, fate).drop(_SEEN)
+    return replaced.drop(NEWEST, SO_FAR)
 
 
 def without_covered(records: DataFrame, begun: DataFrame | None, *, key: Sequence[str]) -> DataFrame:

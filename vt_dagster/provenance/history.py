@@ -204,7 +204,7 @@ def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) ->
 
 def _in_force_again(log: Log, record: Record, told: Told) -> bool:
     """Tells whether a row of the log is no record of its source: it puts the one before it in force
-    again, with the same values at a later time, see ``core.versioned.in_force_again``."""
+    again, with the same values at a later time, see ``core.source_order``."""
     if not log.commit.totals.get(CARRIED, 0) or not record.is_latest:
         return False
     partition, offset = record.place

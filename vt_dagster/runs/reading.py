@@ -26,8 +26,11 @@ from pyspark.sql.types import (
 from vt_dagster.columns import ARRIVAL, FATE, TIMESTAMP
 from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.known import Known
 from vt_dagster.core.records import RECORD_TIME, SOURCE_TIME, START, TOLD_AT, TRUNCATES, prepare
-from vt_dagster.core.versioned import FIRST, LAST
+from vt_dagster.core.source_order import LAST, follows_source
+from vt_dagster.core.store import meets_versions
+from vt_dagster.core.versioned import FIRST
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.difference import difference
@@ -105,9 +108,32 @@ def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:
     return of_key.agg(F.min(TIMESTAMP).alias(FIRST))
 
 
-def without_truncations(
-    records: DataFrame, arrival: Arrival, store: Store, view: DataFrame | None
-) -> DataFrame:
+def met_twice(records: DataFrame, arrival: Arrival) -> bool:
+    """Whether a run looks at a source's records before it puts them, see :func:`with_past`."""
+    if arrival.previous is None:
+        return TRUNCATES in records.columns
+    node = arrival.node
+    return meets_versions(node) or follows_source(node) or TRUNCATES in records.columns
+
+
+def with_past(
+    records: DataFrame, arrival: Arrival, store: Store, known: Known
+) -> tuple[DataFrame, Known]:
+    """A source's records by what the table has, and what they meet of its past.
+
+    Args:
+        records: prepared and held.
+    """
+    node = arrival.node
+    records = _without_truncations(records, arrival, known.view)
+    if arrival.previous is not None and meets_versions(node):
+        known = replace(known, rivals=_rivals_of(records, store))
+    if arrival.previous is not None and follows_source(node):
+        known = replace(known, last=_last_of(records, arrival, store))
+    return records, known
+
+
+def _without_truncations(records: DataFrame, arrival: Arrival, view: DataFrame | None) -> DataFrame:
     """Each record that says that all rows are gone as deletions of the keys that there are by then: in
     the table, or in the records before it.
 
@@ -135,7 +161,7 @@ def without_truncations(
     return rows.unionByName(gone.select(*[F.col(f"`{c}`") for c in rows.columns]))
 
 
-def last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | None:
+def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | None:
     """Of a table that follows its source's order, of the keys of records older than the table remembers
     the largest time in its log: a deletion of then is no longer in the view, but it is in the log, and
     such a record comes after it. None = there is no such record.
@@ -156,7 +182,7 @@ def last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | N
     return rows.groupBy(*key).agg(F.max(TIMESTAMP).alias(LAST))
 
 
-def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
+def _rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
     """The versions of a table that end after its oldest record; None = none. Of records that it will
     refuse, as they are older than it remembers, none is needed.
 

@@ -30,7 +30,7 @@ from vt_dagster.core.records import (
 )
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.base import News, require_limits, require_told
-from vt_dagster.sources.formats import Format, Json
+from vt_dagster.sources.formats import Decoded, Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
 from vt_dagster.sources.kafka_pinned import APPEND_TIME, WORDS, PinnedTopics
@@ -281,19 +281,7 @@ class KafkaSource:
         Raises:
             SourceError: a schema cannot be had.
         """
-        messages = in_order_of_arrival(
-            read_messages(self.cluster, spark, ranges, headers=self.headers is not None).select(
-                F.col("topic").alias(SOURCE),
-                PARTITION,
-                F.col(OFFSET).alias(POSITION),
-                F.col(TIMESTAMP).alias(RECORD_TIME),
-                F.col("key").alias(RAW_KEY),
-                F.col("value").alias(RAW),
-                *(["headers"] if self.headers is not None else []),
-                *([F.expr(_APPENDED_AT).alias(TOLD_AT)] if self.recorded_at == APPEND_TIME else []),
-            ),
-            self.topics,
-        )
+        messages = self._messages(spark, ranges)
         message, message_key = F.col(RAW), F.col(RAW_KEY)
         own = StructType([f for f in schema.fields if f.name != self.headers])
         keys = StructType([f for f in schema.fields if f.name in key])
@@ -309,25 +297,14 @@ class KafkaSource:
             parsed = {**parsed, **decoded.parsed}
             parts["_key"] = F.when(message_key.isNotNull(), decoded.row)
             reason = F.coalesce(reason, F.when(message_key.isNotNull(), decoded.reason))
-        gone = F.lit(False) if value.deleted is None else F.coalesce(value.deleted, F.lit(False))
-        if flat:
-            gone = F.coalesce(F.lower(value.row[_UNWRAPPED.name]) == "true", F.lit(False))
-        if value.truncates is not None:
-            truncates = ~absent & F.coalesce(value.truncates, F.lit(False))
-            gone, reason = gone | truncates, F.when(~truncates, reason)
-        deleted = absent | gone
-        more = dict[str, Column]()
-        if value.restates is not None:
-            more[RESTATES] = absent | F.coalesce(value.restates, F.lit(False))
-        if value.truncates is not None:
-            more[TRUNCATES] = truncates
-            more[RESTATES] = more.get(RESTATES, F.lit(False)) | truncates
+        said = _said(value, absent, flat)
+        if TRUNCATES in said:
+            reason = F.when(~said[TRUNCATES], reason)
         told = F.col(RECORD_TIME)
         time = told if value.time is None else F.coalesce(value.time, told)
         for name, one in parsed.items():
             messages = messages.withColumn(name, one)
-        told_of = {REASON: reason, DELETED: deleted, RECORD_TIME: time, **more}
-        read = messages.withColumns({**parts, **told_of})
+        read = messages.withColumns({**parts, REASON: reason, RECORD_TIME: time, **said})
         good = F.col(REASON).isNull()
         # The row before a deletion says when that row was written, not when it was deleted.
         valued = good & ~F.col(DELETED)
@@ -345,6 +322,44 @@ class KafkaSource:
         columns = [column(name).alias(name) for name in schema.names]
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
-        inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        inside += [*more, *(c for c in messages.columns if c == TOLD_AT)]
+        inside = [PARTITION, ARRIVAL, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
+        inside += [*said, *(c for c in messages.columns if c == TOLD_AT)]
         return read.select(*columns, *inside)
+
+    def _messages(
+        self, spark: SparkSession, ranges: Mapping[str, Mapping[int, tuple[int, int]]]
+    ) -> DataFrame:
+        """The messages of some ranges, in order of arrival."""
+        return in_order_of_arrival(
+            read_messages(self.cluster, spark, ranges, headers=self.headers is not None).select(
+                F.col("topic").alias(SOURCE),
+                PARTITION,
+                F.col(OFFSET).alias(POSITION),
+                F.col(TIMESTAMP).alias(RECORD_TIME),
+                F.col("key").alias(RAW_KEY),
+                F.col("value").alias(RAW),
+                *(["headers"] if self.headers is not None else []),
+                *([F.expr(_APPENDED_AT).alias(TOLD_AT)] if self.recorded_at == APPEND_TIME else []),
+            ),
+            self.topics,
+        )
+
+
+def _said(value: Decoded, absent: Column, flat: bool) -> dict[str, Column]:
+    """What messages say of deletions: ``_deleted``; where the format tells it, ``_restates`` and
+    ``_truncates``.
+
+    Args:
+        value: what they are read as; ``absent``: whether there is nothing to read.
+        flat: whether a row tells it by a field ``__deleted``.
+    """
+    gone = F.lit(False) if value.deleted is None else F.coalesce(value.deleted, F.lit(False))
+    if flat:
+        gone = F.coalesce(F.lower(value.row[_UNWRAPPED.name]) == "true", F.lit(False))
+    said = {DELETED: absent | gone}
+    if value.restates is not None:
+        said[RESTATES] = absent | F.coalesce(value.restates, F.lit(False))
+    if value.truncates is not None:
+        truncates = ~absent & F.coalesce(value.truncates, F.lit(False))
+        said = {name: told | truncates for name, told in said.items()} | {TRUNCATES: truncates}
+    return said

@@ -12,7 +12,22 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.schema import holds_map
 
 
-def one_condition(name: str, deleted_when: object, tombstone: str | None) -> str:
+def check_deletions(table: Any) -> None:
+    """Refuses what does not say which records are deletions, and when they happened; keeps
+    ``deleted_when`` as ``tombstone``.
+
+    Args:
+        table: a ``Table``.
+    """
+    if table.deleted_when is not None:
+        condition = _one_condition(table.name, table.deleted_when, table.tombstone)
+        object.__setattr__(table, "tombstone", condition)
+        object.__setattr__(table, "deleted_when", None)
+    if table.deleted_at is not None:
+        _check_deleted_at(table.name, table.deleted_at, table.operator is None)
+
+
+def _one_condition(name: str, deleted_when: object, tombstone: str | None) -> str:
     """The condition of a tombstone, of a table that has it by the one name or by the other."""
     if not isinstance(deleted_when, str) or not deleted_when.strip():
         raise TopologyError(
@@ -27,7 +42,7 @@ def one_condition(name: str, deleted_when: object, tombstone: str | None) -> str
     return deleted_when
 
 
-def check_deleted_at(name: str, deleted_at: object, has_source: bool) -> None:
+def _check_deleted_at(name: str, deleted_at: object, has_source: bool) -> None:
     """Refuses what says of no deletion when it happened."""
     if not isinstance(deleted_at, str) or not deleted_at.strip():
         raise TopologyError(

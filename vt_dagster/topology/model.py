@@ -12,14 +12,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
-from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.declared import (
-    check_deleted_at,
-    check_join,
-    check_versions,
-    one_condition,
-)
+from vt_dagster.topology.declared import check_deletions, check_join, check_versions
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -166,12 +160,9 @@ class Table(Stream, kind="table"):
             global table). A versioned table cannot be one.
         deleted_when: the same as ``tombstone``, as change feeds say it: ``"op = 'D'"``. Give one of
             both; it is kept as ``tombstone``.
-        deleted_at: a SQL expression of type timestamp over the columns of the source that says when a
-            deletion happened. It may name columns that are not in the schema, as ``tombstone``; of
-            dumps, Delta tables and topics also ``record_time``: when the dump was true, the version was
-            committed, Debezium's database made the change, or the message was produced. Where it is
-            null, and without it, a deletion has the time of its own record (``deleted_when``), or that
-            ``record_time``. Of a table with a source.
+        deleted_at: a SQL expression of type timestamp that says when a deletion happened; null: as
+            without it. It may name what ``tombstone`` may, and of dumps, Delta tables and topics
+            ``record_time``: see ``docs/guides/change-feeds.md``. Of a table with a source.
     """
 
     broadcast: bool = field(default=False, kw_only=True)
@@ -181,12 +172,7 @@ class Table(Stream, kind="table"):
     __hash__ = Stream.__hash__
 
     def __post_init__(self) -> None:
-        if self.deleted_when is not None:
-            condition = one_condition(self.name, self.deleted_when, self.tombstone)
-            object.__setattr__(self, "tombstone", condition)
-            object.__setattr__(self, "deleted_when", None)
-        if self.deleted_at is not None:
-            check_deleted_at(self.name, self.deleted_at, self.operator is None)
+        check_deletions(self)
         super().__post_init__()
         if self.null_key != "quarantine":
             raise TopologyError(
@@ -395,20 +381,6 @@ class VersionedTable(Table, kind="versioned_table"):
     def retention(self) -> Duration:
         """Its history retention."""
         return self.history_retention
-
-    @property
-    def follows_source(self) -> bool:
-        """Whether the last record of a key by its source's order is what the table holds of it,
-        whatever its time: where the source says what a table holds, and each record a whole row."""
-        return getattr(self.source, "orders_changes", False) and not self.says_parts
-
-    @property
-    def deletions_yield(self) -> bool:
-        """Whether its source sends deletions whose time nobody stated beside records with a time of
-        their own: such a deletion yields to a record that comes after it with an earlier time."""
-        own_time = self.timestamp != TIMESTAMP or TIMESTAMP in self.schema.names
-        assumed = getattr(self.source, "assumes_deletions", False) and self.deleted_at is None
-        return assumed and own_time and not self.follows_source and not self.says_parts
 
     @property
     def says_parts(self) -> bool:
