@@ -45,6 +45,7 @@ class Fate:
     LOST_TIE = rules.LOST_TIE.name
     CARRIED = rules.CARRIED.name
     COVERED = rules.COVERED.name
+    NOTHING_NEW = rules.NOTHING_NEW.name
     WAITING = rules.WAITING.name
     DROPPED = rules.DROPPED.name
     NO_RESULT = rules.NO_RESULT.name

@@ -198,6 +198,9 @@ def document(
     if not more.get("topics"):
         inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
+    # Counts that a run leaves out where they are zero.
+    rare = (Fate.CARRIED, Fate.NOTHING_NEW)
+    totals |= {k: before.totals[k] for k in rare if k in before.totals and k not in counts}
     if Fate.WAITING in counts:
         totals[Fate.WAITING] = counts[Fate.WAITING]
     inputs = {**before.inputs, **inputs}

@@ -14,7 +14,7 @@ from vt_dagster.core.processor import Processor
 from vt_dagster.runs.contracts import Rule, contract_of, refuse
 
 _REFUSED = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED, Fate.TOO_LATE)
-_COUNTED = (Fate.APPLIED, Fate.DROPPED, Fate.COVERED, *_REFUSED)
+_COUNTED = (Fate.APPLIED, Fate.DROPPED, Fate.COVERED, Fate.NOTHING_NEW, *_REFUSED)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
-from vt_dagster.core.store import meets_versions
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
     document,
@@ -52,7 +51,7 @@ from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, oldest, timed
 from vt_dagster.runs.past import recorded_if
 from vt_dagster.runs.pin import explained, from_logs, from_source
-from vt_dagster.runs.reading import begun_of, records_of, rivals_of
+from vt_dagster.runs.reading import begun_of, met_twice, records_of, with_past
 from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
@@ -203,14 +202,13 @@ class Run:
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
             return Results(self._nothing(), known)
-        meets = meets_versions(self.node) and self.arrival.previous is not None
-        if self.arrival.source is not None and (processor.bounded or meets):
+        if self.arrival.source is not None and (processor.bounded or met_twice(read[0], self.arrival)):
             # They are looked at twice, and reading them is the most of it.
-            read = [self.store.hold(rows) for rows in read]
-            self.arrival.held.extend(read)
-        if meets:
             with self._explained():
-                known = replace(known, rivals=rivals_of(read[0], self.store))
+                read = [self.store.hold(rows) for rows in read]
+                self.arrival.held.extend(read)
+                rows, known = with_past(read[0], self.arrival, self.store, known)
+                read = [rows]
         if self.arrival.source is not None and processor.bounded:
             with self._explained():
                 before, spark = self.arrival.before.stream_time, self.store.spark

@@ -110,6 +110,16 @@ class DeltaSource:
         return self.mode != "append"
 
     @property
+    def orders_changes(self) -> bool:
+        """Whether the last record of a key, by order, is what the table that it reads holds of it."""
+        return self.mode != "append"
+
+    @property
+    def restates(self) -> bool:
+        """Whether a record may say what is known: a row marked as deleted is in each version."""
+        return self.whole
+
+    @property
     def whole(self) -> bool:
         """Whether it says what is true, not what has changed."""
         return self.mode == "snapshots"

@@ -39,6 +39,8 @@ class Decoded(NamedTuple):
         reason: a ``Reason``; null where the message could be read.
         deleted: whether the message says that its key was deleted; None = only a null message does.
         time: TIMESTAMP of the change, if the message has one.
+        restates: whether the message says what its key has now, and no change of it.
+        truncates: whether it says that all rows are gone; None = no message does.
     """
 
     parsed: dict[str, Column]
@@ -46,10 +48,15 @@ class Decoded(NamedTuple):
     reason: Column
     deleted: Column | None = None
     time: Column | None = None
+    restates: Column | None = None
+    truncates: Column | None = None
 
 
 class Format(ABC):
     """How the bytes of a message are read."""
+
+    orders_changes = False
+    """Whether the last message of a key is what the table holds that the messages are changes of."""
 
     @abstractmethod
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
@@ -246,19 +253,54 @@ class Protobuf(Format):
 class Debezium(Format):
     """Debezium's change events: ``before``, ``after``, ``op``; a deletion is a tombstone.
 
-    Of ``op`` c, u and r the row is ``after``, of d it is ``before``; t and m are no changes of a row
-    and go to quarantine. The null message that Debezium sends after a deletion is one more tombstone.
+    Of ``op`` c, u and r the row is ``after``; d deletes the key of ``before``; t deletes every key; m
+    is no change of a row and goes to quarantine. In a versioned table a null message after a deletion,
+    and a snapshot's row (r) that is as the table has it, say nothing new: they are counted
+    (``nothing_new``) and not applied. Of a key, the last message is what the table holds, whatever its
+    time. A deletion has the event's time, not that of the row before it.
 
     Args:
         format: of the events. JSON may have ``schema`` and ``payload`` around them.
         timestamp: ``source`` = when the database made the change (``source.ts_ms``), where the table
             has no timestamp of its own; ``record`` = the message's.
+        truncate: ``delete`` = an event t deletes every key that the table has, at the event's time. It
+            needs one topic with one partition: where there are several, the order between an event t
+            and the records of the others is unknown, and a run that reads one fails before its commit.
+            ``quarantine`` = it is kept aside (``unreadable``), as it always is of a stream.
+        unwrapped: whether the events went through Debezium's transform ExtractNewRecordState, so that a
+            message is the row itself: ``__deleted`` = "true" is a deletion; ``__op`` and
+            ``__source_ts_ms``, where ``add.fields`` has them, are its ``op`` and ``source.ts_ms``.
     """
 
     format: Json | Avro = field(default_factory=Json)
     timestamp: Literal["source", "record"] = "source"
+    truncate: Literal["delete", "quarantine"] = "delete"
+    unwrapped: bool = False
+
+    orders_changes = True
+
+    def __post_init__(self) -> None:
+        if self.truncate not in ("delete", "quarantine"):
+            raise SourceError(
+                f"truncate of Debezium must be 'delete' or 'quarantine', got {self.truncate!r}"
+            )
+
+    def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+        own = {"__deleted": StringType(), "__op": StringType(), "__source_ts_ms": LongType()}
+        more = [StructField(n, kind) for n, kind in own.items() if n not in wanted.names]
+        asked = StructType([*_nullable(wanted).fields, *more])
+        found = self.format.decode(message, asked, subject, into)
+        deleted = F.lower(found.row["__deleted"].cast("string")) == "true"
+        deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
+        time = None
+        if self.timestamp == "source":
+            time = F.timestamp_millis(found.row["__source_ts_ms"].cast("long"))
+        restates = found.row["__op"] == "r"
+        return Decoded(found.parsed, found.row, found.reason, deleted, time, restates)
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+        if self.unwrapped:
+            return self._unwrapped(message, wanted, subject, into)
         image = _nullable(wanted)
         source = StructType([StructField("ts_ms", LongType())])
         event = StructType(
@@ -283,7 +325,8 @@ class Debezium(Format):
         reason = F.coalesce(found.reason, F.when(~known | empty, Reason.UNREADABLE))
         time = F.timestamp_millis(part("source")["ts_ms"]) if self.timestamp == "source" else None
         row = F.when(deleted, part("before")).otherwise(part("after"))
-        return Decoded(found.parsed, row, reason, deleted, time)
+        truncates = part("op") == "t" if self.truncate == "delete" else None
+        return Decoded(found.parsed, row, reason, deleted, time, part("op") == "r", truncates)
 
 
 def _unreadable_if(broken: Column) -> Column:

@@ -249,6 +249,8 @@ class SnapshotSource:
     gives_timestamp = True
     tables_only = True
     whole = True
+    orders_changes = True
+    restates = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", address(self.path))
