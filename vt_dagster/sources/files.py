@@ -43,8 +43,9 @@ from vt_dagster.sources.directory import (
     unconsumed,
     written_at,
 )
-from vt_dagster.sources.json_text import one_object, read_object
-from vt_dagster.sources.values import is_no_text
+from vt_dagster.sources.json_text import parse, read_object
+from vt_dagster.sources.nested import require_units
+from vt_dagster.sources.values import Reading, Unit, is_no_text
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Commit
@@ -184,6 +185,9 @@ class FilesSource:
             ``file_time``: when the file was written last. Else a column of type timestamp; a row
             without it, or further ahead than ``max_clock_skew``, is quarantined. It does not go back:
             not before what was taken earlier (of a column: in the partition), nor after the run.
+        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
+            ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
+            None: such a row is unreadable. Of JSON lines and CSV.
     """
 
     path: str
@@ -196,6 +200,7 @@ class FilesSource:
     on_bad_file: Literal["fail", "quarantine"] = "fail"
     optional: Sequence[str] = ()
     recorded_at: str = "run"
+    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
 
     gives_timestamp = False
 
@@ -206,6 +211,7 @@ class FilesSource:
             TopologyError: what is optional is no column, or of the key; nor is ``recorded_at`` one.
         """
         require_told(name, self.recorded_at, _WORDS, schema)
+        require_units(name, self.timestamps, schema)
         odd = [c for c in self.optional if c not in schema.names or c in key]
         if odd:
             raise TopologyError(
@@ -223,6 +229,7 @@ class FilesSource:
                 f"on_bad_file of {self.path!r} must be 'fail' or 'quarantine', got {self.on_bad_file!r}"
             )
         require_limits(self.max_bad_share, self.max_clock_skew)
+        require_units(repr(self.path), self.timestamps)
         object.__setattr__(self, "optional", tuple(self.optional))
         if self.max_files_per_run is not None and self.max_files_per_run < 1:
             raise SourceError(f"max_files_per_run must be 1 or more, got {self.max_files_per_run}")
@@ -373,12 +380,20 @@ class FilesSource:
             headers: dict[tuple[str, ...], list[str]] = {}
             for f in files:
                 headers.setdefault(header_of(f, self.options), []).append(f.name)
-            parsed = given.withColumn("_row", one_record(RAW, _FILE, headers, schema, self.options))
-            row, broken = read_record(F.col("_row"), F.col(RAW), schema, self.options)
+            how = Reading(self.timestamps, self.options, base64=False)
+            record = one_record(RAW, _FILE, headers, schema, self.options)
+            columns = {"_texts": record, "_row": read_record(F.col("_texts"), F.col(RAW), schema, how)}
+            row = F.col("_row")
         else:
-            parsed = given.withColumn("_row", one_object(F.col(RAW), schema, self.options))
-            row, broken = read_object(F.col("_row"), F.col(RAW), schema)
-        broken = broken | ~F.is_valid_utf8(RAW)
+            json, how = (
+                parse(F.col(RAW), schema, self.options, "_"),
+                Reading(self.timestamps, self.options),
+            )
+            columns, row = read_object(json, schema, how, "_")
+        parsed = given
+        for name, column in columns.items():
+            parsed = parsed.withColumn(name, column)
+        broken = row.isNull() | ~F.is_valid_utf8(RAW)
         return parsed.select(
             *[F.when(~broken, row[c]).alias(c) for c in schema.names],
             ARRIVAL,

@@ -25,6 +25,7 @@ from vt_dagster.core.records import (
     RECORD_TIME,
     SOURCE,
     TOLD_AT,
+    UNCHANGED,
 )
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.base import News, require_limits, require_told
@@ -32,6 +33,7 @@ from vt_dagster.sources.formats import Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
 from vt_dagster.sources.kafka_pinned import APPEND_TIME, WORDS, PinnedTopics
+from vt_dagster.sources.nested import require_units
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
@@ -127,6 +129,8 @@ class KafkaSource:
                     f"{name}: the message's {part} is read as {format_}, which gives none of the "
                     f"columns {wanted.names}; name one of them"
                 )
+            if format_ is not None:
+                self._require_types(name, part, format_, wanted)
         if self.headers is None:
             return
         there = schema[self.headers].dataType if self.headers in schema.names else None
@@ -136,6 +140,25 @@ class KafkaSource:
                 f"{name}: expected a column {self.headers!r} of type {HEADERS.simpleString()} for the "
                 f"headers, got {got}"
             )
+
+    def _require_types(self, name: str, part: str, format_: Format, wanted: StructType) -> None:
+        own = StructType([f for f in wanted.fields if f.name != self.headers])
+        if odd := format_.misfits(own):
+            raise TopologyError(
+                f"{name}: no {part} of a message can give these columns: {'; '.join(odd)}; correct the "
+                "columns' types, or how the messages are read"
+            )
+        require_units(name, getattr(format_, "timestamps", None), schema=own)
+
+    @property
+    def timestamps(self) -> object:
+        """The unit of numbers in columns of times, where the value's format says one."""
+        return getattr(self.value, "timestamps", None)
+
+    @property
+    def says_parts(self) -> bool:
+        """Whether a message may lack values that are unchanged."""
+        return getattr(self.value, "unavailable", None) is not None
 
     # -- offsets ---------------------------------------------------------------------------------
 
@@ -294,6 +317,8 @@ class KafkaSource:
         deleted = absent
         if value.deleted is not None:
             deleted = absent | F.coalesce(value.deleted, F.lit(False))
+        if value.unchanged is not None:
+            parts[UNCHANGED] = value.unchanged
         told = F.col(RECORD_TIME)
         time = told if value.time is None else F.coalesce(value.time, told)
         for name, one in parsed.items():
@@ -315,4 +340,4 @@ class KafkaSource:
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
         inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        return read.select(*columns, *inside, *(c for c in messages.columns if c == TOLD_AT))
+        return read.select(*columns, *inside, *(c for c in read.columns if c in (TOLD_AT, UNCHANGED)))
