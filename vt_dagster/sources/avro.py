@@ -61,7 +61,7 @@ _FITTING = {
 }
 """Types of columns that values of a type of Avro may fit into; a text may fit into any."""
 _LEAVES = ("string", "enum", "null", *(kind for kind in _FITTING if kind != "decimal"))
-_MEMBER = re.compile(r"member(\d+)")
+_MEMBER = re.compile(r"member\d+")
 
 
 class Node(NamedTuple):
@@ -193,6 +193,8 @@ def row_of(
     """
     node = node_of(schema)
     if node.type != "record":
+        if len(wanted.fields) != 1:
+            raise SourceError(f"Avro: {misfits(schema, wanted, how)[0]}; give another schema")
         only = wanted.fields[0]
         found, misfit = _fitted(value, node, only.dataType, how, (only.name,))
         there = F.when(~misfit, value.isNotNull())
@@ -226,12 +228,8 @@ def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
     if not {*written} & node.fields.keys():
         return [f"the schema has the fields {list(node.fields)}, none of the columns {wanted.names}"]
     together = zip(wanted.fields, written, strict=True)
-    return [
-        one
-        for f, name in together
-        if name in node.fields
-        for one in _never(node.fields[name], f.dataType, how, (f.name,))
-    ]
+    there = [(f, node.fields[name]) for f, name in together if name in node.fields]
+    return [one for f, told in there for one in _never(told, f.dataType, how, (f.name,))]
 
 
 def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> Iterator[str]:

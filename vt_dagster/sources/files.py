@@ -32,7 +32,7 @@ from vt_dagster.sources.base import (
     require_told,
     with_told,
 )
-from vt_dagster.sources.csv_text import header_of, one_record, read_record
+from vt_dagster.sources.csv_text import header_of
 from vt_dagster.sources.directory import (
     FileInfo,
     Memory,
@@ -43,7 +43,7 @@ from vt_dagster.sources.directory import (
     unconsumed,
     written_at,
 )
-from vt_dagster.sources.json_text import parse, read_object
+from vt_dagster.sources.lines import with_object, with_record
 from vt_dagster.sources.nested import require_units
 from vt_dagster.sources.values import Reading, Unit, is_no_text
 from vt_dagster.spark.jars import one_line
@@ -54,8 +54,6 @@ from vt_dagster.topology.model import Stream
 FileFormat = Literal["jsonl", "csv", "parquet"]
 
 _FILE, _BLOCK, _ID, _START, _LINE = "_file", "_block", "_id", "_start", "_line"
-
-
 FILES = "files"
 """The name of a files source among a commit's inputs; its offsets count lines."""
 _WORDS = ("run", "file_time")
@@ -130,8 +128,7 @@ class PinnedFiles(Uncounted):
     def describe(self, schema: StructType) -> list[str]:
         names = ", ".join(f.name for f in self.files[:5])
         more = f" and {len(self.files) - 5:,} more" if len(self.files) > 5 else ""
-        size = self.bytes / 1000
-        takes = f"takes {len(self.files):,} file(s), {size:,.1f} kB: {names}{more}"
+        takes = f"takes {len(self.files):,} file(s), {self.bytes / 1000:,.1f} kB: {names}{more}"
         extra = self.source.more_columns(self.files[:_LOOKED_AT], schema)
         if not extra:
             return [takes]
@@ -185,9 +182,8 @@ class FilesSource:
             ``file_time``: when the file was written last. Else a column of type timestamp; a row
             without it, or further ahead than ``max_clock_skew``, is quarantined. It does not go back:
             not before what was taken earlier (of a column: in the partition), nor after the run.
-        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
-            ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
-            None: such a row is unreadable. Of JSON lines and CSV.
+        timestamps: the unit of numbers in columns of times, in all or by column, as of ``Json``;
+            None: they are unreadable. Not of Parquet.
     """
 
     path: str
@@ -233,6 +229,10 @@ class FilesSource:
         object.__setattr__(self, "optional", tuple(self.optional))
         if self.max_files_per_run is not None and self.max_files_per_run < 1:
             raise SourceError(f"max_files_per_run must be 1 or more, got {self.max_files_per_run}")
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.timestamps, self.options, base64=self.format != "csv")
 
     def describe(self) -> str:
         """What is read, for descriptions and messages."""
@@ -333,11 +333,8 @@ class FilesSource:
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
     ) -> DataFrame:
         rows = spark.read.schema(schema).parquet(*[delta.literal(f.path) for f in files])
-        located = rows.select(
-            "*",
-            _file_name().alias(_FILE),
-            F.col("_metadata.row_index").alias(_LINE),
-        )
+        line = F.col("_metadata.row_index").alias(_LINE)
+        located = rows.select("*", _file_name().alias(_FILE), line)
         sizes = located.groupBy(_FILE).agg(F.count(F.lit(1)).alias(_START))
         starts = _running_start(sizes, [_FILE])
         broken = is_no_text(F.struct(*schema.names), schema)
@@ -361,9 +358,8 @@ class FilesSource:
             F.col("_metadata.file_block_start").alias(_BLOCK),
             F.monotonically_increasing_id().alias(_ID),
         )
-        blocks = lines.groupBy(_FILE, _BLOCK).agg(
-            F.count(F.lit(1)).alias(_START), F.min(_ID).alias("_first")
-        )
+        counts = F.count(F.lit(1)).alias(_START), F.min(_ID).alias("_first")
+        blocks = lines.groupBy(_FILE, _BLOCK).agg(*counts)
         starts = _running_start(blocks, [_FILE, _BLOCK])
         within_file = W.partitionBy(_FILE)
         starts = starts.withColumn("_file_start", F.min(_START).over(within_file))
@@ -380,21 +376,11 @@ class FilesSource:
             headers: dict[tuple[str, ...], list[str]] = {}
             for f in files:
                 headers.setdefault(header_of(f, self.options), []).append(f.name)
-            how = Reading(self.timestamps, self.options, base64=False)
-            record = one_record(RAW, _FILE, headers, schema, self.options)
-            columns = {"_texts": record, "_row": read_record(F.col("_texts"), F.col(RAW), schema, how)}
-            row = F.col("_row")
+            rows, row = with_record(given, RAW, _FILE, headers, schema, self.reading)
         else:
-            json, how = (
-                parse(F.col(RAW), schema, self.options, "_"),
-                Reading(self.timestamps, self.options),
-            )
-            columns, row = read_object(json, schema, how, "_")
-        parsed = given
-        for name, column in columns.items():
-            parsed = parsed.withColumn(name, column)
+            rows, row = with_object(given, RAW, schema, self.reading)
         broken = row.isNull() | ~F.is_valid_utf8(RAW)
-        return parsed.select(
+        return rows.select(
             *[F.when(~broken, row[c]).alias(c) for c in schema.names],
             ARRIVAL,
             F.col(_FILE).alias(SOURCE),

@@ -200,7 +200,6 @@ class Avro(Format):
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         if self.schema is not None:
-            self._require(self.schema, wanted)
             found = once(row_of(F.col(into), self.schema, wanted, self.reading))
             parsed, row = (
                 {into: read_avro(message, self.schema), f"{into}_row": found},
@@ -324,8 +323,8 @@ class Debezium(Format):
             found = self.format.decode(message, _event(wanted), subject, into)
             part = {name: found.row[name] for name in ("before", "after", "op")}
             part["ts_ms"] = found.row["source"]["ts_ms"]
-        deleted = part["op"] == "d"
-        row = part.get("row", F.when(deleted, part["before"]).otherwise(part["after"]))
+            part["row"] = F.when(part["op"] == "d", part["before"]).otherwise(part["after"])
+        deleted, row = part["op"] == "d", part["row"]
         known = F.coalesce(part["op"].isin("c", "u", "r", "d"), F.lit(False))
         empty = ~deleted & all_null(row, wanted)
         reason = F.coalesce(found.reason, F.when(~known | empty, Reason.UNREADABLE))
