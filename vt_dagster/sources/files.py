@@ -369,9 +369,8 @@ class FilesSource:
             .withColumn(ARRIVAL, arrival)
             .withColumn(POSITION, F.col(ARRIVAL) - F.col("_file_start") + 1)
         )
-        if self.format == "csv":
-            numbered = numbered.where(F.col(POSITION) > 1)
-        given = numbered.where(F.trim(RAW) != "")
+        headed = 1 if self.format == "csv" else 0
+        given = numbered.where((F.col(POSITION) > headed) & (F.trim(RAW) != ""))
         if self.format == "csv":
             headers: dict[tuple[str, ...], list[str]] = {}
             for f in files:
