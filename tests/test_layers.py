@@ -68,7 +68,7 @@ ORDER = {
     "sources": """
         base directory values nested json_text csv_text lines bad_files files
         dumps snapshots delta_log delta_versions delta_table starting
-        kafka_cluster registry protobuf avro serialized unavailable formats
+        kafka_cluster registry protobuf_text protobuf avro serialized unavailable formats
         kafka_messages kafka_pinned kafka kafka_sink
         local_frames any_frame frames
     """,
@@ -109,12 +109,9 @@ LATE_IMPORTS = {
     "vt_dagster.sources.avro": {"pyspark": "needs the JVM's Avro package, of an extra"},
     "vt_dagster.sources.protobuf": {
         "google": "an extra",
-        "base64": "a function that Spark's workers run by itself",
-        "json": "the same",
-        "math": "the same",
-        "struct": "the same",
-        "pandas": "the same; and half a second that a run without news need not wait",
+        "pandas": "half a second that a run without news need not wait",
     },
+    "vt_dagster.sources.protobuf_text": {"google": "an extra, which Spark's workers have"},
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
     "vt_dagster.sources.kafka_sink": {
         "collections": "a function that Spark's workers run by itself",

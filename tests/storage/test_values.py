@@ -1,4 +1,4 @@
-"""Each format, each type, odd values: what comes out is what the bytes say, or the record is unreadable.
+"""Each format, each type, odd values: what comes out is what the bytes say, or it is unreadable.
 
 What is right is told by a plain reading in Python of the same bytes, which knows nothing of Spark.
 """
@@ -100,16 +100,16 @@ NUMBERS = [
     "1E+2",
 ]
 TEXTS = [
-    *("", "a", "12d", "5f", "0x1p3", "0x10", "1_000", "1,000", "+5", " 5", "5 ", "5.", ".5", "--5", "1e", "5L"),
+    *("", "a", "12d", "5f", "0x1p3", "0x10", "1_000", "1,000", "+5", " 5", "5 ", "5.", ".5", "--5", "1e"),
     *("NaN", "Infinity", "-Infinity", "Inf", "inf", "null", "true", "TRUE", "t", "yes", "on", "no"),
-    *("2024-01-05", "2024-1-5", "2024-02-30", "2024-13-01", "2024-01-05 whatever", "2024-01", "2024-005"),
+    *("2024-01-05", "2024-1-5", "2024-02-30", "2024-13-01", "2024-01-05 whatever", "2024-01"),
     *("2024-01-05T10:30:00Z", "2024-01-05 10:30:00", "2024-01-05T10:30", "2024-01-05T10", "10:30"),
     *("10:30:00", "T10:30", "2024-01-05T23:30:00-08:00", "2024-01-05T10:30:00+0200", "now", "today"),
     *("2024-01-05T10:30:00.123456Z", "2024-01-05T10:30:00.1234561Z", "2024-01-05T10:30:00.1234560Z"),
     *("2024-01-05T10:30:00.1234565Z", "2024-01-05T25:00:00Z", "2024-01-05T10:30:60Z", "epoch"),
-    *("9999-12-31T23:59:59-08:00", "0001-01-01T00:00:00+02:00", "10000-01-01", "+12024-01-05", "0000-01-01"),
-    *("2024-01-05T10:30:00 Europe/Berlin", "2024-01-05T10:30:00Z\n", "YXBwbGU=", "YXBwbGU", "YX==", "apple"),
-    *("1704448800", "20240105", "240105", "202401", "200", "1.239", "1.10", "0b1", "٣", "5\n", "é"),
+    *("9999-12-31T23:59:59-08:00", "0001-01-01T00:00:00+02:00", "10000-01-01", "0000-01-01"),
+    *("2024-01-05T10:30:00 Europe/Berlin", "2024-01-05T10:30:00Z\n", "YXBwbGU=", "YXBwbGU", "YX=="),
+    *("apple", "5L", "+12024-01-05", "2024-005", "1704448800", "20240105", "240105", "202401", "200", "1.239", "1.10", "0b1", "٣", "5\n", "é"),
 ]  # fmt: skip
 
 
@@ -147,8 +147,8 @@ def plain(text: str, kind: DataType, base64_too: bool) -> set[Any]:
 
 
 def number(exact: Decimal, kind: DataType, of_text: bool = True) -> set[Any]:
-    """A number as a value of a type. Of a text the nearest FLOAT or DOUBLE is right, of a number in bytes
-    only the same one."""
+    """A number as a value of a type. Of a text the nearest FLOAT or DOUBLE is right, of a number in
+    bytes only the same one."""
     if isinstance(kind, FloatType | DoubleType):
         code = "f" if isinstance(kind, FloatType) else "d"
         try:
@@ -178,7 +178,8 @@ def number(exact: Decimal, kind: DataType, of_text: bool = True) -> set[Any]:
 
 def moments(text: str, kind: DataType) -> set[Any]:
     found = re.fullmatch(
-        r"(\d{4})-?(\d\d)-?(\d\d)(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:\.(\d+))?)?(Z|[+-]\d\d(?::?\d\d)?)?)?",
+        r"(\d{4})-?(\d\d)-?(\d\d)"
+        r"(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:\.(\d+))?)?(Z|[+-]\d\d(?::?\d\d)?)?)?",
         text,
         re.ASCII,
     )
@@ -361,9 +362,7 @@ def test_raw_and_csv(spark: SparkSession) -> None:
     columns = list[Any]()
     for n, kind in enumerate(KINDS.values()):
         wanted, how = of(kind), Reading(base64=False)
-        rows = rows.withColumn(
-            f"t{n}", one_record("line", "f", {("v",): ["f"]}, wanted, {})
-        )
+        rows = rows.withColumn(f"t{n}", one_record("line", "f", {("v",): ["f"]}, wanted, {}))
         rows = rows.withColumn(f"r{n}", read_record(F.col(f"t{n}"), F.col("line"), wanted, how))
         reason = F.when(F.col(f"r{n}").isNull(), UNREADABLE)
         columns.append(F.struct(F.col(f"r{n}").alias("row"), reason.alias("reason")).alias(f"v{n}"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import reduce
 from typing import Any, Literal
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -321,8 +322,7 @@ class KafkaSource:
             parts[UNCHANGED] = value.unchanged
         told = F.col(RECORD_TIME)
         time = told if value.time is None else F.coalesce(value.time, told)
-        for name, one in parsed.items():
-            messages = messages.withColumn(name, one)
+        messages = reduce(lambda rows, one: rows.withColumn(*one), parsed.items(), messages)
         read = messages.withColumns({**parts, REASON: reason, DELETED: deleted, RECORD_TIME: time})
         good = F.col(REASON).isNull()
 

@@ -19,6 +19,7 @@ from pyspark.sql.types import (
 
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.json_text import NUMBER
+from vt_dagster.sources.protobuf_text import TEXT, is_value, is_wrapper, reader
 from vt_dagster.sources.values import (
     TIMES,
     Reading,
@@ -28,11 +29,6 @@ from vt_dagster.sources.values import (
     of_number,
     of_text,
 )
-
-_WRAPPED = "google.protobuf."
-_SCALARS = ("Timestamp", "Duration", "FieldMask", "Struct", "Value", "ListValue")
-"""Messages of Google's that are a value: as text what their JSON has."""
-_WRAPPERS = ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
 
 
 def message_class_of(descriptors: bytes, name: str) -> Any:
@@ -74,7 +70,7 @@ def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -
             kind = kind.elementType
         if part is not None and isinstance(kind, StructType):
             found += misfits(part, kind, how, f"{name}.")
-        elif part is not None and not _is_value(part):
+        elif part is not None and not (is_value(part) or is_wrapper(part)):
             found.append(_said(name, f"the message {part.full_name}", kind))
         elif part is None and not _may_fit(field, kind, how, tuple(name.split("."))):
             found.append(_said(name, _TYPES.get(field.type, "a number"), kind))
@@ -98,29 +94,20 @@ def _may_fit(field: Any, kind: DataType, how: Reading, path: tuple[str, ...]) ->
     return not isinstance(kind, BooleanType | BinaryType)
 
 
-def _is_value(message: Any) -> bool:
-    names = (*_SCALARS, *(f"{one}Value" for one in _WRAPPERS))
-    return message.full_name in [_WRAPPED + one for one in names]
-
-
 def _said(name: str, got: str, kind: DataType) -> str:
     more = "" if not isinstance(kind, TIMES) else " (of a number, say its unit with timestamps)"
     return f"{name} is {got} in the message, expected {kind.simpleString()}{more}"
 
 
 def value_of(text: Column, kind: DataType, how: Reading, path: tuple[str, ...]) -> Column:
-    """A value that the reader has written, as one of a type; null where it is none.
-
-    Behind a mark stand ``n`` and a number, ``d`` and a double, ``b`` and bytes in base64, ``o`` and a
-    boolean, or ``x``, which is no value.
-    """
+    """A value that the reader has written, as one of a type; null where it is none."""
     of = F.substring(text, len(NUMBER) + 1, 1)
     bare = F.substring(text, len(NUMBER) + 2, 2**31 - 1)
     number = of_number(bare, kind, how.unit(path) if isinstance(kind, TIMES) else None)
     double = F.when(F.rlike(bare, F.lit(r"[0-9Ny]\z")), bare.try_cast("double"))
     given = (
         F.when(of == "n", number)
-        .when(of == "d", of_double(double, kind))
+        .when(of == "d", bare if isinstance(kind, StringType) else of_double(double, kind))
         .when(of == "b", of_bytes(F.unbase64(bare), kind))
         .when(of == "o", of_boolean(bare == "true", kind))
     )
@@ -135,105 +122,21 @@ def _plan(kind: DataType) -> Any:
         return [_plan(kind.elementType)]
     if isinstance(kind, MapType):
         return (_plan(kind.valueType),)
-    return "text" if isinstance(kind, StringType) else "value"
+    return TEXT if isinstance(kind, StringType) else "value"
 
 
 def protobuf_reader(descriptors: bytes, name: str, wanted: StructType) -> Any:
-    """A function of a column of messages: the wanted fields as JSON; null where a message cannot be
-    read."""
+    """A function of a column of messages: the wanted fields as JSON of texts; null where a message
+    cannot be read."""
 
     import pandas as pd
 
-    plan, mark, values, wrappers = _plan(wanted), NUMBER, _SCALARS, _WRAPPERS
+    plan, mark = _plan(wanted), NUMBER
 
     def read(batches: Any) -> Any:
-        # Self-contained: workers need protobuf, not this package.
-        import base64
-        import json
-        import math
-        import struct
-
         import pandas as pd
-        from google.protobuf import (
-            descriptor_pb2,
-            descriptor_pool,
-            json_format,
-            message_factory,
-        )
 
-        pool = descriptor_pool.DescriptorPool()
-        for file in descriptor_pb2.FileDescriptorSet.FromString(descriptors).file:
-            pool.Add(file)
-        message_class = message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
-        known = {f"google.protobuf.{one}" for one in values}
-        wrapped = {f"google.protobuf.{one}Value" for one in wrappers}
-
-        def number(value: float) -> str:
-            if math.isnan(value):
-                return "NaN"
-            if math.isinf(value):
-                return "Infinity" if value > 0 else "-Infinity"
-            return repr(value)
-
-        def scalar(field: Any, value: Any, want: Any) -> Any:
-            if field.enum_type is not None:
-                named = field.enum_type.values_by_number.get(value)
-                return f"{mark}n{value}" if named is None else named.name
-            if isinstance(value, bytes):
-                return f"{mark}b{base64.b64encode(value).decode()}"
-            if isinstance(value, bool):
-                return f"{mark}o{str(value).lower()}"
-            if isinstance(value, float):
-                shortest = field.type == field.TYPE_FLOAT and want == "text"
-                return f"{mark}d{short(value) if shortest else number(value)}"
-            return value if isinstance(value, str) else f"{mark}n{value}"
-
-        def short(value: float) -> str:
-            texts = (f"{value:.{digits}g}" for digits in range(6, 10))
-            same = (t for t in texts if struct.unpack("f", struct.pack("f", float(t)))[0] == value)
-            return next(same, number(value))
-
-        def one(field: Any, value: Any, want: Any) -> Any:
-            if field.message_type is None:
-                return scalar(field, value, want) if isinstance(want, str) else f"{mark}x"
-            if isinstance(want, dict):
-                return plain(value, want)
-            told = field.message_type.full_name
-            if told in wrapped:
-                return scalar(field.message_type.fields_by_name["value"], value.value, want)
-            if told not in known:
-                return f"{mark}x"
-            found = json_format.MessageToDict(value)
-            if isinstance(found, str) and not told.endswith("Value"):
-                return found
-            return json.dumps(found) if want == "text" else f"{mark}x"
-
-        def plain(message: Any, wanted: Any) -> dict[str, Any]:
-            found: dict[str, Any] = {}
-            for part in message.DESCRIPTOR.fields:
-                if part.name not in wanted:
-                    continue
-                value, want, kind = getattr(message, part.name), wanted[part.name], part.message_type
-                if kind is not None and kind.GetOptions().map_entry:
-                    of = kind.fields_by_name["value"]
-                    found[part.name] = {
-                        str(k).lower() if isinstance(k, bool) else str(k): one(of, value[k], want[0])
-                        for k in value
-                    }
-                elif part.is_repeated:
-                    found[part.name] = [one(part, v, want[0]) for v in value]
-                elif not part.has_presence or message.HasField(part.name):
-                    found[part.name] = one(part, value, want)
-            return found
-
-        def text(raw: bytes | None) -> str | None:
-            try:
-                if raw is None:
-                    return None
-                return json.dumps(plain(message_class.FromString(bytes(raw)), plan))
-            except Exception:  # DecodeError and what upb raises for bad UTF-8
-                return None
-
+        text = reader(descriptors, name, plan, mark)
         for batch in batches:
             yield pd.Series([text(raw) for raw in batch], dtype="object")
 
