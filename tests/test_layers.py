@@ -67,9 +67,10 @@ ORDER = {
         reader store maintenance erasing
         """,
     "sources": """
-        base directory values json_text csv_text bad_files files
+        base directory values nested json_text csv_text lines bad_files files
         dumps snapshots delta_log delta_versions delta_table starting
-        kafka_cluster protobuf avro formats kafka_messages kafka_pinned kafka kafka_sink
+        kafka_cluster registry protobuf_text protobuf avro serialized unavailable formats
+        kafka_messages kafka_pinned kafka kafka_sink
         local_frames any_frame frames
     """,
     "provenance": """
@@ -103,16 +104,15 @@ LATE_IMPORTS = {
     "vt_dagster.storage.lookup": {"pyarrow": "its datasets take pandas with them, half a second"},
     "vt_dagster.runs.contracts": {"pandera": "half a second, of no use to who has no contract"},
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
-    "vt_dagster.sources.formats": {
+    "vt_dagster.sources.registry": {
         "confluent_kafka": "an extra",
     },
     "vt_dagster.sources.avro": {"pyspark": "needs the JVM's Avro package, of an extra"},
     "vt_dagster.sources.protobuf": {
         "google": "an extra",
-        "base64": "a function that Spark's workers run by itself",
-        "json": "the same",
-        "pandas": "the same; and half a second that a run without news need not wait",
+        "pandas": "half a second that a run without news need not wait",
     },
+    "vt_dagster.sources.protobuf_text": {"google": "an extra, which Spark's workers have"},
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
     "vt_dagster.sources.kafka_sink": {
         "collections": "a function that Spark's workers run by itself",

@@ -43,6 +43,9 @@ TRUNCATES = "_truncates"
 of which is also ``_deleted``."""
 TOLD_AT = "_told_at"
 """When the source has recorded a row, where it is asked for that; an optional column of its rows."""
+UNCHANGED = "_unchanged"
+"""The columns that a row does not have since they are unchanged: an array of names; null = none. An
+optional column of a source's rows."""
 
 
 class Reason:
@@ -133,7 +136,12 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     named = RECORD_TIME in rows.columns and SOURCE_TIME not in rows.columns
     rows = rows.withColumn(SOURCE_TIME, F.col(RECORD_TIME)) if named else rows
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
-    if parts := parts_of(node):
+    parts = parts_of(node)
+    if UNCHANGED in rows.columns:
+        # What has no version to take its value from would be null, which the source does not say.
+        lost = F.array_except(UNCHANGED, F.array(*map(F.lit, parts)).cast("array<string>"))
+        reason = reason.when(~tombstone & (F.size(lost) > 0), Reason.UNREADABLE)
+    if parts:
         assert isinstance(node, VersionedTable)
         given, unknown = _given(node, rows, parts)
         timed = timed.withColumn(GIVEN, F.when(~F.col(IS_TOMBSTONE), given))
@@ -179,6 +187,9 @@ def _given(
             says = F.coalesce(F.arrays_overlap(listed, F.array(*map(F.lit, names))), F.lit(True))
         elif only is not None:
             says = F.lit(part in only)
+        if UNCHANGED in rows.columns:
+            unchanged = F.array_contains(UNCHANGED, part)
+            says = says & ~F.coalesce(unchanged, F.lit(False))
         if part in ignored:
             says = says & F.col(f"`{part}`").isNotNull()
         said.append(F.when(says, F.lit(part)))

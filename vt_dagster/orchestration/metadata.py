@@ -130,6 +130,10 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     metadata |= _column_lineage(node)
     if node.source is not None:
         metadata["vt_dagster/source"] = node.source.describe()
+        unit = getattr(node.source, "timestamps", None)
+        if unit is not None:
+            said = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())
+            metadata["vt_dagster/timestamps"] = said
     metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
     return metadata | _explore(node)
 

@@ -92,6 +92,8 @@ def code_version(node: Stream) -> str:
     declared += [] if tie_break is None else [f"tie_break {tie_break}"]
     if isinstance(node, VersionedTable) and node.says_parts:
         declared += [f"says {node.only_columns} {node.ignore_null_updates}"]
+    unit = getattr(node.source, "timestamps", None)
+    declared += [] if unit is None else [f"timestamps {unit}"]
     start = start_of(node)
     declared += [] if start is None else [f"start {start.describe()}"]
     said = json.dumps([shape, *declared])

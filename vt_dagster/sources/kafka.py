@@ -27,6 +27,7 @@ from vt_dagster.core.records import (
     SOURCE,
     TOLD_AT,
     TRUNCATES,
+    UNCHANGED,
 )
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.base import News, require_limits, require_told
@@ -34,6 +35,7 @@ from vt_dagster.sources.formats import Decoded, Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
 from vt_dagster.sources.kafka_pinned import APPEND_TIME, WORDS, PinnedTopics
+from vt_dagster.sources.nested import require_units
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
@@ -143,6 +145,8 @@ class KafkaSource:
                     f"{name}: the message's {part} is read as {format_}, which gives none of the "
                     f"columns {wanted.names}; name one of them"
                 )
+            if format_ is not None:
+                self._require_types(name, part, format_, wanted)
         if self.headers is None:
             return
         there = schema[self.headers].dataType if self.headers in schema.names else None
@@ -152,6 +156,25 @@ class KafkaSource:
                 f"{name}: expected a column {self.headers!r} of type {HEADERS.simpleString()} for the "
                 f"headers, got {got}"
             )
+
+    def _require_types(self, name: str, part: str, format_: Format, wanted: StructType) -> None:
+        own = StructType([f for f in wanted.fields if f.name != self.headers])
+        if odd := format_.misfits(own):
+            raise TopologyError(
+                f"{name}: no {part} of a message can give these columns: {'; '.join(odd)}; correct the "
+                "columns' types, or how the messages are read"
+            )
+        require_units(name, getattr(format_, "timestamps", None), schema=own)
+
+    @property
+    def timestamps(self) -> object:
+        """The unit of numbers in columns of times, where the value's format says one."""
+        return getattr(self.value, "timestamps", None)
+
+    @property
+    def says_parts(self) -> bool:
+        """Whether a message may lack values that are unchanged."""
+        return getattr(self.value, "unavailable", None) is not None
 
     # -- offsets ---------------------------------------------------------------------------------
 
@@ -302,6 +325,8 @@ class KafkaSource:
             reason = F.when(~said[TRUNCATES], reason)
         told = F.col(RECORD_TIME)
         time = told if value.time is None else F.coalesce(value.time, told)
+        if value.unchanged is not None:
+            parts[UNCHANGED] = value.unchanged
         for name, one in parsed.items():
             messages = messages.withColumn(name, one)
         read = messages.withColumns({**parts, REASON: reason, RECORD_TIME: time, **said})
@@ -323,7 +348,7 @@ class KafkaSource:
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
         inside = [PARTITION, ARRIVAL, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        inside += [*said, *(c for c in messages.columns if c == TOLD_AT)]
+        inside += [*said, *(c for c in read.columns if c in (TOLD_AT, UNCHANGED))]
         return read.select(*columns, *inside)
 
     def _messages(

@@ -175,6 +175,15 @@ def _check_valid_until(name: str, column: object, values: Sequence[StructField])
         )
 
 
+def says_parts(table: Any) -> bool:
+    """Whether a record of a table may leave out what is unchanged: by its own settings, or as its
+    source does, where the table can keep what it has."""
+    if table.only_columns is not None or table.ignore_null_updates:
+        return True
+    taken = {f.name.lower() for f in table.schema.fields} & {"given_columns", "carried"}
+    return getattr(table.source, "says_parts", False) and table.tie_break is None and not taken
+
+
 def _check_parts(table: Any, values: Sequence[StructField]) -> None:
     """Refuses what says of no record which part of its row it tells."""
     name, only, nulls = table.name, table.only_columns, table.ignore_null_updates

@@ -13,7 +13,12 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.declared import check_deletions, check_join, check_versions
+from vt_dagster.topology.declared import (
+    check_deletions,
+    check_join,
+    check_versions,
+    says_parts,
+)
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -385,7 +390,7 @@ class VersionedTable(Table, kind="versioned_table"):
     @property
     def says_parts(self) -> bool:
         """Whether a record may say a part of its row."""
-        return self.only_columns is not None or bool(self.ignore_null_updates)
+        return says_parts(self)
 
 
 __all__ = [
