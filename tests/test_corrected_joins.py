@@ -128,6 +128,29 @@ def test_inner_rows_appear_and_vanish(spark: SparkSession) -> None:
     } == {(0, 0, 0)}
 
 
+def test_inner_rows_with_a_key_appear_and_vanish(spark: SparkSession) -> None:
+    driver = TopologyTestDriver(priced("inner", key="order_id"), spark=spark)
+    driver.pipe("orders", order(1, 10), order(2, 20, "b"))
+    for value in (5.0, None, 6.0):
+        driver.pipe("prices", price(value, 8))
+    assert told(driver.read("priced")) == [
+        ("o1", 5.0, 0, 0, None, False),
+        ("o1", None, 1, 1, 5.0, True),
+        ("o1", 6.0, 2, 2, None, False),
+    ]
+    # Another record of that key has no row as long as it has no price.
+    driver.pipe("orders", order(1, 21, "b"))
+    driver.pipe("prices", price(None, 15, "b"))
+    assert driver.read("priced") == []
+    with pytest.raises(RefusedRecordsError, match=r"got 1 .*partition 0 offset 2"):
+        driver.pipe("prices", price(7.0, 21, "b"))
+    driver.pipe("prices", price(None, 8))
+    driver.pipe("prices", price(7.0, 21, "b"))
+    assert [(r["order_id"], r["price"], r["product"]) for r in driver.table("priced")] == [
+        ("o1", 7.0, "b")
+    ]
+
+
 def test_no_record_is_corrected_after_its_promise(spark: SparkSession) -> None:
     driver = TopologyTestDriver(priced(), spark=spark)
     driver.pipe("orders", order(1, 10), order(2, 49), order(3, 100))

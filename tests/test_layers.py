@@ -52,7 +52,7 @@ ORDER = {
         """,
     "core": """
         arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
-        sessions sliding emit_early periods fixed_windows table repeats partial versioned store known
+        sessions sliding emit_early periods fixed_windows table repeats partial source_order versioned store known
         per_run
         processor source filter map_values stream_table_join corrections corrected_join suppress
         table_table_join side_times within two_streams stream_stream_join corrected_stream_join
@@ -61,14 +61,16 @@ ORDER = {
         """,
     "spark": "settings small_runs jars launch session server",
     "storage": """
-        delta positions file_offsets kept commits values folding names lookup replaced differing
+        damage delta places whole_files positions file_offsets kept commits values folding names lookup
+        replaced differing
         intervals evolution transaction parquet segments offsets progress view snapshot shapes
         reader store maintenance erasing
         """,
     "sources": """
-        base directory values json_text csv_text bad_files files
+        base directory values nested json_text csv_text lines bad_files files
         dumps snapshots delta_log delta_versions delta_table starting
-        kafka_cluster protobuf avro formats kafka_messages kafka_pinned kafka kafka_sink
+        kafka_cluster registry protobuf_text protobuf avro serialized unavailable formats
+        kafka_messages kafka_pinned kafka kafka_sink
         local_frames any_frame frames
     """,
     "provenance": """
@@ -102,16 +104,15 @@ LATE_IMPORTS = {
     "vt_dagster.storage.lookup": {"pyarrow": "its datasets take pandas with them, half a second"},
     "vt_dagster.runs.pandera_checks": {"pandera": "half a second, of no use to who has no contract"},
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
-    "vt_dagster.sources.formats": {
+    "vt_dagster.sources.registry": {
         "confluent_kafka": "an extra",
     },
     "vt_dagster.sources.avro": {"pyspark": "needs the JVM's Avro package, of an extra"},
     "vt_dagster.sources.protobuf": {
         "google": "an extra",
-        "base64": "a function that Spark's workers run by itself",
-        "json": "the same",
-        "pandas": "the same; and half a second that a run without news need not wait",
+        "pandas": "half a second that a run without news need not wait",
     },
+    "vt_dagster.sources.protobuf_text": {"google": "an extra, which Spark's workers have"},
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
     "vt_dagster.sources.kafka_sink": {
         "collections": "a function that Spark's workers run by itself",

@@ -35,6 +35,7 @@ SHOWN = {
     "carried": "test_what_a_late_record_says_holds_in_later_versions",
     "unknown_columns": "test_what_a_record_says_must_be_known",
     "covered": "test_the_snapshot_and_then_the_changes",
+    "nothing_new": "test_what_debezium_says_of_deletions",
     "waiting": "kip923-probe-left-in-buffer",
     "dropped": "kip914-probe-stream-join-nulls-inner-versioned",
     "no_result": "kip914-filter-unversioned",
@@ -125,9 +126,15 @@ def test_metrics_are_described_by_the_rules() -> None:
         rates, name="joined", select=["left.*", "right.n as rate"], corrected_for=timedelta(hours=1)
     )
     final = hourly.suppress(UntilWindowCloses(), name="final")
+    dumps = VersionedTable(
+        "dumps",
+        **about,
+        history_retention=timedelta(days=1),
+        source=SnapshotSource("dumps", dump_time="modified"),
+    )
     told = {
         node.name: str(definition_metadata(node)["vt_dagster/numbers"].md_str)
-        for node in (orders, hourly, rates, parts, joined, final)
+        for node in (orders, hourly, rates, parts, dumps, joined, final)
     }
     told = {name: set(re.findall(r"- `(\w+)`: (.+)", text)) for name, text in told.items()}
     every = set().union(*told.values())

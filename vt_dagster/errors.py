@@ -38,6 +38,10 @@ class ConcurrentRunError(VtDagsterError):
     """Another run of the same asset has committed the same input first."""
 
 
+class ClockWarning(UserWarning):
+    """A read as of a time of record leaves out records, since the clock of a run was ahead."""
+
+
 class StorageError(VtDagsterError):
     """A log or a view on storage is missing, damaged or not what its asset declares."""
 

@@ -47,13 +47,20 @@ LOST_TIE = _rule(
 )
 CARRIED = _rule(
     "carried",
-    "no record: what a late record says of a part of its row holds in this later version too, which is "
-    "in the log once more",
+    "no record: a record also changes this later version, which is in the log once more: what a late "
+    "record says of a part of its row holds in it too; or the source sent the record after the version "
+    "and gave it an earlier time, so it is in force again from the version's time on",
 )
 COVERED = _rule(
     "covered",
     "a row of the snapshot that its table starts with, of a key of which the changes tell a record of "
     "that time or before: it is not applied",
+)
+NOTHING_NEW = _rule(
+    "nothing_new",
+    "the source says again what the table has of the key: Debezium by a null message after a deletion "
+    "or a snapshot's row (op r) with the same values, a dump by a row that deleted_when holds for and "
+    "the table has not got; it is not applied",
 )
 WAITING = _rule("waiting", "stream time has not passed its timestamp by the grace period: it is held")
 DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or is out of order")
@@ -143,7 +150,10 @@ CORRECTED = _rule(
     "corrected", "what has been recorded since gives another answer than the one that was given then"
 )
 
-_COUNTED = (APPLIED, CARRIED, LATE, LOST_TIE, COVERED, DROPPED, WAITING, QUARANTINED, CORRECTED)
+_COUNTED = (
+    *(APPLIED, CARRIED, LATE, LOST_TIE, COVERED, NOTHING_NEW, DROPPED, WAITING, QUARANTINED),
+    CORRECTED,
+)
 METRICS = {
     **{f"records_{rule}": rule for rule in _COUNTED},
     "records_unmatched": NO_MATCH,

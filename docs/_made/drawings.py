@@ -81,6 +81,30 @@ def out_of_order() -> str:
     return svg(W, 132, "a record out of order splits one interval", drawn)
 
 
+def deletions() -> str:
+    drawn = [
+        hours(212),
+        label(46, "dump of 11:00"),
+        label(80, "dump of 12:00"),
+        label(114, "… the table", "(assumed: dashed)"),
+        label(158, "dump of 14:00"),
+        label(192, "… the table"),
+    ]
+    drawn += [dot(11, 42, "Ann, updated_at 10:00"), dot(12, 76, "without Ann: deleted at 12:00", RED)]
+    drawn += [bar(10, 12, 100, "Ann"), _deleted(12, 15.4, 100)]
+    drawn += [dot(14, 154, "Ann, updated_at 10:00", GREEN)]
+    drawn += [bar(10, 12, 178, "Ann"), bar(12, 15.4, 178, "Ann again, in place of the deletion", GREEN)]
+    return svg(W, 215, "a deletion takes the dump's time, and yields to a row that comes back", drawn)
+
+
+def _deleted(start: float, end: float, y: float) -> str:
+    return (
+        f'<rect x="{x(start):.1f}" y="{y}" width="{(end - start) * HOUR - 2:.1f}" height="22" '
+        f'fill="none" stroke="{RED}" stroke-dasharray="4 3"/>'
+        + text(x((start + end) / 2), y + 15, "deleted", "middle")
+    )
+
+
 def grace() -> str:
     drawn = [hours(215), label(46, "1: order of 11:00"), label(80, "2: price of 10:30", "(late)")]
     drawn += [
@@ -249,7 +273,10 @@ def hops() -> str:
 
 DRAWINGS: dict[str, Callable[[], str]] = {
     one.__name__: one
-    for one in (versions, out_of_order, grace, retention, known, corrections, log_and_view, run, hops)
+    for one in (
+        *(versions, out_of_order, deletions, grace, retention, known, corrections, log_and_view, run),
+        hops,
+    )
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import duckdb
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
+from pyspark.sql.types import IntegerType, StructField, StructType
 
 from tests.core.test_split_invariance import (
+    COLUMNS,
     PARTITIONS,
     SOURCE,
     Record,
@@ -28,12 +31,13 @@ from vt_dagster.topology.model import Stream, VersionedTable
 
 MS = timedelta(milliseconds=1)
 RETENTION, PROMISE = 20, 12
-NAMES = ("left", "inner", "waiting")
+NAMES = ("left", "inner", "waiting", "keyed", "keyed_waiting")
+COLUMNS_OF_STREAM = StructType([*COLUMNS.fields, StructField("number", IntegerType())])
 
 
 def joins() -> list[Stream]:
     table = VersionedTable("table", history_retention=RETENTION * MS, **SOURCE)
-    stream = Stream("stream", null_key="keep", **SOURCE)
+    stream = Stream("stream", null_key="keep", **SOURCE | {"schema": COLUMNS_OF_STREAM})
     about: dict[str, Any] = {
         "corrected_for": PROMISE * MS,
         "select": ("left.case", "left.key as of", "right.value as found"),
@@ -42,6 +46,17 @@ def joins() -> list[Stream]:
         stream.left_join(table, name="left", **about),
         stream.join(table, name="inner", **about),
         stream.left_join(table, name="waiting", grace_period=4 * MS, **about),
+        stream.join(table, name="keyed", key="number", **about),
+        stream.join(table, name="keyed_waiting", key="number", grace_period=4 * MS, **about),
+    ]
+
+
+def numbered(blocks: list[Any]) -> list[Any]:
+    """The blocks with a number for each record of the stream: a key that no other has."""
+    numbers = count()
+    return [
+        (rows, [[r | {"number": next(numbers)} for r in case] for case in records], *rest)
+        for rows, records, *rest in blocks
     ]
 
 
@@ -87,6 +102,7 @@ def told(driver: TopologyTestDriver, name: str) -> dict[str, Any]:
 )
 def test_runs_end_as_one_run(spark: SparkSession, blocks: list[Any]) -> None:
     whole, split, finer = (TopologyTestDriver(*joins(), spark=spark) for _ in range(3))
+    blocks = numbered(blocks)
     for rows, records, *_ in blocks:
         split.run({"table": placed(rows), "stream": placed(records)})
     # What arrives in the same order gives the same, however it is cut into runs: also what is older.
@@ -108,8 +124,9 @@ def test_runs_end_as_one_run(spark: SparkSession, blocks: list[Any]) -> None:
         assert found(split, name, edges) == found(whole, name, edges)
     if table and stream:
         expected = by_duckdb(table, stream, edges)
-        assert found(split, "left", edges) == expected
-        assert found(split, "inner", edges) == {k: v for k, v in expected.items() if v is not None}
+        matched = {k: v for k, v in expected.items() if v is not None}
+        for kind, name in ((expected, "left"), (matched, "inner"), (matched, "keyed")):
+            assert found(split, name, edges) == kind
 
 
 def by_duckdb(table: list[Record], stream: list[Record], edges: dict[int, int]) -> dict[Any, Any]:

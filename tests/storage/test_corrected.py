@@ -17,6 +17,7 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
+from vt_dagster.runs.what_if import what_if
 from vt_dagster.storage.lookup import look_up
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.storage.view import View
@@ -74,6 +75,48 @@ def test_corrections_on_delta(
     told = {n: head.commit.counts[n] for n in ("in", "changes", "corrected", "corrections_too_late")}
     assert told == {"in": 4, "changes": 3, "corrected": 3, "corrections_too_late": 1}
     assert [f.name for f in audit(store) if not f.passed] == []
+
+
+def test_rows_with_a_key_that_come_and_go_on_delta(tmp_path: Path, spark: SparkSession) -> None:
+    """An inner join with ``key``: a price comes after its order, is deleted, and comes back; made anew
+    from a time on, as a whole, and as it would be declared."""
+    topology = Topology(tmp_path)
+    about: dict[str, Any] = {"corrected_for": timedelta(minutes=10), "key": "n"}
+    select = ["left.k", "left.n", "right.n as rate"]
+    joined = topology.orders.join(topology.rates, name="corrected", select=select, **about)
+    nodes, stores = (topology.rates, topology.orders, joined), stores_of(topology.warehouse, spark)
+    rates = [[("b", 1, 0)], [("a", 2, 1)], [("a", None, 1.5)], [("a", 4, 1.5), ("b", None, 2)]]
+    orders = [[("a", 1, 2), ("b", 2, 3)], [("c", 3, 3)], [], [("b", 4, 1)]]
+    for i, (some, others) in enumerate(zip(rates, orders, strict=True)):
+        topology.land("rates", f"{i}.jsonl", some)
+        topology.land("orders", f"{i}.jsonl", others or [("z", 90 + i, 3)])
+        for node in nodes:
+            run_once(node, stores)
+    # How often a row was corrected depends on the runs; what is there does not.
+    expected = {1: (4, 2), 4: (1, 0)}
+    assert _rates(topology, spark, "corrected") == expected
+    store = stores(joined)
+    log = [
+        (r["n"], r["rate"], r["revision"], r["is_tombstone"])
+        for r in store.read("log").orderBy("partition", "offset").collect()
+    ]
+    assert log == [
+        (2, 1, 0, False),
+        (1, 2, 0, False),
+        (1, None, 1, True),
+        (1, 4, 2, False),
+        (2, None, 1, True),
+        (4, 1, 0, False),
+    ]
+    assert [f.name for f in audit(store) if not f.passed] == []
+    assert restate(topology.warehouse, joined, "2020-01-01T00:00:00Z", spark, nodes) == ["corrected"]
+    assert {n: rate for n, (rate, _) in _rates(topology, spark, "corrected").items()} == {1: 4, 4: 1}
+    replay(topology.warehouse, joined, "anew", spark)
+    assert _rates(topology, spark, "anew") == {1: (4, 0), 4: (1, 0)}
+    doubled = [*select[:2], "right.n * 2 as rate"]
+    other = topology.orders.join(topology.rates, name="corrected", select=doubled, **about)
+    changes = what_if(topology.warehouse, other, spark)
+    assert (changes.added, changes.removed, changes.changed) == (0, 0, 2)
 
 
 def test_two_streams_on_delta(

@@ -106,11 +106,9 @@ def registry() -> Iterator[str]:
 def test_json(spark: SparkSession) -> None:
     good = b'{"id": 7, "name": "x", "at": "2024-05-01T12:00:00.250Z", "more": [1]}'
     bad = {"reason": "unreadable"}
-    assert decoded(spark, Json(), [good, b'{"id": 1', b'"text"', b'{"id": "seven"}', b"{}"]) == [
-        ORDER,
-        *(bad, bad, bad),
-        {"id": None, "name": None, "at": None},
-    ]
+    texts = [good, b'{"id": 1', b'"text"', b'{"id": "seven"}', b"{}", b'{"name": null}']
+    none = {"id": None, "name": None, "at": None}
+    assert decoded(spark, Json(), texts) == [ORDER, *(bad, bad, bad, bad), none]
     doubled, latin = good + good, '{"id": 7, "name": "é"}'.encode("latin-1")
     assert decoded(spark, Json(), [doubled, good + b" x", latin]) == [bad, bad, bad]
     twice = b'{"id": 7, "id": 8}'

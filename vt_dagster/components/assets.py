@@ -33,6 +33,7 @@ from vt_dagster.sources.frames import AssetSource
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.snapshots import SnapshotSource
+from vt_dagster.sources.values import Unit
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
@@ -52,6 +53,7 @@ def _part(
     name: str, *targets: Callable[..., Any], types: Mapping[Any, Any] = {}, **more: Any
 ) -> type[Part]:
     types = dict(types) if types or name == "Materialized" else {Materialized: _materialized}
+    types[Mapping[str, Unit]] = Unit | dict[str, Unit]
     leave_out = (*_SHOWN, "other", "table", "others", "operator", "contract")
     if name == "Sensor":
         leave_out = ("node", "target", "resource_prefix")

@@ -45,6 +45,7 @@ class Fate:
     LOST_TIE = rules.LOST_TIE.name
     CARRIED = rules.CARRIED.name
     COVERED = rules.COVERED.name
+    NOTHING_NEW = rules.NOTHING_NEW.name
     WAITING = rules.WAITING.name
     DROPPED = rules.DROPPED.name
     NO_RESULT = rules.NO_RESULT.name
@@ -60,6 +61,11 @@ def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
     if more is None:
         return rows
     return rows.unionByName(more, allowMissingColumns=True)
+
+
+def with_columns(rows: DataFrame, told: Mapping[str, Column]) -> DataFrame:
+    """Rows with more columns, or none: Spark Connect refuses ``withColumns`` of nothing."""
+    return rows.withColumns({**told}) if told else rows
 
 
 def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:

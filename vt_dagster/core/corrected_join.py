@@ -258,8 +258,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         old = F.when(F.lit(False), F.struct(*columns(values), TIMESTAMP))
         told = {REVISION: F.lit(0), CAUSE: F.lit(None).cast(POSITION_TYPE), _PRODUCED: has}
         if _ROW in rows.columns:
-            row, types = F.col(_ROW), dict(rows.dtypes)
-            existed = row.isNotNull()
+            row, types, existed = F.col(_ROW), dict(rows.dtypes), _has_row()
             alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
             corrected = F.when(F.col(_TOO_OLD), Fate.TOO_LATE)
             corrected = corrected.when(alike | ~(has | existed), Fate.NO_RESULT)
@@ -267,7 +266,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             before = [row.getField(c).alias(c) for c in (*values, TIMESTAMP)]
             old = F.when(existed, F.struct(*before))
             gone = F.col(_GONE) + 1 if _GONE in rows.columns else F.lit(0)
-            revision = F.coalesce(row.getField(REVISION) + 1, gone, F.lit(0))
+            revision = F.coalesce(F.when(existed, row.getField(REVISION) + 1), gone, F.lit(0))
             produced = (has | existed) & ~F.coalesce(F.col(_TOO_OLD), F.lit(False))
             told = {REVISION: revision, CAUSE: F.col(CAUSE), _PRODUCED: produced}
         there = {c: F.when(has, F.col(f"`{c}`")).alias(c) for c in values}
@@ -293,9 +292,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
     def _place(self) -> list[Column]:
         """What the quarantine says of a row that is refused a correction: no value of anybody's."""
-        nothing = F.lit(None).cast("string")
-        source, reason = F.lit(self.operator.left.name), F.lit(Fate.TOO_LATE)
-        told = {REASON: reason, SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
+        source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
+        told = {REASON: F.lit(Fate.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
         return [c.alias(name) for name, c in told.items()]
 
     def _with_twice(self, rows: DataFrame, judged: DataFrame, known: Known) -> DataFrame:
@@ -306,16 +304,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         key = list(self.node.key)
         of_key = F.sum(F.col(_PRODUCED).cast("int")).over(W.partitionBy(*columns(key)))
         twice = of_key > 1
-        if _ROW in rows.columns:
-            theirs = F.struct(*[F.col(_ROW).getField(c) for c in (PARTITION, _RECORD)])
-            twice = twice | (F.col(_AGAIN) & (theirs != F.struct(PARTITION, _RECORD)))
         if known.view is not None:
             there = known.view.select(*columns(key))
             if self.few:
                 asked = F.broadcast(judged.select(*columns(key)).distinct())
                 there = there.join(asked, key, "left_semi")
             rows = rows.join(there.withColumn(_SEEN, F.lit(True)), key, "left")
-            twice = twice | (~F.col(_AGAIN) & F.col(_SEEN))
+            # Of all rows, not of those as young as the changes alone: another's may be older.
+            own = _has_row() if _ROW in rows.columns else F.lit(False)
+            twice = twice | (F.col(_SEEN) & ~own)
         told = F.coalesce(F.col(_PRODUCED) & twice, F.lit(False))
         return rows.withColumns({_TWICE: told, LEFT_OFFSET: F.col(_RECORD)}).drop(_SEEN)
 
@@ -385,15 +382,18 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         done = sum(totals.get(fate, 0) for fate in fates)
         inner = totals.get(_UNMATCHED, 0) if self.operator.kind == "inner" else 0
         joined = totals.get(Fate.APPLIED, 0) + totals.get(Fate.LATE, 0) - inner
+        out = totals.get("out", 0)
         return [
             ("records in = joined + dropped + waiting + of the table", totals.get("in", 0), done),
-            ("records out = rows in the log", totals.get("out", 0), rows),
-            (
-                "joined + corrected = records out",
-                joined + totals.get(CORRECTED, 0),
-                totals.get("out", 0),
-            ),
+            ("records out = rows in the log", out, rows),
+            ("joined + corrected = records out", joined + totals.get(CORRECTED, 0), out),
         ]
+
+
+def _has_row() -> Column:
+    """Whether the row of a record's key is the record's own. Null-safe, for there may be no row."""
+    place = [F.col(_ROW).getField(c).eqNullSafe(F.col(c)) for c in (PARTITION, _RECORD)]
+    return F.col(_ROW).isNotNull() & place[0] & place[1]
 
 
 def _nothing() -> Column:

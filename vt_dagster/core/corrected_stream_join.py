@@ -32,7 +32,7 @@ from vt_dagster.columns import (
     RIGHT_PARTITION,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival import Fate, micros
+from vt_dagster.core.arrival import Fate, micros, with_columns
 from vt_dagster.core.changes import match_names
 from vt_dagster.core.corrected_join import CORRECTED
 from vt_dagster.core.known import Input, Known
@@ -158,7 +158,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def _end(self, pairs: DataFrame, place: int) -> DataFrame:
         """The tombstone of a record's row, from the record and the one that it matches."""
         (partition, offset), cause = _PLACES[place], _PLACES[1 - place]
-        alone = pairs.withColumns(self._record_alone(pairs, place))
+        alone = with_columns(pairs, self._record_alone(pairs, place))
         at, name = F.timestamp_micros(THERE), F.lit(self.consumed[1 - place].name)
         by = F.struct(name, *map(F.col, cause)).cast(POSITION_TYPE)
         chosen = self.operator.projection().columns

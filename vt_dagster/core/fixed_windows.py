@@ -8,7 +8,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import TIMESTAMP, WINDOW_END, WINDOW_START
-from vt_dagster.core.arrival import has_key, micros
+from vt_dagster.core.arrival import has_key, micros, with_columns
 from vt_dagster.topology.windowing import HoppingWindow, TumblingWindow
 
 
@@ -26,7 +26,7 @@ def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | Hoppin
         every = F.sequence(first, last, micros(window.advance))
         rows = fresh.withColumn(WINDOW_START, F.explode(every))
     rows = rows.withColumn(WINDOW_END, F.col(WINDOW_START) + micros(window.size))
-    return rows.withColumns(dict(zip((WINDOW_START, WINDOW_END), ends(key), strict=True)))
+    return with_columns(rows, dict(zip((WINDOW_START, WINDOW_END), ends(key), strict=True)))
 
 
 def starts(window: TumblingWindow | HoppingWindow) -> tuple[Column, Column]:

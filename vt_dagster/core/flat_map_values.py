@@ -8,7 +8,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, with_columns
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
 from vt_dagster.core.processor import Counts, Processor
@@ -28,7 +28,7 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
         values = value_columns(operator.source)
         nothing = {v: F.when(~F.col(IS_TOMBSTONE), F.col(f"`{v}`")) for v in values}
         return flat_map_values(
-            rows[0].withColumns(nothing),
+            with_columns(rows[0], nothing),
             expression=operator.expression,
             column=operator.column,
             keep=operator.kept(),

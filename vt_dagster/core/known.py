@@ -58,6 +58,8 @@ class Known:
             end after the oldest record of the run; None = none.
         begun: of a run that takes a snapshot to start with, by key the first time of a record in the
             log, ``core.versioned.FIRST``; None = there is no log yet, or no such snapshot.
+        last: of a table that follows its source's order, of keys with a record older than the table
+            remembers, the largest time in the log, ``core.source_order.LAST``; None = there is none.
     """
 
     state: DataFrame | None
@@ -75,6 +77,7 @@ class Known:
     refused: DataFrame | None = None
     rivals: DataFrame | None = None
     begun: DataFrame | None = None
+    last: DataFrame | None = None
 
     @classmethod
     def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:

@@ -32,7 +32,7 @@ from vt_dagster.columns import (
     SEQUENCE,
     TURN,
 )
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, with_columns
 
 _EXACT = (
     BinaryType,
@@ -107,4 +107,4 @@ def folded(
         SEQUENCE: F.coalesce(sequence, SEQUENCE),
         TURN: F.lit(0),
     }
-    return made.withColumns(place).drop(*_ALONE)
+    return with_columns(made, place).drop(*_ALONE)

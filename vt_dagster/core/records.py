@@ -33,8 +33,19 @@ RECORD_TIME = "_record_time"
 
 START = "_start"
 """Whether a row is of the snapshot that its table starts with; an optional column of its rows."""
+SOURCE_TIME = "record_time"
+"""The name by which ``deleted_at`` may ask for ``_record_time``."""
+RESTATES = "_restates"
+"""Whether a row says what a key has now and no change of it, so that it may repeat what is known: of
+Debezium a null message and a snapshot's row, of a dump each row; an optional column of its rows."""
+TRUNCATES = "_truncates"
+"""Whether a row says that all rows of the source's table are gone; an optional column of its rows, each
+of which is also ``_deleted``."""
 TOLD_AT = "_told_at"
 """When the source has recorded a row, where it is asked for that; an optional column of its rows."""
+UNCHANGED = "_unchanged"
+"""The columns that a row does not have since they are unchanged: an array of names; null = none. An
+optional column of a source's rows."""
 
 
 class Reason:
@@ -74,6 +85,9 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         latest: the largest timestamp and time of record that is believed (inclusive); None = any. A
             far-future one would make everything after it late, or known as late.
 
+    A deletion has the time of ``deleted_at``; where that is null or not given, its own as any record;
+    where it has none, ``_record_time``.
+
     Where an expression of the node fails for a record (text that is no time, a number that is too
     large), it is that record's fault: the expression is null there.
 
@@ -87,8 +101,12 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     when = time_of(node, rows)
     broken = F.col(REASON) if REASON in rows.columns else F.lit(None).cast("string")
     reason = F.when(broken.isNotNull(), broken)
+    if TRUNCATES in rows.columns and not isinstance(node, Table):
+        reason = reason.when(F.col(TRUNCATES), Reason.UNREADABLE)
     if isinstance(node, Table) or node.null_key == "quarantine":
-        reason = reason.when(~has_key(node.key), Reason.NULL_KEY)
+        lacks_key = ~has_key(node.key)
+        lacks_key = lacks_key & ~F.col(TRUNCATES) if TRUNCATES in rows.columns else lacks_key
+        reason = reason.when(lacks_key, Reason.NULL_KEY)
     reason = reason.when(F.col(TIMESTAMP).isNull(), Reason.NULL_TIMESTAMP)
     sane = F.col(TIMESTAMP).between(F.lit(_FIRST).cast("timestamp"), F.lit(_LAST).cast("timestamp"))
     reason = reason.when(~sane, Reason.IMPOSSIBLE_TIMESTAMP)
@@ -102,6 +120,9 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     if DELETED in rows.columns:
         tombstone = tombstone | F.col(DELETED)
         when = F.coalesce(when, F.when(F.col(DELETED), F.col(RECORD_TIME)))
+    if isinstance(node, Table) and node.deleted_at is not None:
+        stated = F.timestamp_micros(_attempt(F.unix_micros(F.expr(node.deleted_at)), "bigint"))
+        when = F.coalesce(F.when(tombstone, stated), when)
     if START in rows.columns:
         when = F.coalesce(when, F.when(F.col(START), F.col(RECORD_TIME)))
     if TOLD_AT in rows.columns:
@@ -112,8 +133,15 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         reason = reason.when(F.col(TOLD_AT).isNull(), Reason.NULL_RECORDED_AT)
         if latest is not None:
             reason = reason.when(F.col(TOLD_AT) > latest, Reason.FUTURE_RECORDED_AT)
+    named = RECORD_TIME in rows.columns and SOURCE_TIME not in rows.columns
+    rows = rows.withColumn(SOURCE_TIME, F.col(RECORD_TIME)) if named else rows
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
-    if parts := parts_of(node):
+    parts = parts_of(node)
+    if UNCHANGED in rows.columns:
+        # What has no version to take its value from would be null, which the source does not say.
+        lost = F.array_except(UNCHANGED, F.array(*map(F.lit, parts)).cast("array<string>"))
+        reason = reason.when(~tombstone & (F.size(lost) > 0), Reason.UNREADABLE)
+    if parts:
         assert isinstance(node, VersionedTable)
         given, unknown = _given(node, rows, parts)
         timed = timed.withColumn(GIVEN, F.when(~F.col(IS_TOMBSTONE), given))
@@ -126,6 +154,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     judged = timed.withColumn(REASON, reason).withColumn(
         FATE, F.when(F.col(REASON).isNotNull(), Fate.QUARANTINED)
     )
+    judged = judged.drop(SOURCE_TIME) if named else judged
     return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))
 
 
@@ -158,6 +187,9 @@ def _given(
             says = F.coalesce(F.arrays_overlap(listed, F.array(*map(F.lit, names))), F.lit(True))
         elif only is not None:
             says = F.lit(part in only)
+        if UNCHANGED in rows.columns:
+            unchanged = F.array_contains(UNCHANGED, part)
+            says = says & ~F.coalesce(unchanged, F.lit(False))
         if part in ignored:
             says = says & F.col(f"`{part}`").isNotNull()
         said.append(F.when(says, F.lit(part)))

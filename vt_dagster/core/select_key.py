@@ -8,7 +8,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, PARTITION, TURN
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival import Fate, with_columns
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.records import home_of
@@ -38,5 +38,5 @@ def select_key(
 
     Source: FORMAT 4.12.2; select-key-null-passes, select-key-too-short-value.
     """
-    chosen = records.withColumns({name: F.expr(sql) for name, sql in columns})
+    chosen = with_columns(records, {name: F.expr(sql) for name, sql in columns})
     return chosen.withColumns({PARTITION: partition, FATE: F.lit(Fate.APPLIED), TURN: F.lit(0)})

@@ -10,7 +10,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, ORDER, PARTITION
-from vt_dagster.core.arrival import FINE
+from vt_dagster.core.arrival import FINE, with_columns
 
 _CHUNK = "_chunk"
 
@@ -34,15 +34,16 @@ def with_largest(
     if chunk is None:
         so_far = W.partitionBy(PARTITION).orderBy(*ORDER)
         so_far = so_far.rowsBetween(W.unboundedPreceding, W.currentRow)
-        return rows.withColumns(
-            {name: F.greatest(F.max(c).over(so_far), before[name]) for name, c in moves.items()}
+        return with_columns(
+            rows, {name: F.greatest(F.max(c).over(so_far), before[name]) for name, c in moves.items()}
         )
     chunked = rows.withColumn(_CHUNK, chunk)
     earlier = W.partitionBy(PARTITION).orderBy(_CHUNK).rowsBetween(W.unboundedPreceding, -1)
-    heads = (
-        chunked.groupBy(PARTITION, _CHUNK)
-        .agg(*[F.max(c).alias(_head(name)) for name, c in moves.items()])
-        .withColumns({_head(name): F.max(_head(name)).over(earlier) for name in moves})
+    heads = with_columns(
+        chunked.groupBy(PARTITION, _CHUNK).agg(
+            *[F.max(c).alias(_head(name)) for name, c in moves.items()]
+        ),
+        {_head(name): F.max(_head(name)).over(earlier) for name in moves},
     )
     so_far = W.partitionBy(PARTITION, _CHUNK).orderBy(*ORDER)
     so_far = so_far.rowsBetween(W.unboundedPreceding, W.currentRow)
@@ -50,7 +51,7 @@ def with_largest(
         name: F.greatest(F.max(c).over(so_far), F.col(_head(name)), before[name])
         for name, c in moves.items()
     }
-    told = chunked.join(F.broadcast(heads), [PARTITION, _CHUNK]).withColumns(found)
+    told = with_columns(chunked.join(F.broadcast(heads), [PARTITION, _CHUNK]), found)
     return told.drop(_CHUNK, *map(_head, moves))
 
 

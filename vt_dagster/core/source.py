@@ -9,11 +9,12 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, CARRIED, FATE, PARTITION, RECORDED_AT
 from vt_dagster.core import store
-from vt_dagster.core.arrival import FINE, Fate, InPlace, number
+from vt_dagster.core.arrival import FINE, Fate, InPlace, number, with_columns
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_columns, parts_of
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.records import RAW, RAW_KEY, START
+from vt_dagster.core.source_order import carries, follows_source, restates
 from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -25,8 +26,8 @@ class SourceProcessor(Processor[None]):
     """Puts a source's prepared records (``records.prepare``) into its stream or table.
 
     A stream and a plain table apply every record; a versioned table refuses those older than its
-    history retention, and those that lose a tie. Records with a reason for quarantine are passed
-    through.
+    history retention, and those that lose a tie. One that follows its source's order refuses none as
+    late. Records with a reason for quarantine are passed through.
     """
 
     refuses = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED)
@@ -39,11 +40,12 @@ class SourceProcessor(Processor[None]):
     def _fates(self) -> tuple[str, ...]:
         ties = () if store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
         starts = () if store.start_of(self.node) is None else (Fate.COVERED,)
-        return (Fate.APPLIED, *self._carried, Fate.LATE, *ties, *starts, Fate.QUARANTINED)
+        again = (Fate.NOTHING_NEW,) if restates(self.node) else ()
+        return (Fate.APPLIED, *self._carried, Fate.LATE, *ties, *starts, *again, Fate.QUARANTINED)
 
     @property
     def _carried(self) -> tuple[str, ...]:
-        return (CARRIED,) if parts_of(self.node) else ()
+        return (CARRIED,) if carries(self.node) else ()
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
@@ -58,7 +60,7 @@ class SourceProcessor(Processor[None]):
         raw = [c for c in (RAW, RAW_KEY) if c in records.columns]
         if not isinstance(node, Table):
             rejected = F.col(FATE).isNotNull()
-            kept = records.withColumns({c: F.when(rejected, F.col(c)) for c in raw})
+            kept = with_columns(records, {c: F.when(rejected, F.col(c)) for c in raw})
             return kept.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
         return store.put(
             node,
@@ -72,13 +74,15 @@ class SourceProcessor(Processor[None]):
             of_rejected=raw,
             rivals=known.rivals,
             begun=known.begun,
+            last=known.last,
         )
 
     @property
     def bounded(self) -> bool:
         # Where records name their partitions, there may be as many chunks as records.
         own = PARTITION in self.node.schema.names
-        return not self.few and isinstance(self.node, VersionedTable) and not own
+        late = isinstance(self.node, VersionedTable) and not follows_source(self.node)
+        return not self.few and late and not own
 
     @property
     def fine_chunk(self) -> Column:
@@ -92,7 +96,9 @@ class SourceProcessor(Processor[None]):
 
     @property
     def result_order(self) -> list[Column]:
-        return [F.col(ARRIVAL), *map(F.col, self._carried)]
+        # An event that deletes every key makes a record of each, all of one place of arrival.
+        keys = [F.col(f"`{k}`") for k in self.node.key] if restates(self.node) else []
+        return [F.col(ARRIVAL), *map(F.col, self._carried), *keys]
 
     def produce(
         self, rows: DataFrame, first: Column, few: bool, in_place: InPlace | None = None
@@ -117,10 +123,14 @@ class SourceProcessor(Processor[None]):
         carried = sum(found[name] for name in self._carried)
         told = {fate: found[fate] for fate in self._fates}
         applied = found[Fate.APPLIED] - carried
-        return {"in": found["in"] - carried, **told, Fate.APPLIED: applied}
+        shown = {"in": found["in"] - carried, **told, Fate.APPLIED: applied}
+        if parts_of(self.node):
+            return shown
+        # Rare where each record says its whole row.
+        return {n: c for n, c in shown.items() if c or n not in (CARRIED, Fate.NOTHING_NEW)}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        fates = (*self.refuses, Fate.APPLIED, Fate.COVERED)
+        fates = (*self.refuses, Fate.APPLIED, Fate.COVERED, Fate.NOTHING_NEW)
         done = sum(totals.get(fate, 0) for fate in fates)
         what = f"records in = {' + '.join(f for f in self._fates if f != CARRIED)}"
         return [(what, totals.get("in", 0), done)]

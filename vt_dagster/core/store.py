@@ -15,6 +15,7 @@ from vt_dagster.columns import VALID_TO
 from vt_dagster.core import repeats, table, versioned
 from vt_dagster.core.arrival import by_partition, duration, union
 from vt_dagster.core.log import parts_of, value_columns
+from vt_dagster.core.source_order import SourceOrder
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -35,6 +36,7 @@ def put(
     of_rejected: Sequence[str] = (),
     rivals: DataFrame | None = None,
     begun: DataFrame | None = None,
+    last: DataFrame | None = None,
 ) -> DataFrame:
     """What a table's store makes of records: see ``versioned.put`` and ``table.put``.
 
@@ -43,7 +45,7 @@ def put(
             then shuffled.
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in what is applied.
-        rivals, begun: see ``Known``.
+        rivals, begun, last: see ``Known``.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
@@ -69,6 +71,7 @@ def put(
             rivals=rivals,
             begun=begun,
             parts=parts_of(node),
+            by_source=SourceOrder.of(node, last),
         )
     return table.put(records, view, key=node.key, values=values, order=order, of_rejected=of_rejected)
 

@@ -28,7 +28,7 @@ from vt_dagster.columns import (
     SEQUENCE,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival import Fate, hour_of_arrival, union
+from vt_dagster.core.arrival import Fate, hour_of_arrival, union, with_columns
 from vt_dagster.core.changes import columns, match_names
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.processor import Counts
@@ -108,7 +108,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
             for f in like.fields
             if f.name not in there
         }
-        return rows.withColumns(missing).select(*[F.col(f"`{c}`") for c in like.names])
+        return with_columns(rows, missing).select(*[F.col(f"`{c}`") for c in like.names])
 
     def without_match_yet(
         self, earlier: DataFrame | None, place: int, known: Known
@@ -140,7 +140,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         told = rows.withColumns({PHASE: F.when(once, 1).otherwise(0), FROM: F.col(OFFSET)})
         first = {c: F.when(F.col(PHASE) == 0, 0).otherwise(F.col(c)) for c in (INPUT, HOME, SEQUENCE)}
         first[ARRIVAL] = F.when(F.col(PHASE) == 0, F.col(AT)).otherwise(F.col(ARRIVAL))
-        return self._results(self.with_nothing(told.withColumns(first), place), matched=False)
+        return self._results(self.with_nothing(with_columns(told, first), place), matched=False)
 
     def taken_back(
         self, earlier: DataFrame | None, others: DataFrame, place: int, known: Known

@@ -9,7 +9,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_LATEST, IS_TOMBSTONE, OLD, TIMESTAMP
-from vt_dagster.core.arrival import Fate, over_all_partitions, union
+from vt_dagster.core.arrival import Fate, over_all_partitions, union, with_columns
 
 BEFORE, NEWEST = "_before", "_newest"
 _SEEN, _LAST = "_seen", "_last"
@@ -41,7 +41,7 @@ def put(
     Source: FORMAT 4.2.1; kip889-motivation-unversioned.
     """
     rejected = F.col(FATE).isNotNull()
-    records = records.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
+    records = with_columns(records, {c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(records, current, key=key, values=values)
     applied = known.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
     counts = F.col(FATE) == Fate.APPLIED

@@ -24,7 +24,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate, duration, gathered, union
+from vt_dagster.core.arrival import Fate, duration, gathered, union, with_columns
 from vt_dagster.core.changes import over_old
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import value_columns
@@ -140,8 +140,8 @@ def entries(
     """
     taken = changes.where(IS_LATEST) if versioned else changes
     sql = {f"_old_{n}": e for n, e in [*group_key, *inputs]}
-    seen = over_old(taken, key, values, sql).withColumns(
-        {f"_new_{n}": F.expr(e) for n, e in [*group_key, *inputs]}
+    seen = with_columns(
+        over_old(taken, key, values, sql), {f"_new_{n}": F.expr(e) for n, e in [*group_key, *inputs]}
     )
 
     def struct_of(side: str, columns: Sequence[tuple[str, str]]) -> Column:
@@ -222,7 +222,7 @@ def aggregate(
     else:
         in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
         so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
-        counted = changes.withColumns({c: F.when(applied, F.col(c)) for c in merged})
+        counted = with_columns(changes, {c: F.when(applied, F.col(c)) for c in merged})
         changes, newest = counted, F.max(F.when(applied, F.col(TIMESTAMP))).over(so_far)
         merged = {c: column.over(so_far) for c, column in merged.items()}
         last = is_last(key)

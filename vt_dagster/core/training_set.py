@@ -22,7 +22,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import store
-from vt_dagster.core.arrival import has_key, union
+from vt_dagster.core.arrival import has_key, union, with_columns
 from vt_dagster.core.as_known import ANSWER, CUT, PLACES, Past, at_place, by_log
 from vt_dagster.core.stream_table_join import INSTANT, cut_of
 from vt_dagster.topology.training_set import FeatureView
@@ -76,14 +76,14 @@ def with_features(spine: DataFrame, features: Sequence[Feature], hold: store.Hol
     all_sure = F.lit(True)
     for i in answers:
         all_sure = all_sure & F.col(_sure(i))
-    told = found.where(all_sure).withColumns(values)
+    told = with_columns(found.where(all_sure), values)
     if answers:
         late = found.where(~all_sure)
         for i, best in answers.items():
             late = late.join(best, at_place(), "left").drop(*PLACES)
             values[_value(i)] = F.coalesce(values[_value(i)], F.col(_answer(i)))
         wanted = [*own, *values]
-        told = told.select(*wanted).unionByName(late.withColumns(values).select(*wanted))
+        told = told.select(*wanted).unionByName(with_columns(late, values).select(*wanted))
     columns = [c for i, f in enumerate(features) for c in _columns(i, f)]
     return told.select(*own, *columns)
 
@@ -110,7 +110,7 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
         every = union(every, versions)
     so_far = W.partitionBy(*keys).orderBy(_AT, _SIDE).rowsBetween(W.unboundedPreceding, W.currentRow)
     last = {_version(i): F.last(_version(i), ignorenulls=True).over(so_far) for i in features}
-    found = every.withColumns(last).where(F.col(_SIDE) == 1).drop(*keys, _AT, _SIDE)
+    found = with_columns(every, last).where(F.col(_SIDE) == 1).drop(*keys, _AT, _SIDE)
     judged = dict[str, Column]()
     for i, f in features.items():
         row, asked = F.col(_version(i)), F.col(TIMESTAMP) - f.strictly
@@ -127,7 +127,7 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
             judged[_sure(i)] = F.lit(True)
         keyless = ~has_key([f"`{k}`" for k in key])
         judged[_version(i)] = F.when(known & ~row[IS_TOMBSTONE] & ~keyless, row)
-    return found.withColumns(judged)
+    return with_columns(found, judged)
 
 
 def _by_log(found: DataFrame, i: int, feature: Feature) -> DataFrame | None:

@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, ORDER, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import micros, union
+from vt_dagster.core.arrival import micros, union, with_columns
 from vt_dagster.core.changes import columns, match_columns
 from vt_dagster.core.grace import moves_stream_time
 from vt_dagster.core.known import Input, Known
@@ -136,7 +136,7 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         # They are merged by the largest time so far of their own log: nothing before them has a larger.
         new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(known.stream_time)))
         if known.in_time:
-            return new.withColumns({name: nothing() for name in _TIMES})
+            return with_columns(new, {name: nothing() for name in _TIMES})
         before = {name: known.marks.get(told, nothing()) for name, told in _TIMES.items()}
         look = F.when(F.col(VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
         moves = {LOOK: look}
@@ -178,7 +178,7 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         if known.in_time:
             no = F.lit(False)
             told = {NEW: F.lit(True), LATE: no, HORIZON: nothing(), ONCE: once, EXPIRED: no}
-            return self.with_window(rows).withColumns(told)
+            return with_columns(self.with_window(rows), told)
         operator, at = self.operator, F.col(AT)
         reach, promise = micros(operator.reach), micros(operator.promise)
         of_left = F.col(SIDE) == 0

@@ -27,11 +27,12 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import Fate, duration, over_all_partitions, union
+from vt_dagster.core.arrival import Fate, duration, over_all_partitions, union, with_columns
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.partial import filled
 from vt_dagster.core.records import START
 from vt_dagster.core.repeats import with_version_before
+from vt_dagster.core.source_order import SO_FAR, SourceOrder
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
 from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
@@ -57,6 +58,7 @@ def put(
     rivals: DataFrame | None = None,
     begun: DataFrame | None = None,
     parts: Mapping[str, Sequence[str]] = {},
+    by_source: SourceOrder | None = None,
 ) -> DataFrame:
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
@@ -65,8 +67,11 @@ def put(
     record at its key's newest timestamp replaces that version and is the latest. A row of a snapshot
     to start with (``_start``) is never late.
 
-    Plan: that of ``passed``, then one shuffle and sort by key together with one row per key of
-    ``versions``.
+    Where the table follows its source's order (``by_source``), no record is late, and the last one of a
+    key is what the table holds: see ``core.source_order``.
+
+    Plan: that of ``passed`` (not where the source's order is followed), then one shuffle and sort by
+    key together with one row per key of ``versions``.
 
     Args:
         records: ``key columns, value columns, timestamp, partition, is_tombstone, _fate, …`` of one
@@ -81,19 +86,28 @@ def put(
         begun: see :func:`without_covered`.
         parts: see :func:`core.partial.filled`, to which ``rivals`` are the versions; none: each record
             says its whole row.
+        by_source: what the order of the source decides; None = nothing. Not together with ``parts``.
 
     Returns:
-        the records with ``_fate`` (``applied``, ``late``, ``lost_tie`` or ``covered``), ``is_latest``,
-        and ``old``: the key's newest row before the record.
+        the records with ``_fate`` (``applied``, ``late``, ``lost_tie``, ``covered`` or
+        ``nothing_new``), ``is_latest``, and ``old``: the key's newest row before the record. With
+        ``parts`` and ``by_source`` also ``carried`` (INT): 0 for a record, 1, 2, … for rows that follow
+        from it.
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
-    late, moves = late_from(history_retention), F.col(FATE).isNull()
-    seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
-    starts = START in records.columns
-    refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
-    fate = F.when(refused, Fate.LATE).otherwise(Fate.APPLIED)
-    judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
+    starts, follows = START in records.columns, by_source is not None and by_source.follows
+    if follows:
+        judged = records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
+    else:
+        late, moves = late_from(history_retention), F.col(FATE).isNull()
+        seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
+        refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
+        fate = F.when(refused, Fate.LATE).otherwise(Fate.APPLIED)
+        judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
+    newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
+    if by_source is not None:
+        judged = by_source.without_repeated(judged, newest, key=key, values=values, order=order)
     if starts:
         judged = without_covered(judged, begun, key=key)
     if tie_break is not None:
@@ -102,16 +116,21 @@ def put(
         about: dict[str, Any] = {"key": key, "values": values, "parts": parts, "order": order}
         judged, order = filled(judged, rivals, **about), [*order, CARRIED]
     rejected = F.col(FATE) != Fate.APPLIED
-    judged = judged.withColumns({c: F.when(rejected, F.col(c)) for c in of_rejected})
-    newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
+    judged = with_columns(judged, {c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(judged, newest, key=key, values=values)
+    if by_source is not None:
+        known = by_source.with_last(known, key=key)
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     accepted = F.when(F.col(FATE) == Fate.APPLIED, F.col(TIMESTAMP))
     so_far = F.greatest(F.max(accepted).over(before), F.col(NEWEST))
-    in_order = F.coalesce(F.col(TIMESTAMP) >= so_far, F.lit(True))
+    known = known.withColumn(SO_FAR, so_far)
+    in_order = F.coalesce(F.col(TIMESTAMP) >= F.col(SO_FAR), F.lit(True))
     decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
+    if by_source is not None:
+        decided = by_source.in_force_again(decided, newest, key=key, order=order)
+        order = [*order, CARRIED]
     replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
-    return replaced.drop(NEWEST)
+    return replaced.drop(NEWEST, SO_FAR)
 
 
 def without_covered(records: DataFrame, begun: DataFrame | None, *, key: Sequence[str]) -> DataFrame:

@@ -28,7 +28,7 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core import sessions, sliding
-from vt_dagster.core.arrival import Fate, gathered, has_key, micros, union
+from vt_dagster.core.arrival import Fate, gathered, has_key, micros, union, with_columns
 from vt_dagster.core.fixed_windows import closes_at, ends, placed, starts
 from vt_dagster.core.known import Input, Known
 from vt_dagster.core.per_run import folded, is_exact
@@ -82,7 +82,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         if not self.operator.group_key:
             return rows
         chosen = {name: F.expr(sql) for name, sql in self.operator.keys().columns}
-        return rows.withColumns(chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
+        return with_columns(rows, chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
 
     def timed(self, inputs: Sequence[Input]) -> Timed:
         window, rows = self.operator.window, self._regrouped(self.in_order(inputs)[0])
@@ -105,7 +105,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
         accumulators = self.operator.parsed().accumulators
         # Before the records get their new key: a key column hides no column of its name.
-        given = rows[0].withColumns({a.name: F.expr(a.expression) for a in accumulators})
+        given = with_columns(rows[0], {a.name: F.expr(a.expression) for a in accumulators})
         return aggregate(
             self._regrouped(given),
             known.state,
@@ -268,9 +268,10 @@ def _fixed(
     judged = judged.withColumn(_OPEN, ~F.col(PASSED) & F.col(WINDOW_END).isNotNull()).drop(PASSED)
     names = [a.name for a in aggregates.accumulators]
     # Closed windows stay among the rows, as they are to be counted, but add nothing.
-    added = judged.withColumns(
+    added = with_columns(
+        judged,
         {a: F.when(F.col(_OPEN), F.col(a)) for a in names}
-        | {_MARK: F.when(F.col(_OPEN), F.col(TIMESTAMP))}
+        | {_MARK: F.when(F.col(_OPEN), F.col(TIMESTAMP))},
     )
     if earlier is not None:
         earlier = earlier.withColumn(_MARK, F.col(TIMESTAMP))
@@ -292,8 +293,8 @@ def _fixed(
         # Sums are made in order of arrival: those of doubles do not depend on how runs are cut.
         merged = {c: column.over(so_far) for c, column in merged.items()}
         last = F.lead(F.lit(1)).over(in_order).isNull()
-    rows = rows.withColumns(
-        {c: column.cast(rows.schema[c].dataType) for c, column in merged.items()} | {_LAST: last}
+    rows = with_columns(
+        rows, {c: column.cast(rows.schema[c].dataType) for c, column in merged.items()} | {_LAST: last}
     )
     fate = F.when(~F.col(FRESH), Fate.KEPT).when(F.col(_OPEN), Fate.APPLIED).otherwise(Fate.DROPPED)
     return rows.where(F.col(FRESH) | F.col(_LAST)).select(
@@ -329,7 +330,7 @@ def _sessions(
     )
     if earlier is not None:
         ends = {end: F.unix_micros(end) for end in (WINDOW_START, WINDOW_END)}
-        earlier = earlier.drop(TIMESTAMP).withColumns(ends)
+        earlier = with_columns(earlier.drop(TIMESTAMP), ends)
     merged = sessions.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
     return _by_kernel(merged.withColumn(TIMESTAMP, F.col(WINDOW_END)), key, aggregates)
 

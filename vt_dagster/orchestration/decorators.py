@@ -58,6 +58,7 @@ class TableAttributes(StreamAttributes, total=False):
     freshness: Freshness
     broadcast: bool
     deleted_when: str | None
+    deleted_at: str | None
 
 
 class VersionedTableAttributes(StreamAttributes, total=False):
@@ -65,6 +66,7 @@ class VersionedTableAttributes(StreamAttributes, total=False):
 
     freshness: Freshness
     deleted_when: str | None
+    deleted_at: str | None
     history_retention: Required[Duration]
     segment_interval: timedelta | None
     ready: Ready

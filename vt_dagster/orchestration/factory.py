@@ -27,6 +27,7 @@ from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator
 from vt_dagster.sources.kafka_sink import KafkaSink
 from vt_dagster.storage.maintenance import KEEP
+from vt_dagster.storage.places import address
 from vt_dagster.topology.model import Stream, topological
 
 
@@ -82,7 +83,7 @@ def build_maintenance(
         keep: how long files that are in no current table version stay: longer than any run takes.
         running: whether the schedule is on from the start.
     """
-    upkeep = ops.maintenance_op(keep, nodes, exports, resource_prefix=resource_prefix)
+    upkeep = ops.maintenance_op(keep, nodes, [*map(address, exports)], resource_prefix=resource_prefix)
 
     @dg.job(
         name="maintenance",
@@ -119,7 +120,7 @@ def build_resources(
 
 @cache
 def _named(warehouse: str) -> WarehouseResource:
-    return WarehouseResource(path=warehouse)
+    return WarehouseResource(path=address(warehouse))
 
 
 @cache

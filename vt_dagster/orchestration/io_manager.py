@@ -8,9 +8,11 @@ import dagster as dg
 
 from vt_dagster.errors import ContractError, ExecutorError
 from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, warehouse_of
+from vt_dagster.storage.commits import left_out_by_clock
 from vt_dagster.storage.intervals import Read
 from vt_dagster.storage.lookup import Into, as_frame, head_of, look_up
 from vt_dagster.storage.store import AssetStore
+from vt_dagster.topology.durations import parse_time
 
 READ = "vt_dagster/read"
 AS_OF = "vt_dagster/as_of"
@@ -116,6 +118,10 @@ class TablesIOManager(dg.IOManager):
         warehouse, partial = warehouse_of(context, self._prefix), wanted.get(PARTIAL, False)
         what = wanted.get(READ)
         as_of, known = (_time(context, name, said, wanted.get(said)) for said in (AS_OF, AS_KNOWN_AT))
+        if known is not None:
+            told = left_out_by_clock(name, parse_time(known), head_of(warehouse, name)[1])
+            if told is not None:
+                context.log.warning(told)
         kind = context.dagster_type.typing_type
         annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
         library = _LIBRARIES.get(annotated.partition(".")[0])

@@ -120,6 +120,8 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         if node.ignore_null_updates:
             nulls = node.ignore_null_updates
             metadata["vt_dagster/ignore_null_updates"] = "all" if nulls is True else ", ".join(nulls)
+    if isinstance(node, Table) and node.deleted_at is not None:
+        metadata["vt_dagster/deleted_at"] = node.deleted_at
     if node.log_retention is not None:
         metadata["vt_dagster/log_retention"] = spoken(node.log_retention)
     if node.operator is not None:
@@ -128,6 +130,10 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
     metadata |= _column_lineage(node)
     if node.source is not None:
         metadata["vt_dagster/source"] = node.source.describe()
+        unit = getattr(node.source, "timestamps", None)
+        if unit is not None:
+            said = unit if isinstance(unit, str) else ", ".join(f"{c}: {u}" for c, u in unit.items())
+            metadata["vt_dagster/timestamps"] = said
     metadata["vt_dagster/numbers"] = dg.MetadataValue.md(_numbers(node))
     return metadata | _explore(node)
 

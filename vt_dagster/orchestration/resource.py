@@ -4,10 +4,8 @@ Their keys begin with a prefix, so that a code location may have a ``spark`` of 
 second warehouse under another prefix.
 """
 
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -16,6 +14,7 @@ from pyspark.sql.utils import is_remote
 
 from vt_dagster.spark.server import resolve_remote
 from vt_dagster.spark.session import build_session
+from vt_dagster.storage.places import address
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 
@@ -104,8 +103,7 @@ def spark_of(context: Any, prefix: str) -> SparkResource:
 
 def warehouse_of(context: Any, prefix: str) -> str:
     """The directory of the tables, as this process sees it: a shared Spark may stand elsewhere."""
-    path = getattr(context.resources, warehouse_key(prefix)).path
-    return path if re.match(r"[a-zA-Z][\w+.-]*:", path) else str(Path(path).absolute())
+    return address(getattr(context.resources, warehouse_key(prefix)).path)
 
 
 def stores_for(context: Any, prefix: str) -> Callable[[Stream], AssetStore]:

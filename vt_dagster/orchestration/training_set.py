@@ -14,6 +14,7 @@ from vt_dagster.orchestration.metadata import column_schema, positions_of
 from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.runs.training_set import TrainingRun, manifest_of, read_manifest
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.training_set import FeatureView, TrainingSet
@@ -59,8 +60,8 @@ def build_training_set(
     Raises:
         TopologyError: keys, columns or names do not fit.
     """
-    declared = TrainingSet(name, spine, tuple(features), matured_after)
-    spec = _spec(declared, str(to))
+    declared, to = TrainingSet(name, spine, tuple(features), matured_after), address(to)
+    spec = _spec(declared, to)
 
     @dg.asset(
         **spec_arguments(spec, attributes),
@@ -74,14 +75,14 @@ def build_training_set(
     ) -> dg.MaterializeResult[Any]:
         started, spark = time.monotonic(), spark_of(context, resource_prefix)
         warehouse = warehouse_of(context, resource_prefix)
-        way = TrainingRun(declared, str(to), warehouse, lambda: spark.spark_session, context.log.info)
+        way = TrainingRun(declared, to, warehouse, lambda: spark.spark_session, context.log.info)
         pinned = read_manifest(config.manifest) if config.manifest else None
         commit = way.run(pinned, context.run.run_id)
         if commit is None:
             commit = way.head()
             if commit is None or not to_be_told(context, spec.key, commit):
                 return unchanged(context, spec.key, commit)
-        return _materialized(declared, str(to), commit, started)
+        return _materialized(declared, to, commit, started)
 
     return cast(dg.AssetsDefinition, of_training_set)
 

@@ -86,10 +86,14 @@ def code_version(node: Stream) -> str:
     unsaid = {c for c in ("valid_until", "new_version_on", "says_parts") if not getattr(told, c)}
     shape = told.model_dump_json(exclude=unsaid or None)
     declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
+    if isinstance(node, Table) and node.deleted_at is not None:
+        declared += [f"deleted_at {node.deleted_at}"]
     tie_break = tie_break_of(node)
     declared += [] if tie_break is None else [f"tie_break {tie_break}"]
     if isinstance(node, VersionedTable) and node.says_parts:
         declared += [f"says {node.only_columns} {node.ignore_null_updates}"]
+    unit = getattr(node.source, "timestamps", None)
+    declared += [] if unit is None else [f"timestamps {unit}"]
     start = start_of(node)
     declared += [] if start is None else [f"start {start.describe()}"]
     said = json.dumps([shape, *declared])

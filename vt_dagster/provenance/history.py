@@ -141,7 +141,11 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         else:
             told.decide(rules.LATEST, "its key has no row any more: the last record is a tombstone")
         return
-    if not (log.head.shape.says_parts and _carried(log, record, others, told)):
+    if log.head.shape.says_parts:
+        done = _carried(log, record, others, told)
+    else:
+        done = _in_force_again(log, record, told)
+    if not done:
         _place_on_arrival(record, told)
     if here is None and record.place in repeats:
         first = [v for v in others if v.begin <= record.timestamp][-1]
@@ -196,6 +200,28 @@ def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) ->
             "do not",
         )
     return bool(carried)
+
+
+def _in_force_again(log: Log, record: Record, told: Told) -> bool:
+    """Tells whether a row of the log is no record of its source: it puts the one before it in force
+    again, with the same values at a later time, see ``core.source_order``."""
+    if not log.commit.totals.get(CARRIED, 0) or not record.is_latest:
+        return False
+    partition, offset = record.place
+    cause = log.one(partition, offset - 1) if offset else None
+    if cause is None or cause.is_latest is not False or cause.timestamp >= record.timestamp:
+        return False
+    one, other = (
+        [r.is_tombstone, {c: v for c, v in r.values.items() if c != TIMESTAMP}] for r in (cause, record)
+    )
+    if one != other:
+        return False
+    told.decide(
+        rules.CARRIED,
+        f"offset {partition}:{offset - 1} of {cause.timestamp} came after the version of "
+        f"{record.timestamp} in the order of the source, so it is in force again from then on",
+    )
+    return True
 
 
 def _at(record: Version) -> str:

@@ -67,7 +67,8 @@ class LateRecords:
         """How far the records that were accepted were behind stream time, microseconds."""
         latest: dict[int, int] = {}
         # No records of the source: versions that late ones have changed.
-        carried = [CARRIED] if self.log.commit.totals.get(CARRIED, 0) else []
+        parts = self.log.head.shape.says_parts and self.log.commit.totals.get(CARRIED, 0)
+        carried = [CARRIED] if parts else []
         for start, end in cut({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
             rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP, *carried])
             if carried:

@@ -20,9 +20,14 @@ from vt_dagster.runs.gate import Passed
 from vt_dagster.runs.ready import after_run
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Pinned
-from vt_dagster.storage.positions import Commit, Started
+from vt_dagster.storage.kept import consumed
+from vt_dagster.storage.positions import AHEAD, Commit, Started
+from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.store import shape_of
+from vt_dagster.topology.durations import in_utc
 
+_SPANS = 8
+"""So many times at most are remembered in which a clock was ahead."""
 _NOT_IN_LOG = (Fate.LATE, Fate.LOST_TIE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
 
 
@@ -126,6 +131,43 @@ def recorded(before: Commit, told: int | None) -> int:
     return max(before.recorded_at + 1, time.time_ns() // 1000)
 
 
+def ahead_after(before: Commit, recorded_at: int) -> list[tuple[int, int]]:
+    """``Commit.ahead`` of the next commit: where the one before was recorded at a time that is still to
+    come for this machine's clock, with the time from now on.
+
+    Args:
+        recorded_at: of the next commit.
+    """
+    now, known = time.time_ns() // 1000, before.ahead
+    if before.recorded_at - now <= AHEAD:
+        return known
+    start = now
+    if known and known[-1][1] >= before.recorded_at:  # of the same clock
+        start, known = min(known[-1][0], now), known[:-1]
+    return [*known, (start, recorded_at)][-_SPANS:]
+
+
+def told_by_clock(
+    before: Commit, told: int | None, progress: Progress
+) -> tuple[int, list[tuple[int, int]]]:
+    """``Commit.recorded_at`` and ``Commit.ahead`` of a run, which warns where a clock was ahead.
+
+    Args:
+        told: see :func:`recorded`.
+    """
+    recorded_at = recorded(before, told)
+    ahead = ahead_after(before, recorded_at)
+    if ahead != before.ahead:
+        progress.done(
+            f"! expected this machine's clock to be after {in_utc(before.recorded_at)}, when batch "
+            f"{before.batch} was recorded, got {in_utc(time.time_ns() // 1000)}: the clock of that run "
+            f"was ahead, or this one is behind. This run is recorded at {in_utc(recorded_at)}, and a "
+            "read with as_known_at before that leaves it out; reads as of now have it. Correct the "
+            "clock that is wrong"
+        )
+    return recorded_at, ahead
+
+
 def document(
     arrival: Arrival,
     passed: Passed,
@@ -156,6 +198,9 @@ def document(
     if not more.get("topics"):
         inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
+    # Counts that a run leaves out where they are zero.
+    rare = (Fate.CARRIED, Fate.NOTHING_NEW)
+    totals |= {k: before.totals[k] for k in rare if k in before.totals and k not in counts}
     if Fate.WAITING in counts:
         totals[Fate.WAITING] = counts[Fate.WAITING]
     inputs = {**before.inputs, **inputs}
@@ -169,6 +214,8 @@ def document(
         shape=shape_of(arrival.node),
         log=before.log or arrival.attempt,
         logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
+        consumed={**before.consumed, **consumed({n: h.commit for n, h in arrival.inputs.items()})},
+        previous=before.attempt,
         inputs=inputs,
         next_offset=offsets,
         stream_time=times,

@@ -252,6 +252,8 @@ class _Log:
         update = {
             "batch": commit.batch + 1,
             "attempt": attempt,
+            "previous": commit.attempt,
+            "staged": store.staged(attempt),
             "run_id": f"cut:{attempt}",
             "recorded_at": recorded(commit, max(self.now, commit.recorded_at + 1)),
             "taken": {},

@@ -46,6 +46,7 @@ from vt_dagster.storage import delta, erasing
 from vt_dagster.storage.erasing import Found, Marked
 from vt_dagster.storage.kept import bases_of
 from vt_dagster.storage.maintenance import is_older
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Checkpoint, Commit
 from vt_dagster.storage.replaced import forget_replaced
 from vt_dagster.storage.snapshot import Head
@@ -97,7 +98,8 @@ def erase(
             restatement is under way.
         ConcurrentRunError: a run committed meanwhile. Run it again.
     """
-    asked = str(warehouse), node, spark, reason, key, where, among, exports, tell, runs
+    exports = [*map(address, exports)]
+    asked = address(warehouse), node, spark, reason, key, where, among, exports, tell, runs
     return _Erase(*asked, dry_run).run()
 
 
@@ -165,25 +167,25 @@ class _Erase:
             return
         marked = one.marked(self.key)
         self._note_waiting(store, head, marked)
-        batch = self._log(store, head, one, marked)
+        after = self._log(store, head, one, marked)
         committed = time.time()
         bases = bases_of(store.root)
         for path in (store.view_path, *bases) if isinstance(one.node, Table) else ():
             if delta.exists(path):
-                self._view(store, path, batch, one, marked)
+                self._view(store, path, after, one, marked)
         # An operator's has places of records alone.
         of_source = one.node is self.node and one.node.operator is None
         if of_source and delta.exists(store.quarantine_path) and self.key.values:
-            self._quarantine(store, batch)
+            self._quarantine(store, after)
         removed = _forget_attempts(store, committed)
         for path in (store.log_path, store.view_path, *bases, store.quarantine_path):
             if delta.exists(path):
-                removed += self._purge(path, batch, one)
+                removed += self._purge(path, after.batch, one)
         forget_replaced(self.warehouse, one.name, timedelta(0))
         self.done.files_removed += removed
         self.done.save()
 
-    def _log(self, store: AssetStore, head: Head, one: Places, marked: Marked) -> int:
+    def _log(self, store: AssetStore, head: Head, one: Places, marked: Marked) -> Commit:
         found = erasing.find(self.spark, store.log_path, head.version, marked, log_schema(one.node))
         attempt, commit = store.new_attempt(), head.commit
         try:
@@ -197,7 +199,7 @@ class _Erase:
                 f"{now.commit.batch} was committed meanwhile: run the erase again, while nothing runs"
             ) from None
         after = self._after(commit, attempt, one, found)
-        after.erasures = erasures(store, head, marked, found)
+        after.staged, after.erasures = store.staged(attempt), erasures(store, head, marked, found)
         # What an earlier try has done and did not come to note.
         again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
         before = commit.counts.get(_ROWS, 0) if again else 0
@@ -215,7 +217,7 @@ class _Erase:
         )
         found.rows += before
         self._tell(f"{one.name}/log", found)
-        return after.batch
+        return after
 
     def _stage(self, store: AssetStore, head: Head, one: Places, marked: Marked, attempt: str) -> None:
         """Keeps for the next run what the last one has left for it, without the key."""
@@ -247,6 +249,7 @@ class _Erase:
         update = {
             "batch": commit.batch + 1,
             "attempt": attempt,
+            "previous": "",  # what it held of the key is removed
             "run_id": run_id,
             # Where the source tells times of record, an erase is not to be before later ones.
             "recorded_at": recorded(commit, commit.recorded_at if commit.stepped else None),
@@ -279,7 +282,7 @@ class _Erase:
                 self.done.waiting[other.name] = count
                 self.done.save()
 
-    def _view(self, store: AssetStore, path: str, batch: int, one: Places, marked: Marked) -> None:
+    def _view(self, store: AssetStore, path: str, after: Commit, one: Places, marked: Marked) -> None:
         there = delta.last_commit(path)
         assert there is not None
         like = stored_as(one.node, store.log_path)
@@ -287,7 +290,8 @@ class _Erase:
         of_base = path != store.view_path
         if found.places:
             then = Checkpoint.model_validate(there.document)
-            about = {"batch": batch, "attempt": uuid4().hex, "written": int(time.time() * 1e6)}
+            about = {"batch": after.batch, "attempt": uuid4().hex, "log_attempt": after.attempt}
+            about |= {"written": int(time.time() * 1e6)}
             erasing.rewrite(
                 self.spark,
                 path,
@@ -302,7 +306,7 @@ class _Erase:
             )
         self._tell(f"{one.name}/{'base' if of_base else 'view'}", found)
 
-    def _quarantine(self, store: AssetStore, batch: int) -> None:
+    def _quarantine(self, store: AssetStore, after: Commit) -> None:
         there = delta.last_commit(store.quarantine_path)
         assert there is not None
         found = erasing.find(self.spark, store.quarantine_path, there.version, self.key.in_text)
@@ -314,7 +318,7 @@ class _Erase:
             erased = dict(then.erased)
             for row in hits:
                 erased[row["reason"]] = erased.get(row["reason"], 0) + row["count"]
-            about = {"batch": batch, "attempt": uuid4().hex, "erased": erased}
+            about = {"batch": after.batch, "attempt": after.attempt, "erased": erased}
             erasing.rewrite(
                 self.spark,
                 store.quarantine_path,

@@ -24,7 +24,8 @@ from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.kept import require_kept
+from vt_dagster.storage.kept import consumed, require_kept, require_same
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit, choose
 from vt_dagster.storage.store import AssetStore, Snapshot, shape_of
 from vt_dagster.topology.model import Stream, Table
@@ -62,10 +63,11 @@ class Export:
     def __post_init__(self) -> None:
         try:
             what = choose(self.node.name, shape_of(self.node).kind, self.what or None, None)
-            delta.require_place(self.to)
+            delta.require_place(str(self.to))
         except StorageError as error:
             raise TopologyError(str(error)) from None
         object.__setattr__(self, "what", what)
+        object.__setattr__(self, "to", address(self.to))
         object.__setattr__(self, "columns", self._chosen(what))
         if self.catalog_table is not None and not re.fullmatch(r"\w+(\.\w+){0,2}", self.catalog_table):
             raise TopologyError(
@@ -154,12 +156,14 @@ class ExportRun:
             the commit; None where nothing is new, known without Spark.
 
         Raises:
-            StorageError: the place is somebody else's.
+            StorageError: the place is somebody else's; or the log is not the one that was exported, as
+                a backup was put in its place.
             ConcurrentRunError: another run of the export committed at the same time.
         """
         export, before, at = self.export, self.head(), self._store.snapshot()
         if at.head is None:
             return None
+        require_same(export.name, export.node.name, before, at.head.commit, self._store.attempt_of)
         commit = self._document(at, before, run_id)
         same = before is not None and (before.log, before.shape) == (commit.log, commit.shape)
         if before is not None and same and before.next_offset == commit.next_offset:
@@ -201,6 +205,7 @@ class ExportRun:
             shape=shape.model_copy(update={"meaning": {_EXPORT: export.what, "columns": said}}),
             log=head.log,
             logs={export.node.name: head.log},
+            consumed=consumed({export.node.name: head}),
             run_id=run_id,
             taken={export.node.name: ranges},
             inputs={export.node.name: head.next_offset},

@@ -19,7 +19,7 @@ from vt_dagster.runs.pandera_checks import Rule, contract_of, refuse, with_colum
 from vt_dagster.topology.model import Table, VersionedTable
 
 _REFUSED = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED, Fate.TOO_LATE)
-_COUNTED = (Fate.APPLIED, Fate.DROPPED, Fate.COVERED, *_REFUSED)
+_COUNTED = (Fate.APPLIED, Fate.DROPPED, Fate.COVERED, Fate.NOTHING_NEW, *_REFUSED)
 
 
 @dataclass(frozen=True)

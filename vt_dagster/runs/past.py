@@ -11,6 +11,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.core import store as of_table
+from vt_dagster.core.arrival import with_columns
 from vt_dagster.core.as_known import CUT, HORIZON, SINCE, UNTIL
 from vt_dagster.runs.store import Store
 from vt_dagster.storage.positions import horizons
@@ -79,7 +80,7 @@ class TablePast:
         kinds = [IntegerType(), LongType(), LongType(), LongType()]
         schema = StructType([StructField(n, k) for n, k in zip(names, kinds, strict=True)])
         told = self.store.spark.createDataFrame(rows, schema)
-        told = told.withColumns({n: F.timestamp_micros(n) for n in names[1:]})
+        told = with_columns(told, {n: F.timestamp_micros(n) for n in names[1:]})
         return told.withColumn(HORIZON, of_table.horizon_of(self.table, F.col(HORIZON)))
 
     def _steps(self) -> Mapping[int, list[tuple[int, int]]]:

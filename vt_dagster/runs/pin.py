@@ -17,7 +17,9 @@ from vt_dagster.runs.ready import upstream
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.starting import pin_start
-from vt_dagster.storage.kept import require_kept
+from vt_dagster.storage.damage import unreadable
+from vt_dagster.storage.kept import require_kept, require_same
+from vt_dagster.storage.places import unseen
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.durations import in_utc, spoken
@@ -111,6 +113,8 @@ def from_logs(
         if up.name not in names:
             continue
         inputs[up.name] = found.head
+        before = None if at.head is None else at.head.commit
+        require_same(node.name, up.name, before, found.head.commit, stores(up).attempt_of)
         require_kept(node.name, up.name, start.get(up.name, {}), found.head.commit)
         require_reach(processor, up, pinned.before, found.head.commit)
         ends, first = found.head.commit.next_offset, start.get(up.name, {})
@@ -211,10 +215,14 @@ def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> 
 
 def explained(arrival: Arrival, error: Exception) -> Exception | None:
     """What to say where it was an input that did not give its records."""
-    if arrival.source is None:
-        return gone_meanwhile(arrival.node, error)
-    told = arrival.source.explain(error)
-    return arrival.start.explain(error) if told is None and arrival.start is not None else told
+    if (elsewhere := unseen(error)) is not None:
+        return elsewhere
+    told = None
+    if arrival.source is not None:
+        told = arrival.source.explain(error)
+    if told is None and arrival.start is not None:
+        told = arrival.start.explain(error)
+    return told or gone_meanwhile(arrival.node, error) or unreadable(arrival.node.name, error)
 
 
 def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:

@@ -23,8 +23,13 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from vt_dagster.columns import ARRIVAL, TIMESTAMP
-from vt_dagster.core.records import RECORD_TIME, START, TOLD_AT, prepare
+from vt_dagster.columns import ARRIVAL, FATE, TIMESTAMP
+from vt_dagster.core import store as of_table
+from vt_dagster.core.arrival import by_partition, with_columns
+from vt_dagster.core.known import Known
+from vt_dagster.core.records import RECORD_TIME, SOURCE_TIME, START, TOLD_AT, TRUNCATES, prepare
+from vt_dagster.core.source_order import LAST, follows_source
+from vt_dagster.core.store import meets_versions
 from vt_dagster.core.versioned import FIRST
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.arrival import Arrival
@@ -34,12 +39,12 @@ from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frames import PinnedFrames
 from vt_dagster.storage.evolution import same
 from vt_dagster.storage.positions import horizons
-from vt_dagster.topology.model import Stream, VersionedTable
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _HOLD = set[tuple[str, str, str]]()
 """Conditions, each with the columns that it has been found to be one over: asking takes a moment, and a
 test has a run for each record."""
-_GIVEN = "_given"
+_GIVEN, _SINCE = "_given", "_since"
 _LAST = 1 << 61
 """More than the places of arrival that any source gives."""
 _NOW = "9999-01-01T00:00:00Z"
@@ -92,7 +97,7 @@ def _with_start(
     kinds = dict(changes.dtypes)
     others = {c: F.col(c).cast(kinds[c]) for c, k in rows.dtypes if kinds.get(c, k) != k}
     marked = changes.withColumn(START, F.lit(False))
-    return marked.unionByName(rows.withColumns(others), allowMissingColumns=True)
+    return marked.unionByName(with_columns(rows, others), allowMissingColumns=True)
 
 
 def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:
@@ -103,7 +108,81 @@ def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:
     return of_key.agg(F.min(TIMESTAMP).alias(FIRST))
 
 
-def rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
+def met_twice(records: DataFrame, arrival: Arrival) -> bool:
+    """Whether a run looks at a source's records before it puts them, see :func:`with_past`."""
+    if arrival.previous is None:
+        return TRUNCATES in records.columns
+    node = arrival.node
+    return meets_versions(node) or follows_source(node) or TRUNCATES in records.columns
+
+
+def with_past(
+    records: DataFrame, arrival: Arrival, store: Store, known: Known
+) -> tuple[DataFrame, Known]:
+    """A source's records by what the table has, and what they meet of its past.
+
+    Args:
+        records: prepared and held.
+    """
+    node = arrival.node
+    records = _without_truncations(records, arrival, known.view)
+    if arrival.previous is not None and meets_versions(node):
+        known = replace(known, rivals=_rivals_of(records, store))
+    if arrival.previous is not None and follows_source(node):
+        known = replace(known, last=_last_of(records, arrival, store))
+    return records, known
+
+
+def _without_truncations(records: DataFrame, arrival: Arrival, view: DataFrame | None) -> DataFrame:
+    """Each record that says that all rows are gone as deletions of the keys that there are by then: in
+    the table, or in the records before it.
+
+    Plan: a job that tells whether there is one; then one aggregate by key.
+
+    Args:
+        records: prepared; they are read twice.
+        view: the current rows of the table before the run; None = none.
+    """
+    if TRUNCATES not in records.columns:
+        return records
+    events = records.where(F.col(TRUNCATES) & F.col(FATE).isNull())
+    rows = records.where(~F.col(TRUNCATES) | F.col(FATE).isNotNull()).drop(TRUNCATES)
+    node = arrival.node
+    if not isinstance(node, Table) or events.isEmpty():
+        return rows
+    keys, since = [F.col(f"`{k}`") for k in node.key], F.col(ARRIVAL)
+    if START in rows.columns:
+        since = F.when(F.col(START), -1).otherwise(since)
+    there = rows.where(F.col(FATE).isNull()).select(*keys, since.alias(_SINCE))
+    if view is not None:
+        there = there.union(of_table.rows_of(node, view).select(*keys, F.lit(-1).cast("long")))
+    there = there.groupBy(*keys).agg(F.min(_SINCE).alias(_SINCE))
+    gone = events.drop(*node.key).crossJoin(there).where(F.col(ARRIVAL) > F.col(_SINCE))
+    return rows.unionByName(gone.select(*[F.col(f"`{c}`") for c in rows.columns]))
+
+
+def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | None:
+    """Of a table that follows its source's order, of the keys of records older than the table remembers
+    the largest time in its log: a deletion of then is no longer in the view, but it is in the log, and
+    such a record comes after it. None = there is no such record.
+
+    Plan: a job that tells whether there is one; then one scan of the log's keys.
+    """
+    at, retention = arrival.previous, store.node.retention
+    if at is None or retention is None:
+        return None
+    times = at.commit.stream_time
+    ends = dict(zip(times, horizons(retention, times), strict=True))
+    old = F.unix_micros(TIMESTAMP) < by_partition(ends, "long")
+    late = records.where(F.col(FATE).isNull() & old)
+    if late.isEmpty():
+        return None
+    key = [F.col(f"`{k}`") for k in arrival.node.key]
+    rows = store.log({}, at).join(late.select(*key).distinct(), list(arrival.node.key), "left_semi")
+    return rows.groupBy(*key).agg(F.max(TIMESTAMP).alias(LAST))
+
+
+def _rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
     """The versions of a table that end after its oldest record; None = none. Of records that it will
     refuse, as they are older than it remembers, none is needed.
 
@@ -133,8 +212,14 @@ def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
     own, found = list[StructField](node.schema.fields), list[StructField]()
     timed = TIMESTAMP in {c.lower() for c in node.schema.names}
     own += [] if timed else [StructField(TIMESTAMP, TimestampType())]
+    sourced = getattr(node.source, "gives_timestamp", False) and SOURCE_TIME not in node.schema.names
     for setting in asked:
-        while (name := _unknown(spark, node, setting, StructType([*own, *found]))) is not None:
+        more = (
+            [StructField(SOURCE_TIME, TimestampType())]
+            if setting.name == "deleted_at" and sourced
+            else []
+        )
+        while (name := _unknown(spark, node, setting, StructType([*own, *more, *found]))) is not None:
             _require_other(node, setting, name, alone)
             found.append(StructField(name, StringType()))
     return replace(node, schema=StructType([*node.schema.fields, *found])) if found else node
@@ -159,6 +244,9 @@ def _asked(node: Stream) -> list[_Setting]:
     if node.tombstone is not None:
         name, what = "deleted_when (tombstone)", "a SQL condition"
         found.append(_Setting(name, node.tombstone, what, (BooleanType(), NullType())))
+    if isinstance(node, Table) and node.deleted_at is not None:
+        what = "a SQL expression of type timestamp"
+        found.append(_Setting("deleted_at", node.deleted_at, what, (TimestampType(), NullType())))
     if isinstance(node, VersionedTable) and isinstance(node.only_columns, str):
         what = "a SQL expression that gives an array of names or a text"
         kinds = (ArrayType(StringType()), StringType())

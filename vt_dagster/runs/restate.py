@@ -183,21 +183,26 @@ class _Restatement:
         live = self._live(node)
         head = live.head()
         assert head is not None
-        logs = dict(keep.logs)
+        logs, consumed = dict(keep.logs), dict(keep.consumed)
         for up in node.inputs:
             there = self._beside(up).head() if path_of(up) in made else None
             if there is not None:
                 logs[up.name] = there.commit.log
+                consumed.pop(up.name, None)
         name = uuid4().hex
         more: dict[str, Any] = {
             "log": name,
             "attempt": name,
             "logs": logs,
+            "consumed": consumed,
+            "previous": "",
+            "staged": {},
             "run_id": whose,
             "rejected": False,
         }
+        rows: DataFrame = live.log({}, head)
         kept = F.col(OFFSET) < F.coalesce(by_partition(keep.next_offset, "long"), F.lit(0))
-        rows: DataFrame = live.log({}, head).where(kept)
+        rows = rows.where(kept)
         if head.commit.erased:
             there = {r[PARTITION]: r["count"] for r in rows.groupBy(PARTITION).count().collect()}
             gone = {p: end - there.get(p, 0) for p, end in keep.next_offset.items()}

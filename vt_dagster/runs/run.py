@@ -37,22 +37,21 @@ from vt_dagster.core.known import Input, Known
 from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
-from vt_dagster.core.store import meets_versions
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
     document,
     ends_of,
     of_source,
     places_of,
-    recorded,
     stage_rejected,
+    told_by_clock,
 )
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, oldest, timed
 from vt_dagster.runs.past import recorded_if
 from vt_dagster.runs.pin import explained, from_logs, from_source
-from vt_dagster.runs.reading import begun_of, records_of, rivals_of
+from vt_dagster.runs.reading import begun_of, met_twice, records_of, with_past
 from vt_dagster.runs.ready import require_covered
 from vt_dagster.runs.results import Judged, Receipt, Results, judge
 from vt_dagster.runs.store import Store, Stores
@@ -203,14 +202,13 @@ class Run:
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
             return Results(self._nothing(), known)
-        meets = meets_versions(self.node) and self.arrival.previous is not None
-        if self.arrival.source is not None and (processor.bounded or meets):
+        if self.arrival.source is not None and (processor.bounded or met_twice(read[0], self.arrival)):
             # They are looked at twice, and reading them is the most of it.
-            read = [self.store.hold(rows) for rows in read]
-            self.arrival.held.extend(read)
-        if meets:
             with self._explained():
-                known = replace(known, rivals=rivals_of(read[0], self.store))
+                read = [self.store.hold(rows) for rows in read]
+                self.arrival.held.extend(read)
+                rows, known = with_past(read[0], self.arrival, self.store, known)
+                read = [rows]
         if self.arrival.source is not None and processor.bounded:
             with self._explained():
                 before, spark = self.arrival.before.stream_time, self.store.spark
@@ -297,7 +295,7 @@ class Run:
                 rows, recorded_at = with_times(results.rows, arrival, store, recorded_at)
                 rows = store.hold(rows)
                 arrival.held.append(rows)
-                passed, commit = self._prepare(rows, results, run_id, recorded_at)
+                passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = places_of(arrival, self.processor, passed)
                 new = self.processor.produce(rows, first, passed.few, in_place)
@@ -332,10 +330,10 @@ class Run:
             self.store.release(self.arrival.held.pop())
 
     def _prepare(
-        self, rows: DataFrame, results: Results, run_id: str | None, recorded_at: int | None
+        self, store: Store, rows: DataFrame, results: Results, run_id: str | None, at: int | None
     ) -> tuple[Passed, Commit]:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""
-        arrival, store, processor = self.arrival, self.store, self.processor
+        arrival, processor = self.arrival, self.processor
         before, judged = arrival.before, results.judged
         passed = gate(processor, rows, by_partition(before.stream_time))
         processor.check(passed.by_partition)
@@ -360,7 +358,7 @@ class Run:
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
         told = arrival.source is not None and RECORDED_AT in rows.columns
-        recorded_at = recorded(before, recorded_at)
+        recorded_at, ahead = told_by_clock(before, at, store.progress)
         steps = steps_of(rows, before, recorded_at) if told else []
         return passed, document(
             arrival,
@@ -374,6 +372,7 @@ class Run:
             rejected=refused,
             run_id=run_id,
             recorded_at=recorded_at,
+            ahead=ahead,
             steps=steps,
             stepped=before.stepped or bool(steps),
             **position,

@@ -27,6 +27,8 @@ from vt_dagster.runs.past import TablePast, recorded_if
 from vt_dagster.runs.ready import not_ready
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.kept import consumed, require_same
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.snapshot import Snapshot
 from vt_dagster.storage.store import AssetStore, shape_of
@@ -41,8 +43,15 @@ class Position(BaseModel):
 
     log: str
     batch: int
+    attempt: str = ""
+    """Which run wrote that batch; not known of older manifests."""
     recorded_at: int
     next_offset: Offsets
+
+    def is_at(self, other: Position) -> bool:
+        """Whether another one is the same position."""
+        known = self if self.attempt else self.model_copy(update={"attempt": other.attempt})
+        return known == other
 
 
 class Manifest(BaseModel):
@@ -55,6 +64,11 @@ class Manifest(BaseModel):
     rows: int = 0
     hash: str = ""
     """Of all rows and columns, in any order."""
+
+    def is_of(self, other: Manifest) -> bool:
+        """Whether another one is declared alike, and of the same positions."""
+        same = self.declared == other.declared and self.pinned.keys() == other.pinned.keys()
+        return same and all(one.is_at(other.pinned[name]) for name, one in self.pinned.items())
 
 
 @dataclass
@@ -75,6 +89,7 @@ class TrainingRun:
     _held: list[DataFrame] = field(default_factory=list[DataFrame], init=False)
 
     def __post_init__(self) -> None:
+        self.to = address(self.to)
         require_outside(self.declared.name, self.to, self.warehouse)
 
     def head(self) -> Commit | None:
@@ -111,6 +126,10 @@ class TrainingRun:
         if spine.head is None:
             return None
         if pinned is None:
+            for name, at in found.items():
+                if at.head is not None:
+                    attempt_of = stores[name].attempt_of
+                    require_same(declared.name, name, before, at.head.commit, attempt_of)
             self._require_ready(found)
         made = Manifest(
             name=declared.name,
@@ -118,7 +137,7 @@ class TrainingRun:
             pinned={name: position_of(at) for name, at in found.items() if at.head is not None},
         )
         last = None if before is None else manifest_of(before)
-        if last is not None and (last.declared, last.pinned) == (made.declared, made.pinned):
+        if last is not None and last.is_of(made):
             self._write_manifest(before)  # whoever died after the commit may have died before this
             return None
         store = stores[declared.spine.name]
@@ -162,11 +181,12 @@ class TrainingRun:
             return Snapshot()  # it had no records yet
         wanted = pinned.pinned[name]
         at = store.known_at(wanted.recorded_at)
-        if at.head is None or position_of(at) != wanted:
-            got = "none" if at.head is None else f"batch {at.head.commit.batch} of another log"
+        if at.head is None or not wanted.is_at(position_of(at)):
+            got = "none" if at.head is None else f"batch {at.head.commit.batch} of another log or run"
             raise StorageError(
                 f"{self.declared.name}: expected the log of {name} as of batch {wanted.batch}, got "
-                f"{got}: it was made anew since; make the set without a manifest"
+                f"{got}: it was made anew since, or put back from a backup; make the set without a "
+                "manifest"
             )
         return at
 
@@ -211,6 +231,7 @@ class TrainingRun:
             shape=shape_of(node).model_copy(update={"meaning": said}),
             log=spine.commit.log,
             logs={name: head.commit.log for name, head in heads.items()},
+            consumed=consumed({name: head.commit for name, head in heads.items()}),
             run_id=run_id,
             recorded_at=recorded(before or first, None),
             inputs={name: head.commit.next_offset for name, head in heads.items()},
@@ -246,7 +267,7 @@ def position_of(at: Snapshot) -> Position:
     """Where a snapshot stands."""
     assert at.head is not None
     commit = at.head.commit
-    told = {n: getattr(commit, n) for n in ("log", "batch", "recorded_at", "next_offset")}
+    told = {n: getattr(commit, n) for n in ("log", "batch", "attempt", "recorded_at", "next_offset")}
     return Position(**told)
 
 

@@ -1,47 +1,171 @@
-"""Avro records as columns: each by the schema that it was written with."""
+"""Avro records as columns: fields by their names at any depth, each value exactly or not at all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import or_
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
     BooleanType,
-    ByteType,
-    DoubleType,
-    FloatType,
-    IntegerType,
-    LongType,
-    ShortType,
+    DataType,
+    DecimalType,
+    MapType,
     StringType,
-    StructField,
     StructType,
 )
 
 from vt_dagster.errors import SourceError
+from vt_dagster.sources.nested import any_of
+from vt_dagster.sources.values import (
+    FLOATS,
+    INTEGERS,
+    NAMED_UNITS,
+    TIMES,
+    Reading,
+    of_boolean,
+    of_bytes,
+    of_decimal,
+    of_double,
+    of_long,
+    of_text,
+)
 from vt_dagster.topology.renames import was
 
 READ = "_vt_read"
 """Of a row: whether the message could be read."""
-_PLAIN = (
-    StringType,
-    BooleanType,
-    ByteType,
-    ShortType,
-    IntegerType,
-    LongType,
-    FloatType,
-    DoubleType,
-)
-"""Types of which JSON writes a value as Avro's schemas do."""
+_UNITS = {
+    "date": "days",
+    "timestamp-millis": "millis",
+    "timestamp-micros": "micros",
+    "timestamp-nanos": "nanos",
+    "local-timestamp-millis": "millis",
+    "local-timestamp-micros": "micros",
+    "local-timestamp-nanos": "nanos",
+}
+_NUMBERS = (*INTEGERS, *FLOATS, DecimalType, StringType)
+_FITTING = {
+    "int": _NUMBERS,
+    "long": _NUMBERS,
+    "float": _NUMBERS,
+    "double": _NUMBERS,
+    "decimal": _NUMBERS,
+    "boolean": (BooleanType, StringType),
+    "bytes": (BinaryType, StringType),
+    "fixed": (BinaryType, StringType),
+}
+"""Types of columns that values of a type of Avro may fit into; a text may fit into any."""
+_LEAVES = ("string", "enum", "null", *(kind for kind in _FITTING if kind != "decimal"))
+_MEMBER = re.compile(r"member\d+")
 
 
-def read_avro(message: Column, schema: str, wanted: StructType) -> Column:
+class Node(NamedTuple):
+    """A type of a schema.
+
+    Args:
+        type: of Avro: ``record``, ``long``, …, ``decimal`` for that logical type.
+        fields: of a record; ``items``: of an array or the values of a map; ``members``: of a union,
+            without null.
+        unit: of a number that is a time.
+    """
+
+    type: str
+    fields: Mapping[str, Node] = {}
+    items: Node | None = None
+    members: Sequence[Node] = ()
+    unit: str | None = None
+
+
+def node_of(schema: str) -> Node:
+    """A schema's types.
+
+    Raises:
+        SourceError: it is no schema.
+    """
+    try:
+        return _node(json.loads(schema), {}, "", ())
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(
+            f"Avro: expected a schema in JSON, got {schema[:200]!r}: {type(error).__name__} {error}; "
+            "correct it"
+        ) from None
+
+
+def _node(told: Any, known: dict[str, Any], space: str, inside: tuple[str, ...]) -> Node:
+    if isinstance(told, list):
+        members = [_node(one, known, space, inside) for one in told if one not in ("null", _NULL)]
+        kinds = {one.type for one in members}
+        if len(members) == 1:
+            return members[0]
+        for both in ({"int", "long"}, {"float", "double"}):
+            if kinds == both and len(members) == 2:  # Spark reads them as the longer one
+                return next(one for one in members if one.type in ("long", "double"))
+        return Node("union", members=members)
+    if isinstance(told, str):
+        name = told if told in known else f"{space}.{told}"
+        if name not in known:
+            return Node(told)
+        told, space = known[name]
+        if name in inside:
+            return Node("recursive")
+        inside = (*inside, name)
+    kind = told["type"]
+    if not isinstance(kind, str):
+        return _node(kind, known, space, inside)
+    if kind in ("record", "error", "enum", "fixed"):
+        space = told.get("namespace", told["name"].rpartition(".")[0] or space)
+        name = f"{space}.{told['name'].rpartition('.')[2]}"
+        known[name] = known[name.lstrip(".")] = (told, space)
+        inside = (*inside, name, name.lstrip("."))
+    if kind in ("record", "error"):
+        fields = {one["name"]: _node(one["type"], known, space, inside) for one in told["fields"]}
+        return Node("record", fields)
+    if kind in ("array", "map"):
+        items = told["items" if kind == "array" else "values"]
+        return Node(kind, items=_node(items, known, space, inside))
+    if _is_decimal(told):
+        return Node("decimal")
+    if kind in (
+        "string",
+        "enum",
+        "int",
+        "long",
+        "float",
+        "double",
+        "boolean",
+        "bytes",
+        "fixed",
+        "null",
+    ):
+        unit = _UNITS.get(told.get("logicalType", ""), NAMED_UNITS.get(told.get("connect.name", "")))
+        return Node(kind, unit=unit)
+    return _node(kind, known, space, inside)
+
+
+_NULL = {"type": "null"}
+
+
+def _is_decimal(told: Mapping[str, Any]) -> bool:
+    return told.get("logicalType") == "decimal" and told.get("precision", 99) <= 38
+
+
+def _plain(told: Any) -> Any:
+    """A schema without logical types but decimals: Spark overflows in times of other units."""
+    if isinstance(told, list):
+        return [_plain(one) for one in told]
+    if not isinstance(told, dict):
+        return told
+    keep = _is_decimal(told)
+    deep = ("type", "items", "values", "fields")
+    return {k: _plain(v) if k in deep else v for k, v in told.items() if keep or k != "logicalType"}
+
+
+def read_avro(message: Column, schema: str) -> Column:
     """An Avro message with all its fields, and one more that says whether it could be read.
 
     Spark gives an unreadable message as a row of nulls, which a readable one may be too: a field that
@@ -49,45 +173,188 @@ def read_avro(message: Column, schema: str, wanted: StructType) -> Column:
     """
     from pyspark.sql.avro.functions import from_avro
 
-    declared = json.loads(schema)
+    declared = _plain(json.loads(schema))
     if not _is_record(declared):
-        if len(wanted.fields) != 1:
-            raise SourceError(
-                f"Avro: the schema is {schema}, expected a record with the fields {wanted.names}; "
-                "give another schema, or a single column for such a value"
-            )
-        return from_avro(message, schema, {"mode": "PERMISSIVE"})
+        return from_avro(message, json.dumps(declared), {"mode": "PERMISSIVE"})
     marked = {"name": READ, "type": ["boolean", "null"], "default": True}
     reader = {**declared, "fields": [*declared["fields"], marked]}
-    return from_avro(message, schema, {"mode": "PERMISSIVE", "avroSchema": json.dumps(reader)})
+    options = {"mode": "PERMISSIVE", "avroSchema": json.dumps(reader)}
+    return from_avro(message, json.dumps(declared), options)
 
 
-def row_of(value: Column, schema: str, wanted: StructType, newest: str = "null") -> Column:
+def row_of(
+    value: Column, schema: str, wanted: StructType, how: Reading, newest: str = "null"
+) -> Column:
     """The wanted fields of what ``read_avro`` made, and whether it could be read.
 
     Args:
         newest: has defaults of fields that the schema lacks, and aliases of those that it has by
             another name.
     """
-    declared = json.loads(schema)
-    if not _is_record(declared):
-        only = value.cast(wanted.fields[0].dataType)
-        return F.struct(only.alias(wanted.names[0]), value.isNotNull().alias(READ))
+    node = node_of(schema)
+    if node.type != "record":
+        if len(wanted.fields) != 1:
+            raise SourceError(f"Avro: {misfits(schema, wanted, how)[0]}; give another schema")
+        only = wanted.fields[0]
+        found, misfit = _fitted(value, node, only.dataType, how, (only.name,))
+        there = F.when(~misfit, value.isNotNull())
+        return F.struct(found.alias(only.name), there.alias(READ))
+    written = _written(json.loads(schema), wanted, newest)
+    defaults = _defaults(newest)
+    columns, lost = list[Column](), list[Column]()
+    for f, name in zip(wanted.fields, written, strict=True):
+        if name in node.fields:
+            found, misfit = _fitted(value[name], node.fields[name], f.dataType, how, (f.name,))
+            lost.append(misfit)
+        elif not node.fields.keys() & {*was(f)} and f.name in defaults and _plain_type(f.dataType):
+            found = _default(defaults[f.name], f.dataType)
+        else:
+            found = F.lit(None).cast(f.dataType)
+        columns.append(found.alias(f.name))
+    if not {*written} & node.fields.keys():
+        lost.append(F.lit(True))
+    return F.struct(*columns, F.when(~any_of(lost), value[READ]).alias(READ))
+
+
+def misfits(schema: str, wanted: StructType, how: Reading) -> list[str]:
+    """What of the columns no message of a schema can ever give, in words. Does not use Spark."""
+    node = node_of(schema)
+    if node.type != "record":
+        if len(wanted.fields) != 1:
+            return [f"the schema is {schema}, expected a record with the fields {wanted.names}"]
+        only = wanted.fields[0]
+        return list(_never(node, only.dataType, how, (only.name,)))
+    written = _written(json.loads(schema), wanted, "null")
+    if not {*written} & node.fields.keys():
+        return [f"the schema has the fields {list(node.fields)}, none of the columns {wanted.names}"]
+    together = zip(wanted.fields, written, strict=True)
+    there = [(f, node.fields[name]) for f, name in together if name in node.fields]
+    return [one for f, told in there for one in _never(told, f.dataType, how, (f.name,))]
+
+
+def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> Iterator[str]:
+    """The parts of a type that no value of a type of Avro fits into."""
+    if node.type == "record" and isinstance(kind, StructType):
+        for f in kind.fields:
+            if f.name in node.fields:
+                yield from _never(node.fields[f.name], f.dataType, how, (*path, f.name))
+    elif node.items is not None and isinstance(kind, ArrayType | MapType):
+        inner = kind.elementType if isinstance(kind, ArrayType) else kind.valueType
+        if (node.type == "array") == isinstance(kind, ArrayType):
+            yield from _never(node.items, inner, how, path)
+        else:
+            yield _said(node, kind, path)
+    elif node.type == "union" and not _by_member(kind):
+        if not any(not list(_never(one, kind, how, path)) for one in node.members):
+            yield _said(node, kind, path)
+    elif node.type not in ("null", "union") and not _may_fit(node, kind, how, path):
+        yield _said(node, kind, path)
+
+
+def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> bool:
+    if isinstance(kind, StructType | ArrayType | MapType) or node.type in ("record", "recursive"):
+        return False
+    if node.type in ("int", "long") and isinstance(kind, TIMES):
+        return (node.unit or how.unit(path)) is not None
+    return isinstance(kind, _FITTING.get(node.type, (DataType,)))
+
+
+def _said(node: Node, kind: DataType, path: Sequence[str]) -> str:
+    more = ""
+    if node.type in ("int", "long") and isinstance(kind, TIMES):
+        more = " without a logical type: say its unit with timestamps"
+    name = " or ".join(one.type for one in node.members) or node.type
+    return f"{'.'.join(path)} is {name} in the schema, expected {kind.simpleString()}{more}"
+
+
+def _fitted(
+    value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
+) -> tuple[Column, Column]:
+    """A value as one of a type, and whether it is none; the second is never null."""
+    if node.type == "record" and isinstance(kind, StructType):
+        return _fitted_record(value, node, kind, how, path)
+    if node.type == "array" and isinstance(kind, ArrayType):
+        items, element = node.items, kind.elementType
+        assert items is not None
+        bad = F.exists(value, lambda one: _fitted(one, items, element, how, path)[1])
+        found = F.transform(value, lambda one: _fitted(one, items, element, how, path)[0])
+        return found, F.coalesce(bad, F.lit(False))
+    if node.type == "map" and isinstance(kind, MapType):
+        text, items = Node("string"), node.items
+        assert items is not None
+        of_keys, of_values = ArrayType(kind.keyType), ArrayType(kind.valueType)
+        keys, bad = _fitted(F.map_keys(value), Node("array", items=text), of_keys, how, path)
+        values, worse = _fitted(F.map_values(value), Node("array", items=items), of_values, how, path)
+        bad = bad | worse | F.coalesce(F.size(keys) != F.size(F.array_distinct(keys)), F.lit(False))
+        return F.when(~bad & value.isNotNull(), F.map_from_arrays(keys, values)), bad
+    if node.type == "union":
+        return _fitted_union(value, node, kind, how, path)
+    if not _may_fit(node, kind, how, path):
+        return F.lit(None).cast(kind), value.isNotNull()
+    found = _leaf(value, node, kind, how, path)
+    return found, value.isNotNull() & found.isNull()
+
+
+def _leaf(value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> Column:
+    if node.type in ("int", "long"):
+        return of_long(value, kind, node.unit or how.unit(path))
+    if node.type == "float" and isinstance(kind, StringType):
+        return value.cast("string")  # the shortest text of a FLOAT
+    if node.type in ("float", "double"):
+        return of_double(value, kind)
+    readers = {"decimal": of_decimal, "boolean": of_boolean, "bytes": of_bytes, "fixed": of_bytes}
+    if node.type in readers:
+        return readers[node.type](value, kind)
+    return of_text(value.cast("string"), kind, how, path)
+
+
+def _fitted_record(
+    value: Column, node: Node, kind: StructType, how: Reading, path: tuple[str, ...]
+) -> tuple[Column, Column]:
+    columns, bad = list[Column](), list[Column]()
+    for f in kind.fields:
+        if f.name in node.fields:
+            inner = node.fields[f.name]
+            found, misfit = _fitted(value[f.name], inner, f.dataType, how, (*path, f.name))
+            bad.append(misfit)
+        else:
+            found = F.lit(None).cast(f.dataType)
+        columns.append(found.alias(f.name))
+    return F.when(value.isNotNull(), F.struct(*columns)), any_of(bad)
+
+
+def _fitted_union(
+    value: Column, node: Node, kind: DataType, how: Reading, path: tuple[str, ...]
+) -> tuple[Column, Column]:
+    """Of what Spark makes a struct, with a field for each member, the one that is there."""
+    members = [
+        (value[f"member{i}"], _fitted(value[f"member{i}"], one, _of_member(kind, i), how, path))
+        for i, one in enumerate(node.members)
+        if not _by_member(kind) or f"member{i}" in kind
+    ]
+    if isinstance(kind, StructType) and _by_member(kind):
+        names = [f.name for f in kind.fields]
+        fields = [found.alias(name) for name, (_, (found, _)) in zip(names, members, strict=True)]
+        return F.when(value.isNotNull(), F.struct(*fields)), any_of([bad for _, (_, bad) in members])
+    found = F.coalesce(*[found for _, (found, _) in members])
+    return found, any_of([bad for _, (_, bad) in members])
+
+
+def _by_member(kind: DataType) -> bool:
+    return isinstance(kind, StructType) and all(_MEMBER.fullmatch(n) for n in kind.names)
+
+
+def _of_member(kind: DataType, place: int) -> DataType:
+    if isinstance(kind, StructType) and _by_member(kind):
+        return kind[f"member{place}"].dataType
+    return kind
+
+
+def _written(declared: Any, wanted: StructType, newest: str) -> list[str]:
+    """The names by which a record's schema has the columns."""
     names = {one["name"] for one in declared["fields"]}
     groups = [*_aliases(declared), *_aliases(json.loads(newest))]
-    written = [_written_as(f.name, names, groups) for f in wanted.fields]
-    asked = StructType(
-        [StructField(n, f.dataType) for n, f in zip(written, wanted.fields, strict=True)]
-    )
-    defaults = _defaults(newest)
-    columns, lost = list[Column](), [F.lit(False)]
-    fields = _projected(value, declared, asked, {}, lost)
-    for f, name, column in zip(wanted.fields, written, fields, strict=True):
-        there = name in names or names & {*was(f)}
-        if not there and f.name in defaults and isinstance(f.dataType, _PLAIN):
-            column = F.lit(defaults[f.name]).cast(f.dataType)
-        columns.append(column.alias(f.name))
-    return F.struct(*columns, F.when(~reduce(or_, lost), value[READ]).alias(READ))
+    return [_written_as(f.name, names, groups) for f in wanted.fields]
 
 
 def _aliases(declared: Any) -> list[set[str]]:
@@ -111,50 +378,20 @@ def _defaults(schema: str) -> dict[str, Any]:
     return {one["name"]: d for one in fields if isinstance(d := one.get("default"), str | int | float)}
 
 
+def _plain_type(kind: DataType) -> bool:
+    """Whether JSON writes a value of it as Avro's schemas do."""
+    return isinstance(kind, (*INTEGERS, *FLOATS, StringType, BooleanType))
+
+
+def _default(value: str | int | float, kind: DataType) -> Column:
+    if isinstance(value, bool):
+        return of_boolean(F.lit(value), kind)
+    if isinstance(value, str):
+        return of_text(F.lit(value), kind, Reading(base64=False))
+    if isinstance(value, int):
+        return of_long(F.lit(value).cast("bigint"), kind)
+    return of_double(F.lit(value), kind)
+
+
 def _is_record(kind: Any) -> bool:
     return isinstance(kind, dict) and kind.get("type") == "record"
-
-
-def _projected(
-    row: Column,
-    record: Mapping[str, Any],
-    wanted: StructType,
-    known: dict[str, Any],
-    lost: list[Column],
-) -> list[Column]:
-    """The wanted fields of an Avro record by name, whatever their order and further fields.
-
-    Args:
-        lost: takes whether a field has a value that its column cannot have.
-    """
-    kinds: dict[str, Any] = {}
-    known[record["name"]] = record
-    known[f"{record.get('namespace', '')}.{record['name']}"] = record
-    for one in record["fields"]:
-        parts = one["type"] if isinstance(one["type"], list) else [one["type"]]
-        for part in parts:
-            kind = known.get(part) if isinstance(part, str) else part
-            if isinstance(kind, dict) and _is_record(kind):
-                known[kind["name"]] = kinds[one["name"]] = kind
-                known[f"{record.get('namespace', '')}.{kind['name']}"] = kind
-    names = {one["name"] for one in record["fields"]}
-    return [_cast(row, f, names, kinds, known, lost).alias(f.name) for f in wanted.fields]
-
-
-def _cast(
-    row: Column,
-    wanted: StructField,
-    names: set[str],
-    records: Mapping[str, Any],
-    known: dict[str, Any],
-    lost: list[Column],
-) -> Column:
-    if wanted.name not in names:
-        return F.lit(None).cast(wanted.dataType)
-    value = row[wanted.name]
-    if wanted.name in records and isinstance(wanted.dataType, StructType):
-        inner = _projected(value, records[wanted.name], wanted.dataType, known, lost)
-        return F.when(value.isNotNull(), F.struct(*inner))
-    found = value.try_cast(wanted.dataType)
-    lost.append(value.isNotNull() & found.isNull())
-    return found

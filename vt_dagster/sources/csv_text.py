@@ -10,7 +10,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
 
 from vt_dagster.sources.directory import FileInfo
-from vt_dagster.sources.values import narrowed, wide_columns
+from vt_dagster.sources.nested import read_row
+from vt_dagster.sources.values import Reading, of_text
 from vt_dagster.storage import delta
 
 _CORRUPT = "_corrupt"
@@ -50,8 +51,8 @@ def one_record(
     schema: StructType,
     options: Mapping[str, str],
 ) -> Column:
-    """A line as a struct of the schema's columns and what of it could not be read, see
-    :func:`read_record`.
+    """A line as a struct of texts, one for each of the schema's columns, and what of it could not be
+    read, see :func:`read_record`.
 
     Args:
         line, file: the columns with a line and with its file's name.
@@ -60,25 +61,24 @@ def one_record(
     options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
     # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
     options = {"escape": options.get("quote", '"'), **options}
-    types = {c.name: c.dataType for c in wide_columns(schema).fields}
     parsed = F.lit(None)
     for header, names in headers.items():
         if not header:  # an empty file has no line
             continue
-        # a column that the schema does not have is read as text, and left out
+        # a column that the schema does not have is left out
         fields = [
-            StructField(c if c in types else f"_extra{i}", types.get(c, StringType()))
+            StructField(c if c in schema.names else f"_extra{i}", StringType())
             for i, c in enumerate(header)
         ]
         lenient = StructType(
             [*nullable(StructType(fields)).fields, StructField(_CORRUPT, StringType())]
         )
-        kinds = ", ".join(f"`{f.name}` {f.dataType.simpleString()}" for f in lenient.fields)
+        kinds = ", ".join(f"`{f.name}` string" for f in lenient.fields)
         row = F.from_csv(F.col(line), kinds, options)
         there = {*header, _CORRUPT}
         chosen = F.struct(
             *[
-                (row[c] if c in there else F.lit(None).cast(types[c])).alias(c)
+                (row[c] if c in there else F.lit(None).cast("string")).alias(c)
                 for c in [*schema.names, _CORRUPT]
             ]
         )
@@ -86,13 +86,11 @@ def one_record(
     return parsed
 
 
-def read_record(
-    row: Column, line: Column, schema: StructType, options: Mapping[str, str]
-) -> tuple[Column, Column]:
-    """Of what :func:`one_record` gives: the columns, and whether the line is no record, or has a
-    decimal with more digits than its type."""
-    columns, lost = narrowed(row, schema)
-    return columns, row.isNull() | row[_CORRUPT].isNotNull() | lost | _is_cut_off(line, options)
+def read_record(row: Column, line: Column, schema: StructType, how: Reading) -> Column:
+    """Of what :func:`one_record` gives: a struct of the columns; null where the line is no record, or
+    has a text that is no value of its column."""
+    whole = row.isNotNull() & row[_CORRUPT].isNull() & ~_is_cut_off(line, how.options)
+    return read_row(row, schema, lambda text, kind, path: of_text(text, kind, how, path), whole)
 
 
 def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:

@@ -18,6 +18,7 @@ from vt_dagster.sources.base import News, require_limits
 from vt_dagster.sources.delta_log import FEED, Change, ForeignTable
 from vt_dagster.sources.delta_versions import DELTA, PinnedState, PinnedVersions
 from vt_dagster.sources.dumps import Limits, OnDuplicate, check_ignored
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.durations import in_utc
 
@@ -84,6 +85,7 @@ class DeltaSource:
     gives_timestamp = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", address(self.path))
         if self.mode not in ("append", "changes", "snapshots"):
             raise SourceError(
                 f"mode of {self.path!r} must be 'append', 'changes' or 'snapshots', got {self.mode!r}"
@@ -106,6 +108,16 @@ class DeltaSource:
     def tables_only(self) -> bool:
         """Whether a stream cannot have it."""
         return self.mode != "append"
+
+    @property
+    def orders_changes(self) -> bool:
+        """Whether the last record of a key, by order, is what the table that it reads holds of it."""
+        return self.mode != "append"
+
+    @property
+    def restates(self) -> bool:
+        """Whether a record may say what is known: a row marked as deleted is in each version."""
+        return self.whole
 
     @property
     def whole(self) -> bool:

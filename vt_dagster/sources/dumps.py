@@ -14,7 +14,16 @@ from pyspark.sql.types import StructType
 from vt_dagster.columns import ARRIVAL, TIMESTAMP
 from vt_dagster.core.arrival import MOST_BUCKETS, has_key
 from vt_dagster.core.log import value_columns
-from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, Reason
+from vt_dagster.core.records import (
+    DELETED,
+    POSITION,
+    RAW,
+    REASON,
+    RECORD_TIME,
+    RESTATES,
+    SOURCE,
+    Reason,
+)
 from vt_dagster.core.snapshot import difference
 from vt_dagster.errors import ContractError, SourceError, TopologyError
 from vt_dagster.topology.durations import in_utc
@@ -131,11 +140,18 @@ def records_of(
     raw = F.coalesce(F.col(UNREAD), F.to_json(F.struct(*[F.col(f"`{c}`") for c in node.schema.names])))
     timed = {} if TIMESTAMP in node.schema.names else {TIMESTAMP: moment}
     return news.withColumns(
-        {**timed, RECORD_TIME: moment, RAW: raw, SOURCE: F.coalesce(F.col(SOURCE), F.lit(what))}
+        {
+            **timed,
+            RECORD_TIME: moment,
+            # A row that is marked as deleted is in each dump.
+            RESTATES: ~F.col(DELETED),
+            RAW: raw,
+            SOURCE: F.coalesce(F.col(SOURCE), F.lit(what)),
+        }
     ).select(
         *[F.col(f"`{c}`") for c in node.schema.names],
         *timed,
-        *(ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, REASON),
+        *(ARRIVAL, DELETED, RECORD_TIME, RESTATES, SOURCE, POSITION, RAW, REASON),
     )
 
 

@@ -32,7 +32,7 @@ from vt_dagster.sources.base import (
     require_told,
     with_told,
 )
-from vt_dagster.sources.csv_text import header_of, one_record, read_record
+from vt_dagster.sources.csv_text import header_of
 from vt_dagster.sources.directory import (
     FileInfo,
     Memory,
@@ -43,18 +43,18 @@ from vt_dagster.sources.directory import (
     unconsumed,
     written_at,
 )
-from vt_dagster.sources.json_text import one_object, read_object
-from vt_dagster.sources.values import is_no_text
+from vt_dagster.sources.lines import with_object, with_record
+from vt_dagster.sources.nested import require_units
+from vt_dagster.sources.values import Reading, Unit, is_no_text
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
+from vt_dagster.storage.places import address, unseen
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
 
 _FILE, _BLOCK, _ID, _START, _LINE = "_file", "_block", "_id", "_start", "_line"
-
-
 FILES = "files"
 """The name of a files source among a commit's inputs; its offsets count lines."""
 _WORDS = ("run", "file_time")
@@ -108,7 +108,7 @@ class PinnedFiles(Uncounted):
             rows = read_by_all_names(node, lambda _, all_: self.source.read(spark, self.files, all_))
             return with_told(rows, self.source.recorded_at, _WORDS)
         except PySparkException as error:
-            told = self.explain(error)
+            told = unseen(error) or self.explain(error)
             if told is None:
                 raise
             raise told from error
@@ -129,8 +129,7 @@ class PinnedFiles(Uncounted):
     def describe(self, schema: StructType) -> list[str]:
         names = ", ".join(f.name for f in self.files[:5])
         more = f" and {len(self.files) - 5:,} more" if len(self.files) > 5 else ""
-        size = self.bytes / 1000
-        takes = f"takes {len(self.files):,} file(s), {size:,.1f} kB: {names}{more}"
+        takes = f"takes {len(self.files):,} file(s), {self.bytes / 1000:,.1f} kB: {names}{more}"
         extra = self.source.more_columns(self.files[:_LOOKED_AT], schema)
         if not extra:
             return [takes]
@@ -184,6 +183,8 @@ class FilesSource:
             ``file_time``: when the file was written last. Else a column of type timestamp; a row
             without it, or further ahead than ``max_clock_skew``, is quarantined. It does not go back:
             not before what was taken earlier (of a column: in the partition), nor after the run.
+        timestamps: the unit of numbers in columns of times, in all or by column, as of ``Json``;
+            None: they are unreadable. Not of Parquet.
     """
 
     path: str
@@ -196,6 +197,7 @@ class FilesSource:
     on_bad_file: Literal["fail", "quarantine"] = "fail"
     optional: Sequence[str] = ()
     recorded_at: str = "run"
+    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
 
     gives_timestamp = False
 
@@ -206,6 +208,7 @@ class FilesSource:
             TopologyError: what is optional is no column, or of the key; nor is ``recorded_at`` one.
         """
         require_told(name, self.recorded_at, _WORDS, schema)
+        require_units(name, self.timestamps, schema)
         odd = [c for c in self.optional if c not in schema.names or c in key]
         if odd:
             raise TopologyError(
@@ -214,6 +217,7 @@ class FilesSource:
             )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", address(self.path))
         if self.format not in ("jsonl", "csv", "parquet"):
             raise SourceError(
                 f"format of {self.path!r} must be 'jsonl', 'csv' or 'parquet', got {self.format!r}"
@@ -223,9 +227,14 @@ class FilesSource:
                 f"on_bad_file of {self.path!r} must be 'fail' or 'quarantine', got {self.on_bad_file!r}"
             )
         require_limits(self.max_bad_share, self.max_clock_skew)
+        require_units(repr(self.path), self.timestamps)
         object.__setattr__(self, "optional", tuple(self.optional))
         if self.max_files_per_run is not None and self.max_files_per_run < 1:
             raise SourceError(f"max_files_per_run must be 1 or more, got {self.max_files_per_run}")
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.timestamps, self.options, base64=self.format != "csv")
 
     def describe(self) -> str:
         """What is read, for descriptions and messages."""
@@ -326,11 +335,8 @@ class FilesSource:
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
     ) -> DataFrame:
         rows = spark.read.schema(schema).parquet(*[delta.literal(f.path) for f in files])
-        located = rows.select(
-            "*",
-            _file_name().alias(_FILE),
-            F.col("_metadata.row_index").alias(_LINE),
-        )
+        line = F.col("_metadata.row_index").alias(_LINE)
+        located = rows.select("*", _file_name().alias(_FILE), line)
         sizes = located.groupBy(_FILE).agg(F.count(F.lit(1)).alias(_START))
         starts = _running_start(sizes, [_FILE])
         broken = is_no_text(F.struct(*schema.names), schema)
@@ -354,9 +360,8 @@ class FilesSource:
             F.col("_metadata.file_block_start").alias(_BLOCK),
             F.monotonically_increasing_id().alias(_ID),
         )
-        blocks = lines.groupBy(_FILE, _BLOCK).agg(
-            F.count(F.lit(1)).alias(_START), F.min(_ID).alias("_first")
-        )
+        counts = F.count(F.lit(1)).alias(_START), F.min(_ID).alias("_first")
+        blocks = lines.groupBy(_FILE, _BLOCK).agg(*counts)
         starts = _running_start(blocks, [_FILE, _BLOCK])
         within_file = W.partitionBy(_FILE)
         starts = starts.withColumn("_file_start", F.min(_START).over(within_file))
@@ -366,20 +371,17 @@ class FilesSource:
             .withColumn(ARRIVAL, arrival)
             .withColumn(POSITION, F.col(ARRIVAL) - F.col("_file_start") + 1)
         )
-        if self.format == "csv":
-            numbered = numbered.where(F.col(POSITION) > 1)
-        given = numbered.where(F.trim(RAW) != "")
+        headed = 1 if self.format == "csv" else 0
+        given = numbered.where((F.col(POSITION) > headed) & (F.trim(RAW) != ""))
         if self.format == "csv":
             headers: dict[tuple[str, ...], list[str]] = {}
             for f in files:
                 headers.setdefault(header_of(f, self.options), []).append(f.name)
-            parsed = given.withColumn("_row", one_record(RAW, _FILE, headers, schema, self.options))
-            row, broken = read_record(F.col("_row"), F.col(RAW), schema, self.options)
+            rows, row = with_record(given, RAW, _FILE, headers, schema, self.reading)
         else:
-            parsed = given.withColumn("_row", one_object(F.col(RAW), schema, self.options))
-            row, broken = read_object(F.col("_row"), F.col(RAW), schema)
-        broken = broken | ~F.is_valid_utf8(RAW)
-        return parsed.select(
+            rows, row = with_object(given, RAW, schema, self.reading)
+        broken = row.isNull() | ~F.is_valid_utf8(RAW)
+        return rows.select(
             *[F.when(~broken, row[c]).alias(c) for c in schema.names],
             ARRIVAL,
             F.col(_FILE).alias(SOURCE),

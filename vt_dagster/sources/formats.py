@@ -6,24 +6,28 @@ read give ``broken``, never an error: the record goes to quarantine.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
+from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from vt_dagster.core.records import Reason
 from vt_dagster.errors import SourceError
+from vt_dagster.sources import avro, protobuf
 from vt_dagster.sources.avro import READ, read_avro, row_of
-from vt_dagster.sources.json_text import one_object, read_object
-from vt_dagster.sources.kafka_cluster import setting
+from vt_dagster.sources.json_text import SCHEMA_OF, parse, read_object, value_of
+from vt_dagster.sources.nested import once, read_row, require_units, texts_of
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
-from vt_dagster.sources.values import exactly
+from vt_dagster.sources.registry import SchemaRegistry
+from vt_dagster.sources.serialized import Serializer, serialized
+from vt_dagster.sources.unavailable import all_null, unchanged_in
+from vt_dagster.sources.values import Reading, Unit
 
 _FRAME = 5
 """Bytes before a message in Confluent's framing: a zero and the schema's number (big endian)."""
@@ -39,6 +43,10 @@ class Decoded(NamedTuple):
         reason: a ``Reason``; null where the message could be read.
         deleted: whether the message says that its key was deleted; None = only a null message does.
         time: TIMESTAMP of the change, if the message has one.
+        restates: whether the message says what its key has now, and no change of it.
+        truncates: whether it says that all rows are gone; None = no message does.
+        unchanged: names of the columns whose value the message does not have, since it is unchanged;
+            null = it has all.
     """
 
     parsed: dict[str, Column]
@@ -46,10 +54,16 @@ class Decoded(NamedTuple):
     reason: Column
     deleted: Column | None = None
     time: Column | None = None
+    restates: Column | None = None
+    truncates: Column | None = None
+    unchanged: Column | None = None
 
 
 class Format(ABC):
     """How the bytes of a message are read."""
+
+    orders_changes = False
+    """Whether the last message of a key is what the table holds that the messages are changes of."""
 
     @abstractmethod
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
@@ -67,105 +81,100 @@ class Format(ABC):
         """Those of the columns that are wanted that a message can give."""
         return wanted.names
 
-
-@dataclass(frozen=True)
-class SchemaRegistry:
-    """A schema registry with Confluent's HTTP interface. Texts may be ``dagster.EnvVar``.
-
-    Args:
-        url: ``https://host:port``.
-        username, password: where it wants them. None of the three is ever shown.
-        ca_location: file (PEM) with the certificates to trust.
-    """
-
-    url: str = field(repr=False)
-    username: str | None = field(default=None, repr=False)
-    password: str | None = field(default=None, repr=False)
-    ca_location: str | None = None
-
-    def schemas(self, subject: str) -> dict[int, str]:
-        """All versions of a subject's schema by their number in the registry, oldest first.
-
-        Raises:
-            SourceError: the registry does not answer, or has no such subject.
-        """
-        try:
-            from confluent_kafka.schema_registry import SchemaRegistryClient, SchemaRegistryError
-        except ImportError:
-            raise SourceError(
-                "expected the package confluent-kafka with its schema registry client, found none; "
-                'install "vt-dagster[kafka]"'
-            ) from None
-        url = setting(self.url, "url")
-        conf: dict[str, Any] = {"url": url, "timeout": 10, "max.retries": 2}
-        url = re.sub(r"//[^/]*@", "//", url)  # messages are read by many
-        if self.username is not None:
-            name, password = setting(self.username, "username"), setting(self.password, "password")
-            conf["basic.auth.user.info"] = f"{name}:{password}"
-        if self.ca_location is not None:
-            conf["ssl.ca.location"] = setting(self.ca_location, "ca_location")
-        try:
-            client = SchemaRegistryClient(conf)
-            found = [client.get_version(subject, v) for v in client.get_versions(subject)]
-        except SchemaRegistryError as error:
-            raise SourceError(
-                f"expected schemas of {subject!r} in the schema registry at {url}, got: "
-                f"{error.error_message} ({error.http_status_code}); register them, or correct the "
-                "subject"
-            ) from None
-        except Exception as error:  # whatever its HTTP client raises
-            raise SourceError(
-                f"the schema registry at {url} did not answer: {type(error).__name__}; nothing was "
-                "read: see that it runs and can be reached from here, then run again"
-            ) from None
-        return {int(one.schema_id or 0): str(one.schema.schema_str) for one in found}
+    def misfits(self, wanted: StructType) -> list[str]:
+        """What of the columns no message can ever give, in words. Does not use Spark."""
+        return []
 
 
 @dataclass(frozen=True)
 class Json(Format):
     """A JSON object a message; its fields are columns by name, and missing ones are null.
 
+    A message with none of the columns, or with one whose name differs in upper and lower case, is
+    unreadable. What Kafka Connect's converter writes is unwrapped: ``{"schema": ..., "payload": ...}``.
+    Of a single column, as of a key, a message may also be the value itself: ``"apple"``, ``17``.
+
     Args:
         options: Spark's JSON options.
         framed: whether Confluent's five bytes stand before it.
+        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
+            ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
+            None: such a number is unreadable, unless Connect's schema in the message says its unit.
+        decimals: what a text in a DECIMAL column is: ``text`` = the number; ``base64`` = its unscaled
+            bytes, with the column's scale, as Connect and Debezium write decimals by default. Connect's
+            schema in the message wins.
     """
 
     options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     framed: bool = False
+    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
+    decimals: Literal["text", "base64"] = "text"
+
+    def __post_init__(self) -> None:
+        require_units("Json", self.timestamps)
+        if self.decimals not in ("text", "base64"):
+            raise SourceError(
+                f"Json: expected decimals to be 'text' or 'base64', got {self.decimals!r}; correct it"
+            )
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.timestamps, self.options, unscaled=self.decimals == "base64")
+
+    def text(self, message: Column) -> Column:
+        """The message without what stands before it."""
+        return (_unframed(message) if self.framed else message).cast("string")
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
-        text = (_unframed(message) if self.framed else message).cast("string")
-        parsed = {into: one_object(text, wanted, self.options)}
-        row, broken = read_object(F.col(into), text, wanted)
-        return Decoded(parsed, row, _unreadable_if(broken | ~F.is_valid_utf8(text)))
+        text = self.text(message)
+        parsed = parse(text, wanted, self.options, into, alone=True)
+        columns, row = read_object(parsed, wanted, self.reading, into)
+        return Decoded(columns, row, _unreadable_if(row.isNull() | ~F.is_valid_utf8(text)))
 
 
 @dataclass(frozen=True)
 class Raw(Format):
-    """The message itself as one column, of type string, binary or a number that is written as text.
+    """The message itself as one column.
 
     Args:
         column: its name in the schema.
+        serializer: Kafka's serializer that wrote it: ``short``, ``integer``, ``long``, ``float`` and
+            ``double`` (the high byte first), ``boolean`` (one byte), ``uuid``, ``string`` (UTF-8) or
+            ``bytes``. None: a text, from which the column's value is read; the quotes of a JSON string
+            are no part of it.
+        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
+            ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``. None: it is unreadable.
     """
 
     column: str
+    serializer: Serializer | None = None
+    timestamps: Unit | None = None
+
+    def __post_init__(self) -> None:
+        require_units("Raw", self.timestamps)
+        if self.serializer is not None and self.serializer not in get_args(Serializer):
+            raise SourceError(
+                f"Raw: expected serializer to be one of {', '.join(get_args(Serializer))}, got "
+                f"{self.serializer!r}; correct it, or leave it out for texts"
+            )
 
     def columns(self, wanted: StructType) -> list[str]:
         return [n for n in wanted.names if n == self.column]
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         kind = wanted[self.column].dataType
-        if isinstance(kind, BinaryType):
-            return Decoded({}, F.struct(message.alias(self.column)), _unreadable_if(F.lit(False)))
-        text = message.cast("string")
-        value = text if isinstance(kind, StringType) else exactly(text, kind)
-        broken = ~F.is_valid_utf8(text) | value.isNull()
+        how = Reading(self.timestamps, base64=False)
+        value = serialized(message, self.serializer, kind, how)
+        broken = message.isNotNull() & value.isNull()
         return Decoded({}, F.struct(value.alias(self.column)), _unreadable_if(broken))
 
 
 @dataclass(frozen=True)
 class Avro(Format):
     """An Avro record a message.
+
+    Fields are columns by their names, at any depth. A value that its column cannot hold makes the
+    record unreadable; a type that never can is an error when definitions load.
 
     Args:
         schema: the schema (JSON) that messages are written with, without framing; or
@@ -174,20 +183,35 @@ class Avro(Format):
             is known by the aliases of that schema and of the subject's newest one. One that it lacks
             has the newest one's default, if that is a text, a number or a boolean; else it is null.
         subject: the registry's name for them; None = ``<topic>-value`` or ``<topic>-key``.
+        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970,
+            where neither a logical type nor Connect's name of the type says it: ``seconds``,
+            ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
     """
 
     schema: str | None = None
     registry: SchemaRegistry | None = None
     subject: str | None = None
+    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if (self.schema is None) == (self.registry is None):
             raise SourceError("Avro: expected either a schema or a registry; give exactly one of them")
+        require_units("Avro", self.timestamps)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.timestamps, base64=False)
+
+    def misfits(self, wanted: StructType) -> list[str]:
+        return [] if self.schema is None else avro.misfits(self.schema, wanted, self.reading)
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         if self.schema is not None:
-            parsed = {into: read_avro(message, self.schema, wanted)}
-            row = row_of(F.col(into), self.schema, wanted)
+            found = once(row_of(F.col(into), self.schema, wanted, self.reading))
+            parsed, row = (
+                {into: read_avro(message, self.schema), f"{into}_row": found},
+                F.col(f"{into}_row"),
+            )
             return Decoded(parsed, row, _unreadable_if(row[READ].isNull()))
         assert self.registry is not None
         number = F.conv(F.hex(F.substring(message, 2, 4)), 16, 10).cast("long")
@@ -197,17 +221,27 @@ class Avro(Format):
         newest = next(reversed(known.values()), "null")
         for id_, schema in known.items():
             name = f"{into}_{id_}"
-            parsed[name] = F.when(number == id_, read_avro(_unframed(message), schema, wanted))
-            found = row_of(F.col(name), schema, wanted, newest)
+            parsed[name] = F.when(number == id_, read_avro(_unframed(message), schema))
+            found = row_of(F.col(name), schema, wanted, self.reading, newest)
             row = F.when(number == id_, found).otherwise(row)
+        parsed[f"{into}_row"], row = once(row), F.col(f"{into}_row")
+        if known:
+            self._require(newest, wanted)
         reason = F.when(~_is_framed(message), Reason.UNREADABLE)
         reason = reason.when(~number.isin(list(known)), Reason.UNKNOWN_SCHEMA)
         return Decoded(parsed, row, reason.when(row[READ].isNull(), Reason.UNREADABLE))
+
+    def _require(self, schema: str, wanted: StructType) -> None:
+        if odd := avro.misfits(schema, wanted, self.reading):
+            raise SourceError(f"Avro: {'; '.join(odd)}; correct the columns, or the schema")
 
 
 @dataclass(frozen=True)
 class Protobuf(Format):
     """A Protobuf message; its fields are columns by their names in the ``.proto`` file.
+
+    Google's wrapper types are their value, Timestamp is a time, Duration a text like ``1.5s``, Struct,
+    Value and ListValue a text of JSON; an enum is the name of its value.
 
     Spark's own Protobuf functions are a module that it does not ship, so messages go to Python in
     Arrow batches and come back as JSON.
@@ -217,11 +251,27 @@ class Protobuf(Format):
         message: the full name of the message, ``package.Name``.
         framed: whether Confluent's framing stands before it. Which message of the file it was written
             with does not matter: the wire format tells its fields.
+        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
+            ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
     """
 
     descriptor: str
     message: str
     framed: bool = False
+    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        require_units("Protobuf", self.timestamps)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.timestamps, base64=False)
+
+    def misfits(self, wanted: StructType) -> list[str]:
+        if not Path(self.descriptor).is_file() or find_spec("google.protobuf") is None:
+            return []  # it may be where the runs are
+        made = message_class_of(Path(self.descriptor).read_bytes(), self.message)
+        return protobuf.misfits(made.DESCRIPTOR, wanted, self.reading)
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         try:
@@ -231,59 +281,142 @@ class Protobuf(Format):
                 f"Protobuf: cannot read {self.descriptor}: {error.strerror}; make it with "
                 "protoc --include_imports --descriptor_set_out"
             ) from None
-        message_class_of(descriptors, self.message)
-        text = protobuf_reader(descriptors, self.message)(
+        made = message_class_of(descriptors, self.message)
+        if odd := protobuf.misfits(made.DESCRIPTOR, wanted, self.reading):
+            raise SourceError(f"Protobuf: {'; '.join(odd)}; correct the columns, or the message")
+        text = protobuf_reader(descriptors, self.message, wanted)(
             _without_indexes(_unframed(message)) if self.framed else message
         )
-        # proto3's JSON writes 64-bit integers as texts and bytes as base64.
-        name = f"{into}_text"
-        row = F.from_json(F.col(name), _nullable(wanted), {"mode": "PERMISSIVE"})
-        broken = F.col(name).isNull() | F.col(into).isNull()
-        return Decoded({name: text, into: row}, F.col(into), _unreadable_if(broken))
+        name, how = f"{into}_text", self.reading
+        found = F.from_json(F.col(name), texts_of(wanted), {"mode": "PERMISSIVE"})
+        row = read_row(F.col(into), wanted, lambda t, k, path: protobuf.value_of(t, k, how, path))
+        parsed = {name: text, into: found, f"{into}_row": row}
+        return Decoded(parsed, F.col(f"{into}_row"), _unreadable_if(F.col(f"{into}_row").isNull()))
 
 
 @dataclass(frozen=True)
 class Debezium(Format):
     """Debezium's change events: ``before``, ``after``, ``op``; a deletion is a tombstone.
 
-    Of ``op`` c, u and r the row is ``after``, of d it is ``before``; t and m are no changes of a row
-    and go to quarantine. The null message that Debezium sends after a deletion is one more tombstone.
+    Of ``op`` c, u and r the row is ``after``; d deletes the key of ``before``; t deletes every key; m
+    is no change of a row and goes to quarantine. In a versioned table a null message after a deletion,
+    and a snapshot's row (r) that is as the table has it, say nothing new: they are counted
+    (``nothing_new``) and not applied. Of a key, the last message is what the table holds, whatever its
+    time. A deletion has the event's time, not that of the row before it.
 
     Args:
         format: of the events. JSON may have ``schema`` and ``payload`` around them.
         timestamp: ``source`` = when the database made the change (``source.ts_ms``), where the table
             has no timestamp of its own; ``record`` = the message's.
+        truncate: ``delete`` = an event t deletes every key that the table has, at the event's time. It
+            needs one topic with one partition: where there are several, the order between an event t
+            and the records of the others is unknown, and a run that reads one fails before its commit.
+            ``quarantine`` = it is kept aside (``unreadable``), as it always is of a stream.
+        unwrapped: whether the events went through Debezium's transform ExtractNewRecordState, so that a
+            message is the row itself: ``__deleted`` = "true" is a deletion; ``__op`` and
+            ``__source_ts_ms``, where ``add.fields`` has them, are its ``op`` and ``source.ts_ms``.
+        unavailable: what stands for a value that the database did not send, since it is unchanged
+            (``unavailable.value.placeholder``; PostgreSQL's TOAST): of a text, of bytes, of an array of
+            texts or whole numbers, or of a map. A versioned table keeps what it has, as with
+            ``only_columns``; elsewhere, and with ``tie_break``, the record is unreadable. None: it is a
+            value like others.
     """
 
     format: Json | Avro = field(default_factory=Json)
     timestamp: Literal["source", "record"] = "source"
+    truncate: Literal["delete", "quarantine"] = "delete"
+    unwrapped: bool = False
+    unavailable: str | None = "__debezium_unavailable_value"
+
+    orders_changes = True
+
+    def __post_init__(self) -> None:
+        if self.truncate not in ("delete", "quarantine"):
+            raise SourceError(
+                f"truncate of Debezium must be 'delete' or 'quarantine', got {self.truncate!r}"
+            )
+
+    @property
+    def timestamps(self) -> Unit | Mapping[str, Unit] | None:
+        return self.format.timestamps
+
+    def misfits(self, wanted: StructType) -> list[str]:
+        asked = wanted if self.unwrapped else _event(wanted)
+        return self.format.misfits(asked) if isinstance(self.format, Avro) else []
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
-        image = _nullable(wanted)
-        source = StructType([StructField("ts_ms", LongType())])
-        event = StructType(
-            [
-                StructField("before", image),
-                StructField("after", image),
-                StructField("op", StringType()),
-                StructField("source", source),
-            ]
-        )
-        wrapped = isinstance(self.format, Json)
-        asked = StructType([*event.fields, StructField("payload", event)]) if wrapped else event
-        found = self.format.decode(message, asked, subject, into)
-
-        def part(name: str) -> Column:
-            plain = found.row[name]
-            return F.coalesce(found.row["payload"][name], plain) if wrapped else plain
-
-        deleted = part("op") == "d"
-        known = F.coalesce(part("op").isin("c", "u", "r", "d"), F.lit(False))
-        empty = ~deleted & part("after").isNull()
+        if self.unwrapped:
+            return self._unwrapped(message, wanted, subject, into)
+        if isinstance(self.format, Json):
+            part, found = self._json(self.format, message, wanted, into)
+        else:
+            found = self.format.decode(message, _event(wanted), subject, into)
+            part = {name: found.row[name] for name in ("before", "after", "op")}
+            part["ts_ms"] = found.row["source"]["ts_ms"]
+            part["row"] = F.when(part["op"] == "d", part["before"]).otherwise(part["after"])
+        deleted, row = part["op"] == "d", part["row"]
+        known = F.coalesce(part["op"].isin("c", "u", "r", "d"), F.lit(False))
+        empty = ~deleted & all_null(row, wanted)
         reason = F.coalesce(found.reason, F.when(~known | empty, Reason.UNREADABLE))
-        time = F.timestamp_millis(part("source")["ts_ms"]) if self.timestamp == "source" else None
-        row = F.when(deleted, part("before")).otherwise(part("after"))
-        return Decoded(found.parsed, row, reason, deleted, time)
+        time = F.timestamp_millis(part["ts_ms"]) if self.timestamp == "source" else None
+        unchanged = self._unchanged(row, wanted, deleted)
+        truncates = part["op"] == "t" if self.truncate == "delete" else None
+        return Decoded(
+            found.parsed, row, reason, deleted, time, part["op"] == "r", truncates, unchanged
+        )
+
+    def _unwrapped(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
+        own = {"__deleted": StringType(), "__op": StringType(), "__source_ts_ms": LongType()}
+        more = [StructField(n, kind) for n, kind in own.items() if n not in wanted.names]
+        asked = StructType([*_nullable(wanted).fields, *more])
+        found = self.format.decode(message, asked, subject, into)
+        deleted = F.lower(found.row["__deleted"].cast("string")) == "true"
+        deleted = F.coalesce(deleted, F.lit(False)) | F.coalesce(found.row["__op"] == "d", F.lit(False))
+        time = None
+        if self.timestamp == "source":
+            time = F.timestamp_millis(found.row["__source_ts_ms"].cast("long"))
+        unchanged = self._unchanged(found.row, wanted, deleted)
+        restates = found.row["__op"] == "r"
+        return Decoded(found.parsed, found.row, found.reason, deleted, time, restates, None, unchanged)
+
+    def _unchanged(self, row: Column, wanted: StructType, deleted: Column) -> Column | None:
+        """The columns whose value the database did not send; null = it sent all."""
+        if self.unavailable is None:
+            return None
+        names = unchanged_in(row, wanted, self.unavailable)
+        return F.when(~deleted & (F.size(names) > 0), names)
+
+    def _json(
+        self, format_: Json, message: Column, wanted: StructType, into: str
+    ) -> tuple[dict[str, Column], Decoded]:
+        """The parts of an event: only that image of the row is read that counts."""
+        text, event = format_.text(message), _event(wanted)
+        parsed = parse(text, event, format_.options, into, bare_payload=True)
+        op = value_of(parsed.texts["op"], StringType(), format_.reading)
+        ts_ms = value_of(parsed.texts["source"]["ts_ms"], LongType(), format_.reading)
+        before, after = parsed.texts["before"], parsed.texts["after"]
+        image = F.when(op == "d", before).otherwise(after)
+        of_row = F.filter(parsed.texts[SCHEMA_OF]["fields"], lambda one: one["field"] == "after")
+        schema = F.get(of_row, F.lit(0))
+        chosen = F.col(f"{into}_image")
+        columns, row = read_object(parsed, wanted, format_.reading, into, chosen, schema)
+        columns = {**parsed.columns, f"{into}_image": image, **columns}
+        reason = _unreadable_if(row.isNull() | ~F.is_valid_utf8(text))
+        return {"op": op, "ts_ms": ts_ms, "row": row}, Decoded(columns, row, reason)
+
+
+def _event(wanted: StructType) -> StructType:
+    """The parts of a change event that are read."""
+    image = _nullable(wanted)
+    source = StructType([StructField("ts_ms", LongType())])
+    return StructType(
+        [
+            StructField("before", image),
+            StructField("after", image),
+            StructField("op", StringType()),
+            StructField("source", source),
+        ]
+    )
 
 
 def _unreadable_if(broken: Column) -> Column:

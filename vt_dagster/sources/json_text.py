@@ -1,43 +1,233 @@
-"""A text that is one JSON object, and nothing else."""
+"""A text that is one JSON object, and nothing else, with each value as the text that it is written as.
+
+Spark's reader changes numbers: 1.10 becomes 1.1 in a text, 1e400 Infinity, 200 -56 in a byte.
+So each number is put in quotes before Spark reads the object, behind a mark that tells it from a text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 from uuid import uuid4
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, BooleanType, StringType, StructField, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DecimalType,
+    StringType,
+    StructField,
+    StructType,
+)
 
-from vt_dagster.sources.values import narrowed, repeats_a_field, wide_columns
+from vt_dagster.sources.nested import any_of, read_row, texts_of
+from vt_dagster.sources.values import NAMED_UNITS, TIMES, Reading, of_number, of_text, of_unscaled
 
 _CORRUPT = "_corrupt"
 _ALL, _END = f"_all_{uuid4().hex}", f"_end_{uuid4().hex}"
+NUMBER = f"#{uuid4().hex[:12]}"
 """Names that no text can know."""
+PAYLOAD, SCHEMA = "payload", "schema"
+SCHEMA_OF = "_schema"
+DECIMAL = "org.apache.kafka.connect.data.Decimal"
 
 
-def one_object(text: Column, wanted: StructType, options: Mapping[str, str]) -> Column:
-    """A text parsed as one JSON object; :func:`read_object` says what it is.
+class Parsed(NamedTuple):
+    """What was parsed of a text.
+
+    Args:
+        columns: to add before, in this order, by name. Each is made of those before it, so that a text
+            is parsed once, and looked at once, however many columns are made of it.
+        texts: a struct with the columns as texts, and Connect's ``schema``; null where the text is not
+            one whole object, or says something else than its columns.
+    """
+
+    columns: dict[str, Column]
+    texts: Column
+
+
+def parse(
+    text: Column,
+    wanted: StructType,
+    options: Mapping[str, str],
+    into: str,
+    alone: bool = False,
+    bare_payload: bool = False,
+) -> Parsed:
+    """A text parsed as one JSON object with texts, out of Connect's envelope where it is in one.
 
     Spark reads the first value of a text and does not look at what stands behind it. So it gets the
-    text as the first element of an array, which has a second one, and an end.
+    text as the first element of an array, which has a second one, and an end. It is no such object
+    where it has a field twice, none of the columns, or one by a name that differs in upper and lower
+    case.
 
     Args:
         wanted: the fields.
         options: Spark's JSON options.
+        into: what the names of the columns begin with.
+        alone: whether a text that is a value, and no object, is that of a single column.
+        bare_payload: whether an envelope may lack its schema.
     """
-    one = StructType([*wide_columns(wanted).fields, StructField(_END, BooleanType())])
+    by_itself = None
+    if alone and len(wanted.fields) == 1:
+        by_itself = ~F.rlike(text, F.lit(r"\A\s*\{"))
+        only = F.concat(F.lit(f'{{"{wanted.names[0]}":'), text, F.lit("}"))
+        text = F.when(by_itself, only).otherwise(text)
+    one = StructType([*_asked(wanted).fields, StructField(_END, BooleanType())])
     schema = StructType([StructField(_ALL, ArrayType(one)), StructField(_CORRUPT, StringType())])
-    whole = F.concat(F.lit(f'{{"{_ALL}":['), text, F.lit(f',{{"{_END}":true}}]}}'))
+    whole = F.concat(F.lit(f'{{"{_ALL}":['), _marked(text, options), F.lit(f',{{"{_END}":true}}]}}'))
     options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-    return F.from_json(whole, schema, options)
+    keys, found = f"{into}_keys", f"{into}_texts"
+    columns = {into: F.from_json(whole, schema, options), keys: F.json_object_keys(text)}
+    columns[found] = _texts(F.col(into), F.col(keys), wanted, bare_payload, by_itself)
+    return Parsed(columns, F.col(found))
 
 
-def read_object(parsed: Column, text: Column, wanted: StructType) -> tuple[Column, Column]:
-    """The fields of what :func:`one_object` has parsed, and whether it was no object, not one, or one
-    that says something else: a field twice, a decimal with more digits than its type has."""
+def _texts(
+    parsed: Column, keys: Column, wanted: StructType, bare_payload: bool, by_itself: Column | None
+) -> Column:
     found = parsed[_ALL]
     row, last = F.get(found, 0), F.get(found, 1)[_END]
     whole = parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
-    row, lost = narrowed(row, wanted)
-    return row, ~F.coalesce(whole, F.lit(False)) | lost | repeats_a_field(text)
+    whole = whole & (F.size(keys) == F.size(F.array_distinct(keys)))
+    if by_itself is not None:
+        whole = whole & (~by_itself | (F.size(keys) == 1))
+    known = F.size(F.array_intersect(keys, F.array(*map(F.lit, wanted.names))))
+    lowered = F.array(*[F.lit(n) for n in dict.fromkeys(n.lower() for n in wanted.names)])
+    alike = F.size(F.array_intersect(F.transform(keys, F.lower), lowered))
+    plain = F.struct(*[row[n].alias(n) for n in wanted.names], _no_schema().alias(SCHEMA_OF))
+    plain = F.when(whole & (known > 0) & (alike <= known), plain)
+    if not _enveloped(wanted):
+        return plain
+    around = F.size(F.array_intersect(keys, F.array(F.lit(PAYLOAD), F.lit(SCHEMA))))
+    both = F.array_contains(keys, PAYLOAD) if bare_payload else (around == 2)
+    payload = _payload(row, wanted)
+    some = any_of([payload[n].isNotNull() for n in wanted.names])
+    inner = F.struct(*[payload[n].alias(n) for n in wanted.names], row[SCHEMA].alias(SCHEMA_OF))
+    return F.when(both & (F.size(keys) == around), F.when(whole & some, inner)).otherwise(plain)
+
+
+def read_object(
+    parsed: Parsed,
+    wanted: StructType,
+    how: Reading,
+    into: str,
+    texts: Column | None = None,
+    schema: Column | None = None,
+) -> tuple[dict[str, Column], Column]:
+    """What was parsed as a row.
+
+    Args:
+        texts, schema: the row as texts, and Connect's schema of it; None = the object itself.
+
+    Returns:
+        the columns to add before, and the row: null where it is none, or a text is no value of its
+        column.
+    """
+    texts = parsed.texts if texts is None else texts
+    schema = parsed.texts[SCHEMA_OF] if schema is None else schema
+
+    def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
+        field = None
+        if len(path) == 1 and isinstance(kind, (*TIMES, DecimalType)):
+            field = F.get(F.filter(schema["fields"], lambda one: one["field"] == path[0]), F.lit(0))
+        return value_of(text, kind, how, path, field)
+
+    name = f"{into}_row"
+    columns = {**parsed.columns, name: read_row(texts, wanted, leaf)}
+    return columns, F.col(name)
+
+
+def value_of(
+    text: Column, kind: DataType, how: Reading, path: tuple[str, ...] = (), field: Column | None = None
+) -> Column:
+    """A marked text as a value; null where it is none.
+
+    Args:
+        field: of Connect's schema, which may say what a number means.
+    """
+    if isinstance(kind, StringType):
+        marked = F.contains(text, F.lit(NUMBER))
+        bare = F.regexp_replace(text, f'"?{NUMBER}([^"]*)"?', "$1")
+        return F.when(marked, bare).otherwise(text)
+    number = F.replace(text, F.lit(NUMBER), F.lit(""))
+    if isinstance(kind, DecimalType):
+        plain = of_text(number, kind, how)
+        told = None if field is None else field["name"] == DECIMAL
+        unscaled = of_unscaled(text, kind.scale, kind) if how.unscaled else None
+        if unscaled is not None:
+            plain = F.when(text.startswith(NUMBER), plain).otherwise(unscaled)
+        if field is None or told is None:
+            return plain
+        return F.when(told, of_unscaled(text, field["parameters"]["scale"], kind)).otherwise(plain)
+    if not isinstance(kind, (*TIMES, BinaryType)):
+        return of_text(number, kind, how)
+    unit = how.unit(path)
+    counted = of_number(number, kind, unit)
+    if field is not None and isinstance(kind, TIMES):
+        names = F.create_map(*[F.lit(part) for pair in NAMED_UNITS.items() for part in pair])
+        named = F.try_element_at(names, field["name"])
+        counted = F.when(named.isNotNull(), of_number(number, kind, named)).otherwise(counted)
+    return F.when(text.startswith(NUMBER), counted).otherwise(of_text(text, kind, how, path))
+
+
+def _enveloped(wanted: StructType) -> bool:
+    return not {PAYLOAD, SCHEMA} & {*wanted.names}
+
+
+def _asked(wanted: StructType) -> StructType:
+    own = texts_of(wanted)
+    assert isinstance(own, StructType)
+    if not _enveloped(wanted):
+        return own
+    inner = own if len(own.fields) > 1 else StringType()
+    return StructType([*own.fields, StructField(PAYLOAD, inner), StructField(SCHEMA, _connect(2))])
+
+
+def _no_schema() -> Column:
+    return F.lit(None).cast(_connect(2))
+
+
+def _connect(depth: int) -> StructType:
+    """Of a schema that Connect's converter puts beside a message: how its fields are named."""
+    scale = StructType([StructField("scale", StringType())])
+    fields = [StructField(n, StringType()) for n in ("field", "name")]
+    fields.append(StructField("parameters", scale))
+    if depth:
+        fields.append(StructField("fields", ArrayType(_connect(depth - 1))))
+    return StructType(fields)
+
+
+def _payload(row: Column, wanted: StructType) -> Column:
+    """What is in Connect's envelope; of a single column it may be the value itself."""
+    payload = row[PAYLOAD]
+    if len(wanted.fields) > 1:
+        return payload
+    own, name = texts_of(wanted), wanted.names[0]
+    inner = F.when(payload.startswith("{"), F.from_json(payload, own))
+    if isinstance(wanted.fields[0].dataType, ArrayType | StructType):
+        return inner
+    value = F.when(payload.startswith("{"), inner[name]).otherwise(payload)
+    return F.struct(value.alias(name))
+
+
+def _marked(text: Column, options: Mapping[str, str]) -> Column:
+    """A JSON text with its numbers in quotes, behind a mark. What is not JSON stays as it is not."""
+    told = {k.lower(): v.lower() == "true" for k, v in options.items()}
+    skipped = [r"[\s{}\[\]:,]++", r'"(?:[^"\\]++|\\.)*+"', r"(?:true|false|null)(?![\w$])"]
+    number = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+    if told.get("allowsinglequotes", True):
+        skipped.append(r"'(?:[^'\\]++|\\.)*+'")
+    if told.get("allownumericleadingzeros"):
+        number = r"-?[0-9]++(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+    if told.get("allownonnumericnumbers", True):
+        number = rf"(?:{number}|NaN|[+-]?INF|[+-]?Infinity)"
+    if told.get("allowcomments"):
+        skipped += [r"/\*.*?\*/", r"//[^\n]*+"]
+    if told.get("allowunquotedfieldnames"):
+        skipped.append(r"[\w$]++(?=\s*+:)")
+    pattern = rf"(?s)\G((?:{'|'.join(skipped)})*+)({number})(?=[\s,\]}}]|\z)"
+    return F.regexp_replace(text, pattern, f'$1"{NUMBER}$2"')

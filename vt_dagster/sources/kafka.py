@@ -23,19 +23,25 @@ from vt_dagster.core.records import (
     RAW_KEY,
     REASON,
     RECORD_TIME,
+    RESTATES,
     SOURCE,
     TOLD_AT,
+    TRUNCATES,
+    UNCHANGED,
 )
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.base import News, require_limits, require_told
-from vt_dagster.sources.formats import Format, Json
+from vt_dagster.sources.formats import Decoded, Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
 from vt_dagster.sources.kafka_pinned import APPEND_TIME, WORDS, PinnedTopics
+from vt_dagster.sources.nested import require_units
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 """The type of a column that takes a record's headers."""
+_UNWRAPPED = StructField("__deleted", StringType())
+"""What Debezium's transform ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
 _APPENDED_AT = "if(timestampType = 1, timestamp, null)"
 """Each batch of messages says whose time it has: Kafka's LOG_APPEND_TIME is 1."""
 
@@ -46,7 +52,8 @@ class KafkaSource:
 
     A record's ``partition`` in the log is the one that it has in its topic; of several topics the
     partitions of the same number are one, as in Kafka Streams, and a run takes from them the record
-    with the smallest time first. A message without a value is a tombstone.
+    with the smallest time first. A message without a value is a tombstone, and so is a JSON object with
+    ``"__deleted": "true"``, unless the schema has such a column.
 
     Columns of the schema are taken from the message's value by name. Columns of the key are taken from
     the message's key where ``key`` says how to read it (a tombstone has nowhere else to have them).
@@ -87,6 +94,17 @@ class KafkaSource:
 
     own_partitions = True
     gives_timestamp = True
+    assumes_deletions = True
+
+    @property
+    def orders_changes(self) -> bool:
+        """Whether the last message of a key is what the table holds that they are changes of."""
+        return self.value.orders_changes
+
+    @property
+    def restates(self) -> bool:
+        """Whether messages may say what is known."""
+        return self.value.orders_changes
 
     def __post_init__(self) -> None:
         topics = (self.topic,) if isinstance(self.topic, str) else tuple(self.topic)
@@ -127,6 +145,8 @@ class KafkaSource:
                     f"{name}: the message's {part} is read as {format_}, which gives none of the "
                     f"columns {wanted.names}; name one of them"
                 )
+            if format_ is not None:
+                self._require_types(name, part, format_, wanted)
         if self.headers is None:
             return
         there = schema[self.headers].dataType if self.headers in schema.names else None
@@ -136,6 +156,25 @@ class KafkaSource:
                 f"{name}: expected a column {self.headers!r} of type {HEADERS.simpleString()} for the "
                 f"headers, got {got}"
             )
+
+    def _require_types(self, name: str, part: str, format_: Format, wanted: StructType) -> None:
+        own = StructType([f for f in wanted.fields if f.name != self.headers])
+        if odd := format_.misfits(own):
+            raise TopologyError(
+                f"{name}: no {part} of a message can give these columns: {'; '.join(odd)}; correct the "
+                "columns' types, or how the messages are read"
+            )
+        require_units(name, getattr(format_, "timestamps", None), schema=own)
+
+    @property
+    def timestamps(self) -> object:
+        """The unit of numbers in columns of times, where the value's format says one."""
+        return getattr(self.value, "timestamps", None)
+
+    @property
+    def says_parts(self) -> bool:
+        """Whether a message may lack values that are unchanged."""
+        return getattr(self.value, "unavailable", None) is not None
 
     # -- offsets ---------------------------------------------------------------------------------
 
@@ -265,7 +304,58 @@ class KafkaSource:
         Raises:
             SourceError: a schema cannot be had.
         """
-        messages = in_order_of_arrival(
+        messages = self._messages(spark, ranges)
+        message, message_key = F.col(RAW), F.col(RAW_KEY)
+        own = StructType([f for f in schema.fields if f.name != self.headers])
+        keys = StructType([f for f in schema.fields if f.name in key])
+        flat = isinstance(self.value, Json) and _UNWRAPPED.name not in own.names
+        asked = StructType([*own.fields, _UNWRAPPED]) if flat else own
+        value = self.value.decode(message, asked, f"{self.topics[0]}-value", "_read_value")
+        absent = message.isNull()
+        parsed = value.parsed
+        parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
+        reason = F.when(~absent, value.reason)
+        if self.key is not None:
+            decoded = self.key.decode(message_key, keys, f"{self.topics[0]}-key", "_read_key")
+            parsed = {**parsed, **decoded.parsed}
+            parts["_key"] = F.when(message_key.isNotNull(), decoded.row)
+            reason = F.coalesce(reason, F.when(message_key.isNotNull(), decoded.reason))
+        said = _said(value, absent, flat)
+        if TRUNCATES in said:
+            reason = F.when(~said[TRUNCATES], reason)
+        told = F.col(RECORD_TIME)
+        time = told if value.time is None else F.coalesce(value.time, told)
+        if value.unchanged is not None:
+            parts[UNCHANGED] = value.unchanged
+        for name, one in parsed.items():
+            messages = messages.withColumn(name, one)
+        read = messages.withColumns({**parts, REASON: reason, RECORD_TIME: time, **said})
+        good = F.col(REASON).isNull()
+        # The row before a deletion says when that row was written, not when it was deleted.
+        valued = good & ~F.col(DELETED)
+
+        def column(name: str) -> Column:
+            if name == self.headers:
+                return F.col("headers")
+            found: list[Column] = []
+            if self.key is not None and name in self.key.columns(keys):
+                found.append(F.col(f"_key.{name}"))
+            if name in self.value.columns(own):
+                found.append(F.when(good if name in key else valued, F.col(f"_value.{name}")))
+            return F.coalesce(*found) if found else F.lit(None).cast(schema[name].dataType)
+
+        columns = [column(name).alias(name) for name in schema.names]
+        if TIMESTAMP not in schema.names:
+            columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
+        inside = [PARTITION, ARRIVAL, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
+        inside += [*said, *(c for c in read.columns if c in (TOLD_AT, UNCHANGED))]
+        return read.select(*columns, *inside)
+
+    def _messages(
+        self, spark: SparkSession, ranges: Mapping[str, Mapping[int, tuple[int, int]]]
+    ) -> DataFrame:
+        """The messages of some ranges, in order of arrival."""
+        return in_order_of_arrival(
             read_messages(self.cluster, spark, ranges, headers=self.headers is not None).select(
                 F.col("topic").alias(SOURCE),
                 PARTITION,
@@ -278,41 +368,23 @@ class KafkaSource:
             ),
             self.topics,
         )
-        message, message_key = F.col(RAW), F.col(RAW_KEY)
-        own = StructType([f for f in schema.fields if f.name != self.headers])
-        keys = StructType([f for f in schema.fields if f.name in key])
-        value = self.value.decode(message, own, f"{self.topics[0]}-value", "_read_value")
-        absent = message.isNull()
-        parsed = value.parsed
-        parts: dict[str, Column] = {"_value": F.when(~absent, value.row)}
-        reason = F.when(~absent, value.reason)
-        if self.key is not None:
-            decoded = self.key.decode(message_key, keys, f"{self.topics[0]}-key", "_read_key")
-            parsed = {**parsed, **decoded.parsed}
-            parts["_key"] = F.when(message_key.isNotNull(), decoded.row)
-            reason = F.coalesce(reason, F.when(message_key.isNotNull(), decoded.reason))
-        deleted = absent
-        if value.deleted is not None:
-            deleted = absent | F.coalesce(value.deleted, F.lit(False))
-        told = F.col(RECORD_TIME)
-        time = told if value.time is None else F.coalesce(value.time, told)
-        for name, one in parsed.items():
-            messages = messages.withColumn(name, one)
-        read = messages.withColumns({**parts, REASON: reason, DELETED: deleted, RECORD_TIME: time})
-        good = F.col(REASON).isNull()
 
-        def column(name: str) -> Column:
-            if name == self.headers:
-                return F.col("headers")
-            found: list[Column] = []
-            if self.key is not None and name in self.key.columns(keys):
-                found.append(F.col(f"_key.{name}"))
-            if name in self.value.columns(own):
-                found.append(F.when(good, F.col(f"_value.{name}")))
-            return F.coalesce(*found) if found else F.lit(None).cast(schema[name].dataType)
 
-        columns = [column(name).alias(name) for name in schema.names]
-        if TIMESTAMP not in schema.names:
-            columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
-        inside = [PARTITION, ARRIVAL, DELETED, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        return read.select(*columns, *inside, *(c for c in messages.columns if c == TOLD_AT))
+def _said(value: Decoded, absent: Column, flat: bool) -> dict[str, Column]:
+    """What messages say of deletions: ``_deleted``; where the format tells it, ``_restates`` and
+    ``_truncates``.
+
+    Args:
+        value: what they are read as; ``absent``: whether there is nothing to read.
+        flat: whether a row tells it by a field ``__deleted``.
+    """
+    gone = F.lit(False) if value.deleted is None else F.coalesce(value.deleted, F.lit(False))
+    if flat:
+        gone = F.coalesce(F.lower(value.row[_UNWRAPPED.name]) == "true", F.lit(False))
+    said = {DELETED: absent | gone}
+    if value.restates is not None:
+        said[RESTATES] = absent | F.coalesce(value.restates, F.lit(False))
+    if value.truncates is not None:
+        truncates = ~absent & F.coalesce(value.truncates, F.lit(False))
+        said = {name: told | truncates for name, told in said.items()} | {TRUNCATES: truncates}
+    return said

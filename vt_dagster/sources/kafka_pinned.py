@@ -9,8 +9,10 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
+from vt_dagster.core.records import TRUNCATES
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.base import End, read_by_all_names, with_told
 from vt_dagster.sources.kafka_cluster import KafkaCluster
@@ -18,6 +20,7 @@ from vt_dagster.sources.kafka_messages import reached
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 
+_TRUNCATED = "vt_dagster: truncated in one of several partitions"
 APPEND_TIME = "append_time"
 WORDS = ("run", APPEND_TIME)
 """Times of record that are no column's."""
@@ -101,6 +104,9 @@ class PinnedTopics:
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         read, records = self.source.read, self.records
         rows = read_by_all_names(node, lambda key, all_: read(spark, records, key=key, schema=all_))
+        if TRUNCATES in rows.columns and sum(len(some) for some in self.ranges.values()) > 1:
+            refused = F.raise_error(F.lit(_TRUNCATED)).cast("boolean")
+            rows = rows.withColumn(TRUNCATES, F.when(F.col(TRUNCATES), refused).otherwise(False))
         return with_told(rows, self.source.recorded_at, WORDS)
 
     def consumed(self) -> None:
@@ -132,6 +138,13 @@ class PinnedTopics:
         return lines
 
     def explain(self, error: Exception) -> SourceError | None:
+        if _TRUNCATED in str(error):
+            return SourceError(
+                f"the {self.source.describe()}: expected no event of op t (truncate) in several topics "
+                "or partitions, where nobody knows which records of the others came before it; nothing "
+                "was committed. Let the connector skip them (skipped.operations=t), or set "
+                "Debezium(truncate='quarantine') and delete the keys by another way"
+            )
         said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
         if said is None:
             return None

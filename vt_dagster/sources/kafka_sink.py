@@ -22,7 +22,7 @@ from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.kafka_messages import read_messages
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.kept import require_kept
+from vt_dagster.storage.kept import consumed, require_kept, require_same
 from vt_dagster.storage.positions import Commit, Offsets, Shape
 from vt_dagster.storage.store import AssetStore
 from vt_dagster.topology.model import Stream
@@ -86,20 +86,24 @@ class Publication:
 
         Raises:
             SourceError: the cluster does not take records.
+            StorageError: the log is not the one that was published, as a backup was put in its place.
             ConcurrentRunError: another run of the publication committed at the same time.
         """
         before = self.head()
         head = self._store.head()
         done = {} if before is None else before.inputs.get(self.node.name, {})
+        if head is not None:
+            attempt_of = self._store.attempt_of
+            require_same(self.name, self.node.name, before, head.commit, attempt_of)
         if head is None or all(done.get(p, 0) >= e for p, e in head.commit.next_offset.items()):
             return None
         require_kept(self.name, self.node.name, done, head.commit)
         ends = self._bounded(done, head.commit.next_offset)
         topic = self.sink.cluster.topics([self.sink.topic])[self.sink.topic]
-        upto = F.lit(False)
+        rows, upto = self._store.log(done, head), F.lit(False)
         for partition, end in ends.items():
             upto = upto | ((F.col(PARTITION) == partition) & (F.col(OFFSET) < end))
-        rows = self._store.log(done, head).where(upto)
+        rows = rows.where(upto)
         sent = {} if before is None else before.inputs.get(self._target, {})
         if before is None or before.topics != {self.sink.topic: topic.id}:
             sent = topic.earliest
@@ -113,6 +117,8 @@ class Publication:
             batch=1 if before is None else before.batch + 1,
             attempt=self._store.new_attempt(),
             shape=Shape(kind="stream", key=list(self.node.key)),
+            logs={self.node.name: head.commit.log},
+            consumed=consumed({self.node.name: head.commit}),
             run_id=run_id,
             taken={self.node.name: {p: (done.get(p, 0), e) for p, e in ends.items()}},
             inputs={self.node.name: {**done, **ends}, self._target: after.ends},

@@ -30,6 +30,7 @@ from vt_dagster.sources.dumps import (
 from vt_dagster.sources.files import FileFormat, FilesSource
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
+from vt_dagster.storage.places import address, unseen
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
@@ -124,7 +125,7 @@ class PinnedDump(Uncounted):
         try:
             rows = files.read(spark, dump.files if dump else (), node.schema)
         except PySparkException as error:
-            told = self.explain(error)
+            told = unseen(error) or self.explain(error)
             if told is None:
                 raise
             raise told from error
@@ -248,8 +249,11 @@ class SnapshotSource:
     gives_timestamp = True
     tables_only = True
     whole = True
+    orders_changes = True
+    restates = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", address(self.path))
         FilesSource(self.path, self.format)  # it says what formats there are
         object.__setattr__(self, "optional", tuple(self.optional))
         object.__setattr__(self, "ignore", tuple(self.ignore))

@@ -1,84 +1,319 @@
-"""Values that reading would change without a word: text that is not UTF-8, and numbers with more
-digits than their type has."""
+"""The one reader of values: a text, a number or bytes as a value of a column's type.
+
+Every format calls it, and nothing else converts what a source wrote. A value comes out exactly as it
+was written, or it is null and the record is ``unreadable``: nothing is rounded, cut or guessed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import reduce
 from operator import or_
+from typing import Literal, get_args
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
     ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
     DataType,
     DateType,
     DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
     MapType,
+    ShortType,
     StringType,
-    StructField,
     StructType,
     TimestampNTZType,
     TimestampType,
 )
 
-_MOST_DIGITS = 38
-_LOST_DIGITS = r"\.\d{6}\d*[1-9]"
-"""Of a time's text: what is shorter than a microsecond."""
-_WHOLE_DATE = r"^\s*[+-]?\d+(-\d{1,2}){0,2}\s*$"
+Unit = Literal["seconds", "millis", "micros", "nanos", "days"]
+"""What a number counts from 1970-01-01T00:00:00Z on, where it is a time."""
+Timestamps = Unit | Mapping[str, Unit]
+"""One unit for all columns, or one for each column; a field in a struct is ``column.field``."""
+
+INTEGERS = (ByteType, ShortType, IntegerType, LongType)
+FLOATS = (FloatType, DoubleType)
+TIMES = (DateType, TimestampType, TimestampNTZType)
+_MICROS = {"seconds": 1_000_000, "millis": 1_000, "micros": 1, "days": 86_400_000_000}
+NAMED_UNITS = {
+    "io.debezium.time.Date": "days",
+    "io.debezium.time.Timestamp": "millis",
+    "io.debezium.time.MicroTimestamp": "micros",
+    "io.debezium.time.NanoTimestamp": "nanos",
+    "org.apache.kafka.connect.data.Date": "days",
+    "org.apache.kafka.connect.data.Timestamp": "millis",
+}
+"""What Kafka Connect's schemas name a number that is a time."""
+_FIRST, _LAST = -62_135_596_800_000_000, 253_402_300_799_999_999
+"""The years 1 to 9999 in microseconds, both inclusive."""
+_WHOLE = r"\A[+-]?[0-9]+\z"
+_NUMBER = r"\A[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?\z"
+_DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
+_CLOCK = r"[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,6}0*)?)?"
+_ZONE = r"(?:Z|[+-][0-9]{2}(?::?[0-9]{2})?)?"
+_ENDS = {"nanvalue": "NaN", "positiveinf": "Infinity", "negativeinf": "-Infinity"}
+_DIGITS = {FloatType: 9, DoubleType: 17}
+"""So many digits tell any value of the type from its neighbours."""
 
 
-def widened(kind: DataType) -> DataType:
-    """A type with as many digits behind the point as a decimal can have, and the same before it.
+@dataclass(frozen=True)
+class Reading:
+    """How a source's texts and numbers are to be read, where its user says it.
 
-    What holds a map stays as it is, since maps are not compared; and so does a decimal of 38 digits.
+    Args:
+        timestamps: the unit of numbers in columns of times; None = such a number is unreadable.
+        options: Spark's options of JSON or CSV: ``timestampFormat``, ``timestampNTZFormat``,
+            ``dateFormat``, ``timeZone``, ``nanValue``, ``positiveInf`` and ``negativeInf`` count here.
+        base64: whether a text in a BINARY column is base64, as in JSON, or the bytes of the text.
+        unscaled: whether a text in a DECIMAL column is base64 of an unscaled number, as Connect's
+            Decimal is, with the scale of its column.
     """
-    if _holds(kind, MapType):
-        return kind
+
+    timestamps: Timestamps | None = None
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    base64: bool = True
+    unscaled: bool = False
+
+    def unit(self, path: Sequence[str]) -> Unit | None:
+        """The unit of numbers in a column, or a field of it."""
+        if self.timestamps is None or isinstance(self.timestamps, str):
+            return self.timestamps
+        return self.timestamps.get(".".join(path))
+
+    def option(self, name: str) -> str | None:
+        """One of Spark's options; upper and lower case are one."""
+        return {k.lower(): v for k, v in self.options.items()}.get(name.lower())
+
+
+# -- texts -------------------------------------------------------------------------------------------
+
+
+def of_text(text: Column, kind: DataType, how: Reading = Reading(), path: Sequence[str] = ()) -> Column:
+    """A text as a value of a type; null where it is none."""
+    if isinstance(kind, StringType):
+        return text
+    if isinstance(kind, BinaryType):
+        return _of_base64(text) if how.base64 else text.cast("binary")
+    if isinstance(kind, BooleanType):
+        return F.when(F.lower(text) == "true", True).when(F.lower(text) == "false", False)
+    if isinstance(kind, INTEGERS):
+        return F.when(F.rlike(text, F.lit(_WHOLE)), text.try_cast(kind))
+    if isinstance(kind, FloatType | DoubleType):
+        return _float(text, kind, how)
     if isinstance(kind, DecimalType):
-        return DecimalType(_MOST_DIGITS, _MOST_DIGITS - kind.precision + kind.scale)
-    if isinstance(kind, ArrayType):
-        element = widened(kind.elementType)
-        return kind if element == kind.elementType else ArrayType(element)
-    if isinstance(kind, StructType):
-        wide = [widened(f.dataType) for f in kind.fields]
-        if wide != [f.dataType for f in kind.fields]:
-            together = zip(kind.fields, wide, strict=True)
-            return StructType([StructField(f.name, one) for f, one in together])
-    return kind
-
-
-def narrowed(row: Column, schema: StructType) -> tuple[Column, Column]:
-    """A row that was read as ``widened`` columns: as the schema's, and whether digits were lost."""
-    fields: list[Column] = []
-    lost = F.lit(False)
-    if all(widened(f.dataType) == f.dataType for f in schema.fields):
-        return row, lost
-    for f in schema.fields:
-        value, wide = row[f.name], widened(f.dataType)
-        if wide != f.dataType:
-            exact = value.try_cast(_nullable(f.dataType))
-            lost = lost | ~exact.try_cast(wide).eqNullSafe(value)
-            value = exact
-        fields.append(value.alias(f.name))
-    return F.struct(*fields), lost
-
-
-def wide_columns(schema: StructType) -> StructType:
-    """The columns to read a row of a schema by, see :func:`narrowed`; each may be null."""
-    return StructType([StructField(f.name, widened(f.dataType)) for f in schema.fields])
-
-
-def exactly(text: Column, kind: DataType) -> Column:
-    """A text as a value of a type; null where it is none, or the type would round it."""
-    value = text.try_cast(kind)
-    if isinstance(kind, DecimalType):
-        wide = widened(kind)
-        return F.when(value.cast(wide) == text.try_cast(wide), value)
-    if isinstance(kind, TimestampType | TimestampNTZType):
-        return F.when(~F.rlike(text, F.lit(_LOST_DIGITS)), value)
-    if isinstance(kind, DateType):
-        return F.when(F.rlike(text, F.lit(_WHOLE_DATE)), value)
+        return _decimal(text, kind)
+    if not isinstance(kind, TIMES):
+        return text.try_cast(kind)
+    unit, value = how.unit(path), _time(text, kind, how)
+    if unit is not None:
+        # Eight digits are a date only where no unit is given.
+        number = F.rlike(text, F.lit(_NUMBER))
+        return F.when(number, of_number(text, kind, unit)).otherwise(value)
     return value
+
+
+def of_number(text: Column, kind: DataType, unit: str | Column | None) -> Column:
+    """A number's text as a value of a type; null where it is none.
+
+    Args:
+        unit: of a number in a column of times; None = it is unreadable there.
+    """
+    if isinstance(kind, BinaryType):
+        return F.lit(None).cast(kind)
+    if not isinstance(kind, TIMES):
+        return of_text(text, kind)
+    if unit is None:
+        return F.lit(None).cast(kind)
+    exact = _decimal(text, DecimalType(28, 9))
+    whole = F.when(F.rlike(text, F.lit(_WHOLE)), text.try_cast("bigint"))
+    if isinstance(unit, str):
+        return _moment(_micros_of(whole, exact, unit), kind)
+    micros = F.lit(None).cast("bigint")
+    for one in get_args(Unit):
+        micros = F.when(unit == one, _micros_of(whole, exact, one)).otherwise(micros)
+    return _moment(micros, kind)
+
+
+def _float(text: Column, kind: DataType, how: Reading) -> Column:
+    """The nearest value. A text that no such value is written as has no nearest one: it has more digits
+    than the type, is a whole number that the type lacks, or too large or small for it."""
+    most = _DIGITS[type(kind)]
+    fits = rf"\A[+-]?(?=[0.]*+(?:[0-9]\.?){{0,{most}}}?[0.]*(?:[eE]|\z))" + _NUMBER[len(r"\A[+-]?") :]
+    value = text.try_cast(kind)
+    # Rounded to the type and yet a whole number: BIGINT holds what has so few digits.
+    long = F.rlike(text, F.lit(rf"\A[+-]?0*[0-9]{{{most - 2},}}\z"))
+    changed = long & ~value.try_cast("bigint").eqNullSafe(text.try_cast("bigint"))
+    large = F.abs(value) == F.lit(float("inf"))
+    small = (value == 0) & F.rlike(text, F.lit(r"\A[^eE]*[1-9]"))
+    plain = F.when(F.rlike(text, F.lit(fits)) & ~changed & ~large & ~small, value)
+    ends = {**_ENDS, **{k: v for k in _ENDS if (v := how.option(k)) is not None}}
+    marks = [(ends["nanvalue"], "NaN"), ("NaN", "NaN")]
+    marks += [(t, "Infinity") for t in (ends["positiveinf"], "Inf", "+Inf", "Infinity", "+Infinity")]
+    marks += [(t, "-Infinity") for t in (ends["negativeinf"], "-Inf", "-Infinity")]
+    special = F.create_map(*[F.lit(part) for mark in dict(marks).items() for part in mark])
+    return F.coalesce(plain, F.try_element_at(special, text).cast(kind))
+
+
+def _decimal(text: Column, kind: DecimalType) -> Column:
+    """A decimal that has no more digits behind the point than its type."""
+    lost = F.rlike(text, F.lit(rf"\.[0-9]{{{kind.scale}}}[0-9]*[1-9]"))
+    digits = F.length(F.regexp_extract(text, r"\.([0-9]*?)0*[eE]", 1))
+    power = F.regexp_extract(text, r"[eE]([+-]?[0-9]+)\z", 1).try_cast("int")
+    scaled = F.rlike(text, F.lit("[eE]"))
+    fits = F.when(scaled, digits - power <= kind.scale).otherwise(~lost)
+    return F.when(F.rlike(text, F.lit(_NUMBER)) & fits, text.try_cast(kind))
+
+
+def _time(text: Column, kind: DataType, how: Reading) -> Column:
+    """ISO 8601 from year to day or to the second, with a zone or without, or the user's own format."""
+    names = {DateType: "dateFormat", TimestampType: "timestampFormat"}
+    pattern = how.option(names.get(type(kind), "timestampNTZFormat"))
+    if pattern is not None:
+        value = F.try_to_timestamp(text, F.lit(pattern))
+        if isinstance(kind, TimestampType):
+            value = _in_zone(value, how, F.lit(not _names_zone(pattern)))
+        exact = ~F.rlike(text, F.lit(r"\.[0-9]{6}[0-9]*[1-9]"))
+        return _moment(F.when(exact, F.unix_micros(value)), kind)
+    if isinstance(kind, DateType):
+        compact = F.rlike(text, F.lit(r"\A[0-9]{8}\z"))
+        spread = F.regexp_replace(text, r"\A([0-9]{4})([0-9]{2})([0-9]{2})\z", "$1-$2-$3")
+        whole = F.rlike(text, F.lit(rf"\A{_DATE}\z"))
+        value = F.when(whole, text.try_cast(kind)).when(compact, spread.try_cast(kind))
+        return F.when(F.year(value) >= 1, value)
+    zone = _ZONE if isinstance(kind, TimestampType) else ""
+    whole = F.rlike(text, F.lit(rf"\A{_DATE}(?:{_CLOCK}{zone})?\z"))
+    value = F.when(whole, text.try_cast("timestamp"))
+    if isinstance(kind, TimestampType):
+        value = _in_zone(value, how, ~F.rlike(text, F.lit(r"[T ].*[Z+-]")))
+    return _moment(F.unix_micros(value), kind)
+
+
+def _in_zone(value: Column, how: Reading, unsaid: Column) -> Column:
+    zone = how.option("timeZone")
+    if zone is None or zone.upper() in ("UTC", "Z", "ETC/UTC"):
+        return value
+    return F.when(unsaid, F.to_utc_timestamp(value, zone)).otherwise(value)
+
+
+def _names_zone(pattern: str) -> bool:
+    quoted = pattern.split("'")[::2]
+    return any(c in part for part in quoted for c in "XxZzVO")
+
+
+def _of_base64(text: Column) -> Column:
+    value = F.try_to_binary(text, F.lit("base64"))
+    return F.when(F.base64(value) == text, value)
+
+
+def of_unscaled(text: Column, scale: int | Column, kind: DecimalType) -> Column:
+    """A decimal out of base64 of its unscaled number, in two's complement, the high byte first."""
+    digits = F.hex(_of_base64(text))
+    negative = F.substring(digits, 1, 1) >= "8"
+    padded = F.when(negative, F.lpad(digits, 32, "F")).otherwise(F.lpad(digits, 32, "0"))
+    fits = F.length(digits).between(2, 32)
+    high = F.conv(F.substring(padded, 1, 16), 16, -10).try_cast("decimal(19,0)")
+    low = F.conv(F.substring(padded, 17, 16), 16, 10).try_cast("decimal(20,0)")
+    number = F.try_add(F.try_multiply(high, F.lit(Decimal(2**64))), low).try_cast("decimal(38,0)")
+    power = F.lit(scale).cast("string") if isinstance(scale, int) else scale.cast("string")
+    return F.when(fits, _decimal(_scaled(number.cast("string"), power), kind))
+
+
+def _scaled(digits: Column, scale: Column) -> Column:
+    """A number without the zeros at its end, so that they are not counted as digits of the fraction."""
+    bare = F.regexp_replace(digits, r"(?<=[0-9])0+\z", "")
+    zeros = F.length(digits) - F.length(bare)
+    return F.concat(bare, F.lit("e"), (zeros - scale.try_cast("int")).cast("string"))
+
+
+# -- numbers and bytes -------------------------------------------------------------------------------
+
+
+def of_long(value: Column, kind: DataType, unit: str | None = None) -> Column:
+    """A BIGINT, or shorter, as a value of a type; null where it is none."""
+    if isinstance(kind, TIMES):
+        if unit is None:
+            return F.lit(None).cast(kind)
+        return _moment(_micros_of(value.cast("bigint"), None, unit), kind)
+    if isinstance(kind, FLOATS):
+        return _if_same(value.cast("bigint"), value.cast(kind), "bigint")
+    if isinstance(kind, DecimalType):
+        return value.cast("decimal(20,0)").try_cast(kind)
+    if isinstance(kind, (*INTEGERS, StringType)):
+        return value.try_cast(kind)
+    return F.lit(None).cast(kind)
+
+
+def of_double(value: Column, kind: DataType) -> Column:
+    """A DOUBLE as a value of a type; null where it is none."""
+    value = value.cast("double")
+    if isinstance(kind, FloatType):
+        narrow = value.cast(kind)
+        return F.when(narrow.cast("double").eqNullSafe(value), narrow)
+    if isinstance(kind, DecimalType | ByteType | ShortType | IntegerType | LongType):
+        return _if_same(value, value.try_cast(kind), "double")
+    if isinstance(kind, DoubleType | StringType):
+        return value.cast(kind)
+    return F.lit(None).cast(kind)
+
+
+def of_decimal(value: Column, kind: DataType) -> Column:
+    """A DECIMAL as a value of a type; null where it is none."""
+    if isinstance(kind, StringType):
+        return value.cast(kind)
+    if isinstance(kind, (*FLOATS, DecimalType, *INTEGERS)):
+        return of_text(value.cast("string"), kind)
+    return F.lit(None).cast(kind)
+
+
+def of_bytes(value: Column, kind: DataType) -> Column:
+    """Bytes as a value of a type; null where they are none: of a text in UTF-8 what the text says."""
+    if isinstance(kind, BinaryType):
+        return value
+    text = value.cast("string")
+    if isinstance(kind, StringType):
+        return F.when(F.is_valid_utf8(text), text)
+    return F.lit(None).cast(kind)
+
+
+def of_boolean(value: Column, kind: DataType) -> Column:
+    """A BOOLEAN as a value of a type; null where it is none."""
+    return value.cast(kind) if isinstance(kind, BooleanType | StringType) else F.lit(None).cast(kind)
+
+
+def _if_same(value: Column, other: Column, kind: str) -> Column:
+    return F.when(other.try_cast(kind) == value, other)
+
+
+def _micros_of(whole: Column, exact: Column | None, unit: str) -> Column:
+    """Microseconds of a whole number, or of one with a fraction; null where they are no whole number or
+    more than years 1 to 9999 have."""
+    if unit == "nanos":
+        return F.when(whole % 1000 == 0, F.call_function("div", whole, F.lit(1000)))
+    factor = _MICROS[unit]
+    found = F.try_multiply(whole, F.lit(factor).cast("bigint"))
+    if exact is None or unit not in ("seconds", "millis"):
+        return found
+    more = F.try_multiply(exact, F.lit(Decimal(factor)))
+    return F.coalesce(found, F.when(more == F.floor(more), more.try_cast("bigint")))
+
+
+def _moment(micros: Column, kind: DataType) -> Column:
+    inside = micros.between(_FIRST, _LAST)
+    if isinstance(kind, DateType):
+        inside = inside & (F.pmod(micros, F.lit(_MICROS["days"])) == 0)
+    return F.when(inside, F.timestamp_micros(micros).cast(kind))
+
+
+# -- what is no value --------------------------------------------------------------------------------
 
 
 def is_no_text(value: Column, kind: DataType) -> Column:
@@ -86,7 +321,7 @@ def is_no_text(value: Column, kind: DataType) -> Column:
     no = F.lit(False)
     if isinstance(kind, StringType):
         return F.coalesce(~F.is_valid_utf8(value), no)
-    if not _holds(kind, StringType):
+    if not any(isinstance(one, StringType) for one in _all_types(kind)):
         return no
     if isinstance(kind, StructType):
         return reduce(or_, [is_no_text(value[f.name], f.dataType) for f in kind.fields])
@@ -98,31 +333,13 @@ def is_no_text(value: Column, kind: DataType) -> Column:
     return F.coalesce(F.exists(value, lambda one: is_no_text(one, element)), no)
 
 
-def repeats_a_field(text: Column) -> Column:
-    """Whether a JSON object has a field twice, of which Spark takes the last; not in nested objects."""
-
-    def twice(names: Column) -> Column:
-        return F.size(names) > F.size(F.array_distinct(names))
-
-    # Inside of a function the names have one: Spark would read the text for each time they are named.
-    return F.coalesce(F.exists(F.array(F.json_object_keys(text)), twice), F.lit(False))
-
-
-def _nullable(kind: DataType) -> DataType:
-    """A type whose parts may all be null, as those are that Spark has read from text."""
+def _all_types(kind: DataType) -> Iterable[DataType]:
+    yield kind
     if isinstance(kind, ArrayType):
-        return ArrayType(_nullable(kind.elementType))
-    if isinstance(kind, StructType):
-        return StructType([StructField(f.name, _nullable(f.dataType)) for f in kind.fields])
-    return kind
-
-
-def _holds(kind: DataType, wanted: type[DataType]) -> bool:
-    """Whether a type is of a kind, or one within it."""
-    if isinstance(kind, wanted):
-        return True
-    if isinstance(kind, ArrayType):
-        return _holds(kind.elementType, wanted)
-    if isinstance(kind, MapType):
-        return _holds(kind.keyType, wanted) or _holds(kind.valueType, wanted)
-    return isinstance(kind, StructType) and any(_holds(f.dataType, wanted) for f in kind.fields)
+        yield from _all_types(kind.elementType)
+    elif isinstance(kind, MapType):
+        yield from _all_types(kind.keyType)
+        yield from _all_types(kind.valueType)
+    elif isinstance(kind, StructType):
+        for f in kind.fields:
+            yield from _all_types(f.dataType)

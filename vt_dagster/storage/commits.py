@@ -11,18 +11,24 @@ import gzip
 import json
 import posixpath
 import re
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ClockWarning, StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Commit, Cut
+from vt_dagster.storage.positions import AHEAD, Checkpoint, Commit, Cut
 from vt_dagster.topology.durations import in_utc
 
 _KEPT = re.compile(r"(\d{20})-(\d{10})\.json\.gz")
 """A file of kept commits: when the first of them was recorded, and the batch of the last."""
+
+
+_NEWEST = 8
+"""So many commits are looked at one by one before a batch is searched for by bisection."""
 
 
 def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
@@ -47,6 +53,11 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
     last = delta.last_commit(posixpath.join(root, "log"))
     if last is not None and last.document.get("stepped"):
         found = _with_part(root, found, moment)
+    told = None
+    if last is not None:
+        told = left_out_by_clock(name, moment, Commit.model_validate(last.document))
+    if told is not None:
+        warnings.warn(told, ClockWarning, stacklevel=2)
     if found is not None:
         return found.model_copy(update={"cut": cut})
     first = next(commits(root))
@@ -58,6 +69,31 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
         f"{name}: expected a time at which something was known of it, got {in_utc(moment)} as "
         f"as_known_at, but the first run that is known of was recorded at {since}: {why}; ask for a "
         "later one"
+    )
+
+
+def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
+    """What to say of a read with ``as_known_at`` that leaves out what was recorded by then, since the
+    clock of a run was ahead; None = it does not.
+
+    Args:
+        name: of the asset.
+        moment: epoch microseconds.
+        last: the last commit of its log.
+    """
+    until = max((end for start, end in last.ahead if start <= moment < end), default=None)
+    if (
+        until is None
+        and last.recorded_at > moment
+        and last.recorded_at - time.time_ns() // 1000 > AHEAD
+    ):
+        until = last.recorded_at
+    if until is None:
+        return None
+    return (
+        f"{name}: as_known_at {in_utc(moment)} leaves out runs that had been made by then: the clock of "
+        f"one was ahead, and what came after it counts as recorded up to {in_utc(until)}. To have it, "
+        "read without as_known_at, or ask for that time"
     )
 
 
@@ -89,6 +125,36 @@ def last_that(root: str, early: Callable[[dict[str, Any]], bool]) -> Commit | No
     except FileNotFoundError:  # a maintenance has removed it, and has it kept by now
         return last_that(root, early)
     return None if found is None else Commit.model_validate(found)
+
+
+def attempt_at(root: str, batch: int) -> str | None:
+    """The attempt that wrote a batch of an asset's log; None = the log has no such batch, or it is not
+    known any more."""
+    for place, found in enumerate(delta.commits(posixpath.join(root, "log"))):
+        if found.document["batch"] <= batch:
+            return found.document["attempt"] if found.document["batch"] == batch else None
+        if place == _NEWEST:
+            break  # far back: not commit by commit
+    there = last_that(root, lambda commit: commit["batch"] <= batch)
+    return there.attempt if there is not None and there.batch == batch else None
+
+
+def is_of_log(root: str, then: Checkpoint, commit: Commit) -> bool:
+    """Whether a view was made of the log as it is: it is not where the log was put back from a backup
+    without the view, or a commit that the view has was removed.
+
+    Args:
+        then: of the view.
+        commit: one of the log, perhaps not its last.
+    """
+    if then.batch == commit.batch:
+        return then.log_attempt in ("", commit.attempt)
+    if then.batch < commit.batch and not then.log_attempt:
+        return True
+    there = attempt_at(root, then.batch)
+    if there is None:
+        return then.batch < commit.batch
+    return then.log_attempt in ("", there)
 
 
 def _bisected(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import fsspec
@@ -20,9 +20,12 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.jars import one_line
+from vt_dagster.storage.damage import cut_off, unreadable_log
 
 MARK = "vt_dagster"
 """The key under which a commit's ``userMetadata`` carries our document."""
+FILES = "files_added"
+"""The key beside it: how many data files the commit adds. Of older commits it is not known."""
 
 COMMIT_FILE = re.compile(r"(\d{20})\.json")
 """The name of a commit's file."""
@@ -138,10 +141,7 @@ def location(path: str) -> str:
 def _unreadable(path: str, error: Exception) -> StorageError:
     for _ in history(path):
         pass  # it says which commit is cut off
-    return StorageError(
-        f"expected a Delta table that can be read in {path}, got: {one_line(error)}. Restore its "
-        "_delta_log from a backup, or make the asset anew beside it (vt-dagster replay)"
-    )
+    return unreadable_log(path, one_line(error), versions(path), log_files(path))
 
 
 def history(path: str) -> Iterator[dict[str, Any]]:
@@ -170,14 +170,26 @@ def _info(path: str, version: int) -> dict[str, Any]:
         if not text.rstrip().endswith("}"):
             raise ValueError(name)
         told = [json.loads(line) for line in text.splitlines() if '"commitInfo"' in line]
+        info = next((one["commitInfo"] for one in told if "commitInfo" in one), {})
+        if _is_cut_off(_metadata(info), text.splitlines()):
+            raise ValueError(name)
     except ValueError:
-        raise StorageError(
-            f"{path}/_delta_log/{name} is cut off: whoever wrote it did not come to its end, or "
-            "the disk was full. If it is the newest of its directory, that commit never was: move "
-            "the file away and run again; if it is not, restore it from a backup"
-        ) from None
-    info = next((one["commitInfo"] for one in told if "commitInfo" in one), {})
+        raise cut_off(path, version, log_files(path)) from None
     return {**info, "version": version}
+
+
+def _is_cut_off(metadata: dict[str, Any], lines: Sequence[str]) -> bool:
+    """Whether a commit of ours lacks some of its actions: a file that is cut off after a whole line is
+    valid JSON."""
+    document = metadata.get(MARK)
+    if not isinstance(document, dict):
+        return False
+    added = sum(line.startswith('{"add"') for line in lines)
+    expected = metadata.get(FILES)
+    if expected is None:  # an older one: of a run that has results
+        return added == 0 and bool((document.get("counts") or {}).get("out"))
+    # The transaction is the last action of each commit, see ``transaction`` and ``deltalake``.
+    return added != expected or not any(line.startswith('{"txn"') for line in lines)
 
 
 def our_commit(path: str, version: int) -> Committed | None:
@@ -189,11 +201,17 @@ def our_commit(path: str, version: int) -> Committed | None:
     return _own(_info(path, version))
 
 
-def _own(info: dict[str, Any]) -> Committed | None:
+def _metadata(info: dict[str, Any]) -> dict[str, Any]:
+    """What a commit says in ``userMetadata``, where that is a JSON object."""
     try:
-        document = json.loads(info.get("userMetadata") or "{}").get(MARK)
-    except (ValueError, AttributeError):
-        return None
+        found = json.loads(info.get("userMetadata") or "{}")
+    except (ValueError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _own(info: dict[str, Any]) -> Committed | None:
+    document = _metadata(info).get(MARK)
     if not isinstance(document, dict):
         return None
     # Of commits from before it was noted, Delta's own time: milliseconds.

@@ -1,4 +1,4 @@
-"""What is left of a log that was cut off, and who needs more of it. No Spark.
+"""What is left of a log that was cut off or put back from a backup, and who needs more of it. No Spark.
 
 The log's commits say what was cut off (``Cut``). Of a table its rows as of then are put aside, and what
 is read of it is the rest of the log folded onto these.
@@ -7,11 +7,12 @@ is read of it is the rest of the log folded onto these.
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Checkpoint, Commit, Cut, Offsets
+from vt_dagster.storage.positions import Checkpoint, Commit, Consumed, Cut, Offsets
 from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
 
 
@@ -75,6 +76,52 @@ def require_kept(name: str, of: str, start: Offsets, commit: Commit) -> None:
             f"it is made of (vt-dagster replay {of} --into …, swap), whose log is whole again; and "
             "give maintenance the definitions of all that consumes it, for which it waits"
         )
+
+
+def consumed(logs: Mapping[str, Commit]) -> dict[str, Consumed]:
+    """Up to which commits logs are consumed, as ``Commit.consumed`` says it."""
+    return {n: Consumed(batch=one.batch, attempt=one.attempt) for n, one in logs.items()}
+
+
+def require_same(
+    name: str, of: str, before: Commit | None, commit: Commit, attempt_of: Callable[[int], str | None]
+) -> None:
+    """Whoever consumes a log goes on with the log that was consumed: every consumer asks this first.
+
+    Args:
+        name: who consumes, for the message; ``of``: whose log.
+        before: the consumer's last commit; None = none, so anything will do.
+        commit: the log's last one.
+        attempt_of: gives the attempt of a batch of the log; None = it is not known any more.
+
+    Raises:
+        StorageError: the log ends before what was consumed, or its batch of that number was written by
+            another run: it was put back from a backup, or a commit was removed from it.
+    """
+    if before is None or before.logs.get(of, commit.log) != commit.log:
+        return  # another log of that name: whoever consumes says what becomes of that
+    done, then = before.inputs.get(of, {}), before.consumed.get(of)
+    behind = {p: end for p, end in done.items() if commit.next_offset.get(p, 0) < end}
+    got = ""
+    if then is not None and commit.batch < then.batch:
+        got = f"its last batch is {commit.batch}"
+    elif then is not None and (other := attempt_of(then.batch)) not in (None, then.attempt):
+        got = f"that batch was written by another run, {other}"
+    elif behind:
+        partition, end = min(behind.items())
+        there = commit.next_offset.get(partition, 0)
+        got = f"partition {partition} ends at offset {there}, and was consumed up to {end}"
+    if not got:
+        return
+    batch = "" if then is None else f" with batch {then.batch} of run {then.attempt}"
+    raise StorageError(
+        f"{name}: expected the log of {of}{batch}, which batch {before.batch} of {name} has consumed, "
+        f"but {got}: the log was put back from a backup, or a commit was removed. Its offsets may mean "
+        f"other records now, so nothing was taken. Put {of} back as it was; or put {name}, and what "
+        f"consumes it, back from the same backup; or make {name} anew: an asset by vt-dagster replay "
+        f"{name} --into a new name and swap, an export or a training set by removing its directory, a "
+        "publication under a new name into another topic"
+    )
 
 
 def require_history(

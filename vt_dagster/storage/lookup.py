@@ -20,13 +20,14 @@ import pyarrow.fs as pafs
 from vt_dagster.columns import FINAL, IS_TOMBSTONE, OFFSET, SEGMENT, VALID_FROM, VALID_TO
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.commits import known_at
+from vt_dagster.storage.commits import is_of_log, known_at
 from vt_dagster.storage.file_offsets import file_at_or_after, file_before
 from vt_dagster.storage.folding import clipped, fold, micros, values_by_partition, with_finality
 from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.names import by_newest_names, names_of, seen_as
 from vt_dagster.storage.positions import Checkpoint, Commit, Shape, choose, horizons, require_remembered
 from vt_dagster.storage.values import as_key, type_name
+from vt_dagster.storage.whole_files import require_files
 from vt_dagster.topology.durations import parse_time
 
 _DEEPEST = 3
@@ -266,6 +267,7 @@ class AssetRows:
             then.batch > self.commit.batch
             or max(then.lengthened(self.shape.retention()), default=0) > 0
             or lacks(then, self.commit)
+            or not is_of_log(self.root, then, self.commit)
             or then.new_version_on != self.shape.new_version_on
         ):
             return self._at_cut()
@@ -335,7 +337,9 @@ def rows_of(
     fs, root = delta.filesystem(path)
     local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
     where = pafs.LocalFileSystem() if local else pafs.PyFileSystem(pafs.FSSpecHandler(fs))
-    places = [posixpath.join(root, file.place) for file in delta.files_of(table, wanted)]
+    files = delta.files_of(table, wanted)
+    require_files(path, files, version)
+    places = [posixpath.join(root, file.place) for file in files]
     asked = columns.names if only is None else [c for c in only if c in columns.names]
     names = {n for c in asked for n in names_of(columns, c)}
     read = columns if only is None else pa.schema([f for f in columns if f.name in names])

@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from vt_dagster.spark.settings import settings
 from vt_dagster.storage import commits, delta
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.replaced import forget_replaced
 from vt_dagster.storage.store import AssetStore, asset_names
@@ -47,7 +48,7 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
         others took the place of longer ago than that (``restate``); and ``conflicts``, compactions that
         another writer came before, which the next maintenance makes up for.
     """
-    root = posixpath.join(str(warehouse), name)
+    root = posixpath.join(address(warehouse), name)
     done = {
         "files_compacted": 0,
         "attempts_removed": 0,
@@ -125,16 +126,18 @@ def _compact(spark: SparkSession, path: str) -> int:
 
 
 def _forget_attempts(root: str, keep: timedelta) -> int:
-    """What killed runs had prepared; the last commit's is what the next run goes on from."""
+    """What killed runs had prepared; the last commit's is what the next run goes on from, and that of
+    the one before it, should the last be lost."""
     fs, attempts = delta.filesystem(posixpath.join(root, "attempts"))
     found = delta.last_commit(posixpath.join(root, "log"))
-    current = None if found is None else Commit.model_validate(found[1]).attempt
+    last = None if found is None else Commit.model_validate(found[1])
+    needed = () if last is None else (last.attempt, last.previous)
     removed = 0
     if not fs.exists(attempts):
         return 0
     for path in fs.ls(attempts, detail=False, refresh=True):
         name = posixpath.basename(path.rstrip("/"))
-        if name != current and is_older(posixpath.join(root, "attempts", name), keep):
+        if name not in needed and is_older(posixpath.join(root, "attempts", name), keep):
             fs.rm(path, recursive=True)
             removed += 1
     return removed

@@ -12,7 +12,7 @@ import math
 import posixpath
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 from uuid import uuid4
@@ -29,6 +29,7 @@ from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage.delta import (
+    FILES,
     MARK,
     Committed,
     Wanted,
@@ -43,7 +44,9 @@ from vt_dagster.storage.delta import (
     require_table,
 )
 from vt_dagster.storage.evolution import by_newest_names, evolved, nullable, without_earlier_names
+from vt_dagster.storage.places import address, require_seen
 from vt_dagster.storage.transaction import commit_with_columns
+from vt_dagster.storage.whole_files import require_files, require_rows, require_written
 from vt_dagster.topology.renames import noted
 
 _REFUSALS = (
@@ -102,23 +105,31 @@ def read(
     wanted: Wanted = everything,
     parted: bool = False,
     like: StructType | None = None,
+    count: int | None = None,
 ) -> DataFrame:
     """A table, as of one of its versions where given, as far as its files are wanted, with each column
     under its newest name.
 
     Args:
+        count: how many rows the whole table has, as its commit says; None = it does not.
         parted: whether ``history_segment``, which parts the files of a view, is among the columns.
         like: columns as they are declared now: those that the table has not got yet are null, and
             others are of the type and name that they will have; see ``evolution``.
 
     Raises:
-        StorageError: what is stored cannot be read by those.
+        StorageError: what is stored cannot be read by those; or a file is missing, or has not the size
+            that the table's log says.
     """
     table = require_table(path, version)
     columns = _schema_of(table)
     if like is not None:
         columns = evolved(path, columns, like, declared=()).columns
-    places = [literal(posixpath.join(path, file.place)) for file in files_of(table, wanted)]
+    there = files_of(table)
+    if count is not None:
+        require_rows(path, there, count)
+    there = [file for file in there if wanted(file)]
+    require_files(path, there, version)
+    places = [literal(posixpath.join(address(path), file.place)) for file in there]
     if not places:
         none = spark.createDataFrame([], without_earlier_names(columns))
         return none.withColumn(SEGMENT, F.lit(None).cast("int")) if parted else none
@@ -142,6 +153,7 @@ def write(
     replaced: Wanted = everything,
     pinned: bool = False,
     like: StructType | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Committed:
     """One commit with a document. A batch is written once: another run's is a conflict.
 
@@ -153,24 +165,28 @@ def write(
         replaced: an overwrite takes the place of these files alone.
         pinned: whether a compaction since ``over`` is a conflict too.
         like: says by which names rows of before know columns of these.
+        before: is called right before the commit; refuses it by an error, where what the document names
+            is not there any more.
 
     Returns:
         the commit.
 
     Raises:
-        ConcurrentRunError: another run committed this batch, or wrote at the same time.
+        ConcurrentRunError: another run committed this batch, or wrote at the same time; or the files
+            that were written are gone by the time of the commit.
         StorageError: the table's columns cannot follow those of the rows, see ``evolution``.
     """
-    app = f"{MARK}:{asset}"
+    app, path = f"{MARK}:{asset}", address(path)
     if _version_of(open_table(path), app) >= batch:
         raise _conflict(asset, batch)
     folder = f"{batch}-{uuid4().hex}"
     try:
         with writing(path):
             _write_files(rows, posixpath.join(path, folder), parted)
+            require_seen(posixpath.join(path, folder), asset)
             adds = _adds(path, folder)
             about = CommitProperties(
-                custom_metadata={"userMetadata": json.dumps({MARK: document})},
+                custom_metadata={"userMetadata": json.dumps({MARK: document, FILES: len(adds)})},
                 app_transactions=[Transaction(app, batch)],
                 max_commit_retries=0,
             )
@@ -186,7 +202,7 @@ def write(
                 if pinned and _of(table) != over:
                     break
                 try:
-                    _commit(path, table, adds, columns, mode, parted, replaced, about)
+                    _commit(path, table, adds, columns, mode, parted, replaced, about, before)
                 except (DeltaError, OSError):
                     # Somebody else came first; or it is in, and what comes after a commit went wrong.
                     if _version(path) == _of(table):
@@ -212,6 +228,11 @@ def packed(rows: DataFrame, count: int, for_others: bool = False) -> DataFrame:
     return rows.coalesce(max(1, math.ceil(count / of_a_file)))
 
 
+def last_batch(path: str, asset: str) -> int:
+    """The last batch that was written to a table for an asset; 0 = none. Does not use Spark."""
+    return _version_of(open_table(path), f"{MARK}:{asset}")
+
+
 def _version_of(table: DeltaTable | None, app: str) -> int:
     """The last batch that an application has written; 0 = none."""
     return 0 if table is None else table.transaction_version(app) or 0
@@ -234,7 +255,11 @@ def _commit(
     parted: bool,
     replaced: Wanted,
     about: CommitProperties,
+    before: Callable[[], None] | None,
 ) -> None:
+    require_written(path, adds)
+    if before is not None:
+        before()
     parts = [SEGMENT] if parted else None
     schema = Schema.from_json(json.dumps(nullable(columns.jsonValue())))
     if table is None:

@@ -19,6 +19,8 @@ Offsets = dict[int, int]
 Ranges = dict[str, dict[int, tuple[int, int]]]
 """Input -> partition -> [start, end)."""
 
+AHEAD = 60_000_000
+"""By so much clocks may differ without a warning: microseconds."""
 EVER = -(2**63)
 """Before all times, epoch microseconds."""
 _NOTED = 64
@@ -123,6 +125,14 @@ class Started(BaseModel):
     """The offsets of its rows in the log, by partition: [start, end)."""
 
 
+class Consumed(BaseModel):
+    """The commit of a log up to which it was consumed. A backup of the log that was put back may give
+    the same offsets, and batches of the same numbers, to other records: the attempt tells."""
+
+    batch: int
+    attempt: str
+
+
 class Commit(BaseModel):
     """The document in each commit of a log: the truth about how far an asset has come.
 
@@ -141,11 +151,21 @@ class Commit(BaseModel):
     another one, and its offsets mean other records."""
     logs: dict[str, str] = Field(default_factory=dict)
     """The same of each log that was consumed."""
+    consumed: dict[str, Consumed] = Field(default_factory=dict[str, Consumed])
+    """Of each log that was consumed its last commit then. Not known of what was consumed before this
+    was noted."""
+    previous: str = ""
+    """The attempt of the batch before, whose directory is kept too: should the commit be lost, the next
+    run goes on from there."""
+    staged: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    """What the attempt's directory holds, by name: number of files, and their bytes together."""
     run_id: str | None = None
     recorded_at: int = 0
     """When it was made: by the writer's clock, as it began to write its rows, but always after the
     commit before it. Of commits from before this was noted, what Delta says. Where the source tells
     its rows' times of record, the last of these."""
+    ahead: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Times in which runs counted as recorded later, as a clock before had been ahead: from, to."""
     steps: list[Step] = Field(default_factory=list[Step])
     """Of such a run: how far the log came by each of the earlier ones."""
     stepped: bool = False
@@ -304,6 +324,8 @@ class Checkpoint(BaseModel):
     """Of a versioned table's view: with which it was written. What has expired is not there."""
     new_version_on: list[str] | None = None
     """Of a versioned table's view: with which it was written, see ``core.repeats``."""
+    log_attempt: str = ""
+    """Of a view: the attempt of the log's commit that it stands at. Not known of older ones."""
     written: int = 0
     """When it was committed: epoch microseconds of the writer's clock."""
     erased: dict[str, int] = Field(default_factory=dict)

@@ -29,6 +29,7 @@ from vt_dagster.storage.evolution import Evolution, kept_by_newest_names
 from vt_dagster.storage.file_offsets import file_at_or_after, file_before
 from vt_dagster.storage.lookup import head_of
 from vt_dagster.storage.offsets import at_or_after, before
+from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, choose, require_remembered
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.shapes import columns_of, require_shape, shape_of
@@ -58,7 +59,7 @@ class AssetReader:
         self.node = node
         self.progress = Progress(node.name, tell)
         delta.require_place(str(warehouse))
-        self.warehouse = str(warehouse)
+        self.warehouse = address(warehouse)
         self.root = posixpath.join(self.warehouse, *node.path)
         self.log_path = posixpath.join(self.root, "log")
         self.view_path = posixpath.join(self.root, "view")
@@ -114,7 +115,9 @@ class AssetReader:
         """The commits of the log, oldest first, as far as they are known. Without Spark."""
         return commits.commits(self.root)
 
-    def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
+    def log(
+        self, start: Offsets, head: Head, after: int | None = None, counted: bool = True
+    ) -> DataFrame:
         """The log rows from ``start`` (inclusive) to a commit (inclusive), but for what was cut off.
 
         Plan: files that have none of them, by their statistics, are not opened.
@@ -122,6 +125,10 @@ class AssetReader:
         Args:
             after: also those before ``start`` whose timestamp is larger than this (epoch
                 microseconds): what a grace buffer may still hold.
+            counted: whether all files must have as many rows as the commit says; an audit counts itself.
+
+        Raises:
+            StorageError: they have not; or a file is missing, or has another size.
         """
         ends = head.commit.next_offset
         if head.later:
@@ -129,19 +136,34 @@ class AssetReader:
             rows = self._read_log(head, lambda file: early(file) and late(file))
             return rows.where(at_or_after(start, ends) & before(ends))
         if not start:
-            return self._read_log(head)
-        recent, wanted = file_at_or_after(start, ends), at_or_after(start, ends)
-        if after is None:
-            return self._read_log(head, recent).where(wanted)
+            return self._read_log(head, counted=counted)
+        recent = file_at_or_after(start, ends)
 
         def needed(file: delta.File) -> bool:
-            return recent(file) or file.newest is None or file.newest > after
+            older = after is not None and (file.newest is None or file.newest > after)
+            return recent(file) or older
 
-        rows = self._read_log(head, needed)
+        rows = self._read_log(head, needed, counted)
+        # After the read: it starts the session, without which there are no conditions.
+        wanted = at_or_after(start, ends)
+        if after is None:
+            return rows.where(wanted)
         return rows.where(wanted | (F.col(TIMESTAMP) > F.timestamp_micros(F.lit(after))))
 
-    def _read_log(self, head: Head, wanted: delta.Wanted = delta.everything) -> DataFrame:
-        return parquet.read(self.spark, self.log_path, head.version, wanted, like=log_schema(self.node))
+    def _read_log(
+        self, head: Head, wanted: delta.Wanted = delta.everything, counted: bool = True
+    ) -> DataFrame:
+        # A version with later commits has more rows than this commit counts.
+        count = (
+            None if head.later or not counted else head.commit.total - sum(head.commit.missing.values())
+        )
+        like = log_schema(self.node)
+        return parquet.read(self.spark, self.log_path, head.version, wanted, like=like, count=count)
+
+    def attempt_of(self, batch: int) -> str | None:
+        """The attempt that wrote a batch of the log; None = there is none, or it is not known any more.
+        Does not use Spark."""
+        return commits.attempt_at(self.root, batch)
 
     # -- what a run left for the next one --------------------------------------------------------
 
@@ -152,17 +174,33 @@ class AssetReader:
         """The path of what a commit's run prepared.
 
         Raises:
-            StorageError: it is gone.
+            StorageError: it is gone, or some of its files are, or have another size.
         """
         path = self._attempt_path(commit.attempt, what)
-        fs, local = delta.filesystem(path)
-        if not fs.exists(local):
+        expected, found = commit.staged.get(what), self.staged(commit.attempt).get(what)
+        if found is None or (expected is not None and found != expected):
+            got = "but somebody has removed it"
+            if found is not None and expected is not None:
+                got = f"which then had {_files(expected)}, but it has {_files(found)}"
             raise StorageError(
                 f"{commit.asset}: expected what batch {commit.batch} left for the next run, {path}, "
-                "but somebody has removed it. Put it back, or make the asset anew beside the old one "
+                f"{got}. Put it back, or make the asset anew beside the old one "
                 "(vt-dagster replay) and swap"
             )
         return path
+
+    def staged(self, attempt: str) -> dict[str, tuple[int, int]]:
+        """What a run has prepared under an attempt's name: see ``Commit.staged``. Without Spark."""
+        fs, root = delta.filesystem(self._attempt_path(attempt))
+        fs.invalidate_cache()
+        found = dict[str, tuple[int, int]]()
+        for name, about in fs.find(root, detail=True).items():
+            what, *within = name[len(root.rstrip("/")) + 1 :].split("/")
+            if within and within[-1].startswith(("_", ".")):
+                continue  # Spark's marks, no data
+            count, size = found.get(what, (0, 0))
+            found[what] = count + 1, size + int(about["size"])
+        return found
 
     def _read_staged(self, commit: Commit, what: str) -> DataFrame:
         return self.spark.read.parquet(delta.literal(self._staged(commit, what)))
@@ -189,11 +227,15 @@ class AssetReader:
 
     # -- as of a commit --------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
-        """The asset as of its last commit. Writes nothing, and does not use Spark."""
+    def snapshot(self, as_stored: bool = False) -> Snapshot:
+        """The asset as of its last commit. Writes nothing, and does not use Spark.
+
+        Args:
+            as_stored: with its view also where that was made of another state of the log: for audits.
+        """
         # The view first: it may be brought further at any time, and then the log is there already.
         base = self._view.base() if isinstance(self.node, Table) else None
-        return self._snapshot(self.head(), base)
+        return self._snapshot(self.head(), base, not as_stored)
 
     def known_at(self, moment: int) -> Snapshot:
         """The asset as of the last commit that was recorded up to a time (inclusive). Without Spark.
@@ -217,12 +259,12 @@ class AssetReader:
         base = self._view.at_cut(commit) if ahead else at.base
         return Snapshot(Head(at.head.version, commit, later=True), base)
 
-    def _snapshot(self, head: Head | None, base: Base | None) -> Snapshot:
+    def _snapshot(self, head: Head | None, base: Base | None, of_log: bool = True) -> Snapshot:
         if head is None:
             return Snapshot()
         require_shape(self.node, head.commit.shape)
         self._columns(log_schema(self.node), head)
-        return Snapshot(head, self._view.usable(base, head.commit))
+        return Snapshot(head, self._view.usable(base, head.commit, of_log))
 
     def _columns(self, now: StructType, head: Head | None) -> Evolution:
         return columns_of(self.node, self.warehouse, self.log_path, now, head)
@@ -262,6 +304,8 @@ class AssetReader:
         if not delta.exists(self.quarantine_path):
             return last
         rows = parquet.read(self.spark, self.quarantine_path)
+        if head is not None:
+            rows = rows.where(F.col("batch") <= self._last_rejected(head.commit))
         return rows if last is None else rows.unionByName(last, allowMissingColumns=True)
 
     def _unpublished(self, head: Head) -> DataFrame | None:
@@ -269,10 +313,23 @@ class AssetReader:
         commit = head.commit
         if not commit.rejected:
             return None
-        done = delta.last_commit(self.quarantine_path)
-        if done is not None and done.document["batch"] >= commit.batch:
+        if self._last_rejected(commit) >= commit.batch:
             return None
         return self._read_staged(commit, "rejected").withColumn("batch", F.lit(commit.batch))
+
+    def _last_rejected(self, commit: Commit) -> int:
+        """The last batch of the quarantine table that the log has too; 0 = there is none. It may be
+        later than a commit; and the table may have more, of batches that the log has lost since."""
+        for found in delta.commits(self.quarantine_path):
+            then = Checkpoint.model_validate(found.document)
+            same = then.batch == commit.batch and then.attempt == commit.attempt
+            there = commit.attempt if same else self.attempt_of(then.batch)
+            # What is not known any more, and what an erase wrote under a name of its own, is taken for
+            # the log's where the log is further.
+            trusted = then.batch < commit.batch and (there is None or bool(then.erased))
+            if there == then.attempt or trusted:
+                return then.batch
+        return 0
 
     def erased_rejected(self) -> dict[str, int]:
         """How many rows of the quarantine table have been erased, by reason. Does not use Spark."""
@@ -333,3 +390,7 @@ class AssetReader:
             require_remembered(node.name, node.history_retention, at.stream_time, moment)
         horizon = of_table.horizon_of(node, by_partition(at.stream_time))
         return versioned.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
+
+
+def _files(told: tuple[int, int]) -> str:
+    return f"{told[0]} file(s) of {told[1]:,} bytes"

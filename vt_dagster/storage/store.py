@@ -18,12 +18,15 @@ from typing import Any
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from vt_dagster.core.log import log_schema
-from vt_dagster.errors import StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.damage import gone_before_commit
 from vt_dagster.storage.lookup import asset_names
+from vt_dagster.storage.places import require_seen
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
 from vt_dagster.storage.reader import AssetReader
 from vt_dagster.storage.shapes import shape_of
@@ -37,6 +40,11 @@ __all__ = ["AssetStore", "shape_of", "stores_of"]
 
 class AssetStore(AssetReader):
     """The tables of one stream or table, to read them and to write them: see ``AssetReader``."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._prepared = dict[str, dict[str, tuple[int, int]]]()
+        """By attempt what was staged here, as ``Commit.staged``."""
 
     # -- what a run prepares beside its rows -----------------------------------------------------
 
@@ -56,6 +64,14 @@ class AssetStore(AssetReader):
         path = self._attempt_path(attempt, what)
         with parquet.writing(path):
             rows.write.mode("overwrite").parquet(path)
+            require_seen(path, self.node.name)
+        self._note_staged(attempt, what)
+
+    def _note_staged(self, attempt: str, what: str) -> None:
+        found = self.staged(attempt)
+        if what not in found:
+            raise gone_before_commit(self.node.name, self._attempt_path(attempt, what))
+        self._prepared.setdefault(attempt, {})[what] = found[what]
 
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
         """Keeps the list of files that have been consumed once the run's commit counts."""
@@ -64,11 +80,17 @@ class AssetStore(AssetReader):
         with parquet.writing(path):
             fs.makedirs(posixpath.dirname(local), exist_ok=True)
             fs.pipe_file(local, gzip.compress(json.dumps(files).encode("utf-8")))
+        self._note_staged(attempt, "files.json.gz")
 
     def forget(self, previous: Head | None) -> None:
-        """Removes what an earlier run prepared, once a later commit has taken its place."""
-        if previous is not None:
-            fs, local = delta.filesystem(self._attempt_path(previous.commit.attempt))
+        """Removes what the run before an earlier one prepared. What the earlier one did stays until the
+        next commit: should the newest commit be lost, the next run goes on from there.
+
+        Args:
+            previous: the commit that the newest one has taken the place of.
+        """
+        if previous is not None and previous.commit.previous:
+            fs, local = delta.filesystem(self._attempt_path(previous.commit.previous))
             with contextlib.suppress(OSError):
                 fs.rm(local, recursive=True)
 
@@ -95,7 +117,8 @@ class AssetStore(AssetReader):
             count: how many rows these are.
 
         Raises:
-            ConcurrentRunError: another run has committed this batch.
+            ConcurrentRunError: another run has committed this batch; or what this run has written is
+                gone, as it stood still for longer than maintenance keeps that.
             StorageError: the rows do not fit the log's columns, or somebody else has changed the log.
         """
         if commit.batch > 1:
@@ -105,6 +128,15 @@ class AssetStore(AssetReader):
                 self.progress.done(f"! {told}")
         else:
             self._check_name()
+        prepared = self._prepared.get(commit.attempt, {})
+        commit = commit.model_copy(update={"staged": prepared})
+
+        def still_there() -> None:
+            there = self.staged(commit.attempt)
+            gone = [what for what, size in prepared.items() if there.get(what) != size]
+            if gone:
+                raise gone_before_commit(commit.asset, self._attempt_path(commit.attempt, gone[0]))
+
         written = parquet.write(
             parquet.packed(rows, count),
             self.log_path,
@@ -112,6 +144,7 @@ class AssetStore(AssetReader):
             batch=commit.batch,
             asset=self.node.name,
             like=log_schema(self.node),
+            before=still_there,
         )
         self.progress.done(f"committed batch {commit.batch} (log version {written.version})")
         return Head(written.version, commit)
@@ -157,19 +190,46 @@ class AssetStore(AssetReader):
             written: the log's rows of that commit, where they are held: they are not read again.
         """
         base = self._view.base() if isinstance(self.node, Table) else None
-        head = head or self.head()
+        just_made, head = head is not None, head or self.head()
         found = self._snapshot(head, base)
         if head is None:
             return found
         self._publish_rejected(head)
         if not isinstance(self.node, Table) or not (now or self._view.is_due(base, head.commit)):
             return found
-        return Snapshot(head, self._update_view(head, written=written))
+        try:
+            return Snapshot(head, self._update_view(head, written=written))
+        except ConcurrentRunError:
+            if not just_made:
+                raise
+            return found  # the run has committed; others bring the view further
 
     def _publish_rejected(self, head: Head) -> None:
+        try:
+            self._write_rejected(head)
+        except Exception:
+            # The run after this one has done it: what is prepared may be gone by now too.
+            if self._last_rejected(head.commit) < head.commit.batch:
+                raise
+
+    def _write_rejected(self, head: Head) -> None:
         rows, commit = self._unpublished(head), head.commit
         if rows is None:
             return
+        there = delta.last_commit(self.quarantine_path)
+        same = self._last_rejected(commit)
+        if there is not None and there.document["batch"] != same:
+            # The log has lost later batches since: a backup was put back, or a commit removed.
+            earlier = parquet.read(self.spark, self.quarantine_path, there.version)
+            rows = earlier.where(F.col("batch") <= same).unionByName(rows, allowMissingColumns=True)
+            about: dict[str, Any] = {"mode": "overwrite", "over": there.version}
+        else:
+            about = {}
+            taken = parquet.last_batch(self.quarantine_path, commit.asset) >= commit.batch
+            if there is not None and taken:
+                about = {"over": there.version, "pinned": True}
+        # Under the asset's own name the table may have a lost batch of this number.
+        about["asset"] = f"{commit.asset}:{commit.attempt}" if about else commit.asset
         checkpoint = Checkpoint(
             asset=commit.asset,
             batch=commit.batch,
@@ -183,7 +243,7 @@ class AssetStore(AssetReader):
                 self.quarantine_path,
                 document=checkpoint.model_dump(),
                 batch=commit.batch,
-                asset=commit.asset,
+                **about,
             )
 
     def _update_view(self, head: Head, rebuild: bool = False, written: DataFrame | None = None) -> Base:

@@ -57,7 +57,6 @@ def commit_with_columns(
                 **(about.custom_metadata or {}),
             }
         },
-        {"txn": {"appId": transaction.app_id, "version": transaction.version, "lastUpdated": now}},
         {
             "metaData": {
                 "id": str(its.id),
@@ -73,6 +72,9 @@ def commit_with_columns(
     ]
     actions += [{"remove": _removed(one)} for one in removes]
     actions += [{"add": _added(one)} for one in adds]
+    # Last, as ``deltalake`` does: a file without it is cut off.
+    app = {"appId": transaction.app_id, "version": transaction.version, "lastUpdated": now}
+    actions.append({"txn": app})
     _put(path, table.version() + 1, "\n".join(map(json.dumps, actions)) + "\n")
 
 

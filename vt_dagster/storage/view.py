@@ -19,6 +19,7 @@ from vt_dagster.core.log import view_schema
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.commits import is_of_log
 from vt_dagster.storage.delta import current
 from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, horizons
@@ -101,13 +102,18 @@ class View:
         found = delta.last_commit(self.path)
         return None if found is None else _base(self.path, found)
 
-    def usable(self, base: Base | None, commit: Commit) -> Base | None:
+    def usable(self, base: Base | None, commit: Commit, of_log: bool = True) -> Base | None:
         """What a reader as of a commit can fold the log's tail onto; None = it needs the whole log.
+
+        Args:
+            of_log: whether it must have been made of the log as it is.
 
         Raises:
             StorageError: it needs what was cut off from the log.
         """
         if base is None or lacks(base.checkpoint, commit) or self._differs(base.checkpoint):
+            return self.at_cut(commit)
+        if of_log and not self._is_of_log(base.checkpoint, commit):
             return self.at_cut(commit)
         return self.at_cut(commit) if max(self._lengthened(base.checkpoint), default=0) > 0 else base
 
@@ -157,6 +163,9 @@ class View:
             return many or time.time() - then.written / 1e6 >= wanted.total_seconds()
         return many or base.rows <= EACH_RUN or tail >= SHARE * base.rows
 
+    def _is_of_log(self, then: Checkpoint, commit: Commit) -> bool:
+        return is_of_log(posixpath.dirname(self.path), then, commit)
+
     def _differs(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.new_version_on != store.new_version_on_of(self.node)
 
@@ -200,6 +209,8 @@ class View:
                 # of which versions are not there that the log has
                 why = "history_retention is longer than it was" if max(longer, default=0) > 0 else ""
                 why = why or ("new_version_on is another" if self._differs(there.checkpoint) else "")
+                if not why and not self._is_of_log(there.checkpoint, commit):
+                    why = "it was made of another state of the log, which a backup has replaced"
                 why = why or "the log is cut off after it"
                 self._progress.done(f"{why}: the view is made anew")
                 return self.update(commit, log, rebuild=True, tries=tries)
@@ -212,6 +223,7 @@ class View:
             asset=commit.asset,
             batch=commit.batch,
             attempt=uuid4().hex,
+            log_attempt=commit.attempt,
             next_offset=commit.next_offset,
             stream_time=commit.stream_time,
             written=int(time.time() * 1e6),
@@ -268,6 +280,10 @@ class View:
             stored = self.stored(spark, done, read)
             before = self.remembered(stored, done.checkpoint.stream_time)
         rows = store.fold(node, before, new, by_partition(commit.stream_time))
+        # A view that is made anew stands at any batch, perhaps below one of a log that was lost.
+        asset = f"{commit.asset}:view"
+        if old is None or parquet.last_batch(self.path, asset) >= commit.batch:
+            asset = f"{commit.asset}:{document.attempt}"
         with small_run(spark, is_small(records, rows_met)):
             return parquet.write(
                 rows if segment is None else rows.withColumn(SEGMENT, segment),
@@ -275,7 +291,7 @@ class View:
                 mode="overwrite",
                 document=document.model_dump(),
                 batch=commit.batch,
-                asset=f"{commit.asset}:{'view' if old is not None else document.attempt}",
+                asset=asset,
                 parted=segment is not None,
                 over=None if there is None else there.version,
                 replaced=replaced if old is not None else delta.everything,

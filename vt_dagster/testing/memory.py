@@ -102,6 +102,9 @@ class MemoryStore(Store):
     def commits(self) -> list[Commit]:
         return [commit for commit, _ in self._commits]
 
+    def attempt_of(self, batch: int) -> str | None:
+        return self._commits[batch - 1][0].attempt if 0 < batch <= len(self._commits) else None
+
     def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
         ends = [0, *(end for _, end in self._commits)]
         # Whoever consumes a log has come to one of its commits.

@@ -12,7 +12,22 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.schema import holds_map
 
 
-def one_condition(name: str, deleted_when: object, tombstone: str | None) -> str:
+def check_deletions(table: Any) -> None:
+    """Refuses what does not say which records are deletions, and when they happened; keeps
+    ``deleted_when`` as ``tombstone``.
+
+    Args:
+        table: a ``Table``.
+    """
+    if table.deleted_when is not None:
+        condition = _one_condition(table.name, table.deleted_when, table.tombstone)
+        object.__setattr__(table, "tombstone", condition)
+        object.__setattr__(table, "deleted_when", None)
+    if table.deleted_at is not None:
+        _check_deleted_at(table.name, table.deleted_at, table.operator is None)
+
+
+def _one_condition(name: str, deleted_when: object, tombstone: str | None) -> str:
     """The condition of a tombstone, of a table that has it by the one name or by the other."""
     if not isinstance(deleted_when, str) or not deleted_when.strip():
         raise TopologyError(
@@ -25,6 +40,21 @@ def one_condition(name: str, deleted_when: object, tombstone: str | None) -> str
             f"{deleted_when!r} and {tombstone!r}; leave one out, or join them by or"
         )
     return deleted_when
+
+
+def _check_deleted_at(name: str, deleted_at: object, has_source: bool) -> None:
+    """Refuses what says of no deletion when it happened."""
+    if not isinstance(deleted_at, str) or not deleted_at.strip():
+        raise TopologyError(
+            f"{name}: expected deleted_at to be a SQL expression of type timestamp over the columns of "
+            f'the source, like "removed_on" or "record_time", got {deleted_at!r}; correct it, or leave '
+            "it out"
+        )
+    if not has_source:
+        raise TopologyError(
+            f"{name}: expected deleted_at of a table with a source, got it of the result of an "
+            "operator, whose deletions have the times of its inputs: declare it there"
+        )
 
 
 def check_versions(table: Any) -> None:
@@ -143,6 +173,15 @@ def _check_valid_until(name: str, column: object, values: Sequence[StructField])
             f"{name}: expected valid_until to be a value column of type timestamp, got {column!r} "
             f"among {kinds}; correct it, or leave it out"
         )
+
+
+def says_parts(table: Any) -> bool:
+    """Whether a record of a table may leave out what is unchanged: by its own settings, or as its
+    source does, where the table can keep what it has."""
+    if table.only_columns is not None or table.ignore_null_updates:
+        return True
+    taken = {f.name.lower() for f in table.schema.fields} & {"given_columns", "carried"}
+    return getattr(table.source, "says_parts", False) and table.tie_break is None and not taken
 
 
 def _check_parts(table: Any, values: Sequence[StructField]) -> None:

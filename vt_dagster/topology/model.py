@@ -13,7 +13,12 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.declared import check_join, check_versions, one_condition
+from vt_dagster.topology.declared import (
+    check_deletions,
+    check_join,
+    check_versions,
+    says_parts,
+)
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
 from vt_dagster.topology.joining import StreamJoins
@@ -160,18 +165,19 @@ class Table(Stream, kind="table"):
             global table). A versioned table cannot be one.
         deleted_when: the same as ``tombstone``, as change feeds say it: ``"op = 'D'"``. Give one of
             both; it is kept as ``tombstone``.
+        deleted_at: a SQL expression of type timestamp that says when a deletion happened; null: as
+            without it. It may name what ``tombstone`` may, and of dumps, Delta tables and topics
+            ``record_time``: see ``docs/guides/change-feeds.md``. Of a table with a source.
     """
 
     broadcast: bool = field(default=False, kw_only=True)
     deleted_when: str | None = field(default=None, kw_only=True)
+    deleted_at: str | None = field(default=None, kw_only=True)
 
     __hash__ = Stream.__hash__
 
     def __post_init__(self) -> None:
-        if self.deleted_when is not None:
-            condition = one_condition(self.name, self.deleted_when, self.tombstone)
-            object.__setattr__(self, "tombstone", condition)
-            object.__setattr__(self, "deleted_when", None)
+        check_deletions(self)
         super().__post_init__()
         if self.null_key != "quarantine":
             raise TopologyError(
@@ -384,7 +390,7 @@ class VersionedTable(Table, kind="versioned_table"):
     @property
     def says_parts(self) -> bool:
         """Whether a record may say a part of its row."""
-        return self.only_columns is not None or bool(self.ignore_null_updates)
+        return says_parts(self)
 
 
 __all__ = [

@@ -1,0 +1,413 @@
+"""Damaged, lost and restored tables: no run goes on with a part of what it is to take, and what a
+message advises is tried as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+
+from tests.storage.topology import Topology
+from vt_dagster.errors import ClockWarning, ConcurrentRunError, StorageError
+from vt_dagster.runs import commit as run_commit
+from vt_dagster.runs.export import ExportRun, export_of
+from vt_dagster.runs.replay import replay, swap
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage import delta, parquet
+from vt_dagster.storage.lookup import read
+from vt_dagster.storage.maintenance import maintain
+from vt_dagster.storage.store import AssetStore, stores_of
+
+NAMES = ("rates", "orders", "priced")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, spark: SparkSession) -> Path:
+    """Two batches of each of ``NAMES``; ``backup`` is the warehouse after the first."""
+    topology = Topology(tmp_path_factory.mktemp("damage"))
+    topology.land("rates", "1.jsonl", [("a", 1, 0), ("b", 1, 1), (None, 1, 1)])
+    topology.land("orders", "1.jsonl", [("a", 1, 1), ("b", 2, 4)])
+    for name in NAMES:
+        topology.run(name, spark)
+    shutil.copytree(topology.warehouse, topology.root / "backup")
+    topology.land("rates", "2.jsonl", [("a", 2, 5), ("c", 2, 6), (None, 2, 6)])
+    topology.land("orders", "2.jsonl", [("a", 3, 6), ("c", 4, 7)])
+    for name in NAMES:
+        topology.run(name, spark)
+    return topology.root
+
+
+@pytest.fixture
+def topology(made: Path, tmp_path: Path) -> Topology:
+    shutil.copytree(made, tmp_path / "copy")
+    return Topology(tmp_path / "copy")
+
+
+def folder(topology: Topology, *parts: str) -> Path:
+    return Path(topology.warehouse, *parts)
+
+
+def newest_file(table: Path) -> Path:
+    """A data file of the newest version of a table, of a view one with current rows."""
+    places = [file.place for file in delta.files(str(table), wanted=delta.current)]
+    return max((table / place for place in places), key=lambda path: path.stat().st_mtime)
+
+
+def newest_commit(table: Path) -> Path:
+    return max((table / "_delta_log").glob("*.json"))
+
+
+def rows(topology: Topology, name: str, spark: SparkSession, what: str = "log") -> list[Any]:
+    found = topology.store(name, spark).read(what).drop("recorded_at", "partition", "offset")
+    return sorted(map(repr, found.collect()))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def another(path: Path) -> None:
+    """A valid file with other columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"k": ["a"]}), path)  # pyright: ignore
+
+
+@pytest.mark.parametrize("damage", [empty, cut_in_half, another, Path.unlink])
+@pytest.mark.parametrize("table", ["log", "view"])
+def test_a_data_file_that_is_not_what_its_log_says(
+    topology: Topology, spark: SparkSession, table: str, damage: Callable[[Path], None]
+) -> None:
+    """Spark takes an empty one for no rows; of the others it tells in a Java stack."""
+    topology.land("orders", "3.jsonl", [("a", 5, 8)])
+    topology.run("orders", spark)
+    file = newest_file(folder(topology, "rates" if table == "view" else "orders", table))
+    name = "rates" if table == "view" else "orders"
+    for crc in file.parent.glob(".*.crc"):
+        crc.unlink()
+    damage(file)
+    said = re.escape(str(file.relative_to(folder(topology, name, table))))
+    way = "vt-dagster rebuild rates" if table == "view" else "Restore the file from a backup"
+    reader = "rates" if table == "view" else "priced"
+    consumer = topology.priced if table == "log" else topology.rates
+    topology.land("rates", "3.jsonl", [("a", 5, 8)])
+    before = topology.store(reader, spark).head()
+    with pytest.raises(StorageError, match=rf"^{name}: expected the data file {said}.*{way}"):
+        run_once(consumer, stores_of(topology.warehouse, spark))
+    assert topology.store(reader, spark).head() == before
+    with pytest.raises(StorageError, match=rf"^{name}: expected the data file {said}.*{way}"):
+        topology.store(name, spark).read()
+    with pytest.raises(StorageError, match=rf"^{name}: expected the data file {said}.*{way}"):
+        read(name, warehouse=topology.warehouse)
+    if table == "view":
+        topology.store("rates", spark).rebuild_view()
+        assert topology.run("rates", spark).commit is not None
+
+
+def test_state_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
+    topology.land("payments", "1.jsonl", [("a", 1, 1)])
+    topology.run("payments", spark)
+    topology.run("paid", spark)
+    head = topology.store("paid", spark).head()
+    assert head is not None
+    assert head.commit.state
+    state = next(folder(topology, "paid", "attempts", head.commit.attempt, "state").glob("*.parquet"))
+    content = state.read_bytes()
+    topology.land("payments", "2.jsonl", [("b", 1, 4)])
+    topology.run("payments", spark)
+    for damage in (empty, cut_in_half, Path.unlink):
+        damage(state)
+        with pytest.raises(StorageError, match=r"paid: expected what batch 1 left.*replay"):
+            topology.run("paid", spark)
+        state.write_bytes(content)
+    for crc in state.parent.glob(".*.crc"):
+        crc.unlink()
+    assert topology.run("paid", spark).commit is not None
+
+
+# ---------------------------------------------------------------------------------- a backup put back
+
+
+def put_back(topology: Topology, *names: str) -> None:
+    for name in names:
+        shutil.rmtree(folder(topology, name))
+        shutil.copytree(topology.root / "backup" / name, folder(topology, name))
+
+
+def test_a_log_that_was_put_back_from_a_backup(topology: Topology, spark: SparkSession) -> None:
+    """What consumed it refuses, before and after it has as many batches and offsets again."""
+    export = ExportRun(
+        export_of(topology.orders, "log", str(topology.root / "x")), topology.warehouse, spark
+    )
+    current = ExportRun(
+        export_of(topology.rates, None, str(topology.root / "y")), topology.warehouse, spark
+    )
+    export.run()
+    current.run()
+    put_back(topology, "orders", "rates")
+    consumers: list[Callable[[], object]] = [
+        lambda: topology.run("priced", spark),
+        export.run,
+        current.run,
+    ]
+    for consume in consumers:
+        with pytest.raises(StorageError, match="its last batch is 1: the log was put back"):
+            consume()
+    # Other records come under the same offsets.
+    (topology.root / "orders" / "2.jsonl").unlink()
+    (topology.root / "rates" / "2.jsonl").unlink()
+    topology.land("orders", "3.jsonl", [("z", 3, 6), ("y", 4, 7)])
+    topology.land("rates", "3.jsonl", [("z", 2, 5), ("y", 2, 6), (None, 2, 6)])
+    for _ in range(2):
+        topology.run("orders", spark)
+        topology.run("rates", spark)
+        for consume in consumers:
+            with pytest.raises(StorageError, match="that batch was written by another run"):
+                consume()
+        topology.land("orders", "4.jsonl", [("x", 3, 8)])
+        topology.land("rates", "4.jsonl", [("x", 3, 8)])
+    # Each way out, as it is written.
+    replay(topology.warehouse, topology.priced, "priced2", spark)
+    swap(topology.warehouse, "priced", "priced2")
+    assert topology.run("priced", spark).commit is None
+    done = topology.store("priced", spark).head()
+    assert done is not None
+    assert done.commit.totals["in"] == 5
+    for run, where in ((export, "x"), (current, "y")):
+        shutil.rmtree(topology.root / where)
+        assert run.run() is not None
+    assert spark.read.format("delta").load(str(topology.root / "x")).count() == 5
+
+
+def test_a_warehouse_that_was_put_back_goes_on(topology: Topology, spark: SparkSession) -> None:
+    wanted = {name: rows(topology, name, spark) for name in NAMES}
+    put_back(topology, *NAMES)
+    for name in NAMES:
+        topology.run(name, spark)
+    assert {name: rows(topology, name, spark) for name in NAMES} == wanted
+
+
+def test_a_view_and_a_quarantine_of_a_lost_log(topology: Topology, spark: SparkSession) -> None:
+    """The log alone is put back: the view is made anew, the quarantine has what the log's runs did."""
+    wanted = rows(topology, "rates", spark, "versions")
+    for part in ("log", "attempts"):
+        shutil.rmtree(folder(topology, "rates", part))
+        shutil.copytree(topology.root / "backup" / "rates" / part, folder(topology, "rates", part))
+    for spark_too in (True, False):
+        there = (
+            topology.store("rates", spark).read("versions").count()
+            if spark_too
+            else read("rates", warehouse=topology.warehouse, what="versions").num_rows
+        )
+        assert there == 2
+    topology.land("rates", "3.jsonl", [(None, 9, 9)])
+    for _ in range(2):
+        topology.run("rates", spark)
+        store = topology.store("rates", spark)
+        assert rows(topology, "rates", spark, "versions") == wanted
+        quarantine = store.quarantine()
+        assert quarantine is not None
+        found = sorted((r["batch"], json.loads(r["raw"])["n"]) for r in quarantine.collect())
+        assert found == [(1, 1), (2, 2), (2, 9)]
+
+
+# ------------------------------------------------------------------------------------- damaged commits
+
+
+@pytest.mark.parametrize("name", ["orders", "rates"])
+@pytest.mark.parametrize("lines", [0, 1, -1])
+def test_the_newest_commit_is_cut_off(
+    topology: Topology, spark: SparkSession, name: str, lines: int
+) -> None:
+    """After some whole lines; the advice is done as it is written."""
+    wanted = {one: rows(topology, one, spark) for one in NAMES}
+    versions = rows(topology, "rates", spark, "versions")
+    table = folder(topology, name, "log")
+    if lines == 0:
+        DeltaTable(str(table)).create_checkpoint()
+    newest = newest_commit(table)
+    newest.write_text("".join(newest.read_text().splitlines(keepends=True)[:lines]))
+    for use in (
+        lambda: topology.run(name, spark),
+        lambda: topology.run("priced", spark),
+        lambda: topology.store(name, spark).read(),
+        lambda: read(name, warehouse=topology.warehouse),
+    ):
+        with pytest.raises(
+            StorageError, match=rf"{newest.name} is cut off.*move it away.*run again"
+        ) as told:
+            use()
+    moved = [newest.name, *re.findall(r"'((?:\d{20}|_last)[^']*)'", str(told.value))]
+    for one in moved:
+        (newest.parent / one).rename(topology.root / one)
+    topology.run(name, spark)
+    assert rows(topology, name, spark) == wanted[name]
+    assert rows(topology, "rates", spark, "versions") == versions
+    if name == "orders":  # of rates it looks into the view alone
+        with pytest.raises(StorageError, match="that batch was written by another run"):
+            topology.run("priced", spark)
+    topology.land(name, "3.jsonl", [("a", 9, 9)])
+    assert topology.run(name, spark).commit is not None
+    assert topology.run(name, spark).commit is None
+
+
+def test_the_newest_commit_of_a_view_is_cut_off(topology: Topology, spark: SparkSession) -> None:
+    wanted = rows(topology, "rates", spark, "versions")
+    empty(newest_commit(folder(topology, "rates", "view")))
+    with pytest.raises(StorageError, match=r"is cut off.*vt-dagster rebuild rates"):
+        topology.run("rates", spark)
+    topology.store("rates", spark).rebuild_view()
+    assert rows(topology, "rates", spark, "versions") == wanted
+
+
+def test_an_older_commit_that_has_lost_its_files(topology: Topology, spark: SparkSession) -> None:
+    """The log's rows are counted by its statistics, as far as the last commit says."""
+    first = min((folder(topology, "orders", "log", "_delta_log")).glob("*.json"))
+    lines = first.read_text().splitlines(keepends=True)
+    first.write_text("".join(line for line in lines if not line.startswith('{"add"')))
+    topology.land("orders", "3.jsonl", [("a", 9, 9)])
+    topology.run("orders", spark)
+    with pytest.raises(StorageError, match=r"orders: expected 5 rows .*, but they have 3"):
+        topology.run("priced", spark)
+
+
+# ------------------------------------------------------------------------------ what comes between two
+
+
+def test_a_run_that_slept_longer_than_maintenance_keeps(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and attempt are looked for right before the commit."""
+    commit = parquet._commit  # pyright: ignore
+    for what in ("files", "attempt"):
+        topology.land("rates", f"{what}.jsonl", [("d", 7, 9), (None, 1, 1)])
+        head = topology.store("rates", spark).head()
+
+        def slept(path: str, *rest: Any, what: str = what) -> None:
+            if path.endswith("rates/log"):
+                if what == "files":
+                    maintain(topology.warehouse, "rates", spark, timedelta(0))
+                else:
+                    attempts = folder(topology, "rates", "attempts")
+                    shutil.rmtree(max(attempts.iterdir(), key=lambda one: one.stat().st_mtime))
+            commit(path, *rest)
+
+        monkeypatch.setattr(parquet, "_commit", slept)
+        with pytest.raises(ConcurrentRunError, match="Nothing was committed: run again"):
+            topology.run("rates", spark)
+        monkeypatch.setattr(parquet, "_commit", commit)
+        after = topology.store("rates", spark).head()
+        assert head is not None
+        assert after is not None
+        assert after.commit == head.commit
+        assert topology.run("rates", spark).commit is not None
+    assert topology.store("rates", spark).read().count() == 4
+
+
+def test_another_run_begins_before_the_quarantine_is_there(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes up for the first, and goes on two batches: the first has committed, and says so."""
+    topology.land("rates", "3.jsonl", [("d", 7, 9), (None, 3, 9)])
+    commit = AssetStore.commit
+
+    def overtaken(store: AssetStore, *rest: Any) -> Any:
+        monkeypatch.setattr(AssetStore, "commit", commit)
+        head = commit(store, *rest)
+        for batch in (4, 5):
+            topology.land("rates", f"{batch}.jsonl", [("d", batch, 9), (None, batch, 9)])
+            topology.run("rates", spark)
+        return head
+
+    unpublished = AssetStore._unpublished  # pyright: ignore
+
+    def late(store: AssetStore, head: Any) -> Any:
+        """The other one has looked, but not written, as this one looks."""
+        found = unpublished(store, head)
+        if not seen:
+            seen.append(head)
+            topology.store("rates", spark).catch_up()
+        return found
+
+    seen: list[Any] = []
+    monkeypatch.setattr(AssetStore, "commit", overtaken)
+    receipt = topology.run("rates", spark)
+    assert receipt.commit is not None
+    assert receipt.commit.batch == 3
+    topology.land("rates", "6.jsonl", [("d", 6, 9), (None, 6, 9)])
+    monkeypatch.setattr(AssetStore, "_unpublished", late)
+    receipt = topology.run("rates", spark)
+    assert receipt.commit is not None
+    assert seen
+    monkeypatch.undo()
+    quarantine = topology.store("rates", spark).quarantine()
+    assert quarantine is not None
+    found = sorted((r["batch"], json.loads(r["raw"])["n"]) for r in quarantine.collect())
+    assert found == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)]
+
+
+def test_a_clock_that_was_ahead(
+    topology: Topology, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, ahead = time.time_ns, 40 * 86_400 * 10**9
+    told: list[str] = []
+
+    def landed(file: str, number: int) -> None:
+        topology.land("rates", f"{file}.jsonl", [("a", number, 9)])
+        run_once(topology.rates, stores_of(topology.warehouse, spark, told.append))
+
+    at = datetime.now(timezone.utc).isoformat()
+    monkeypatch.setattr(run_commit.time, "time_ns", lambda: now() + ahead)
+    landed("3", 3)
+    monkeypatch.undo()
+    assert not [line for line in told if "clock" in line]
+    with pytest.warns(ClockWarning, match=r"rates: as_known_at .* leaves out runs"):
+        read("rates", warehouse=topology.warehouse, as_known_at=datetime.now(timezone.utc))
+    for number in (4, 5):
+        landed(str(number), number)
+        (said,) = [line for line in told if "! expected this machine's clock to be after" in line]
+        assert "reads as of now have it" in said
+        told.clear()
+    instant = datetime.now(timezone.utc).isoformat()
+    with pytest.warns(ClockWarning, match="leaves out runs that had been made by then"):
+        read("rates", warehouse=topology.warehouse, as_known_at=instant)
+    with pytest.warns(ClockWarning, match="leaves out runs that had been made by then"):
+        topology.store("rates", spark).read(as_known_at=instant)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ClockWarning)
+        read("rates", warehouse=topology.warehouse, as_known_at=at)
+
+
+@pytest.mark.parametrize("damage", [empty, cut_in_half, Path.unlink])
+def test_a_checkpoint_that_is_damaged(
+    topology: Topology, spark: SparkSession, damage: Callable[[Path], None]
+) -> None:
+    """All commits are there: the advice is to do without it."""
+    wanted = rows(topology, "rates", spark, "versions")
+    for part in ("log", "view"):
+        table = folder(topology, "rates", part)
+        DeltaTable(str(table)).create_checkpoint()
+        damage(next((table / "_delta_log").glob("*.checkpoint.parquet")))
+    topology.land("rates", "3.jsonl", [("a", 2, 5)])
+    for part in ("view", "log"):
+        with pytest.raises(StorageError, match=r"All its commits are there.*move \[") as told:
+            topology.run("rates", spark)
+        for name in re.findall(r"'([^']*checkpoint[^']*)'", str(told.value)):
+            (folder(topology, "rates", part, "_delta_log") / name).rename(topology.root / name)
+    assert topology.run("rates", spark).commit is not None
+    assert rows(topology, "rates", spark, "versions") == wanted

@@ -1,0 +1,96 @@
+"""Each kind of asset alone in a process of its own, wherever Spark is: its first run, one with
+something new, and one with nothing new."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_server import BIN, command
+from vt_dagster.spark.jars import resolve_jars
+
+ROOT = Path(__file__).parent.parent
+SOME = ("filtered", "grouped", "inner", "hopping", "corrected", "appended", "training", "log_export")
+"""Those that failed, each for a reason of its own, and what they are made of."""
+ALWAYS = {"upstream", "mine", "returned", "collected"}
+"""Assets that have something new in each run."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A Spark Connect server that was started in another directory than the runs are."""
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
+        "PYTHONPATH": str(ROOT),
+    }
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    options = ["--master", "local[2]", "--conf", "spark.driver.memory=1500m"]
+    subprocess.run(
+        [str(BIN / "vt-dagster"), "spark", "start", *options],
+        cwd=elsewhere,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=240,
+    )
+    yield environment
+    command(environment, "stop")
+    assert not [*elsewhere.iterdir()], "nothing is written where the server stands"
+
+
+def outcomes(
+    root: Path, environment: dict[str, str], where: str, *kinds: str
+) -> dict[tuple[str, int], tuple[str, str]]:
+    """What each run of each asset did, and said."""
+    root.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.everything", str(root), where, *kinds],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"asset"')]
+    return {(one["asset"], one["run"]): (one["did"], one["said"]) for one in found}
+
+
+def check(found: dict[tuple[str, int], tuple[str, str]], least: int) -> None:
+    failed = {run: said for run, (did, said) in found.items() if did == "failed"}
+    assert not failed
+    for (name, run), (did, said) in found.items():
+        expected = "committed" if run < 3 or name in ALWAYS else "nothing new"
+        assert (did, said) == (expected, ""), (name, run)
+    assert Counter(run for _, run in found)[1] >= least
+
+
+@pytest.mark.timeout(900)
+def test_some_kinds_on_connect(server: dict[str, str], tmp_path: Path) -> None:
+    found = outcomes(tmp_path / "runs", server, "server", *SOME)
+    check(found, len(SOME))
+    lake = tmp_path / "runs" / "data" / "lake"
+    for name in ("training", "log"):
+        assert [*(lake / name).glob("*/*.parquet")], "the files are where the run's process is"
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(7_200)
+def test_everything_on_connect(server: dict[str, str], tmp_path: Path) -> None:
+    check(outcomes(tmp_path / "runs", server, "server"), 49)
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(7_200)
+def test_everything_on_a_session_of_its_own(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    check(outcomes(tmp_path / "runs", environment, "local"), 49)

@@ -1,0 +1,174 @@
+"""What runs in a new process, and on Spark Connect: rules that a machine checks in the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "vt_dagster"
+FUNCTIONS = {"F", "W"}
+"""``pyspark.sql.functions`` and ``Window``: neither works before there is a session."""
+WITH_A_SESSION = {"DataFrame", "Column", "SparkSession"}
+"""Who is given one of these comes after the session."""
+STARTS = {
+    "spark",
+    "sparkSession",
+    "spark_session",
+    "read",
+    "log",
+    "view_at",
+    "current_at",
+    "_read_log",
+    "_read_staged",
+}
+"""What starts the session, where it is not there: the attribute, or a method that reads."""
+LACKING = {
+    *("rdd", "toJSON", "sparkContext", "newSession", "sql_ctx", "_jvm", "_jdf", "_jc", "_jsc", "_sc"),
+    *("_jsparkSession", "mapInPandasRDD", "foreachPartition", "foreach"),
+}
+"""What Spark Connect has not got."""
+ALLOWED = {
+    "spark/session.py": {"sparkContext", "_jvm"},  # of a session of this process
+    "orchestration/resource.py": {"sparkContext"},  # where it is not remote
+    "testing/driver.py": {"newSession"},  # else the user's own session
+    "runs/contracts.py": {"toJSON"},
+}
+SURE = {"core/arrival.py", "storage/evolution.py"}
+"""Where ``withColumns`` is called only with columns."""
+LATER = {
+    "runs/audit.py: _order",
+    "runs/audit.py: _final",
+    "runs/certificate.py: _suspects",
+    "runs/contracts.py: _condition",
+    "runs/contracts.py: contract_of",
+    "runs/contracts.py: add",
+    "runs/past.py: _at",
+    "runs/replay.py: as_json",
+    "runs/replay.py: compare",
+    "runs/own_time.py: known_marks",
+    "runs/run.py: _known",
+    "runs/run.py: commit",
+    "runs/training_set.py: _quoted",
+    "runs/what_if.py: _compared",
+    "runs/what_if.py: _kinds",
+    "sources/any_frame.py: digest",
+    "sources/any_frame.py: frame_of",
+    "sources/csv_text.py: one_record",
+    "sources/files.py: _file_name",
+    "sources/kafka_sink.py: _json",
+    "sources/protobuf.py: protobuf_reader",
+    "storage/erasing.py: condition",
+    "storage/offsets.py: at_or_after",
+    "storage/offsets.py: before",
+    "storage/segments.py: segment_of",
+    "testing/versioned_store.py: _stream_time",
+    "testing/versioned_store.py: get_each",
+}
+"""Functions that build expressions and are called with what has been read: a new one is listed here by
+who has looked at that."""
+
+PATHS = sorted(PACKAGE.rglob("*.py"))
+TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8")) for path in PATHS}
+SITES = {f"vt_dagster.{place.removesuffix('.py').replace('/', '.')}": place for place in TREES}
+
+
+def names_of(node: ast.AST | None) -> set[str]:
+    if node is None:
+        return set()
+    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return found | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+
+
+def given(function: ast.FunctionDef) -> bool:
+    told = function.args
+    every = [*told.posonlyargs, *told.args, *told.kwonlyargs]
+    return any(names_of(one.annotation) & WITH_A_SESSION for one in every)
+
+
+def builders(place: str) -> set[str]:
+    """Functions of a module that give a column and are given nothing that needs a session."""
+    functions = [one for one in TREES[place].body if isinstance(one, ast.FunctionDef)]
+    return {f.name for f in functions if "Column" in names_of(f.returns) and not given(f)}
+
+
+def built_by(place: str) -> set[str]:
+    """Names in a module of what builds a column: its own functions, and those that it imports."""
+    found = builders(place)
+    for one in TREES[place].body:
+        if isinstance(one, ast.ImportFrom) and one.module in SITES:
+            found |= {name.name for name in one.names} & builders(SITES[one.module])
+    return found
+
+
+def expressions(node: ast.AST, names: set[str]) -> Iterator[int]:
+    """The lines in which one is built; what a lambda does is done when it is called."""
+    if isinstance(node, ast.Lambda):
+        return
+    if isinstance(node, ast.Call):
+        of = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+        if isinstance(of, ast.Name) and of.id in (names if of is node.func else FUNCTIONS):
+            yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from expressions(child, names)
+
+
+def when_imported(node: ast.AST, names: set[str]) -> Iterator[int]:
+    """Lines that run when the module is imported: also decorators and defaults."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            for one in (*child.decorator_list, *child.args.defaults, *child.args.kw_defaults):
+                if one is not None:
+                    yield from expressions(one, names)
+        elif isinstance(child, ast.ClassDef):
+            yield from when_imported(child, names)
+        else:
+            yield from expressions(child, names)
+
+
+def too_early(node: ast.AST, names: set[str], after: bool = False) -> Iterator[str]:
+    """Functions that build an expression and have been given nothing that needs a session."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef):
+            yield from too_early(child, names, after)
+            continue
+        behind = after or given(child)
+        starts = [n for n in ast.walk(child) if isinstance(n, ast.Attribute) and n.attr in STARTS]
+        first = min((one.lineno for one in starts), default=1 << 30)
+        if not behind and any(line < first for line in expressions(child, names)):
+            yield child.name
+        yield from too_early(child, names, behind)
+
+
+def test_no_expression_when_a_module_is_imported() -> None:
+    found = {p: [*when_imported(tree, built_by(p))] for p, tree in TREES.items()}
+    assert {p: lines for p, lines in found.items() if lines} == {}
+
+
+def test_no_expression_before_there_is_a_session() -> None:
+    """``core`` has rows wherever it is called."""
+    found = {
+        f"{place}: {name}"
+        for place, tree in TREES.items()
+        if not place.startswith("core/")
+        for name in too_early(tree, built_by(place))
+    }
+    assert found - LATER == set(), "read first, or take the rows or the session as an argument"
+
+
+def test_nothing_that_spark_connect_lacks() -> None:
+    for place, tree in TREES.items():
+        used = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
+        assert used & LACKING <= ALLOWED.get(place, set()), place
+
+
+def test_with_columns_has_one() -> None:
+    """Spark Connect refuses ``withColumns({})``; ``core.arrival.with_columns`` takes it."""
+    for place, tree in TREES.items():
+        for one in ast.walk(tree):
+            if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
+                if one.func.attr != "withColumns" or place in SURE:
+                    continue
+                told = one.args[0]
+                sure = isinstance(told, ast.Dict) and any(key is not None for key in told.keys)
+                assert sure, f"{place}, line {one.lineno}: use with_columns"

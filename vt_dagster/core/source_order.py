@@ -1,0 +1,309 @@
+"""The order of a source beside the order of time: the last record of a key is what a table holds.
+
+Offsets, Delta versions and dumps say in which order things happened at the source, timestamps when
+they were true. The clocks of both need not agree: a deletion has the time of a dump, a commit or a
+message, a row its own. So a record that comes after a newer version of its key is in force from its own
+time on, and **again from that version's time on**, whose place it takes. This "again" is a row of the
+log, right after the record, so whoever folds a log or follows it needs no rule of its own.
+
+A table *follows* its source's order where the source says what a table holds: dumps, versions and
+change feeds of Delta tables, Debezium. Of other topics only a deletion whose time nobody stated yields
+to what comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import Window as W
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import CARRIED, FATE, IS_LATEST, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
+from vt_dagster.core.arrival import Fate
+from vt_dagster.core.log import parts_of
+from vt_dagster.core.records import RESTATES, START, time_of
+from vt_dagster.core.table import BEFORE, NEWEST, with_row_before
+from vt_dagster.topology.model import Stream, VersionedTable
+
+SO_FAR = "_so_far"
+"""Of a record, the time of its key's newest version before it."""
+LAST = "_last"
+"""Of a key, the largest time in the log."""
+_SEEN = "_seen"
+_YIELDS, _OWN, _HELD_OWN, _ASSUMED = "_yields", "_own", "_held_own", "_assumed"
+_PLACE, _GONE, _AHEAD, _SINCE = "_place", "_gone", "_ahead", "_since"
+
+
+def follows_source(node: Stream) -> bool:
+    """Whether the last record of a key by its source's order is what the table holds of it, whatever
+    its time: where the source says what a table holds, and each record is a whole row."""
+    table = isinstance(node, VersionedTable) and not node.says_parts
+    return table and getattr(node.source, "orders_changes", False)
+
+
+def deletions_yield(node: Stream) -> bool:
+    """Whether its source sends deletions whose time nobody stated beside records with a time of their
+    own: such a deletion yields to a record that comes after it with an earlier time."""
+    if not isinstance(node, VersionedTable) or node.says_parts or node.deleted_at is not None:
+        return False
+    own_time = node.timestamp != TIMESTAMP or TIMESTAMP in node.schema.names
+    return own_time and getattr(node.source, "assumes_deletions", False) and not follows_source(node)
+
+
+def restates(node: Stream) -> bool:
+    """Whether records of its source may say what the table holds already: ``nothing_new``."""
+    return follows_source(node) and getattr(node.source, "restates", False)
+
+
+def carries(node: Stream) -> bool:
+    """Whether its log has rows besides its source's records, each right after the record that it
+    follows from: those of ``core.partial``, or these."""
+    return bool(parts_of(node)) or follows_source(node) or deletions_yield(node)
+
+
+@dataclass(frozen=True)
+class SourceOrder:
+    """What the order of a source decides of the records of a table.
+
+    Args:
+        follows: whether the table follows it; else only deletions without a stated time yield.
+        starts: whether the table starts with a snapshot, in this run or another one.
+        own_time: gives of records, or versions, when they say themselves that they were true; null =
+            they do not say.
+        keeps_own_time: whether the log has that beside the time that a version is at.
+        last: of keys with a record older than the table remembers, the largest time in the log,
+            ``_last``; None = there is none. A deletion of then is in no view any more, but it is in the
+            log, and such a record comes after it.
+    """
+
+    follows: bool
+    starts: bool
+    own_time: Callable[[DataFrame], Column]
+    keeps_own_time: bool
+    last: DataFrame | None = None
+
+    @classmethod
+    def of(cls, node: VersionedTable, last: DataFrame | None) -> SourceOrder | None:
+        """That of a table; None where its source's order decides nothing."""
+        follows = follows_source(node)
+        if not follows and not deletions_yield(node):
+            return None
+        # The log does not keep a column of this name apart from the time that a version is at, and with
+        # deleted_when it is unknown then which deletions their records tell.
+        named = node.timestamp in node.schema.names and node.timestamp.lower() == TIMESTAMP
+        told = F.lit(node.tombstone is not None)
+
+        def own_time(rows: DataFrame) -> Column:
+            if named:
+                return F.when(told | ~F.col(IS_TOMBSTONE), F.col(TIMESTAMP))
+            return time_of(node, rows)
+
+        return cls(follows, node.start is not None, own_time, not named, last)
+
+    def without_repeated(
+        self,
+        records: DataFrame,
+        newest: DataFrame | None,
+        *,
+        key: Sequence[str],
+        values: Sequence[str],
+        order: Sequence[str],
+    ) -> DataFrame:
+        """The records, of which those that say what is known are ``nothing_new``.
+
+        Args:
+            records: with their fate.
+            newest: the current versions before the run; None = none.
+        """
+        if not self.follows or RESTATES not in records.columns:
+            return records
+        rows = with_row_before(records, newest, key=key, values=values)
+        rows = _without_repeated(rows, key=key, values=values, order=order, starts=self.starts)
+        return rows.drop(BEFORE, NEWEST)
+
+    def with_last(self, records: DataFrame, *, key: Sequence[str]) -> DataFrame:
+        """The records, with what the log has where the view has nothing.
+
+        Args:
+            records: of ``with_row_before``.
+        """
+        if self.last is None:
+            return records
+        told = records.join(self.last, list(key), "left")
+        return told.withColumn(NEWEST, F.coalesce(NEWEST, LAST)).drop(LAST)
+
+    def in_force_again(
+        self,
+        records: DataFrame,
+        newest: DataFrame | None,
+        *,
+        key: Sequence[str],
+        order: Sequence[str],
+    ) -> DataFrame:
+        """The records, and after each that takes the place of a newer version its row at that time.
+
+        Args:
+            records: with their fate, ``_so_far`` and ``is_latest``.
+            newest: the current versions before the run; None = none.
+
+        Returns:
+            the records with ``carried`` (INT) = 0, and these rows with ``carried`` = 1, which are their
+            key's latest.
+        """
+        if self.follows:
+            return _in_force_again(records, ~F.col(IS_LATEST))
+        keeps = self.keeps_own_time
+        rows = _yielding(records, newest, self.own_time, key=key, order=order, keeps_own_time=keeps)
+        return _in_force_again(rows, F.col(_YIELDS)).drop(_YIELDS)
+
+
+def _without_repeated(
+    records: DataFrame,
+    *,
+    key: Sequence[str],
+    values: Sequence[str],
+    order: Sequence[str],
+    starts: bool,
+) -> DataFrame:
+    """Of records that say what a key has now (``_restates``), those that say what is known:
+    ``nothing_new``.
+
+    A deletion says nothing new of a key that has no row; but where the table starts with a snapshot, it
+    counts of a key that no change has mentioned. A row says nothing new where its values, ``timestamp``
+    apart, are those that the key has.
+
+    Plan: the shuffle by key is one that ``versioned.put`` needs.
+
+    Args:
+        records: of ``with_row_before``, with their fate.
+        starts: see :class:`SourceOrder`.
+    """
+    kinds = dict(records.dtypes)
+    # Spark compares no maps.
+    told, held = (
+        [F.to_json(F.struct(c.alias("v"))) if "map<" in kinds[v] else c for v, c in columns]
+        for columns in (
+            [(v, F.col(f"`{v}`")) for v in values],
+            [(v, F.col(BEFORE)[v]) for v in values],
+        )
+    )
+    names = [f"v{i}" for i in range(len(values))]
+    alive = ~F.col(IS_TOMBSTONE)
+    row = F.struct(alive.alias("alive"), *[v.alias(n) for v, n in zip(told, names, strict=True)])
+    there = F.struct(
+        F.col(BEFORE).isNotNull().alias("alive"),
+        *[v.alias(n) for v, n in zip(held, names, strict=True)],
+    )
+    there = F.when(F.col(NEWEST).isNotNull(), there) if starts else there
+    applied = F.col(FATE) == Fate.APPLIED
+    if START in records.columns:
+        applied = applied & ~F.col(START)
+    before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
+    rows = records.withColumn(_SEEN, F.last(F.when(applied, row), ignorenulls=True).over(before))
+    rows = rows.withColumn(_SEEN, F.coalesce(F.col(_SEEN), there))
+    same = reduce(
+        lambda found, pair: found & pair[0].eqNullSafe(F.col(_SEEN)[pair[1]]),
+        zip(told, names, strict=True),
+        F.col(_SEEN)["alive"],
+    )
+    repeats = F.when(alive, same).otherwise(~F.col(_SEEN)["alive"])
+    nothing = applied & F.coalesce(F.col(RESTATES), F.lit(False)) & repeats
+    fate = F.when(nothing, Fate.NOTHING_NEW).otherwise(F.col(FATE))
+    return rows.withColumn(FATE, fate).drop(_SEEN)
+
+
+def _yielding(
+    records: DataFrame,
+    newest: DataFrame | None,
+    own_time: Callable[[DataFrame], Column],
+    *,
+    key: Sequence[str],
+    order: Sequence[str],
+    keeps_own_time: bool,
+) -> DataFrame:
+    """Adds ``_yields``: whether the version at a key's newest time yields to a record that comes after
+    it and is older, since nobody stated that time.
+
+    That is so where the version is a deletion without a time of its own, which has its message's; or
+    where it came to its place by this rule, and is not newer by its own time. And a deletion without a
+    time of its own makes any version yield: it came after it.
+
+    Plan: windows by key, in the order ``versioned.put`` needs.
+
+    Args:
+        records: with their fate and ``is_latest``.
+        newest: the current versions before the run; None = none.
+        own_time: of records or versions, when they say themselves that they were true; null = they do
+            not say.
+        keeps_own_time: whether that can be told of a version that came to its place by this rule: else
+            it does not yield again.
+    """
+    own = records.withColumn(_OWN, own_time(records))
+    nothing = F.lit(None).cast("timestamp")
+    own = own.withColumns({_HELD_OWN: nothing, _ASSUMED: F.lit(False)}) if newest is None else own
+    if newest is not None:
+        told = own_time(newest)
+        assumed = F.coalesce(told != F.col(VALID_FROM), F.lit(True))
+        keys = [F.col(f"`{k}`") for k in key]
+        held = newest.select(*keys, told.alias(_HELD_OWN), assumed.alias(_ASSUMED))
+        own = own.join(held, list(key), "left")
+    applied = F.col(FATE) == Fate.APPLIED
+    if START in records.columns:
+        applied = applied & ~F.col(START)
+    deletes = applied & F.col(IS_TOMBSTONE) & F.col(_OWN).isNull()
+    in_turn = W.partitionBy(*key).orderBy(*order)
+    before = in_turn.rowsBetween(W.unboundedPreceding, -1)
+    rows = own.withColumn(_PLACE, F.row_number().over(in_turn))
+    gone = F.max(F.when(deletes, F.col(_PLACE))).over(before)
+    rows = rows.withColumn(_GONE, F.coalesce(gone, F.lit(0)))
+    stated = F.when(applied & F.col(_OWN).isNotNull(), F.struct(_GONE, _OWN))
+    rows = rows.withColumns(
+        {
+            _AHEAD: F.max(F.when(F.col(IS_LATEST), F.col(_PLACE))).over(before),
+            _SINCE: F.max(stated).over(before),
+        }
+    )
+    since = F.when(F.col(_SINCE)[_GONE] == F.col(_GONE), F.col(_SINCE)[_OWN])
+    first = F.col(_GONE) == 0
+    since = F.when(first, F.greatest(since, F.col(_HELD_OWN))).otherwise(since)
+    assumed = F.when(first, F.col(_ASSUMED) & F.col(_AHEAD).isNull()).otherwise(
+        F.col(_AHEAD).isNull() | (F.col(_GONE) >= F.col(_AHEAD))
+    )
+    newer = since.isNull()
+    newer = newer | (F.col(_OWN) >= since) if keeps_own_time else newer
+    newer = F.col(_OWN).isNotNull() & newer
+    yields = ~F.col(IS_LATEST) & (deletes | (applied & assumed & newer))
+    helpers = [_OWN, _HELD_OWN, _ASSUMED, _PLACE, _GONE, _AHEAD, _SINCE]
+    return rows.withColumn(_YIELDS, F.coalesce(yields, F.lit(False))).drop(*helpers)
+
+
+def _in_force_again(records: DataFrame, older: Column) -> DataFrame:
+    """After each record that is older than its key's newest version and takes its place, a row of its
+    values at that version's time: by the order of the source the record came after that version, so it
+    holds from then on again. In between what is newer than the record stays.
+
+    A row of a snapshot to start with came before the changes: it has no such row.
+
+    Args:
+        records: with ``_so_far`` (the time of the key's newest version before the record) and
+            ``is_latest``.
+        older: whether a record is one of them.
+
+    Returns:
+        the records with ``carried`` = 0, and these rows with ``carried`` = 1, which are their key's
+        latest.
+    """
+    older = (F.col(FATE) == Fate.APPLIED) & older
+    if START in records.columns:
+        older = older & ~F.col(START)
+    places = F.when(older, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(0)))
+    again = F.col(CARRIED) == 1
+    return records.withColumn(CARRIED, F.explode(places)).withColumns(
+        {
+            TIMESTAMP: F.when(again, F.col(SO_FAR)).otherwise(F.col(TIMESTAMP)),
+            IS_LATEST: F.col(IS_LATEST) | again,
+        }
+    )

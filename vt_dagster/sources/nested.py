@@ -1,0 +1,130 @@
+"""Values within values: structs by the names of their fields, arrays and maps, read at any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from operator import or_
+from typing import get_args
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructField, StructType
+
+from vt_dagster.errors import SourceError
+from vt_dagster.sources.values import TIMES, Unit, of_text
+
+Leaf = Callable[[Column, DataType, tuple[str, ...]], Column]
+
+
+def texts_of(kind: DataType) -> DataType:
+    """The same type with texts for all its values."""
+    if isinstance(kind, StructType):
+        return StructType([StructField(f.name, texts_of(f.dataType)) for f in kind.fields])
+    if isinstance(kind, ArrayType):
+        return ArrayType(texts_of(kind.elementType))
+    if isinstance(kind, MapType):
+        return MapType(StringType(), texts_of(kind.valueType))
+    return StringType()
+
+
+def read(
+    value: Column, kind: DataType, leaf: Leaf, path: tuple[str, ...] = ()
+) -> tuple[Column, Column]:
+    """A value of ``texts_of`` a type as one of the type, and whether a part of it cannot be read.
+
+    Args:
+        leaf: reads a text; null where it cannot.
+
+    Returns:
+        The second is never null.
+    """
+    if isinstance(kind, StructType):
+        parts = [(f.name, *read(value[f.name], f.dataType, leaf, (*path, f.name))) for f in kind.fields]
+        row = F.struct(*[part.alias(name) for name, part, _ in parts])
+        return F.when(value.isNotNull(), row), any_of([bad for _, _, bad in parts])
+    if isinstance(kind, ArrayType):
+        element = kind.elementType
+        bad = F.exists(value, lambda one: read(one, element, leaf, path)[1])
+        found = F.transform(value, lambda one: read(one, element, leaf, path)[0])
+        return found, F.coalesce(bad, F.lit(False))
+    if isinstance(kind, MapType):
+        return _read_map(value, kind, leaf, path)
+    found = leaf(value, kind, path)
+    return found, value.isNotNull() & found.isNull()
+
+
+def read_row(texts: Column, wanted: StructType, leaf: Leaf, whole: Column | None = None) -> Column:
+    """A struct of texts as one of values; null where it is null, or one of them cannot be read.
+
+    Spark moves a filter to where its columns come from, and would read each value anew for each time
+    that the filter names it: :func:`once` keeps it above.
+
+    Args:
+        whole: whether the texts are a record; None = where they are not null.
+    """
+    parts = [(f.name, *read(texts[f.name], f.dataType, leaf, (f.name,))) for f in wanted.fields]
+    row = F.struct(*[value.alias(name) for name, value, _ in parts])
+    there = texts.isNotNull() if whole is None else whole
+    return once(F.when(there & ~any_of([bad for _, _, bad in parts]), row))
+
+
+def once(value: Column) -> Column:
+    """A value that Spark computes where it stands, once a row: it takes it for another each time."""
+    return F.when(F.monotonically_increasing_id() >= 0, value)
+
+
+def _read_map(value: Column, kind: MapType, leaf: Leaf, path: tuple[str, ...]) -> tuple[Column, Column]:
+    of_keys, of_values = ArrayType(kind.keyType), ArrayType(kind.valueType)
+    keys, bad_key = read(F.map_keys(value), of_keys, lambda one, k, _: of_text(one, k), path)
+    values, bad_value = read(F.map_values(value), of_values, leaf, path)
+    twice = F.coalesce(F.size(keys) != F.size(F.array_distinct(keys)), F.lit(False))
+    bad = bad_key | bad_value | twice
+    return F.when(~bad & value.isNotNull(), F.map_from_arrays(keys, values)), bad
+
+
+def any_of(conditions: Iterable[Column]) -> Column:
+    """Whether one of some conditions holds; none of them is null."""
+    return reduce(or_, conditions, F.lit(False))
+
+
+def require_units(where: str, timestamps: object, schema: StructType | None = None) -> None:
+    """Refuses a setting ``timestamps`` that is none.
+
+    Args:
+        where: what has the setting, for messages.
+        schema: the columns; None = they are not known yet.
+
+    Raises:
+        SourceError: an unknown unit, or a name that is no column of times.
+    """
+    units = get_args(Unit)
+    said = timestamps if isinstance(timestamps, Mapping) else {"": timestamps}
+    wrong = {k: v for k, v in said.items() if v is not None and v not in units}
+    if wrong:
+        raise SourceError(
+            f"{where}: expected timestamps to be one of {', '.join(units)}, or a mapping of columns to "
+            f"them, got {timestamps!r}; correct it"
+        )
+    if schema is None or not isinstance(timestamps, Mapping):
+        return
+    times = [".".join(path) for path, kind in leaves(schema) if isinstance(kind, TIMES)]
+    odd = [name for name in timestamps if name not in times]
+    if odd:
+        raise SourceError(
+            f"{where}: timestamps names {odd}, but the schema's columns of type TIMESTAMP, "
+            f"TIMESTAMP_NTZ and DATE are {times}; correct the names"
+        )
+
+
+def leaves(kind: DataType, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], DataType]]:
+    """The types in a type that hold a value, each with its path; elements of an array have its path."""
+    if isinstance(kind, StructType):
+        for f in kind.fields:
+            yield from leaves(f.dataType, (*path, f.name))
+    elif isinstance(kind, ArrayType):
+        yield from leaves(kind.elementType, path)
+    elif isinstance(kind, MapType):
+        yield from leaves(kind.valueType, path)
+    else:
+        yield path, kind

@@ -1,0 +1,63 @@
+"""Schemas of messages out of a schema registry."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from vt_dagster.errors import SourceError
+from vt_dagster.sources.kafka_cluster import setting
+
+
+@dataclass(frozen=True)
+class SchemaRegistry:
+    """A schema registry with Confluent's HTTP interface. Texts may be ``dagster.EnvVar``.
+
+    Args:
+        url: ``https://host:port``.
+        username, password: where it wants them. None of the three is ever shown.
+        ca_location: file (PEM) with the certificates to trust.
+    """
+
+    url: str = field(repr=False)
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    ca_location: str | None = None
+
+    def schemas(self, subject: str) -> dict[int, str]:
+        """All versions of a subject's schema by their number in the registry, oldest first.
+
+        Raises:
+            SourceError: the registry does not answer, or has no such subject.
+        """
+        try:
+            from confluent_kafka.schema_registry import SchemaRegistryClient, SchemaRegistryError
+        except ImportError:
+            raise SourceError(
+                "expected the package confluent-kafka with its schema registry client, found none; "
+                'install "vt-dagster[kafka]"'
+            ) from None
+        url = setting(self.url, "url")
+        conf: dict[str, Any] = {"url": url, "timeout": 10, "max.retries": 2}
+        url = re.sub(r"//[^/]*@", "//", url)  # messages are read by many
+        if self.username is not None:
+            name, password = setting(self.username, "username"), setting(self.password, "password")
+            conf["basic.auth.user.info"] = f"{name}:{password}"
+        if self.ca_location is not None:
+            conf["ssl.ca.location"] = setting(self.ca_location, "ca_location")
+        try:
+            client = SchemaRegistryClient(conf)
+            found = [client.get_version(subject, v) for v in client.get_versions(subject)]
+        except SchemaRegistryError as error:
+            raise SourceError(
+                f"expected schemas of {subject!r} in the schema registry at {url}, got: "
+                f"{error.error_message} ({error.http_status_code}); register them, or correct the "
+                "subject"
+            ) from None
+        except Exception as error:  # whatever its HTTP client raises
+            raise SourceError(
+                f"the schema registry at {url} did not answer: {type(error).__name__}; nothing was "
+                "read: see that it runs and can be reached from here, then run again"
+            ) from None
+        return {int(one.schema_id or 0): str(one.schema.schema_str) for one in found}
