@@ -5,18 +5,29 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from datetime import datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pandera.pyspark as pa
 import pyspark.sql.types as T
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from tests.market import Market
+from tests.market import Market, record
+from tests.storage.topology import Topology
 from vt_dagster import contract, contracts
 from vt_dagster.core.invariants import CHECKS
+from vt_dagster.core.processors import processor_of
+from vt_dagster.core.source import SourceProcessor
+from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
+from vt_dagster.errors import ContractError
 from vt_dagster.runs.audit import _in_one_pass, _rules
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import stores_of
+from vt_dagster.topology.operators import UntilWindowCloses
+from vt_dagster.topology.windowing import TumblingWindow
 
 START = datetime(2024, 1, 1)
 VERSIONS = "table int, id string, valid_from timestamp, valid_to timestamp"
@@ -120,7 +131,7 @@ def plainly(rows: list[tuple[int, str, float, float | None]], horizon: float) ->
         for start, end in versions:
             found["valid_from_before_valid_to"] += end <= start
             found["nothing_older_than_retention"] += end <= horizon
-        for (start, end), (following, _) in zip(versions, versions[1:], strict=False):
+        for (start, end), (following, _) in pairwise(versions):
             found["versions_do_not_overlap"] += following > start and end > following
             found["versions_are_contiguous"] += end < following
             found["one_version_per_key_and_timestamp"] += start == following
@@ -218,3 +229,99 @@ def test_the_contract_of_each_table_holds(market: Market) -> None:
         rows = store.read("versions") if node.versioned else store.read()
         errors: Any = contract(node).validate(rows).pandera.errors
         assert not errors, (node.name, dict(errors))
+
+
+# -------------------------------------------------------------------------- before the commit
+
+
+def nothing_left(market: Market, name: str, before: set[str]) -> bool:
+    """Whether an asset's folder has the files that it had."""
+    return {str(p) for p in (market.warehouse / name).rglob("*") if p.is_file()} == before
+
+
+def files(market: Market, name: str) -> set[str]:
+    return {str(p) for p in (market.warehouse / name).rglob("*") if p.is_file()}
+
+
+def backwards(rows: DataFrame) -> DataFrame:
+    """A fault of ours: a record that becomes its key's current version before the one it replaces."""
+    day_before = F.col("timestamp") - F.expr("interval 1 day")
+    return rows.withColumn(
+        "timestamp", F.when(F.col("is_latest"), day_before).otherwise(F.col("timestamp"))
+    )
+
+
+def ancient(rows: DataFrame) -> DataFrame:
+    """A fault of ours: a record older than the retention, which is not late."""
+    return rows.withColumns(
+        {"timestamp": F.lit("2020-01-01").cast("timestamp"), "is_latest": F.lit(False)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [(backwards, "versions_do_not_overlap"), (ancient, "nothing_older_than_retention")],
+)
+def test_a_fault_of_put_stops_before_the_commit(
+    market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, check: str
+) -> None:
+    copy = market.copy(tmp_path / "copy")
+    put = SourceProcessor.results
+    monkeypatch.setattr(SourceProcessor, "results", lambda self, *given: fault(put(self, *given)))
+    copy.land("prices", "8.jsonl", record("a", "p8", "2 08:00"))
+    before = files(copy, "prices")
+    with pytest.raises(ContractError, match=rf"{check}: 1 record.*for example \{{"):
+        run_once(copy.prices, stores_of(str(copy.warehouse), copy.spark))
+    assert nothing_left(copy, "prices", before)
+    monkeypatch.undo()
+    assert run_once(copy.prices, stores_of(str(copy.warehouse), copy.spark)).commit is not None
+
+
+def test_results_out_of_order_stop_before_the_commit(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = Topology(tmp_path)
+    stores = stores_of(topology.warehouse, spark)
+    topology.land("rates", "1.jsonl", [("a", 1, 0)])
+    topology.land("orders", "1.jsonl", [("a", m, m) for m in (1, 5, 9, 12, 30, 60)])
+    for node in (topology.rates, topology.orders):
+        run_once(node, stores)
+
+    def turned(self: Any) -> list[Column]:
+        return [F.col("timestamp").desc(), F.col("_arrival")]
+
+    monkeypatch.setattr(StreamTableJoinProcessor, "result_order", property(turned))
+    with pytest.raises(ContractError, match=r"timestamps_do_not_decrease: \d record"):
+        run_once(topology.priced, stores)
+    assert not list(Path(topology.warehouse, topology.priced.name).rglob("*.parquet"))
+    monkeypatch.undo()
+    assert run_once(topology.priced, stores).commit is not None
+
+
+def test_a_window_released_twice_stops_before_the_commit(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = Topology(tmp_path)
+    stores = stores_of(topology.warehouse, spark)
+    counts = (
+        topology.orders.group_by("k")
+        .windowed_by(TumblingWindow(timedelta(minutes=5), timedelta(0)))
+        .count(name="counts")
+    )
+    final = counts.suppress(UntilWindowCloses(), name="final")
+    topology.land("orders", "1.jsonl", [("a", 1, m) for m in (1, 6, 20)])
+    for node in (topology.orders, counts):
+        run_once(node, stores)
+    processor: Any = type(processor_of(final))
+    process = processor.process
+
+    def twice(self: Any, *given: Any) -> DataFrame:
+        rows = process(self, *given)
+        return rows.unionByName(rows)
+
+    monkeypatch.setattr(processor, "process", twice)
+    with pytest.raises(ContractError, match="one_result_per_window: 2 record"):
+        run_once(final, stores)
+    assert not list(Path(topology.warehouse, "final").rglob("*.parquet"))
+    monkeypatch.undo()
+    assert run_once(final, stores).commit is not None

@@ -3,7 +3,7 @@
 The checks hold for any Spark DataFrame with validity intervals: the library's own tables, dbt
 snapshots, slowly changing dimensions that anything else wrote. Call one in a ``@pa.dataframe_check`` of
 a model of your own, or name it: importing this module registers all with pandera, so that a
-model's ``Config`` takes ``versions_do_not_overlap = {"key": ["id"]}``, and ``pandera.Check`` has them as
+snapshots, slowly changing dimensions of anybody's. Call one in a ``@pa.dataframe_check`` of
 methods.
 
 ``contract(node)`` is the whole contract of one of the library's tables, as a pandera schema. Gates,

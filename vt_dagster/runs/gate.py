@@ -12,8 +12,9 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import FATE, IS_LATE, IS_LATEST, OLD, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import CHUNK, Fate
 from vt_dagster.core.invariants import decreasing, repeated_results
-from vt_dagster.core.records import START
 from vt_dagster.core.processor import Processor
+from vt_dagster.core.records import START
+from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.store import horizon_of
 from vt_dagster.runs.pandera_checks import Rule, contract_of, refuse, with_columns_of
 from vt_dagster.topology.model import Table, VersionedTable
@@ -115,7 +116,8 @@ def invariants_before_commit(
         old = F.coalesce(F.col(TIMESTAMP) < horizon_of(node, stream_time), F.lit(False))
         if START in columns:  # a snapshot to start with says what is there, however old
             old = old & ~F.col(START)
-        found.append(Rule("nothing_older_than_retention", old))
+        if not follows_source(node):  # which takes what a source holds, however old
+            found.append(Rule("nothing_older_than_retention", old))
     # Rows that are not applied are not compared with those that are.
     key = [FATE, PARTITION, *node.key]
     if processor.goes_forward and replaces is not None:
