@@ -18,12 +18,12 @@ from pyspark.sql import functions as F
 from tests.market import Market, record
 from tests.storage.topology import Topology
 from vt_dagster import contract, contracts
-from vt_dagster.core.invariants import CHECKS
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.source import SourceProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.audit import _in_one_pass, _rules
+from vt_dagster.runs.invariants import CHECKS
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.store import stores_of
 from vt_dagster.topology.operators import UntilWindowCloses

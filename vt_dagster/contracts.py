@@ -21,7 +21,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
-from vt_dagster.core.invariants import (
+from vt_dagster.core.log import log_schema, value_columns, view_schema
+from vt_dagster.runs.invariants import (
     CHECKS,
     invariants_of_log,
     invariants_of_view,
@@ -35,7 +36,6 @@ from vt_dagster.core.invariants import (
     versions_are_contiguous,
     versions_do_not_overlap,
 )
-from vt_dagster.core.log import log_schema, value_columns, view_schema
 from vt_dagster.runs.pandera_checks import check_name, dtype_of, on_column, on_frame
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 

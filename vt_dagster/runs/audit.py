@@ -23,17 +23,17 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import store as of_table
 from vt_dagster.core.arrival import Fate, by_partition, has_key
-from vt_dagster.core.invariants import (
+from vt_dagster.core.log import log_schema, parts_of
+from vt_dagster.core.processors import processor_of
+from vt_dagster.core.records import Reason
+from vt_dagster.runs.invariants import (
     CHECKS,
     PROMISES,
     invariants_of_log,
     invariants_of_view,
     shown_as,
 )
-from vt_dagster.core.invariants import expired as expired_versions
-from vt_dagster.core.log import log_schema, parts_of
-from vt_dagster.core.processors import processor_of
-from vt_dagster.core.records import Reason
+from vt_dagster.runs.invariants import expired as expired_versions
 from vt_dagster.runs.pandera_checks import Rule, rule_of, with_columns_of
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet

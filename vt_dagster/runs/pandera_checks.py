@@ -17,6 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, NullType, StructType
 
 from vt_dagster.columns import IS_TOMBSTONE
+from vt_dagster.core.arrival import with_columns
 from vt_dagster.errors import ContractError
 from vt_dagster.topology.model import Stream
 
@@ -93,7 +94,7 @@ def rule_of(name: str, check: Callable[[Any], Any], columns: Sequence[str]) -> R
 def with_columns_of(frame: DataFrame, rules: Sequence[Rule]) -> DataFrame:
     """A DataFrame with the columns that the conditions of rules need."""
     added = {name: column for rule in rules for name, column in rule.columns.items()}
-    return frame.withColumns(added) if added else frame
+    return with_columns(frame, added)
 
 
 def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], list[Probe]]:
@@ -113,7 +114,9 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
 
     def add(name: str, check: Callable[[Any], Any]) -> None:
         found = rule_of(name, check, [*node.schema.names, *columns])
-        if found is None or found.columns:
+        if found is None:
+            probes.append(Probe(name, check))
+        elif found.columns:
             # Rows that are not applied, or have no value, must not meet the others in a window.
             probes.append(Probe(name, lambda rows: bool(check(rows.where(~F.col(IS_TOMBSTONE))))))
         else:

@@ -31,7 +31,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.arrival import by_partition, with_columns
 from vt_dagster.core.processors import processor_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -53,7 +53,7 @@ class Violation:
 
 
 def _none_in(frame: Any, violation: Violation) -> bool:
-    rows = frame.withColumns(dict(violation.columns)) if violation.columns else frame
+    rows = with_columns(frame, dict(violation.columns))
     return rows.where(violation.where).limit(1).count() == 0
 
 
