@@ -32,7 +32,6 @@ ALLOWED = {
     "spark/session.py": {"sparkContext", "_jvm"},  # of a session of this process
     "orchestration/resource.py": {"sparkContext"},  # where it is not remote
     "testing/driver.py": {"newSession"},  # else the user's own session
-    "runs/contracts.py": {"toJSON"},
 }
 SURE = {"core/arrival.py", "storage/evolution.py"}
 """Where ``withColumns`` is called only with columns."""
@@ -40,9 +39,11 @@ LATER = {
     "runs/audit.py: _order",
     "runs/audit.py: _final",
     "runs/certificate.py: _suspects",
-    "runs/contracts.py: _condition",
-    "runs/contracts.py: contract_of",
-    "runs/contracts.py: add",
+    "contracts.py: _with_value",
+    "runs/audit.py: _of_log",
+    "runs/pandera_checks.py: rule_of",
+    "runs/pandera_checks.py: contract_of",
+    "runs/pandera_checks.py: add",
     "runs/past.py: _at",
     "runs/replay.py: as_json",
     "runs/replay.py: compare",
@@ -58,6 +59,16 @@ LATER = {
     "sources/files.py: _file_name",
     "sources/kafka_sink.py: _json",
     "sources/protobuf.py: protobuf_reader",
+    "runs/invariants.py: _column",
+    "runs/invariants.py: _following",
+    "runs/invariants.py: empty_intervals",
+    "runs/invariants.py: gaps",
+    "runs/invariants.py: overlaps",
+    "runs/invariants.py: repeated_rows",
+    "runs/invariants.py: repeated_versions",
+    "runs/invariants.py: second_current_versions",
+    "sources/avro.py: _default",
+    "sources/json_text.py: _no_schema",
     "storage/erasing.py: condition",
     "storage/offsets.py: at_or_after",
     "storage/offsets.py: before",

@@ -28,6 +28,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vt_dagster.contracts import contract
     from vt_dagster.errors import TopologyError, VtDagsterError
     from vt_dagster.orchestration.decorators import stream, table, versioned_table
     from vt_dagster.orchestration.export import build_export
@@ -92,6 +93,7 @@ _HOMES = {
     "VersionedTable": "vt_dagster.topology.model",
     "VtDagsterError": "vt_dagster.errors",
     "WarehouseResource": "vt_dagster.orchestration.resource",
+    "contract": "vt_dagster.contracts",
     "explain": "vt_dagster.provenance.explain",
     "lateness": "vt_dagster.provenance.lateness",
     "read": "vt_dagster.storage.lookup",
@@ -155,6 +157,7 @@ __all__ = [
     "build_resources",
     "build_sensor",
     "build_training_set",
+    "contract",
     "explain",
     "lateness",
     "read",

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any, cast
 
 import dagster as dg
-from pyspark.sql.types import NullType, StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
@@ -17,6 +16,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.log import log_columns
 from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.pandera_checks import misfits
 from vt_dagster.runs.results import Results
 from vt_dagster.topology.model import Stream
 
@@ -24,17 +24,6 @@ from vt_dagster.topology.model import Stream
 def _is_frame(value: Any) -> bool:
     """A Spark DataFrame, classic or of Spark Connect."""
     return hasattr(value, "schema") and hasattr(value, "sparkSession")
-
-
-def _problems(schema: StructType, wanted: StructType, more: tuple[str, ...]) -> list[str]:
-    there = {f.name: f.dataType for f in schema.fields}
-    problems = [f"lacks {name}" for name in [*wanted.names, *more] if name not in there]
-    problems += [
-        f"{f.name} is {there[f.name].simpleString()}, expected {f.dataType.simpleString()}"
-        for f in wanted.fields
-        if f.name in there and there[f.name] != f.dataType and not isinstance(f.dataType, NullType)
-    ]
-    return problems
 
 
 RESULTS = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
@@ -49,7 +38,7 @@ def misfit(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | 
             f"{type(value).__module__}.{type(value).__qualname__}; return the Spark DataFrame "
             "itself from the op before"
         )
-    problems = _problems(value.schema, node.schema, more)
+    problems = misfits(value, node.schema, more)
     if not problems:
         return None
     return (

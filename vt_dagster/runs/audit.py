@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
@@ -13,7 +14,6 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     CARRIED,
-    IS_LATE,
     OFFSET,
     PARTITION,
     SEGMENT,
@@ -26,6 +26,15 @@ from vt_dagster.core.arrival import Fate, by_partition, has_key
 from vt_dagster.core.log import log_schema, parts_of
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.records import Reason
+from vt_dagster.runs.invariants import (
+    CHECKS,
+    PROMISES,
+    invariants_of_log,
+    invariants_of_view,
+    shown_as,
+)
+from vt_dagster.runs.invariants import expired as expired_versions
+from vt_dagster.runs.pandera_checks import Rule, rule_of, with_columns_of
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, Segments
@@ -65,40 +74,22 @@ class Check:
     promise: str
 
 
-OVERLAP = Check("versions_do_not_overlap", "no version ends after the next one begins")
-CONTIGUOUS = Check("versions_are_contiguous", "every version ends where the next one begins")
-DUPLICATE = Check("one_version_per_key_and_timestamp", "no key has two versions at one time")
-INTERVAL = Check("valid_from_before_valid_to", "every version begins before it ends")
 SEGMENTED = Check(
     "versions_lie_in_their_segment",
     "current versions are stored apart, and history by the time it ended: else readers would miss it",
 )
-CURRENT = Check("one_current_version_per_key", "no key has two versions that are open")
-RETENTION = Check("nothing_older_than_retention", "no version ended before the retention began")
-ONE_ROW = Check("one_row_per_key", "no key has two current rows")
 ACCOUNTED = Check(
     "every_record_is_accounted_for",
     "input = applied + late + quarantined + duplicate, and offsets have no gap",
 )
-ORDER = Check(
-    "timestamps_do_not_decrease",
-    "per key, no result is older than one before it, unless it was late",
-)
-FINAL = Check("one_result_per_window", "no window was released twice: results are final")
 
 
 def checks_of(node: Stream) -> list[Check]:
-    """The checks that an asset has."""
-    found: list[Check] = []
+    """The checks that an asset has: the invariants of its contract, and what is none of a DataFrame."""
+    of_view = [Check(name, PROMISES[name]) for name in invariants_of_view(node)]
     if isinstance(node, VersionedTable):
-        found = [OVERLAP, CONTIGUOUS, DUPLICATE, INTERVAL, CURRENT, RETENTION, SEGMENTED]
-    elif isinstance(node, Table):
-        found = [ONE_ROW]
-    if processor_of(node).goes_forward:
-        found.append(ORDER)
-    if processor_of(node).is_final:
-        found.append(FINAL)
-    return [*found, ACCOUNTED]
+        of_view.append(SEGMENTED)
+    return [*of_view, *(Check(name, PROMISES[name]) for name in invariants_of_log(node)), ACCOUNTED]
 
 
 @dataclass(frozen=True)
@@ -193,18 +184,17 @@ def _of_the_batch(store: AssetStore, head: Head, base: Base | None) -> Scope | N
 def _findings(store: AssetStore, head: Head, base: Base | None, scope: Scope) -> list[Finding]:
     node = store.node
     found: list[Finding] = []
+    log = invariants_of_log(node)
     if isinstance(node, Table):
         if base is None or not scope.view:
-            of_log = (ORDER, FINAL, ACCOUNTED)
-            found += [_passed_over(check) for check in checks_of(node) if check not in of_log]
+            of_log = {*log, ACCOUNTED.name}
+            found += [_passed_over(check) for check in checks_of(node) if check.name not in of_log]
         elif isinstance(node, VersionedTable):
             found += _versions(store, node, base.checkpoint, scope)
         else:
             found += _rows(store, node)
-    if processor_of(node).goes_forward:
-        found.append(_order(store, node, head, scope))
-    if processor_of(node).is_final:
-        found.append(_final(store, node, head, scope))
+    for name, given in log.items():
+        found.append(_of_log(store, node, head, scope, name, given))
     return [*found, _accounted(store, head, scope)]
 
 
@@ -214,20 +204,40 @@ def _passed_over(check: Check) -> Finding:
     )
 
 
-def _in_one_pass(
-    rows: DataFrame, offending: dict[str, Column], show: Callable[[DataFrame], DataFrame]
-) -> list[Finding]:
-    """Counts the rows of each condition in one job, and fetches samples of those that have any."""
+def _in_one_pass(rows: DataFrame, rules: Sequence[Rule], shown: Sequence[str]) -> list[Finding]:
+    """Counts the rows that break each rule in one job, and fetches samples of those that have any.
+
+    Args:
+        shown: the columns of a sample, besides what the invariant itself shows of an offending row.
+    """
+    rows = with_columns_of(rows, rules)
     counts = rows.agg(
         *[
-            F.coalesce(F.sum(F.coalesce(c, F.lit(False)).cast("long")), F.lit(0)).alias(n)
-            for n, c in offending.items()
+            F.coalesce(F.sum(F.coalesce(r.violated, F.lit(False)).cast("long")), F.lit(0)).alias(r.name)
+            for r in rules
         ]
     ).collect()[0]
     return [
-        Finding(name, counts[name], _sample(show(rows.where(condition))) if counts[name] else [])
-        for name, condition in offending.items()
+        Finding(r.name, counts[r.name], _sample(_shown(rows.where(r.violated), r, shown)))
+        if counts[r.name]
+        else Finding(r.name, 0, [])
+        for r in rules
     ]
+
+
+def _shown(bad: DataFrame, rule: Rule, shown: Sequence[str]) -> DataFrame:
+    more = [F.col(name).alias(shown_as(name)) for name in rule.columns]
+    return bad.select(*[F.col(f"`{c}`") for c in shown], *more)
+
+
+def _rules(invariants: Mapping[str, dict[str, Any]], columns: Sequence[str]) -> list[Rule]:
+    """Invariants of a contract, read as conditions."""
+    found: list[Rule] = []
+    for name, parameters in invariants.items():
+        rule = rule_of(name, partial(CHECKS[name], **parameters), columns)
+        assert rule is not None, f"{name} cannot be read as a condition"
+        found.append(rule)
+    return found
 
 
 def _sample(rows: DataFrame) -> list[dict[str, Any]]:
@@ -247,35 +257,30 @@ def _versions(
 
     like = stored_as(node, store.log_path)
     rows = parquet.read(store.spark, store.view_path, wanted=wanted, parted=True, like=like)
-    in_order = W.partitionBy(*node.key).orderBy(VALID_FROM, OFFSET)
-    following = F.col("_next")
     horizon = of_table.horizon_of(node, by_partition(checkpoint.stream_time))
-    # Segments are forgotten as a whole; readers leave out what has expired in the others.
+    # Segments are removed as a whole; readers leave out what has expired in the others.
     gone = F.coalesce(F.col(SEGMENT) < layout.first, F.lit(True))
-    expired = F.coalesce(F.col(VALID_TO) <= horizon, F.lit(False))
-    chained = rows.withColumn("_next", F.lead(VALID_FROM).over(in_order))
-    is_open = F.col(VALID_TO).isNull()
-    offending = {
-        OVERLAP.name: (following > F.col(VALID_FROM)) & ~is_open & (F.col(VALID_TO) > following),
-        CONTIGUOUS.name: ~expired
-        & F.when(following.isNull(), ~is_open).otherwise(F.col(VALID_TO) < following),
-        DUPLICATE.name: following == F.col(VALID_FROM),
-        INTERVAL.name: F.col(VALID_TO) <= F.col(VALID_FROM),
-        CURRENT.name: is_open & following.isNotNull(),
-        RETENTION.name: expired & gone,
-        SEGMENTED.name: ~F.col(SEGMENT).eqNullSafe(segment_of(layout)),
-    }
-    shown = [*node.key, VALID_FROM, VALID_TO, PARTITION, OFFSET]
-    return _in_one_pass(
-        chained, offending, lambda bad: bad.select(*shown, F.col("_next").alias("next_valid_from"))
-    )
+    expired = expired_versions(horizon, VALID_TO).where
+    invariants = invariants_of_view(node)
+    del invariants["nothing_older_than_retention"]  # of each partition's own stream time
+    rules = _rules(invariants, rows.columns)
+    kept = ~F.coalesce(expired, F.lit(False))
+    rules = [
+        replace(r, violated=kept & r.violated) if r.name == "versions_are_contiguous" else r
+        for r in rules
+    ]
+    rules += [
+        Rule("nothing_older_than_retention", expired & gone),
+        Rule(SEGMENTED.name, ~F.col(SEGMENT).eqNullSafe(segment_of(layout))),
+    ]
+    return _in_one_pass(rows, rules, [*node.key, VALID_FROM, VALID_TO, PARTITION, OFFSET])
 
 
 def _rows(store: AssetStore, node: Table) -> list[Finding]:
     rows = parquet.read(store.spark, store.view_path, like=stored_as(node, store.log_path))
-    counted = rows.withColumn("_count", F.count(F.lit(1)).over(W.partitionBy(*node.key)))
-    shown = [*node.key, TIMESTAMP, PARTITION, OFFSET]
-    return _in_one_pass(counted, {ONE_ROW.name: F.col("_count") > 1}, lambda bad: bad.select(*shown))
+    return _in_one_pass(
+        rows, _rules(invariants_of_view(node), rows.columns), [*node.key, TIMESTAMP, PARTITION, OFFSET]
+    )
 
 
 def _stored_log(store: AssetStore) -> DataFrame:
@@ -299,26 +304,16 @@ def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: s
     return new if oldest is None else log.where(F.col(moment) >= F.lit(oldest))
 
 
-def _order(store: AssetStore, node: Stream, head: Head, scope: Scope) -> Finding:
-    before = W.partitionBy(PARTITION, *node.key).orderBy(OFFSET).rowsBetween(W.unboundedPreceding, -1)
-    among = has_key(node.key)
-    if IS_LATE in _stored_log(store).columns:
-        among = among & ~F.col(IS_LATE)
-    rows = _since(store, head, scope, among, TIMESTAMP)
-    rows = rows.withColumn("newest_before", F.max(TIMESTAMP).over(before))
-    shown = [*node.key, TIMESTAMP, "newest_before", PARTITION, OFFSET]
-    return _in_one_pass(
-        rows,
-        {ORDER.name: F.col(TIMESTAMP) < F.col("newest_before")},
-        lambda bad: bad.select(*shown),
-    )[0]
-
-
-def _final(store: AssetStore, node: Stream, head: Head, scope: Scope) -> Finding:
-    earlier = F.row_number().over(W.partitionBy(*node.key).orderBy(PARTITION, OFFSET))
-    rows = _since(store, head, scope, F.lit(True), node.key[-1]).withColumn("release", earlier)
-    shown = [*node.key, TIMESTAMP, "release", PARTITION, OFFSET]
-    return _in_one_pass(rows, {FINAL.name: F.col("release") > 1}, lambda bad: bad.select(*shown))[0]
+def _of_log(
+    store: AssetStore, node: Stream, head: Head, scope: Scope, name: str, given: dict[str, Any]
+) -> Finding:
+    """An invariant of the log, looked at in its new rows and the earlier ones that are as young."""
+    among, moment = F.lit(True), node.key[-1]
+    if name == "timestamps_do_not_decrease":
+        among, moment = has_key(node.key), TIMESTAMP
+    rows = _since(store, head, scope, among, moment)
+    shown = [*node.key, TIMESTAMP, PARTITION, OFFSET]
+    return _in_one_pass(rows, _rules({name: given}, rows.columns), shown)[0]
 
 
 def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_LATEST, PARTITION, TIMESTAMP
+from vt_dagster.columns import FATE, IS_LATE, IS_LATEST, OLD, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival import CHUNK, Fate
 from vt_dagster.core.processor import Processor
-from vt_dagster.runs.contracts import Rule, contract_of, refuse
+from vt_dagster.core.records import START
+from vt_dagster.core.source_order import follows_source
+from vt_dagster.core.store import horizon_of
+from vt_dagster.runs.invariants import decreasing, repeated_results
+from vt_dagster.runs.pandera_checks import Rule, contract_of, refuse, with_columns_of
+from vt_dagster.topology.model import Table, VersionedTable
 
 _REFUSED = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED, Fate.TOO_LATE)
 _COUNTED = (Fate.APPLIED, Fate.DROPPED, Fate.COVERED, Fate.NOTHING_NEW, *_REFUSED)
@@ -39,14 +45,18 @@ class Passed:
         return max((c[Fate.APPLIED] for c in self.by_partition.values()), default=0) <= CHUNK
 
 
-def gate(processor: Processor[Any], rows: DataFrame) -> Passed:
-    """Counts, contract and stream time of a run's results, in one aggregate by partition.
+def gate(processor: Processor[Any], rows: DataFrame, stream_time: Column) -> Passed:
+    """Counts, contract, invariants and stream time of a run's results, in one aggregate by partition.
+
+    Args:
+        stream_time: of the row's partition before the run, TIMESTAMP; null where there was none.
 
     Raises:
-        ContractError: rows break their schema's checks.
+        ContractError: rows break their schema's checks, or an invariant.
     """
     node = processor.node
-    rules, probes = contract_of(node)
+    rules, probes = contract_of(node, rows.columns)
+    rules += invariants_before_commit(processor, rows.columns, stream_time)
     applied = F.col(FATE) == Fate.APPLIED
     tallies = processor.tallies(rows.columns)
     wanted: dict[str, Column] = {
@@ -59,7 +69,8 @@ def gate(processor: Processor[Any], rows: DataFrame) -> Passed:
     if IS_LATEST in rows.columns:
         out_of_order = F.when(applied & ~F.col(IS_LATEST), F.unix_micros(TIMESTAMP))
         wanted["_earliest"] = F.min(out_of_order)
-    found = rows.groupBy(PARTITION).agg(*[c.alias(name) for name, c in wanted.items()]).collect()
+    checked = with_columns_of(rows, rules)
+    found = checked.groupBy(PARTITION).agg(*[c.alias(name) for name, c in wanted.items()]).collect()
     by_partition = {
         row[PARTITION]: {name: row[name] for name in ("in", *_COUNTED, *tallies)} for row in found
     }
@@ -68,12 +79,57 @@ def gate(processor: Processor[Any], rows: DataFrame) -> Passed:
     broken = _broken(rules, found)
     kept = rows.where(applied)
     broken.update({p.name: -1 for p in probes if not p.holds(kept)})
-    refuse(node, broken, kept, rules)
+    refuse(node, broken, rows, [replace(r, violated=applied & r.violated) for r in rules])
     times = {row[PARTITION]: row["_time"] for row in found if row["_time"] is not None}
     earliest = [row["_earliest"] for row in found if "_earliest" in wanted]
     return Passed(
         counts, by_partition, times, min((t for t in earliest if t is not None), default=None)
     )
+
+
+def invariants_before_commit(
+    processor: Processor[Any], columns: Sequence[str], stream_time: Column
+) -> list[Rule]:
+    """The invariants of the rows that a run is about to commit, and of the intervals that they change.
+
+    - Of a table a row that becomes its key's current one is compared with the row that it replaces,
+      which it has as ``old``: a version begins where the one before it ends, so it must not begin
+      earlier. No other row is read.
+    - Nothing that is applied to a versioned table is older than its retention before the run.
+    - Of results that a stream has no ``old`` of, the run's own rows are compared.
+
+    The asset checks compare with all rows of earlier runs. Needs a running Spark session.
+    """
+    node = processor.node
+    promised = (isinstance(node, VersionedTable), processor.goes_forward, processor.is_final)
+    if not any(promised):
+        return []
+    found = list[Rule]()
+    replaces = None
+    if isinstance(node, Table) and OLD in columns:
+        before = F.col(OLD)[TIMESTAMP]
+        latest = F.col(IS_LATEST) if IS_LATEST in columns else F.lit(True)
+        replaces = latest & (F.col(TIMESTAMP) < before)
+    if isinstance(node, VersionedTable):
+        if replaces is not None:
+            found.append(Rule("versions_do_not_overlap", replaces))
+        old = F.coalesce(F.col(TIMESTAMP) < horizon_of(node, stream_time), F.lit(False))
+        if START in columns:  # a snapshot to start with says what is there, however old
+            old = old & ~F.col(START)
+        if not follows_source(node):  # which takes what a source holds, however old
+            found.append(Rule("nothing_older_than_retention", old))
+    # Rows that are not applied are not compared with those that are.
+    key = [FATE, PARTITION, *node.key]
+    if processor.goes_forward and replaces is not None:
+        found.append(Rule("timestamps_do_not_decrease", replaces))
+    elif processor.goes_forward:
+        among = ~F.coalesce(F.col(IS_LATE), F.lit(False)) if IS_LATE in columns else None
+        broken = decreasing(key, TIMESTAMP, processor.result_order, among)
+        found.append(Rule("timestamps_do_not_decrease", broken.where, broken.columns))
+    if processor.is_final:
+        broken = repeated_results(key, processor.result_order)
+        found.append(Rule("one_result_per_window", broken.where, broken.columns))
+    return found
 
 
 def _broken(rules: list[Rule], found: list[Any]) -> dict[str, int]:

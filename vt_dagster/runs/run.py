@@ -335,7 +335,7 @@ class Run:
         """Looks at what is to be committed, and writes what belongs to it beside the log."""
         arrival, processor = self.arrival, self.processor
         before, judged = arrival.before, results.judged
-        passed = gate(processor, rows)
+        passed = gate(processor, rows, by_partition(before.stream_time))
         processor.check(passed.by_partition)
         counts = processor.counts(arrival.new_records - arrival.erased, passed.counts, judged.counts)
         counts |= {"erased": arrival.erased} if arrival.erased else {}

@@ -1,0 +1,137 @@
+"""What must hold of tables that remember what was true when, as pandera checks and schemas on PySpark.
+
+The checks hold for any Spark DataFrame with validity intervals: the library's own tables, dbt
+snapshots, slowly changing dimensions that anything else wrote. Call one in a ``@pa.dataframe_check`` of
+a model of your own, or name it: importing this module registers all with pandera, so that a
+snapshots, slowly changing dimensions of anybody's. Call one in a ``@pa.dataframe_check`` of
+methods.
+
+``contract(node)`` is the whole contract of one of the library's tables, as a pandera schema. Gates,
+asset checks and the command line count the same conditions, many in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandera.pyspark as pa
+from pandera.api.extensions import register_check_method
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
+from vt_dagster.core.log import log_schema, value_columns, view_schema
+from vt_dagster.runs.invariants import (
+    CHECKS,
+    invariants_of_log,
+    invariants_of_view,
+    nothing_older_than_retention,
+    one_current_version_per_key,
+    one_result_per_window,
+    one_row_per_key,
+    one_version_per_key_and_timestamp,
+    timestamps_do_not_decrease,
+    valid_from_before_valid_to,
+    versions_are_contiguous,
+    versions_do_not_overlap,
+)
+from vt_dagster.runs.pandera_checks import check_name, dtype_of, on_column, on_frame
+from vt_dagster.topology.model import Stream, Table, VersionedTable
+
+__all__ = [
+    "contract",
+    "nothing_older_than_retention",
+    "one_current_version_per_key",
+    "one_result_per_window",
+    "one_row_per_key",
+    "one_version_per_key_and_timestamp",
+    "timestamps_do_not_decrease",
+    "valid_from_before_valid_to",
+    "versions_are_contiguous",
+    "versions_do_not_overlap",
+]
+
+
+def _register() -> None:
+    for name, check in CHECKS.items():
+        if name not in pa.Check.REGISTERED_CUSTOM_CHECKS:
+            code = check.__code__
+            of_keywords = slice(code.co_argcount, code.co_argcount + code.co_kwonlyargcount)
+            parameters = [*code.co_varnames[of_keywords]]
+            register_check_method(check, statistics=parameters, supported_types=[DataFrame])
+
+
+_register()
+
+
+def contract(node: Stream) -> pa.DataFrameSchema:
+    """The contract of a stream's or table's rows, to validate any DataFrame of them with pandera.
+
+    It holds for what the library wrote and for what something else wrote with the same columns: a
+    table that Trino or dbt filled, an export, a copy.
+
+    Of a versioned table the rows are its versions: key and value columns, ``valid_from`` (TIMESTAMP,
+    inclusive) and ``valid_to`` (TIMESTAMP, exclusive, null = current). Of another table they are its
+    current rows, of a stream or a join's result the rows of its log; both have ``timestamp``. The
+    columns that only the library adds (``partition``, ``offset``, ``is_tombstone``, ...) may be
+    missing.
+
+    The schema has the columns with their types, the not-null columns and the checks of the node's own
+    pandera model, and the invariants. Checks of values leave tombstones out, which have none. Order and
+    late rows are looked at where the frame has the columns for it: ``timestamps_do_not_decrease`` needs
+    ``offset``.
+
+    Returns:
+        a ``pandera.pyspark.DataFrameSchema``: ``contract(node).validate(df).pandera.errors`` is empty
+        where all holds. pandera runs one Spark job a check.
+    """
+    if isinstance(node, VersionedTable):
+        columns, needed = view_schema(node), {VALID_FROM, VALID_TO}
+    else:
+        columns, needed = (view_schema(node) if isinstance(node, Table) else log_schema(node)), set()
+    own = set(node.schema.names)
+    made = {
+        f.name: pa.Column(
+            dtype_of(f.dataType),
+            nullable=f.name not in node.key and f.name != VALID_FROM,
+            required=f.name in own or f.name in needed,
+            name=f.name,
+        )
+        for f in columns.fields
+    }
+    # The rows of a table's view are not its log.
+    invariants = invariants_of_view(node) if isinstance(node, Table) else invariants_of_log(node)
+    rules = [*_of_values(node)]
+    rules += [getattr(pa.Check, name)(**given) for name, given in invariants.items()]
+    return pa.DataFrameSchema(made, checks=rules, name=node.name)
+
+
+def _of_values(node: Stream) -> list[pa.Check]:
+    """The checks of the node's own pandera model, and its not-null columns, of rows with a value."""
+    if not hasattr(node.contract, "to_schema"):
+        return []
+    schema = node.contract.to_schema()
+    found: list[pa.Check] = []
+    taken = set[str]()
+    for name, declared in schema.columns.items():
+        if not declared.nullable and name in value_columns(node):
+            found.append(pa.Check(_with_value(_present(name)), name=f"{name}_not_null"))
+        for check in declared.checks:
+            label = check_name(check, name, taken)
+            found.append(pa.Check(_with_value(on_column(check, name)), name=label))
+    for check in schema.checks:
+        found.append(pa.Check(_with_value(on_frame(check)), name=check.name or str(check.error)))
+    return found
+
+
+def _present(column: str) -> Callable[[Any], bool]:
+    return lambda frame: frame.filter(F.col(f"`{column}`").isNull()).limit(1).count() == 0
+
+
+def _with_value(check: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    def run(frame: DataFrame) -> bool:
+        rows = frame.where(~F.col(IS_TOMBSTONE)) if IS_TOMBSTONE in frame.columns else frame
+        return bool(check(rows))
+
+    return run
