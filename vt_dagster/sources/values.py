@@ -244,7 +244,9 @@ def of_long(value: Column, kind: DataType, unit: str | None = None) -> Column:
             return F.lit(None).cast(kind)
         return _moment(_micros_of(value.cast("bigint"), None, unit), kind)
     if isinstance(kind, FLOATS):
-        return _if_same(value.cast("bigint"), value.cast(kind), "bigint")
+        # 2⁶³, which no BIGINT is, comes back as the largest one.
+        same = _if_same(value.cast("bigint"), value.cast(kind), "bigint")
+        return F.when(value < F.lit(2**63 - 1), same)
     if isinstance(kind, DecimalType):
         return value.cast("decimal(20,0)").try_cast(kind)
     if isinstance(kind, (*INTEGERS, StringType)):
@@ -259,7 +261,8 @@ def of_double(value: Column, kind: DataType) -> Column:
         narrow = value.cast(kind)
         return F.when(narrow.cast("double").eqNullSafe(value), narrow)
     if isinstance(kind, DecimalType | ByteType | ShortType | IntegerType | LongType):
-        return _if_same(value, value.try_cast(kind), "double")
+        inside = F.abs(value) < F.lit(2.0**63) if isinstance(kind, LongType) else F.lit(True)
+        return F.when(inside, _if_same(value, value.try_cast(kind), "double"))
     if isinstance(kind, DoubleType | StringType):
         return value.cast(kind)
     return F.lit(None).cast(kind)
