@@ -488,7 +488,11 @@ def in_avro(name: str, value: Any) -> bytes:
 
 
 def by_fields(
-    spark: SparkSession, format_: Format, messages: list[tuple[str, bytes]], units: Mapping[str, str]
+    spark: SparkSession,
+    format_: Format,
+    messages: list[tuple[str, bytes]],
+    units: Mapping[str, str],
+    at_once: bool = True,
 ) -> Counter[str]:
     """Each type with the fields that may fit it; the others are refused when definitions load."""
     reading: dict[str, tuple[Format, StructType]] = {}
