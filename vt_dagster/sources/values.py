@@ -133,14 +133,13 @@ def of_number(text: Column, kind: DataType, unit: str | Column | None) -> Column
         return of_text(text, kind)
     if unit is None:
         return F.lit(None).cast(kind)
-    exact = _decimal(text, DecimalType(28, 9))
     whole = F.when(F.rlike(text, F.lit(_WHOLE)), text.try_cast("bigint"))
     if isinstance(unit, str):
-        return _moment(_micros_of(whole, exact, unit), kind)
-    micros = F.lit(None).cast("bigint")
-    for one in get_args(Unit):
-        micros = F.when(unit == one, _micros_of(whole, exact, one)).otherwise(micros)
-    return _moment(micros, kind)
+        return _moment(_micros_of(whole, _decimal(text, DecimalType(28, 9)), unit), kind)
+    factors = F.create_map(*[F.lit(part) for pair in _MICROS.items() for part in pair])
+    micros = F.try_multiply(whole, F.try_element_at(factors, unit).cast("bigint"))
+    nanos = F.when(unit == "nanos", _micros_of(whole, None, "nanos"))
+    return _moment(F.coalesce(micros, nanos), kind)
 
 
 def _float(text: Column, kind: DataType, how: Reading) -> Column:
