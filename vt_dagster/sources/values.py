@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import reduce
 from operator import or_
-from typing import Literal, get_args
+from typing import Literal
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
