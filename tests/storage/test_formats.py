@@ -3,21 +3,24 @@ gives recorded answers of Confluent's API; Avro bytes are Spark's, Protobuf's ar
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from pyspark.sql import SparkSession
+from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.avro.functions import to_avro
-from pyspark.sql.types import ArrayType, StringType, StructType
+from pyspark.sql.types import ArrayType, IntegerType, LongType, MapType, StringType, StructType
 
 from tests.registry import Registry, framed
+from vt_dagster.core.records import REASON, prepare
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import (
     Avro,
@@ -30,6 +33,7 @@ from vt_dagster.kafka import (
     SchemaRegistry,
 )
 from vt_dagster.sources.formats import Format
+from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 ROW = StructType().add("id", "long").add("name", "string")
 WANTED = StructType([*ROW.fields]).add("at", "timestamp")
@@ -294,6 +298,200 @@ def test_debezium_avro(spark: SparkSession) -> None:
     assert decoded(spark, Debezium(Avro(json.dumps(envelope))), [made], ROW) == [
         {"id": 7, "name": "x", "deleted": False, "time": AT}
     ]
+
+
+def test_what_connect_puts_around_a_message(spark: SparkSession) -> None:
+    """Its envelope in values and keys, with the names that its schema has for times and decimals."""
+    wanted = StructType().add("id", "long").add("at", "timestamp").add("day", "date")
+    wanted = wanted.add("d", "decimal(9,2)")
+    fields = [
+        {"field": "at", "type": "int64", "name": "io.debezium.time.MicroTimestamp"},
+        {"field": "day", "type": "int32", "name": "org.apache.kafka.connect.data.Date"},
+        {"field": "d", "type": "bytes", "name": "org.apache.kafka.connect.data.Decimal"}
+        | {"parameters": {"scale": "3"}},
+    ]
+    payload = {"id": 7, "at": 1714564800250000, "day": 19844, "d": "Ajo="}
+    whole = {"schema": {"type": "struct", "fields": fields}, "payload": payload}
+    row = {"id": 7, "at": AT, "day": AT.date(), "d": Decimal("0.57")}
+    told = {"field": "after", "type": "struct", "fields": fields}
+    event = {
+        "schema": {"type": "struct", "fields": [{"field": "op"}, told]},
+        "payload": {"op": "c", "after": payload, "source": {"ts_ms": 1714564800250}},
+    }
+    bad = {"reason": "unreadable"}
+    others = [payload, {"schema": None, "payload": {"other": 1}}, {"other": 1}, {"ID": 7, "d": "1"}]
+    messages = [json.dumps(one).encode() for one in (whole, *others)]
+    assert decoded(spark, Json(), messages, wanted) == [row, *[bad] * 4]
+    more = {"deleted": False, "time": AT}
+    assert decoded(spark, Debezium(), [json.dumps(event).encode()], wanted) == [row | more]
+    said = Json(timestamps={"at": "micros", "day": "days"}, decimals="base64")
+    plain = payload | {"d": "OQ=="}
+    assert decoded(spark, said, [json.dumps(plain).encode()], wanted) == [row]
+
+
+def test_json_keys(spark: SparkSession) -> None:
+    """A key is often a value and no object."""
+    text, bad = StructType().add("id", "string"), {"reason": "unreadable"}
+    keys = [b'"apple"', b"1.10", b'{"id": "apple"}', b'{"schema": {}, "payload": "apple"}']
+    keys += [b'{"schema": {}, "payload": {"id": "apple"}}', b'"a", "x": 1', b'{"x": 1}', b"apple"]
+    apple = {"id": "apple"}
+    right = [apple, {"id": "1.10"}, apple, apple, apple, bad, bad, bad]
+    assert decoded(spark, Json(), keys, text) == right
+    quoted = [b'"apple"', b"apple", rb'"a\"b"', b'"a" "b"', b'"']
+    assert [one["id"] for one in decoded(spark, Raw("id"), quoted, text)] == [
+        *("apple", "apple", 'a"b', '"a" "b"', '"'),
+    ]
+    assert decoded(spark, Raw("id", serializer="string"), [b'"apple"'], text) == [{"id": '"apple"'}]
+
+
+def test_keys_of_kafkas_serializers(spark: SparkSession) -> None:
+    bad, long = {"reason": "unreadable"}, (-5).to_bytes(8, "big", signed=True)
+    uuid = b"123e4567-e89b-12d3-a456-426614174000"
+    cases: list[tuple[Any, str, bytes, Any]] = [
+        ("long", "long", long, -5),
+        ("long", "string", long, "-5"),
+        ("long", "byte", (200).to_bytes(8, "big"), None),
+        ("long", "long", b"\x00\x01", None),
+        ("integer", "long", (2**31 - 1).to_bytes(4, "big"), 2**31 - 1),
+        ("short", "long", b"\xff\xfe", -2),
+        ("double", "double", struct.pack(">d", -0.1), -0.1),
+        ("double", "double", struct.pack(">d", 5e-324), 5e-324),
+        ("double", "double", struct.pack(">d", 1.7e308), 1.7e308),
+        ("float", "double", struct.pack(">f", 1.5), 1.5),
+        ("boolean", "boolean", b"\x01", True),
+        ("boolean", "boolean", b"\x02", None),
+        ("uuid", "string", uuid, uuid.decode()),
+        ("uuid", "string", uuid[1:], None),
+        ("bytes", "binary", b"\xff", bytearray(b"\xff")),
+    ]
+    for serializer, kind, message, right in cases:
+        found = decoded(spark, Raw("k", serializer), [message], StructType().add("k", kind))
+        assert found == [bad if right is None else {"k": right}], (serializer, kind, message)
+    moment = StructType().add("k", "timestamp")
+    sent = (1714564800250).to_bytes(8, "big")
+    assert decoded(spark, Raw("k", "long", timestamps="millis"), [sent], moment) == [{"k": AT}]
+    assert decoded(spark, Raw("k", "long"), [sent], moment) == [bad]
+
+
+def test_values_that_debezium_does_not_send(spark: SparkSession) -> None:
+    mark = "__debezium_unavailable_value"
+    wanted = StructType().add("id", "long").add("t", "string").add("b", "binary")
+    wanted = wanted.add("a", ArrayType(StringType())).add("n", ArrayType(IntegerType()))
+    wanted = wanted.add("m", MapType(StringType(), StringType()))
+    sent = {"t": mark, "b": base64.b64encode(mark.encode()).decode(), "a": [mark]}
+    sent |= {"n": list(mark.encode()), "m": {mark: mark}}
+    other = {"t": f"{mark}s", "b": "AA==", "a": [mark, "x"], "n": [1], "m": {"x": mark}}
+
+    def event(op: str, row: Any) -> bytes:
+        return json.dumps({"op": op, "after" if op != "d" else "before": {"id": 1, **row}}).encode()
+
+    messages = [event("u", sent), event("u", other), event("d", sent), event("u", {"t": mark})]
+    assert Debezium(unavailable=None).decode(F.col("m"), wanted, "s", "r").unchanged is None
+    made = Debezium().decode(F.col("m"), wanted, "s", "r")
+    columns = [(i, bytearray(m)) for i, m in enumerate(messages)]
+    rows = spark.createDataFrame(columns, "i int, m binary")
+    for name, column in made.parsed.items():
+        rows = rows.withColumn(name, column)
+    found = rows.select("i", made.unchanged).orderBy("i").collect()
+    assert [one[1] for one in found] == [["t", "b", "a", "n", "m"], None, None, ["t"]]
+
+
+def test_a_table_keeps_what_a_change_does_not_have(spark: SparkSession) -> None:
+    """In streams, plain tables and with a tie-break there is nothing to keep it from."""
+    schema = StructType().add("id", "long").add("t", "string").add("n", "long")
+    source = KafkaSource(KafkaCluster("localhost:1"), "x", value=Debezium())
+    about: Any = {"key": "id", "schema": schema, "source": source}
+    history: Any = {**about, "history_retention": timedelta(days=1)}
+    columns = "id long, t string, n long, timestamp timestamp, partition int, _unchanged array<string>"
+    rows = spark.createDataFrame([(1, "p", 2, AT, 0, ["t"]), (2, "x", 2, AT, 0, None)], columns)
+    nodes = [VersionedTable("v", **history), VersionedTable("w", **history, tie_break="n")]
+    nodes = [*nodes, Table("t", **about), Stream("s", **about)]
+    found = [prepare(rows, node).orderBy("id").collect() for node in nodes]
+    assert [row.given_columns for row in found[0]] == [["n"], None]
+    assert [row[REASON] for row in found[0]] == [None, None]
+    for others in found[1:]:
+        assert [row[REASON] for row in others] == ["unreadable", None]
+
+
+def test_avro_within_arrays_maps_and_unions(spark: SparkSession) -> None:
+    """By name at any depth: fields in another order, left out, or new."""
+    item = {"type": "record", "name": "Item", "fields": [
+        {"name": "sku", "type": "string"}, {"name": "label", "type": "string"}]}  # fmt: skip
+    fields = [
+        {"name": "id", "type": "long"},
+        {"name": "items", "type": {"type": "array", "items": item}},
+        {"name": "by", "type": {"type": "map", "values": "Item"}},
+        {"name": "u", "type": ["null", "string", "int", "Item"]},
+    ]
+    schema = json.dumps({"type": "record", "name": "V", "fields": fields})
+
+    def text(said: str) -> bytes:
+        return bytes([2 * len(said)]) + said.encode()
+
+    one = text("S1") + text("Tea")
+    message = b"\x02" + b"\x02" + one + b"\x00" + b"\x02" + text("k") + one + b"\x00"
+    inner = StructType().add("label", "string").add("colour", "string").add("sku", "string")
+    wanted = StructType().add("id", "long").add("items", ArrayType(inner))
+    wanted = wanted.add("by", MapType(StringType(), inner)).add("u", "string")
+    tea = {"label": "Tea", "colour": None, "sku": "S1"}
+    unions = [b"\x00", b"\x02" + text("abc"), b"\x04\x0e", b"\x06" + one]
+    found = decoded(spark, Avro(schema), [message + u for u in unions], wanted)
+    row = {"id": 1, "items": [Row(**tea)], "by": {"k": Row(**tea)}}
+    assert found[:3] == [{**row, "u": None}, {**row, "u": "abc"}, {**row, "u": "7"}]
+    assert found[3] == {"reason": "unreadable"}
+    number = StructType().add("u", "integer")
+    right = [{"u": None}, {"reason": "unreadable"}, {"u": 7}, {"reason": "unreadable"}]
+    assert decoded(spark, Avro(schema), [message + u for u in unions], number) == right
+    odd = StructType().add("id", "date").add("items", StringType()).add("u", ArrayType(LongType()))
+    said = Avro(schema).misfits(odd)
+    assert [one.split(" is ")[0] for one in said] == ["id", "items", "u"]
+    assert "timestamps" in said[0]
+    assert Avro(schema, timestamps="days").misfits(StructType().add("id", "date")) == []
+    assert "none of the columns" in Avro(schema).misfits(StructType().add("x", "date"))[0]
+
+
+def test_protobuf_values_of_google(spark: SparkSession, tmp_path: Path) -> None:
+    from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2, wrappers_pb2
+
+    kinds = descriptor_pb2.FieldDescriptorProto
+    modules = (duration_pb2, struct_pb2, timestamp_pb2, wrappers_pb2)
+    files = [descriptor_pb2.FileDescriptorProto.FromString(m.DESCRIPTOR.serialized_pb) for m in modules]
+    file = descriptor_pb2.FileDescriptorProto(
+        name="g.proto", package="g", syntax="proto3", dependency=[f.name for f in files]
+    )
+    names = ("StringValue", "UInt64Value", "BytesValue", "Timestamp", "Duration", "Struct")
+    message = file.message_type.add(name="G")
+    for n, name in enumerate(names, 1):
+        kind = f".google.protobuf.{name}"
+        message.field.add(name=name, number=n, type=kinds.TYPE_MESSAGE, type_name=kind)
+    message.enum_type.add(name="E").value.add(name="RED", number=0)
+    message.field.add(name="e", number=9, type=kinds.TYPE_ENUM, type_name=".g.G.E")
+    pool = descriptor_pool.DescriptorPool()
+    for one in (*files, file):
+        pool.Add(one)
+    made = message_factory.GetMessageClass(pool.FindMessageTypeByName("g.G"))
+    path = tmp_path / "g.desc"
+    path.write_bytes(descriptor_pb2.FileDescriptorSet(file=[*files, file]).SerializeToString())
+    sent, large, nano = made(), made(), made()
+    sent.StringValue.value, sent.UInt64Value.value, sent.BytesValue.value = "Ann", 7, b"\xff"
+    sent.Timestamp.FromDatetime(AT)
+    sent.Duration.FromMilliseconds(1500)
+    sent.Struct.update({"a": [1.5]})
+    large.UInt64Value.value, nano.Timestamp.nanos = 2**63, 1
+    wanted = StructType().add("StringValue", "string").add("UInt64Value", "long")
+    wanted = wanted.add("BytesValue", "binary").add("Timestamp", "timestamp")
+    wanted = wanted.add("Duration", "string").add("Struct", "string").add("e", "string")
+    format_, bad = Protobuf(str(path), "g.G"), {"reason": "unreadable"}
+    messages = [one.SerializeToString() for one in (sent, made(), large, nano)]
+    row = {"StringValue": "Ann", "UInt64Value": 7, "BytesValue": bytearray(b"\xff"), "Timestamp": AT}
+    row |= {"Duration": "1.500s", "Struct": '{"a": [1.5]}', "e": "RED"}
+    none = dict.fromkeys(wanted.names) | {"e": "RED"}
+    assert decoded(spark, format_, messages, wanted) == [row, none, bad, bad]
+    within = StructType().add("UInt64Value", StructType().add("value", "decimal(20,0)"))
+    got = decoded(spark, format_, [messages[2]], within)
+    assert got == [{"UInt64Value": Row(value=Decimal(2**63))}]
+    odd = StructType().add("Duration", StructType().add("seconds", "date")).add("e", "binary")
+    assert [one.split(" is ")[0] for one in format_.misfits(odd)] == ["Duration.seconds"]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ NUMBERS = [
     "1E+2",
 ]
 TEXTS = [
-    *("", "a", "12d", "5f", "0x1p3", "0x10", "1_000", "1,000", "+5", " 5", "5 ", "5.", ".5", "--5", "1e"),
+    *("", "a", "12d", "5f", "0x1p3", "0x10", "1_000", "1,000", "+5", " 5", "5 ", "5.", ".5", "--5"),
     *("NaN", "Infinity", "-Infinity", "Inf", "inf", "null", "true", "TRUE", "t", "yes", "on", "no"),
     *("2024-01-05", "2024-1-5", "2024-02-30", "2024-13-01", "2024-01-05 whatever", "2024-01"),
     *("2024-01-05T10:30:00Z", "2024-01-05 10:30:00", "2024-01-05T10:30", "2024-01-05T10", "10:30"),
@@ -109,7 +109,8 @@ TEXTS = [
     *("2024-01-05T10:30:00.1234565Z", "2024-01-05T25:00:00Z", "2024-01-05T10:30:60Z", "epoch"),
     *("9999-12-31T23:59:59-08:00", "0001-01-01T00:00:00+02:00", "10000-01-01", "0000-01-01"),
     *("2024-01-05T10:30:00 Europe/Berlin", "2024-01-05T10:30:00Z\n", "YXBwbGU=", "YXBwbGU", "YX=="),
-    *("apple", "5L", "+12024-01-05", "2024-005", "1704448800", "20240105", "240105", "202401", "200", "1.239", "1.10", "0b1", "٣", "5\n", "é"),
+    *("apple", "5L", "+12024-01-05", "2024-005", "1704448800", "20240105", "200", "1.239"),
+    *("240105", "202401", "1.10", "0b1", "٣", "5\n", "é", "1e"),
 ]  # fmt: skip
 
 
@@ -200,7 +201,7 @@ def moments(text: str, kind: DataType) -> set[Any]:
     return set() if zone and isinstance(kind, TimestampNTZType) else {moment}
 
 
-def counted(count: int, kind: DataType, unit: str | None) -> set[Any]:
+def counted(count: int | Decimal, kind: DataType, unit: str | None) -> set[Any]:
     """A number in a column of times, by its unit."""
     if unit is None:
         return set()
@@ -336,7 +337,7 @@ def test_json(spark: SparkSession, unit: Any) -> None:
         if isinstance(value, str):
             return plain(value, kind, True)
         if is_time(kind):
-            return counted(int(value), kind, unit) if value == int(value) else set()
+            return counted(value, kind, unit) if abs(value) < 10**30 else set()
         return set() if isinstance(kind, BinaryType) else plain(token, kind, True)
 
     kinds = KINDS if unit is None else {k: v for k, v in KINDS.items() if is_time(v)}
@@ -409,6 +410,8 @@ FLOATS = [
     1.9,
     2.0**24,
     2.0**31,
+    2.0**63,
+    -(2.0**63),
     1e300,
     float("inf"),
     float("nan"),
@@ -485,7 +488,11 @@ def in_avro(name: str, value: Any) -> bytes:
 
 
 def by_fields(
-    spark: SparkSession, format_: Format, messages: list[tuple[str, bytes]], units: Mapping[str, str]
+    spark: SparkSession,
+    format_: Format,
+    messages: list[tuple[str, bytes]],
+    units: Mapping[str, str],
+    at_once: bool = True,
 ) -> Counter[str]:
     """Each type with the fields that may fit it; the others are refused when definitions load."""
     reading: dict[str, tuple[Format, StructType]] = {}
@@ -502,7 +509,10 @@ def by_fields(
             return {None}
         return binary(name, value, kind, units.get(name))
 
-    return judged(spark, messages, reading, right)
+    if at_once:
+        return judged(spark, messages, reading, right)
+    each = (judged(spark, messages, {name: one}, right) for name, one in reading.items())
+    return sum(each, Counter[str]())
 
 
 def test_avro(spark: SparkSession) -> None:
@@ -555,7 +565,7 @@ def test_protobuf(spark: SparkSession, tmp_path: Path) -> None:
     before = VALUES[:]
     VALUES[:] = values
     try:
-        counts = by_fields(spark, format_, messages, units)
+        counts = by_fields(spark, format_, messages, units, at_once=False)
     finally:
         VALUES[:] = before
     require(counts, 1300)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, StringType
+from pyspark.sql.types import ArrayType, DateType, StringType, TimestampNTZType, TimestampType
 
 from vt_dagster import rules
 from vt_dagster.columns import FATE, GIVEN, IS_TOMBSTONE, PARTITION, TIMESTAMP
@@ -112,6 +114,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     reason = reason.when(~sane, Reason.IMPOSSIBLE_TIMESTAMP)
     if latest is not None:
         reason = reason.when(F.col(TIMESTAMP) > latest, Reason.FUTURE_TIMESTAMP)
+    reason = reason.when(_odd_year(node), Reason.UNREADABLE)
     tombstone = F.lit(False)
     if node.tombstone is not None:
         told = _attempt(F.coalesce(F.expr(node.tombstone), F.lit(False)), "boolean")
@@ -156,6 +159,14 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     )
     judged = judged.drop(SOURCE_TIME) if named else judged
     return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))
+
+
+def _odd_year(node: Stream) -> Column:
+    """Whether a column has a time outside the years 1 to 9999, see ``_FIRST``."""
+    kinds = (DateType, TimestampType, TimestampNTZType)
+    times = [f.name for f in node.schema.fields if isinstance(f.dataType, kinds)]
+    odd = [~F.year(F.col(f"`{name}`")).between(1, 9999) for name in times if name != node.timestamp]
+    return reduce(or_, odd, F.lit(False))
 
 
 def time_of(node: Stream, rows: DataFrame) -> Column:

@@ -211,8 +211,8 @@ def row_of(
         else:
             found = F.lit(None).cast(f.dataType)
         columns.append(found.alias(f.name))
-    if not {*written} & node.fields.keys():
-        lost.append(F.lit(True))
+    if newest != "null" and not {*written} & node.fields.keys():
+        lost.append(F.lit(True))  # of one schema alone definitions tell
     return F.struct(*columns, F.when(~any_of(lost), value[READ]).alias(READ))
 
 

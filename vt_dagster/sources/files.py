@@ -45,7 +45,7 @@ from vt_dagster.sources.directory import (
 )
 from vt_dagster.sources.lines import with_object, with_record
 from vt_dagster.sources.nested import require_units
-from vt_dagster.sources.values import Reading, Unit, is_no_text
+from vt_dagster.sources.values import Reading, Timestamps, is_no_text
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.places import address, unseen
@@ -197,7 +197,7 @@ class FilesSource:
     on_bad_file: Literal["fail", "quarantine"] = "fail"
     optional: Sequence[str] = ()
     recorded_at: str = "run"
-    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
+    timestamps: Timestamps | None = field(default=None, hash=False)
 
     gives_timestamp = False
 

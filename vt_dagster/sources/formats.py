@@ -27,7 +27,7 @@ from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
 from vt_dagster.sources.registry import SchemaRegistry
 from vt_dagster.sources.serialized import Serializer, serialized
 from vt_dagster.sources.unavailable import all_null, unchanged_in
-from vt_dagster.sources.values import Reading, Unit
+from vt_dagster.sources.values import Reading, Timestamps, Unit
 
 _FRAME = 5
 """Bytes before a message in Confluent's framing: a zero and the schema's number (big endian)."""
@@ -107,7 +107,7 @@ class Json(Format):
 
     options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     framed: bool = False
-    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
+    timestamps: Timestamps | None = field(default=None, hash=False)
     decimals: Literal["text", "base64"] = "text"
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class Avro(Format):
     schema: str | None = None
     registry: SchemaRegistry | None = None
     subject: str | None = None
-    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
+    timestamps: Timestamps | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if (self.schema is None) == (self.registry is None):
@@ -258,7 +258,7 @@ class Protobuf(Format):
     descriptor: str
     message: str
     framed: bool = False
-    timestamps: Unit | Mapping[str, Unit] | None = field(default=None, hash=False)
+    timestamps: Timestamps | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         require_units("Protobuf", self.timestamps)
@@ -337,7 +337,7 @@ class Debezium(Format):
             )
 
     @property
-    def timestamps(self) -> Unit | Mapping[str, Unit] | None:
+    def timestamps(self) -> Timestamps | None:
         return self.format.timestamps
 
     def misfits(self, wanted: StructType) -> list[str]:

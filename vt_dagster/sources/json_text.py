@@ -129,16 +129,25 @@ def read_object(
     """
     texts = parsed.texts if texts is None else texts
     schema = parsed.texts[SCHEMA_OF] if schema is None else schema
+    columns, named = dict(parsed.columns), f"{into}_named"
+    told = [f.name for f in wanted.fields if isinstance(f.dataType, (*TIMES, DecimalType))]
+    if told and _enveloped(wanted):
+        columns[named] = F.when(
+            schema.isNotNull(), F.struct(*[_named(schema, name).alias(name) for name in told])
+        )
 
     def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
-        field = None
-        if len(path) == 1 and isinstance(kind, (*TIMES, DecimalType)):
-            field = F.get(F.filter(schema["fields"], lambda one: one["field"] == path[0]), F.lit(0))
-        return value_of(text, kind, how, path, field)
+        known = len(path) == 1 and path[0] in told and named in columns
+        return value_of(text, kind, how, path, F.col(named)[path[0]] if known else None)
 
-    name = f"{into}_row"
-    columns = {**parsed.columns, name: read_row(texts, wanted, leaf)}
-    return columns, F.col(name)
+    columns[f"{into}_row"] = read_row(texts, wanted, leaf)
+    return columns, F.col(f"{into}_row")
+
+
+def _named(schema: Column, name: str) -> Column:
+    """What Connect's schema says of a field: its logical type, and the scale of a decimal."""
+    field = F.get(F.filter(schema["fields"], lambda one: one["field"] == name), F.lit(0))
+    return F.struct(field["name"].alias("name"), field["parameters"]["scale"].alias("scale"))
 
 
 def value_of(
@@ -162,7 +171,7 @@ def value_of(
             plain = F.when(text.startswith(NUMBER), plain).otherwise(unscaled)
         if field is None or told is None:
             return plain
-        return F.when(told, of_unscaled(text, field["parameters"]["scale"], kind)).otherwise(plain)
+        return F.when(told, of_unscaled(text, field["scale"], kind)).otherwise(plain)
     if not isinstance(kind, (*TIMES, BinaryType)):
         return of_text(number, kind, how)
     unit = how.unit(path)

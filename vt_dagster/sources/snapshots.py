@@ -28,6 +28,7 @@ from vt_dagster.sources.dumps import (
     require_past,
 )
 from vt_dagster.sources.files import FileFormat, FilesSource
+from vt_dagster.sources.values import Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.places import address, unseen
@@ -120,7 +121,11 @@ class PinnedDump(Uncounted):
         source, dump = self.source, self.dump
         folder = posixpath.join(str(source.path), dump.name) if dump and dump.nested else source.path
         files = FilesSource(
-            str(folder), source.format, options=source.options, optional=source.optional
+            str(folder),
+            source.format,
+            options=source.options,
+            optional=source.optional,
+            timestamps=source.timestamps,
         )
         try:
             rows = files.read(spark, dump.files if dump else (), node.schema)
@@ -230,6 +235,7 @@ class SnapshotSource:
         optional: columns that a dump may lack, null there; of JSON any may be lacking.
         upstream: the key of the asset that delivers the dumps, ``shop/export``: a dependency of this
             one in Dagster.
+        timestamps: the unit of numbers in columns of times, as of a :class:`FilesSource`.
     """
 
     path: str
@@ -245,6 +251,7 @@ class SnapshotSource:
     options: dict[str, str] = field(default_factory=dict[str, str], hash=False, kw_only=True)
     optional: Sequence[str] = field(default=(), kw_only=True)
     upstream: str | None = field(default=None, kw_only=True)
+    timestamps: Timestamps | None = field(default=None, hash=False, kw_only=True)
 
     gives_timestamp = True
     tables_only = True
@@ -276,7 +283,8 @@ class SnapshotSource:
             TopologyError: names them.
         """
         check_ignored(name, self.ignore, key, schema)
-        FilesSource(self.path, self.format, optional=self.optional).check(name, key, schema)
+        files = FilesSource(self.path, self.format, optional=self.optional, timestamps=self.timestamps)
+        files.check(name, key, schema)
         if not self.dump_time.strip():
             raise TopologyError(
                 f"{name}: expected dump_time to be 'modified', a pattern like 'customers_%Y-%m-%d' or "

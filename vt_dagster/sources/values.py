@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import reduce
 from operator import or_
-from typing import Literal, get_args
+from typing import Literal
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
@@ -133,14 +133,13 @@ def of_number(text: Column, kind: DataType, unit: str | Column | None) -> Column
         return of_text(text, kind)
     if unit is None:
         return F.lit(None).cast(kind)
-    exact = _decimal(text, DecimalType(28, 9))
     whole = F.when(F.rlike(text, F.lit(_WHOLE)), text.try_cast("bigint"))
     if isinstance(unit, str):
-        return _moment(_micros_of(whole, exact, unit), kind)
-    micros = F.lit(None).cast("bigint")
-    for one in get_args(Unit):
-        micros = F.when(unit == one, _micros_of(whole, exact, one)).otherwise(micros)
-    return _moment(micros, kind)
+        return _moment(_micros_of(whole, _decimal(text, DecimalType(28, 9)), unit), kind)
+    factors = F.create_map(*[F.lit(part) for pair in _MICROS.items() for part in pair])
+    micros = F.try_multiply(whole, F.try_element_at(factors, unit).cast("bigint"))
+    nanos = F.when(unit == "nanos", _micros_of(whole, None, "nanos"))
+    return _moment(F.coalesce(micros, nanos), kind)
 
 
 def _float(text: Column, kind: DataType, how: Reading) -> Column:
@@ -244,7 +243,9 @@ def of_long(value: Column, kind: DataType, unit: str | None = None) -> Column:
             return F.lit(None).cast(kind)
         return _moment(_micros_of(value.cast("bigint"), None, unit), kind)
     if isinstance(kind, FLOATS):
-        return _if_same(value.cast("bigint"), value.cast(kind), "bigint")
+        # 2⁶³, which no BIGINT is, comes back as the largest one.
+        same = _if_same(value.cast("bigint"), value.cast(kind), "bigint")
+        return F.when(value < F.lit(2**63 - 1), same)
     if isinstance(kind, DecimalType):
         return value.cast("decimal(20,0)").try_cast(kind)
     if isinstance(kind, (*INTEGERS, StringType)):
@@ -259,7 +260,8 @@ def of_double(value: Column, kind: DataType) -> Column:
         narrow = value.cast(kind)
         return F.when(narrow.cast("double").eqNullSafe(value), narrow)
     if isinstance(kind, DecimalType | ByteType | ShortType | IntegerType | LongType):
-        return _if_same(value, value.try_cast(kind), "double")
+        inside = F.abs(value) < F.lit(2.0**63) if isinstance(kind, LongType) else F.lit(True)
+        return F.when(inside, _if_same(value, value.try_cast(kind), "double"))
     if isinstance(kind, DoubleType | StringType):
         return value.cast(kind)
     return F.lit(None).cast(kind)
