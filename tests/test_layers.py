@@ -39,7 +39,7 @@ Those of one layer know nothing of each other."""
 
 ORDER = {
     "topology": """
-        durations naming schema declared renames accumulators projection windowing node
+        durations naming schema declared renames accumulators projection windowing deterministic node
         operators.base operators.join operators.aggregate operators.row_by_row
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join
@@ -68,7 +68,7 @@ ORDER = {
     "sources": """
         base directory values json_text csv_text bad_files files
         dumps snapshots delta_log delta_versions delta_table starting
-        kafka_cluster protobuf avro formats kafka_messages kafka_pinned kafka kafka_sink
+        kafka_cluster protobuf avro formats kafka_messages kafka_pinned kafka kafka_producer kafka_sink
         local_frames any_frame frames
     """,
     "provenance": """
@@ -79,7 +79,7 @@ ORDER = {
         """,
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
-        difference reading run remembered replay what_if restate_plan restate export training_set
+        difference reading deterministic run remembered replay what_if restate_plan restate export training_set
         erase_plan certificate erased_times out_of_reach foretold erase cut
         """,
     "testing": "memory kafka versioned_store driver",
@@ -113,7 +113,7 @@ LATE_IMPORTS = {
         "pandas": "the same; and half a second that a run without news need not wait",
     },
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
-    "vt_dagster.sources.kafka_sink": {
+    "vt_dagster.sources.kafka_producer": {
         "collections": "a function that Spark's workers run by itself",
         "pyarrow": "the same",
         "confluent_kafka": "the same, and an extra",

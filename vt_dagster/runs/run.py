@@ -47,6 +47,7 @@ from vt_dagster.runs.commit import (
     recorded,
     stage_rejected,
 )
+from vt_dagster.runs.deterministic import require_deterministic_functions
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, oldest, timed
@@ -203,6 +204,7 @@ class Run:
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
             return Results(self._nothing(), known)
+        require_deterministic_functions(self.arrival, self.store)
         meets = meets_versions(self.node) and self.arrival.previous is not None
         if self.arrival.source is not None and (processor.bounded or meets):
             # They are looked at twice, and reading them is the most of it.
