@@ -79,8 +79,8 @@ ORDER = {
         """,
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
-        difference reading deterministic run remembered replay what_if restate_plan restate export training_set
-        erase_plan certificate erased_times out_of_reach foretold erase cut
+        difference reading deterministic run remembered replay what_if restate_plan restate export
+        training_set erase_plan certificate erased_times out_of_reach foretold erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
