@@ -177,7 +177,8 @@ def unknown_functions(expression: str) -> set[str]:
         for token, after in zip(found, (*found[1:], _NONE), strict=True)
         if token.is_name and after.value == "(" and after.kind == "symbol"
     }
-    return {name for name in called - _KEYWORDS - _OWN_NAMES if not hasattr(functions, name)}
+    known = {*_KEYWORDS, *_OWN_NAMES, *_FUNCTIONS}
+    return {name for name in called - known if not hasattr(functions, name)}
 
 
 class Expression(NamedTuple):
