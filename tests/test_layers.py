@@ -39,7 +39,7 @@ Those of one layer know nothing of each other."""
 
 ORDER = {
     "topology": """
-        durations naming schema declared renames accumulators projection windowing node
+        durations naming schema declared renames accumulators projection windowing deterministic node
         operators.base operators.join operators.aggregate operators.row_by_row
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join
@@ -70,7 +70,7 @@ ORDER = {
         base directory values nested json_text csv_text lines bad_files files
         dumps snapshots delta_log delta_versions delta_table starting
         kafka_cluster registry protobuf_text protobuf avro serialized unavailable formats
-        kafka_messages kafka_pinned kafka kafka_sink
+        kafka_messages kafka_pinned kafka kafka_producer kafka_sink
         local_frames any_frame frames
     """,
     "provenance": """
@@ -80,9 +80,10 @@ ORDER = {
         lateness_picture
         """,
     "runs": """
-        arrival own_time pandera_checks invariants store past told audit join_way gate ready commit pin results looking
-        difference reading run remembered replay what_if restate_plan restate export training_set
-        erase_plan certificate erased_times out_of_reach foretold erase cut
+        arrival own_time pandera_checks invariants store past told audit join_way gate ready commit
+        pin results looking difference reading deterministic run remembered replay what_if
+        restate_plan restate export training_set erase_plan certificate erased_times out_of_reach
+        foretold erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
@@ -114,7 +115,7 @@ LATE_IMPORTS = {
     },
     "vt_dagster.sources.protobuf_text": {"google": "an extra, which Spark's workers have"},
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
-    "vt_dagster.sources.kafka_sink": {
+    "vt_dagster.sources.kafka_producer": {
         "collections": "a function that Spark's workers run by itself",
         "pyarrow": "the same",
         "confluent_kafka": "the same, and an extra",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,20 @@ import dagster as dg
 import pytest
 from confluent_kafka import Message
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.kafka.pipeline import Pipeline
 from tests.kafka.topics import SCHEMA, Topics, record, records
 from tests.market import materialized, messages, run, unchanged
 from vt_dagster import Stream, Table, build_asset
+from vt_dagster.errors import RecordsGoneError, SourceError, StorageError, TopologyError
 from vt_dagster.kafka import Json, KafkaSink, Raw, build_publication
+from vt_dagster.runs.replay import replay, swap
+from vt_dagster.runs.restate import restate
+from vt_dagster.runs.run import run_once
+from vt_dagster.sources.kafka_cluster import TopicState
+from vt_dagster.sources.kafka_sink import Publication
+from vt_dagster.storage.store import stores_of
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,23 +42,32 @@ def pipeline(tmp_path: Path, spark: SparkSession) -> Pipeline:
     return Pipeline(tmp_path, spark)
 
 
-def publish(pipeline: Pipeline, node: Stream, sink: KafkaSink) -> dict[str, Any]:
-    return materialized(run_publication(pipeline, node, sink), f"{node.name}_to_kafka")
+def publish(pipeline: Pipeline, node: Stream, sink: KafkaSink, **config: Any) -> dict[str, Any]:
+    return materialized(run_publication(pipeline, node, sink, **config), f"{node.name}_to_kafka")
 
 
-def run_publication(pipeline: Pipeline, node: Stream, sink: KafkaSink) -> dg.ExecuteInProcessResult:
+def run_publication(
+    pipeline: Pipeline, node: Stream, sink: KafkaSink, **config: Any
+) -> dg.ExecuteInProcessResult:
     made = [build_asset(node), build_publication(node, sink)]
-    selection = [f"{node.name}_to_kafka"]
+    name = f"{node.name}_to_kafka"
     where = pipeline.root / "warehouse"
-    result = run(made, where, selection=selection, instance=pipeline.instance)
+    about = {"run_config": {"ops": {name: {"config": config}}}} if config else {}
+    result = run(made, where, selection=[name], instance=pipeline.instance, **about)
     assert result.success, messages(result)
     return result
 
 
 def place(message: Message) -> str:
+    """Where a record is in the log that it comes from, without the log's id."""
     ((name, value),) = message.headers() or []
     assert name == "vt_dagster"
-    return bytes(value or b"").decode()
+    return bytes(value or b"").decode().rpartition("/")[0]
+
+
+def numbers(topics: Topics, topic: str) -> list[int | None]:
+    """The ``n`` of each record of a topic with one partition; None of a tombstone."""
+    return [json.loads(m.value() or b"{}").get("n") for m in topics.consume(topic)]
 
 
 def test_records_go_out_as_they_are(topics: Topics, pipeline: Pipeline) -> None:
@@ -124,3 +145,188 @@ def test_a_run_is_bounded(topics: Topics, pipeline: Pipeline) -> None:
     sink = KafkaSink(topics.cluster, target, max_records_per_run=10)
     assert [publish(pipeline, node, sink)["records_published"] for _ in range(3)] == [10, 10, 5]
     assert [json.loads(m.value() or b"")["n"] for m in topics.consume(target)] == list(range(25))
+
+
+def test_another_log_is_not_taken_for_the_one_that_was_published(
+    topics: Topics, pipeline: Pipeline, tmp_path: Path, spark: SparkSession
+) -> None:
+    """Its offsets mean other records: of another warehouse, of a restatement, of a replay."""
+    target, sources = topics.create(), [topics.create(), topics.create()]
+    topics.produce(sources[0], records([1, 2, 3]))
+    topics.produce(sources[1], records([11, 12, 13]))
+    sink = KafkaSink(topics.cluster, target)
+    nodes = [
+        Table("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, one))
+        for one in sources
+    ]
+    node = nodes[0]
+
+    def publication(warehouse: Path, name: str = "out") -> Publication:
+        return Publication(str(warehouse), name, node, sink, spark)
+
+    here, there = tmp_path / "warehouse", tmp_path / "other"
+    run_once(node, stores_of(str(here), spark))
+    run_once(nodes[1], stores_of(str(there), spark))
+    # two warehouses with an asset of one name, in one topic
+    for warehouse in (here, there):
+        commit = publication(warehouse).run()
+        assert commit is not None
+        assert commit.counts["published"] == 3
+    assert numbers(topics, target) == [1, 2, 3, 11, 12, 13]
+    # after a restatement, also where nothing is new, and where something is
+    assert publication(here).run() is None
+    restate(str(here), node, "2020-01-01T00:00:00Z", spark)
+    said = r"the log of s is another one than in batch \d .*restated.* from_start: true"
+    with pytest.raises(StorageError, match=said):
+        publication(here).run()
+    topics.produce(sources[0], records([4]))
+    run_once(node, stores_of(str(here), spark))
+    with pytest.raises(StorageError, match=said):
+        publication(here).run()
+    assert len(topics.consume(target)) == 6
+    again = publication(here).run(from_start=True)
+    assert again is not None
+    assert (again.batch, again.counts["published"]) == (2, 4)
+    assert numbers(topics, target)[6:] == [1, 2, 3, 4]
+    assert publication(here).run() is None
+    # after a replay and a swap, made anew: nothing of the new log is in the topic yet
+    replay(str(here), node, "s2", spark)
+    swap(str(here), "s", "s2")
+    with pytest.raises(StorageError, match=said):
+        publication(here).run()
+    shutil.rmtree(here / "out")
+    anew = publication(here).run()
+    assert anew is not None
+    assert (anew.batch, anew.counts["published"]) == (1, 4)
+    # made anew of the same log: all of it is in the topic
+    shutil.rmtree(here / "out")
+    same = publication(here).run()
+    assert same is not None
+    assert same.counts == {"in": 4, "published": 0}
+    # without the log
+    shutil.rmtree(here / "s")
+    with pytest.raises(StorageError, match=r"expected the log of s, which batch 1 .* it is gone; put"):
+        publication(here).run()
+
+
+def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
+    topics: Topics, pipeline: Pipeline, spark: SparkSession
+) -> None:
+    origin, target, other = topics.create(), topics.create(), topics.create()
+    topics.produce(origin, records([1, 2]))
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
+    pipeline.run(node)
+    sink = KafkaSink(topics.cluster, target)
+    publish(pipeline, node, sink)
+    way = Publication(str(pipeline.root / "warehouse"), "s_to_kafka", node, sink, spark)
+    topics.delete(target)
+    topics.create(target)
+    time.sleep(1)  # until all of the broker knows it
+    with pytest.raises(RecordsGoneError, match=f"topic {target} was deleted and created anew since"):
+        way.run()  # though nothing is new
+    topics.produce(origin, records([3]))
+    pipeline.run(node)
+    with pytest.raises(RecordsGoneError, match="from_start: true in its config"):
+        way.run()
+    assert publish(pipeline, node, sink, from_start=True)["records_published"] == 3
+    assert numbers(topics, target) == [1, 2, 3]
+    # the position is kept of each topic that it was sent to: an erase names them
+    elsewhere = Publication(
+        str(pipeline.root / "warehouse"), "s_to_kafka", node, KafkaSink(topics.cluster, other), spark
+    )
+    with pytest.raises(RecordsGoneError, match=f"topic is {other}, but batch 2 was sent to {target}"):
+        elsewhere.run()
+    moved = elsewhere.run(from_start=True)
+    assert moved is not None
+    assert {*moved.inputs} == {"s", f"topic {target}", f"topic {other}"}
+    # a topic that ends before what was sent
+    short = TopicState(moved.topics[other], {0: 0}, {0: 1})
+    with pytest.raises(RecordsGoneError, match=r"partition 0, ended at offset 3 .* ends at 1 now"):
+        elsewhere._require_topic(moved, short)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_times_that_kafka_has_no_number_for(
+    topics: Topics, pipeline: Pipeline, spark: SparkSession
+) -> None:
+    origin, target = topics.create(), topics.create()
+    times = ["1969-12-31T23:59:59.999Z", "1970-01-01T00:00:00.000400Z", "1900-01-01T00:00:00Z"]
+    early = [{"key": "a", "value": {"k": "a", "n": n, "at": at}} for n, at in enumerate(times)]
+    topics.produce(origin, early)
+    node = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
+    pipeline.run(node)
+    where = str(pipeline.root / "warehouse"), "out", node
+    with pytest.raises(StorageError, match="partition 0, offset 1: Kafka's client would send"):
+        Publication(*where, KafkaSink(topics.cluster, target), spark).run()
+    assert topics.consume(target) == []
+    sink = KafkaSink(topics.cluster, target, at_epoch="one_millisecond_later")
+    Publication(*where, sink, spark).run()
+    assert [m.timestamp()[1] for m in topics.consume(target)] == [-1, 1, -2_208_988_800_000]
+    assert numbers(topics, target) == [0, 1, 2]
+    for wrong in ({"at_epoch": "now"}, {"max_records_per_run": 0}):
+        with pytest.raises(TopologyError, match="must be"):
+            KafkaSink(topics.cluster, target, **wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_the_topic_refuses(topics: Topics, pipeline: Pipeline, spark: SparkSession) -> None:
+    """A record that is too large, or of too late a time: an error, and none overtakes it."""
+    origin, target = topics.create(), topics.create(max_message_bytes="1000000")
+    schema = StructType([*SCHEMA.fields, StructField("text", StringType())])
+    sent = [record("a", n, n) for n in range(4)]
+    sent[2]["value"]["text"] = "x" * 1_500_000
+    topics.produce(origin, sent, **{"message.max.bytes": 4_000_000})
+    node = Stream("s", key="k", schema=schema, timestamp="at", source=pipeline.source(topics, origin))
+    pipeline.run(node)
+    way = Publication(
+        str(pipeline.root / "warehouse"), "out", node, KafkaSink(topics.cluster, target), spark
+    )
+    with pytest.raises(SourceError, match=r"MSG_SIZE_TOO_LARGE.*raise max.message.bytes of the"):
+        way.run()
+    assert way.head() is None
+    assert 3 not in numbers(topics, target)
+    topics.configure(target, max_message_bytes="4000000", message_timestamp_after_max_ms="1000")
+    way.run()
+    assert numbers(topics, target) == [0, 1, 2, 3]
+    topics.produce(origin, [{"key": "a", "value": {"k": "a", "n": 5, "at": "2999-01-01T00:00:00Z"}}])
+    source = pipeline.source(topics, origin, max_clock_skew=timedelta(days=10**6))
+    pipeline.run(replace(node, source=source))
+    with pytest.raises(SourceError, match=r"INVALID_TIMESTAMP.*raise message.timestamp.after.max"):
+        way.run()
+
+
+def test_what_the_topic_has_got_is_told_by_the_last_record_of_a_key(
+    topics: Topics, pipeline: Pipeline, spark: SparkSession
+) -> None:
+    """The topic need not have the earlier ones any more: compacted, or expired. Sent again after the
+    last one they would be what a reader takes for the latest."""
+    origin, target = topics.create(), topics.create()
+    topics.produce(origin, [record(k, n, n) for n, k in enumerate("abaab")])
+    node = Table("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, origin))
+    pipeline.run(node)
+    log = pipeline.head(node).log
+    # what a killed run has left there, of which compaction has kept the last; and what others write
+    left = {"key": '{"k":"a"}', "value": {"k": "a", "n": 2}}
+    topics.produce(
+        target,
+        [
+            {"key": "x", "value": {"n": 7}},
+            {"key": "x", "value": {"n": 7}, "headers": [("other", b"x")]},
+            {"key": "x", "value": {"n": 7}, "headers": [("vt_dagster", b"nonsense")]},
+            {"key": "x", "value": {"n": 7}, "headers": [("vt_dagster", f"s/a/b/{log}".encode())]},
+            {**left, "headers": [("vt_dagster", f"s/0/2/{log}".encode())]},
+        ],
+    )
+    way = Publication(
+        str(pipeline.root / "warehouse"), "out", node, KafkaSink(topics.cluster, target), spark
+    )
+    commit = way.run()
+    assert commit is not None
+    assert commit.counts == {"in": 5, "published": 3}
+    assert numbers(topics, target) == [7, 7, 7, 7, 2, 1, 3, 4]
+    # records that the topic has let go since the last run are not asked for
+    topics.produce(target, [{"value": {"n": 7}}] * 4)
+    topics.expire(target, {0: 10})
+    topics.produce(origin, [record("a", 9, 9)])
+    pipeline.run(node)
+    commit = way.run()
+    assert commit is not None
+    assert commit.counts["published"] == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
@@ -41,12 +41,19 @@ def build_publication(
 ) -> dg.AssetsDefinition:
     """An asset that publishes the log of a stream or table to a Kafka topic; see :class:`KafkaSink`.
 
+    A run's config may say ``from_start: true``: the whole log is published again, where a run has found
+    that the log or the topic is another one than before.
+
     Args:
         name: of the asset; None = ``<node>_to_kafka``.
     """
     named = name or f"{node.name}_to_kafka"
 
     publish = ops.publish_op(node, sink, named, resource_prefix=resource_prefix)
+
+    @dg.config_mapping(config_schema=ops.PublicationConfig.to_fields_dict())
+    def configured(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {publish.name: {"config": dict(config)}}
 
     @dg.graph_asset(
         name=named,
@@ -55,6 +62,7 @@ def build_publication(
         group_name=group,
         kinds={"kafka", "spark"},
         metadata={"vt_dagster/kind": "Publication", "vt_dagster/topic": sink.topic},
+        config=configured,
     )
     def publication(**after: Any) -> Any:
         return publish(**after)

@@ -220,6 +220,13 @@ def write_op(
     return write
 
 
+class PublicationConfig(dg.Config):
+    """What a run of a publication takes."""
+
+    from_start: bool = False
+    """The whole log from its first record on: where the log or the topic is another one than before."""
+
+
 def publish_op(
     node: Stream, sink: KafkaSink, publication: str, *, resource_prefix: str = PREFIX
 ) -> dg.OpDefinition:
@@ -236,12 +243,12 @@ def publish_op(
         description=f"Sends the log of {node.name} to {sink.describe()}.",
         required_resource_keys=keys_of(resource_prefix),
     )
-    def publish(context: dg.OpExecutionContext) -> dg.Output[None]:
+    def publish(context: dg.OpExecutionContext, config: PublicationConfig) -> dg.Output[None]:
         started, spark = time.monotonic(), spark_of(context, resource_prefix)
         way = Publication(
             warehouse_of(context, resource_prefix), publication, node, sink, lambda: spark.spark_session
         )
-        commit = way.run(context.run_id)
+        commit = way.run(context.run_id, config.from_start)
         seconds = time.monotonic() - started
         last, key = commit or way.head(), dg.AssetKey(publication)
         if commit is None:

@@ -260,7 +260,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
     if told in _HOLD:
         return None
     try:
-        with _unheard():
+        with unheard():
             # The schema alone is asked for: with Spark Connect nothing is looked at before.
             empty = spark.createDataFrame([], columns)
             given = empty.withColumn(_GIVEN, F.expr(setting.expression)).schema[_GIVEN].dataType
@@ -282,7 +282,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
 
 
 @contextmanager
-def _unheard() -> Generator[None]:
+def unheard() -> Generator[None]:
     """Within it PySpark does not log what it raises too: a question is no error."""
     # Made by PySpark: a logger of another kind would fail of what that logs.
     logger = PySparkLogger.getLogger("SQLQueryContextLogger")

@@ -46,6 +46,7 @@ from vt_dagster.runs.commit import (
     stage_rejected,
     told_by_clock,
 )
+from vt_dagster.runs.deterministic import require_deterministic_functions
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.looking import look_up
 from vt_dagster.runs.own_time import bounds_of, known_marks, oldest, timed
@@ -202,6 +203,7 @@ class Run:
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
             return Results(self._nothing(), known)
+        require_deterministic_functions(self.arrival, self.store)
         if self.arrival.source is not None and (processor.bounded or met_twice(read[0], self.arrival)):
             # They are looked at twice, and reading them is the most of it.
             with self._explained():

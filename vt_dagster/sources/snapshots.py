@@ -33,6 +33,7 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.places import address, unseen
 from vt_dagster.storage.positions import Commit
+from vt_dagster.topology.deterministic import require_deterministic
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 
@@ -290,6 +291,8 @@ class SnapshotSource:
                 f"{name}: expected dump_time to be 'modified', a pattern like 'customers_%Y-%m-%d' or "
                 "a SQL expression, got an empty text; say when a dump was true"
             )
+        if self.dump_time != _MODIFIED and "%" not in self.dump_time:
+            require_deterministic(name, "dump_time", self.dump_time, schema.fields)
 
     # -- dumps -----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from pyspark.sql.types import DataType, StructType
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
+from vt_dagster.topology.deterministic import check_expressions
 from vt_dagster.topology.durations import Duration, check_duration, spoken
 from vt_dagster.topology.naming import require_name, require_path
 from vt_dagster.topology.renames import Names, names_before, same_meaning
@@ -152,10 +153,6 @@ class Operator(ABC):
         return True
 
 
-def _is_length(value: Any) -> bool:
-    return isinstance(value, timedelta) and value >= timedelta(0)
-
-
 def _meaning(value: Any) -> str:
     if isinstance(value, Node):
         return value.name
@@ -243,6 +240,7 @@ class Node:
             check_duration(self.name, "log_retention", self.log_retention)
         if self.operator is not None:
             self._check_logs(self.operator)
+        check_expressions(self)
 
     def _check_kind(self, source: Source) -> None:
         if getattr(source, "tables_only", False) and not self.is_table:
@@ -254,7 +252,8 @@ class Node:
 
     def _check_freshness(self) -> None:
         wanted = self.freshness
-        if not (wanted in ("every_run", "on_growth") or _is_length(wanted)):
+        length = isinstance(wanted, timedelta) and wanted >= timedelta(0)
+        if not (wanted in ("every_run", "on_growth") or length):
             raise TopologyError(
                 f"{self.name}: freshness must be 'on_growth', 'every_run' or a timedelta of 0 or more, "
                 f"got {wanted!r}"

@@ -1,0 +1,326 @@
+"""Expressions that give another value when they are computed once more are refused when definitions
+load, wherever they stand; functions of the user's own before a first run writes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    ArrayType,
+    DateType,
+    IntegerType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from vt_dagster import FilesSource, SnapshotSource, Stream, Table, TumblingWindow, VersionedTable
+from vt_dagster.errors import TopologyError
+from vt_dagster.runs.deterministic import require_deterministic_functions
+from vt_dagster.topology.deterministic import require_deterministic, unknown_functions
+from vt_dagster.topology.operators import Aggregator
+
+SCHEMA = StructType(
+    [
+        StructField("k", StringType()),
+        StructField("n", IntegerType()),
+        StructField("at", TimestampType()),
+        StructField("d", DateType()),
+        StructField("s", StringType()),
+        StructField("xs", ArrayType(IntegerType())),
+        StructField("rand", IntegerType()),
+        StructField("operator", StringType()),
+        StructField("uuid", StringType()),
+    ]
+)
+
+REFUSED = (
+    r"""
+rand()
+rand(42) < 0.5
+RANDOM()
+randn()
+uniform(0, 10)
+uniform(0, 10, 7)
+randstr(5)
+uuid()
+shuffle(xs)
+now()
+now ( )
+now/* a comment */()
+current_timestamp
+current_timestamp()
+Current_Date
+`current_date`
+current_date()
+curdate()
+current_time
+current_time()
+current_time(3)
+localtimestamp
+localtimestamp()
+unix_timestamp( )
+monotonically_increasing_id()
+spark_partition_id()
+input_file_name()
+input_file_block_start()
+input_file_block_length()
+current_user
+current_user()
+user
+user()
+session_user
+session_user()
+current_catalog()
+current_database()
+current_schema()
+current_timezone()
+version()
+reflect('java.util.UUID', 'randomUUID')
+try_reflect('java.util.UUID', 'randomUUID')
+java_method('java.util.UUID', 'randomUUID')
+aes_encrypt(s, 'abcdefghijklmnop')
+aes_encrypt(s, concat('abcdefghijklmnop', ''), 'GCM')
+`rand`()
+identifier('rand')()
+timestamp 'now'
+timestamp'NOW '
+timestamp_ntz 'today'
+date "tomorrow"
+cast('today' as date)
+try_cast('yesterday' as timestamp)
+'now'::timestamp
+timestamp('now')
+date('today')
+to_date('today')
+to_timestamp('now')
+timestamp 'today Europe/Berlin'
+at > 'now'
+'today' = d
+at between '2020-01-01' and r'now'
+coalesce(at, 'now')
+date_add('today', 1)
+datediff('today', d)
+array_contains(array('now'), at)
+transform(xs, x -> x + rand())
+case when n > 1 then uuid() else s end
+s = 'it''s' and rand() > 0
+s = 'a\\' or rand() > 0 or s = ''
+n /* /* nested */ */ + rand()
+row_number() over (order by n)
+first(s) ignore nulls over (partition by s)
+n > (select avg(n) from delta.`/x`)
+exists (select 1)
+""".strip()
+    .replace("\n  and", " \n and")
+    .split("\n")
+)
+
+TAKEN = r"""
+n
+rand
+rand + 1
+s = 'rand()'
+s = "now()"
+s = 'it''s rand()'
+s = 'it\'s rand()'
+s = r'\' and n > 0
+`rand` > 0
+n -- rand()
+n /* rand() /* now() */ uuid() */ + 1
+s = 'today'
+s in ('now', 'today')
+s like 'now' and at is not null
+to_timestamp(s) > at
+timestamp '2020-01-01'
+cast('epoch' as timestamp)
+unix_timestamp(s)
+unix_timestamp(at) > 0
+aes_encrypt(s, 'abcdefghijklmnop', 'ECB')
+aes_encrypt(s, 'abcdefghijklmnop', 'GCM', 'DEFAULT', unhex('000000000000000000000000'))
+transform(xs, user -> user + 1)
+transform(xs, (user, i) -> user + i)
+named_struct('user', n).user
+operator
+pmod(xxhash64(k), 100) < 50
+uuid
+snow(n)
+extract(day from at)
+""".strip().split("\n")
+
+
+def refusal(expression: str, columns: StructType = SCHEMA) -> str | None:
+    try:
+        require_deterministic("t", "predicate", expression, columns.fields)
+    except TopologyError as error:
+        return str(error)
+    return None
+
+
+def test_what_is_refused_and_what_is_not() -> None:
+    assert [e for e in REFUSED if refusal(e) is None] == []
+    assert refusal("n > 0 -- a comment\n and rand() > 0") is not None
+    assert {e: r for e in TAKEN if (r := refusal(e)) is not None} == {}
+    assert refusal("n > rand()") == (
+        "t: expected predicate to give the same value whenever a row is computed, got 'n > rand()', "
+        "where rand() gives another value each time it is computed: a run that is repeated, a replay "
+        "or a restatement would give other rows; make it of the row, for example "
+        "pmod(xxhash64(id), 100) < 50"
+    )
+
+
+def test_columns_by_the_names_of_functions() -> None:
+    """Spark takes a name without parentheses for the column, where there is one."""
+    names = ["current_date", "current_timestamp", "user", "session_user", "current_user", "now", "uuid"]
+    columns = StructType([StructField(n, StringType()) for n in [*names, "k"]])
+    for name in names:
+        for expression in (name, name.upper(), f"`{name}` = 'x'", f"left.{name}", f"upper({name})"):
+            assert refusal(expression, columns) is None
+        assert refusal(f"{name}()", columns)
+        table = Table("t", key="k", schema=columns, timestamp="cast(k as timestamp)")
+        assert table.filter(f"{name} = 'x'", name="f")
+        # a result's column is none of the input's
+        if name not in ("now", "uuid"):
+            plain = Table("t", key="k", schema=SCHEMA, timestamp="at")
+            with pytest.raises(TopologyError, match=f"where {name}, of which there is no column"):
+                plain.map_values(f"{name} as {name}", name="m")
+
+
+def table(name: str = "t", **more: Any) -> VersionedTable:
+    about = {"key": "k", "schema": SCHEMA, "timestamp": "at", "history_retention": timedelta(days=1)}
+    return VersionedTable(name, **{**about, **more})
+
+
+def stream(**more: Any) -> Stream:
+    return Stream("s", **{"key": "k", "schema": SCHEMA, "timestamp": "at", **more})
+
+
+PLACES: dict[str, Callable[[str], Any]] = {
+    "timestamp": lambda e: stream(timestamp=f"timestamp_seconds({e})"),
+    "tombstone": lambda e: stream(tombstone=f"{e} > 0"),
+    "tombstone (deleted_when)": lambda e: table(deleted_when=f"{e} > 0"),
+    "partition_by": lambda e: stream(partition_by=f"cast({e} as int)", partitions=2),
+    "only_columns": lambda e: table(only_columns=f"if({e} > 0, 's', null)"),
+    "dump_time": lambda e: table(
+        source=SnapshotSource("/x", "csv", pattern="*", dump_time=f"timestamp_seconds({e})")
+    ),
+    "predicate": lambda e: table().filter(f"{e} > 0", name="f"),
+    "predicate (not)": lambda e: table().filter_not(f"{e} > 0", name="f"),
+    "select": lambda e: table().map_values(f"{e} as r", name="m"),
+    "expression": lambda e: stream().flat_map_values(f"array({e})", column="x", name="f"),
+    "group_key (select_key)": lambda e: stream().select_key(f"cast({e} as int) as r", name="r"),
+    "partition_by (select_key)": lambda e: stream().select_key("n", name="r", partition_by=f"int({e})"),
+    "group_key": lambda e: table().group_by(f"cast({e} as int) as r").count(name="c"),
+    "group_key (stream)": lambda e: stream().group_by(f"int({e}) as r").count(name="c"),
+    "aggregates": lambda e: table().group_by("n").aggregate({"x": f"sum({e})"}, name="c"),
+    "aggregates (stream)": lambda e: stream().group_by().aggregate({"x": f"max({e})"}, name="c"),
+    "aggregates (windowed)": lambda e: (
+        stream()
+        .group_by()
+        .windowed_by(TumblingWindow(timedelta(hours=1)))
+        .aggregate({"x": f"avg({e})"}, name="c")
+    ),
+    "select (aggregator)": lambda e: (
+        table().group_by("n").aggregate(Aggregator(max, min), select=("k", f"{e} as x"), name="c")
+    ),
+    "select (stream-table)": lambda e: stream().join(table(), name="j", select=["left.n", f"{e} as x"]),
+    "select (corrected)": lambda e: stream().join(
+        table(), name="j", select=["left.n", f"{e} as x"], corrected_for=timedelta(hours=1)
+    ),
+    "select (stream-stream)": lambda e: stream().join(
+        Stream("o", key="k", schema=SCHEMA, timestamp="at"),
+        name="j",
+        within=timedelta(hours=1),
+        grace=timedelta(0),
+        select=["left.n", f"{e} as x"],
+    ),
+    "select (table-table)": lambda e: table().join(
+        table("o"), name="j", select=["left.n", f"{e} as x"]
+    ),
+    "select (history)": lambda e: table().join(
+        table("o"), name="j", select=["left.n", f"{e} as x"], history="complete"
+    ),
+    "foreign_key": lambda e: table().join(
+        table("o"), name="j", foreign_key=f"cast({e} as string)", select=["left.n"]
+    ),
+    "select (foreign-key)": lambda e: table().join(
+        table("o"), name="j", foreign_key="s", select=["left.n", f"{e} as x"]
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_an_expression_stands(place: str) -> None:
+    assert PLACES[place]("1") is not None
+    for expression in ("rand()", "unix_seconds(now())", "monotonically_increasing_id()"):
+        with pytest.raises(TopologyError, match=f"expected {place.split(' (')[0]} to give the same"):
+            PLACES[place](expression)
+
+
+def test_spark_takes_them_so(spark: SparkSession) -> None:
+    """None of the functions that Spark flags is taken, and all of its functions are known."""
+    rows = spark.createDataFrame([], SCHEMA)
+    names = [r[0] for r in spark.sql("SHOW SYSTEM FUNCTIONS").collect()]
+    flagged = set[str]()
+    for name in names:
+        if not name.isidentifier() or refusal(f"{name}()") is not None or not _may_be_flagged(name):
+            continue
+        for arguments in ("", "n", "xs", "s", "s, s", "n, n"):
+            try:
+                _ = rows.agg(F.count(F.expr(f"{name}({arguments})"))).schema
+            except Exception as error:
+                if "NONDETERMINISTIC" in str(error):
+                    flagged.add(name)
+            else:
+                break
+    assert flagged == set()
+    # none of Spark's own functions is one of the user's
+    odd = {"collations", "percentile_cont", "percentile_disc", "range", "sql_keywords"}
+    odd |= {
+        "variant_explode",
+        "variant_explode_outer",
+    }  # tables and aggregates: no expressions of a row
+    assert {n for n in names if n.isidentifier() and unknown_functions(f"{n}(1)")} <= odd
+    assert unknown_functions("my_own(n) + `other`(1) + abs(n)") == {"my_own", "other"}
+
+
+def _may_be_flagged(name: str) -> bool:
+    """Those that tell something of the machine by their names: the others cost a second each."""
+    return any(part in name for part in ("rand", "uuid", "current", "file", "id", "user", "uniform"))
+
+
+def test_a_function_of_the_users_own(spark: SparkSession) -> None:
+    spark.udf.register("tossed", F.udf(lambda n: n, "int").asNondeterministic())
+    spark.udf.register("kept", F.udf(lambda n: n, "int"))
+    store: Any = SimpleNamespace(spark=spark)
+    source = stream(source=FilesSource("/x", "jsonl"))
+    other = table(source=FilesSource("/x", "jsonl"))
+    for bad, good in [
+        (other.filter("tossed(n) > 0", name="f"), other.filter("kept(n) > 0", name="f")),
+        (
+            source.join(other, name="j", select=["tossed(left.n) + right.n as x"]),
+            source.join(other, name="j", select=["kept(left.n) + right.n as x"]),
+        ),
+        (
+            source.group_by().aggregate({"x": "sum(tossed(n))"}, name="c"),
+            source.group_by().aggregate({"x": "sum(kept(n))"}, name="c"),
+        ),
+        (
+            stream(timestamp="timestamp_seconds(tossed(n))"),
+            stream(timestamp="timestamp_seconds(kept(n))"),
+        ),
+    ]:
+        first: Any = [SimpleNamespace(node=node, previous=None) for node in (good, bad)]
+        require_deterministic_functions(first[0], store)
+        with pytest.raises(TopologyError, match=r"Spark takes .'tossed'. for not deterministic: a run"):
+            require_deterministic_functions(first[1], store)
+    # once something was committed, nobody asks
+    later: Any = SimpleNamespace(node=other.filter("tossed(n) > 0", name="f"), previous="some")
+    require_deterministic_functions(later, store)
