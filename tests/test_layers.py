@@ -79,14 +79,14 @@ ORDER = {
         """,
     "runs": """
         arrival own_time contracts store past told audit join_way gate ready commit pin results looking
-        difference reading run remembered replay what_if restate_plan restate export training_set
+        difference reading known run remembered replay what_if restate_plan restate export training_set
         erase_plan certificate erased_times out_of_reach foretold erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource glance metadata events io_manager partition_sensor pictures types checks freshness
-        lateness sensors deliveries decorators translator run_config asset export training_set ops
-        factory
+        resource glance steps metadata events io_manager partition_sensor pictures types checks
+        freshness lateness sensors deliveries decorators translator run_config asset export training_set
+        operator_ops ops factory
         """,
     "explore": "no_cost tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
