@@ -59,7 +59,7 @@ ORDER = {
         foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors training_set
         """,
-    "spark": "settings small_runs jars launch session server",
+    "spark": "settings small_runs jars lacking launch session server",
     "storage": """
         delta positions file_offsets kept commits values folding names lookup replaced differing
         intervals evolution transaction parquet segments offsets progress view snapshot shapes
@@ -100,6 +100,9 @@ DEMO = {("cli", "assets")}
 
 LATE_IMPORTS = {
     "vt_dagster.storage.lookup": {"pyarrow": "its datasets take pandas with them, half a second"},
+    "vt_dagster.orchestration.resource": {
+        "dagster_pyspark": "0.2 s, of no use to a run without news",
+    },
     "vt_dagster.runs.contracts": {"pandera": "half a second, of no use to who has no contract"},
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
     "vt_dagster.sources.formats": {

@@ -17,8 +17,10 @@ from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.io_manager import OP_MEMORY_IO_MANAGER, tables_io_manager
 from vt_dagster.orchestration.resource import (
     PREFIX,
+    PySpark,
     SparkResource,
     WarehouseResource,
+    require_spark,
     spark_key,
     tables_key,
     warehouse_key,
@@ -101,7 +103,7 @@ def build_maintenance(
 
 def build_resources(
     warehouse: WarehouseResource | str = "data/warehouse",
-    spark: SparkResource | None = None,
+    spark: PySpark | None = None,
     *,
     resource_prefix: str = PREFIX,
 ) -> dict[str, Any]:
@@ -109,6 +111,8 @@ def build_resources(
 
     The same arguments give the same objects, for Dagster merges no others under one key.
     """
+    if spark is not None:
+        require_spark(spark)
     return {
         warehouse_key(resource_prefix): _named(warehouse) if isinstance(warehouse, str) else warehouse,
         spark_key(resource_prefix): spark or _default_spark(),
@@ -130,7 +134,7 @@ def _default_spark() -> SparkResource:
 def build_definitions(
     *nodes: Stream,
     warehouse: WarehouseResource | str = "data/warehouse",
-    spark: SparkResource | None = None,
+    spark: PySpark | None = None,
     graph_assets: Sequence[dg.AssetsDefinition] = (),
     translator: TopologyTranslator | None = None,
     pool: str | None = None,

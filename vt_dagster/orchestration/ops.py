@@ -8,13 +8,13 @@ where nothing is new. Every op needs the resources ``vt_dagster_spark`` (:class:
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import dagster as dg
 from pyspark.sql import DataFrame
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from vt_dagster.core.known import Known
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
@@ -31,7 +31,7 @@ from vt_dagster.orchestration.operator_ops import OP_MEMORY, input_nodes, log_no
 from vt_dagster.orchestration.resource import (
     PREFIX,
     keys_of,
-    spark_of,
+    spark_for,
     stores_for,
     tables_key,
     warehouse_of,
@@ -225,10 +225,8 @@ def publish_op(
         required_resource_keys=keys_of(resource_prefix),
     )
     def publish(context: dg.OpExecutionContext) -> dg.Output[None]:
-        started, spark = time.monotonic(), spark_of(context, resource_prefix)
-        way = Publication(
-            warehouse_of(context, resource_prefix), publication, node, sink, lambda: spark.spark_session
-        )
+        started, spark = time.monotonic(), spark_for(context, resource_prefix)
+        way = Publication(warehouse_of(context, resource_prefix), publication, node, sink, spark)
         commit = way.run(context.run_id)
         seconds = time.monotonic() - started
         last, key = commit or way.head(), dg.AssetKey(publication)
@@ -264,12 +262,12 @@ def maintenance_op(
         required_resource_keys=keys_of(resource_prefix),
     )
     def maintain(context: dg.OpExecutionContext) -> dict[str, dict[str, int]]:
-        spark, warehouse = spark_of(context, resource_prefix), warehouse_of(context, resource_prefix)
+        spark, warehouse = spark_for(context, resource_prefix), warehouse_of(context, resource_prefix)
         cut = {}
         if any(node.log_retention is not None for node in topological(nodes)):
             about: Any = {"exports": exports, "keep": keep, "tell": context.log.info}
-            cut = cut_logs(warehouse, spark.spark_session, nodes, **about)
-        done = maintain_all(warehouse, spark.spark_session, keep)
+            cut = cut_logs(warehouse, spark(), nodes, **about)
+        done = maintain_all(warehouse, spark(), keep)
         for name, rows in cut.items():
             done[name]["records_cut_off"] = rows
         for name, numbers in done.items():
@@ -279,12 +277,28 @@ def maintenance_op(
     return maintain
 
 
+class GraphArguments(TypedDict):
+    """What ``dg.graph_asset`` takes of an asset's spec."""
+
+    key: dg.AssetKey
+    ins: Mapping[str, dg.AssetIn]
+    description: str | None
+    group_name: str | None
+    owners: Sequence[str] | None
+    kinds: set[str]
+    tags: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    code_version: str | None
+    automation_condition: dg.AutomationCondition[Any] | None
+    partitions_def: dg.PartitionsDefinition[Any] | None
+
+
 def graph_arguments(
     node: Stream,
     *,
     translator: TopologyTranslator | None = None,
     **attributes: Unpack[SpecAttributes],
-) -> dict[str, Any]:
+) -> GraphArguments:
     """The arguments of ``dg.graph_asset`` for the asset of a stream or table that is a graph of ops.
 
     Key, description, group, owners, metadata and all else are those of ``build_asset``. The graph has
@@ -297,7 +311,7 @@ def graph_arguments(
     Raises:
         TopologyError: a freshness policy, which Dagster takes of no graph.
     """
-    about = asset_arguments(node, translator, attributes)
+    about: Any = asset_arguments(node, translator, attributes)
     del about["deps"]
     if about.pop("freshness_policy") is not None:
         raise TopologyError(
