@@ -207,6 +207,6 @@ def _require(node: Stream, op: str) -> None:
     word, steps = operator_word(operator_of(node)), steps_of(node)
     if op not in steps:
         raise TopologyError(
-            f"{node.name}: expected the ops of a {word.replace('_', ' ')}, got {op}; "
-            f"its graph is {' -> '.join(steps)}"
+            f"{node.name}: expected an op of a {word.replace('_', ' ')}, got {op}; make its graph of "
+            f"{' -> '.join(steps)}"
         )

@@ -74,7 +74,7 @@ def build_session(
     zone = conf.get(TIME_ZONE, "UTC")
     if zone != "UTC":
         raise SparkUnavailableError(
-            f"Expected {TIME_ZONE}=UTC, got {zone!r}: versions are compared by UTC timestamps. "
+            f"Expected spark.sql.session.timeZone=UTC, got {zone!r}: versions are compared by UTC timestamps. "
             "Remove the setting and convert where times are shown."
         )
     try:
