@@ -56,7 +56,7 @@ def typed_ops() -> str:
     """The op of each operator, with the graph that does what the one op of ``build_asset`` does."""
     lines = ["| op | of the result of | the asset of `build_asset` does in one op |", "|---|---|---|"]
     for word in sorted(KINDS):
-        made = " or ".join(f"`{kind.__name__}`" for kind in KINDS[word])
+        made = " or ".join(f"`{kind}`" for kind in KINDS[word])
         waits = word in ("stream_table_join", "corrected_join")
         buffer = "`grace_buffer_op` where it has a grace period, " if waits else ""
         steps = f"`read_logs_op`, {buffer}`{word}_op`, `write_op`"

@@ -18,7 +18,7 @@ from vt_dagster.core.arrival import Fate, union
 from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for
-from vt_dagster.orchestration.steps import KINDS, has_grace_buffer, operator_word, steps_of
+from vt_dagster.orchestration.steps import KINDS, steps_of
 from vt_dagster.orchestration.types import ArrivalType, considered_type, log_type, results_type
 from vt_dagster.runs.results import Results
 from vt_dagster.runs.run import Run
@@ -54,9 +54,8 @@ def _op_of(word: str) -> OperatorOp:
         _require(node, f"{word}_op")
         return _operate(node, name or f"{word}_{node.name}", resource_prefix)
 
-    made = ", ".join(kind.__name__ for kind in KINDS[word])
     make.__name__ = make.__qualname__ = f"{word}_op"
-    make.__doc__ = f"Op of the result of a {made}. {OperatorOp.__doc__}"
+    make.__doc__ = f"Op of the result of a {' or '.join(KINDS[word])}. {OperatorOp.__doc__}"
     return make
 
 
@@ -155,7 +154,8 @@ def grace_buffer_op(
 
 
 def _operate(node: Stream, name: str, prefix: str) -> dg.OpDefinition:
-    consumed, buffered = processor_of(node).consumed, has_grace_buffer(node)
+    processor = processor_of(node)
+    consumed, buffered = processor.consumed, processor.has_grace_buffer
     if buffered:
         kept = considered_type(consumed[0])
         ins = {_RELEASED: dg.In(kept), _WAITING: dg.In(kept)}
@@ -204,7 +204,7 @@ def log_nodes(node: Stream) -> tuple[Stream, ...]:
 
 def _require(node: Stream, op: str) -> None:
     """Refuses an op that is none of the steps of a node."""
-    word, steps = operator_word(operator_of(node)), steps_of(node)
+    word, steps = operator_of(node).word, steps_of(node)
     if op not in steps:
         raise TopologyError(
             f"{node.name}: expected an op of a {word.replace('_', ' ')}, got {op}; make its graph of "

@@ -74,8 +74,8 @@ def build_session(
     zone = conf.get(TIME_ZONE, "UTC")
     if zone != "UTC":
         raise SparkUnavailableError(
-            f"Expected spark.sql.session.timeZone=UTC, got {zone!r}: versions are compared by UTC timestamps. "
-            "Remove the setting and convert where times are shown."
+            f"Expected spark.sql.session.timeZone=UTC, got {zone!r}: versions are compared by UTC "
+            "timestamps. Remove the setting and convert where times are shown."
         )
     try:
         create = create or _built
