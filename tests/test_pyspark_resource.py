@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -148,11 +149,8 @@ def test_what_is_no_resource_is_refused_when_definitions_load(tmp_path: Path, gi
 
 
 def test_a_resource_without_a_session_is_refused() -> None:
-    class Other(dg.ConfigurableResource[None]):
-        spark_session: None = None
-
-    with pytest.raises(SparkUnavailableError, match="got Other without one"):
-        session_of(Other())
+    with pytest.raises(SparkUnavailableError, match="got SimpleNamespace without one"):
+        session_of(SimpleNamespace(spark_session=None))
 
 
 def test_the_handed_over_resource_is_the_one_of_the_location() -> None:
