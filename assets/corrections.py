@@ -15,6 +15,7 @@ from assets.topology import PUBLISHED, aircraft
 from resources import spark, warehouse
 from vt_dagster import read
 from vt_dagster.columns import CAUSE, OFFSET, OLD, PARTITION, RECORDED_AT, REVISION, TIMESTAMP
+from vt_dagster.orchestration.resource import session_of
 from vt_dagster.runs.erase import erase
 
 Say = Callable[[str], None]
@@ -53,7 +54,7 @@ def forgotten_aircraft(say: Say) -> None:
     versions = _read("airline_fleet", "versions", FORGOTTEN).num_rows
     why = "its owner asked for it"
     done = erase(
-        warehouse.path, aircraft, spark.spark_session, reason=why, key=[FORGOTTEN], among=PUBLISHED
+        warehouse.path, aircraft, session_of(spark), reason=why, key=[FORGOTTEN], among=PUBLISHED
     )
     rows = sum(one.erased for one in done.searched.values())
     left = _read("airline_fleet", "versions", FORGOTTEN).num_rows

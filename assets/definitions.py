@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 
+from assets.grace import flights_with_weather_graph
 from assets.topology import PUBLISHED
 from resources import spark, warehouse
 from vt_dagster import build_definitions, build_maintenance
@@ -14,7 +15,9 @@ main = dg.define_asset_job(
 hourly = dg.ScheduleDefinition(name="hourly", job=main, cron_schedule="0 * * * *")
 
 defs = dg.Definitions.merge(
-    build_definitions(*PUBLISHED, warehouse=warehouse, spark=spark),
+    build_definitions(
+        *PUBLISHED, warehouse=warehouse, spark=spark, graph_assets=[flights_with_weather_graph]
+    ),
     build_maintenance(),
     dg.Definitions(jobs=[main], schedules=[hourly], executor=dg.in_process_executor),
 )

@@ -21,6 +21,7 @@ from assets.landing import LateWeather, write_landing
 from resources import DATA, LANDING, spark, warehouse
 from vt_dagster.columns import IS_LATE, IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import VtDagsterError
+from vt_dagster.orchestration.resource import session_of
 from vt_dagster.storage.store import AssetStore
 
 LANDINGS = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13))
@@ -48,9 +49,8 @@ def run() -> None:
     def tell(context: dg.HookContext) -> None:
         """One line an asset, when it is done."""
         for metadata in context.op_output_metadata.values():
-            counts = _counts(metadata)
-            if counts:
-                say(started, f"  {context.op.name}: {counts}")
+            if "records_in" in metadata:  # of a graph the last of its ops
+                say(started, f"  {context.op.name.removeprefix('write_')}: {_counts(metadata)}")
 
     job = defs.resolve_job_def("main").with_hooks({tell})
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
@@ -127,7 +127,7 @@ def _topology() -> Any:
 
 
 def _store(name: str) -> AssetStore:
-    return AssetStore(warehouse.path, getattr(_topology(), name), spark.spark_session)
+    return AssetStore(warehouse.path, getattr(_topology(), name), session_of(spark))
 
 
 def _totals(name: str) -> Mapping[str, int]:

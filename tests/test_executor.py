@@ -37,7 +37,8 @@ from vt_dagster import SparkResource, build_asset, build_resources, ops
 
 market = Market(Path({root!r}), None)
 sales_op = ops.read_op(market.sales), ops.put_op(market.sales), ops.write_op(market.sales)
-joined_op = ops.read_logs_op(market.priced), ops.operate_op(market.priced), ops.write_op(market.priced)
+buffer_op, join_op = ops.grace_buffer_op(market.priced), ops.stream_table_join_op(market.priced)
+joined_op = ops.read_logs_op(market.priced), buffer_op, join_op, ops.write_op(market.priced)
 
 @dg.graph_asset(name="graph_of_sales")
 def graph_of_sales():
@@ -47,9 +48,10 @@ def graph_of_sales():
 
 @dg.graph_asset(name="graph_of_priced")
 def graph_of_priced():
-    read, operate, write = joined_op
+    read, buffer, join, write = joined_op
     sales, arrival = read()
-    return write(operate(sales=sales, arrival=arrival), arrival)
+    released, waiting = buffer(sales=sales, arrival=arrival)
+    return write(join(released=released, waiting=waiting, arrival=arrival), arrival)
 
 spread = dg.multiprocess_executor
 defs = dg.Definitions(

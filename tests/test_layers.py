@@ -59,7 +59,7 @@ ORDER = {
         foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors training_set
         """,
-    "spark": "settings small_runs jars launch session server",
+    "spark": "settings small_runs jars lacking launch session server",
     "storage": """
         damage delta places whole_files positions file_offsets kept commits values folding names lookup
         replaced differing
@@ -81,15 +81,15 @@ ORDER = {
         """,
     "runs": """
         arrival own_time pandera_checks invariants store past told audit join_way gate ready commit
-        pin results looking difference reading deterministic run remembered replay what_if
+        pin results looking difference reading deterministic known run remembered replay what_if
         restate_plan restate export training_set erase_plan certificate erased_times out_of_reach
         foretold erase cut
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource glance metadata events io_manager partition_sensor pictures types checks freshness
-        lateness sensors deliveries decorators translator run_config asset export training_set ops
-        factory
+        resource glance steps metadata events io_manager partition_sensor pictures types checks
+        freshness lateness sensors deliveries decorators translator run_config asset export training_set
+        operator_ops ops factory
         """,
     "explore": "no_cost tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
@@ -104,6 +104,9 @@ DEMO = {("cli", "assets")}
 LATE_IMPORTS = {
     "vt_dagster.storage.lookup": {"pyarrow": "its datasets take pandas with them, half a second"},
     "vt_dagster.runs.pandera_checks": {"pandera": "half a second, of no use to who has no contract"},
+    "vt_dagster.orchestration.resource": {
+        "dagster_pyspark": "0.2 s, of no use to a run without news",
+    },
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
     "vt_dagster.sources.registry": {
         "confluent_kafka": "an extra",

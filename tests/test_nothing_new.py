@@ -19,6 +19,7 @@ from vt_dagster.storage import parquet
 ROOT = Path(__file__).parent.parent
 
 IDLE = """
+import sys
 from pathlib import Path
 import dagster as dg
 from pyspark import SparkContext
@@ -31,6 +32,7 @@ with dg.DagsterInstance.local_temp({home!r}) as instance:
         unchanged(result, node.name)
     assert len(checks(result)) > 10
     assert SparkContext._active_spark_context is None
+assert "dagster_pyspark" not in sys.modules
 print("idle")
 """
 

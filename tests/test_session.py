@@ -391,5 +391,7 @@ def test_active_session_without_delta_is_refused():
     )
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stderr
-    assert "the session in use has 'none'" in lines[0]
+    for lacks in ("spark.sql.extensions", "spark.sql.catalog.spark_catalog"):
+        assert f"{lacks}=" in lines[0]
+    assert "it has 'none'" in lines[0]
     assert "DeltaCatalog" in lines[1]

@@ -45,6 +45,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "rules": lambda _: tables.rules(),
     "metrics": lambda _: tables.metrics(),
     "errors": lambda _: tables.errors(),
+    "typed_ops": lambda _: tables.typed_ops(),
     "commands": lambda _: tables.commands(),
 }
 LOADED = re.compile(

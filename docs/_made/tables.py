@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import typer
 
+from vt_dagster.orchestration.steps import KINDS
 from vt_dagster.rules import METRICS, RULES
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,19 @@ def rules() -> str:
             *(f"| `{r.name}` | {r.says} |" for r in RULES.values()),
         ]
     )
+
+
+def typed_ops() -> str:
+    """The op of each operator, with the graph that does what the one op of ``build_asset`` does."""
+    lines = ["| op | of the result of | the asset of `build_asset` does in one op |", "|---|---|---|"]
+    for word in sorted(KINDS):
+        made = " or ".join(f"`{kind}`" for kind in KINDS[word])
+        waits = word in ("stream_table_join", "corrected_join")
+        buffer = "`grace_buffer_op` where it has a grace period, " if waits else ""
+        steps = f"`read_logs_op`, {buffer}`{word}_op`, `write_op`"
+        lines.append(f"| `{word}_op` | {made} | {steps} |")
+    lines.append("| `put_op` | a source | `read_op`, `put_op`, `write_op` |")
+    return "\n".join(lines)
 
 
 def metrics() -> str:

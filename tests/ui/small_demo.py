@@ -20,6 +20,7 @@ def main() -> None:
     from assets.landing import LateWeather, write_landing
     from resources import LANDING, spark, warehouse
     from vt_dagster.cli.check import run_checks
+    from vt_dagster.orchestration.resource import session_of
 
     job = defs.resolve_job_def("main")
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
@@ -33,7 +34,7 @@ def main() -> None:
             )
     write_landing(LANDING, (3,))
     path = f"{warehouse.path}/{DAMAGED}/view"
-    rows = spark.spark_session.read.format("delta").load(path)
+    rows = session_of(spark).read.format("delta").load(path)
     rows.union(rows.limit(3)).write.format("delta").mode("overwrite").save(path)
     assert any(found.stops for found in run_checks(defs, DAMAGED))
 

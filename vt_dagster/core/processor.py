@@ -84,6 +84,8 @@ class Processor(ABC, Generic[O]):
     """Whether results of a key never go back in time."""
     holds = False
     """Whether it looks several times at what it takes, so that this is held."""
+    has_grace_buffer = False
+    """Whether records that it judges may wait for their grace period to pass."""
     is_final = False
     """Whether each key has one result at most."""
     counted: tuple[str, ...] = ("in", "out", "late", "dropped")
@@ -325,11 +327,7 @@ class Processor(ABC, Generic[O]):
         return False
 
     def produce(
-        self,
-        rows: DataFrame,
-        first: Column,
-        few: bool,
-        in_place: InPlace | None = None,
+        self, rows: DataFrame, first: Column, few: bool, in_place: InPlace | None = None
     ) -> DataFrame:
         """The log rows of a run: results numbered from ``first``.
 

@@ -64,6 +64,10 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         return self.operator.right
 
     @property
+    def has_grace_buffer(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.operator.waits
+
+    @property
     def by_record(self) -> bool:
         return self.operator.as_known != "now"
 

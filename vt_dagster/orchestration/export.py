@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from vt_dagster.orchestration.asset import data_version, to_be_told, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of
-from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, tables_key, warehouse_of
+from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.runs.export import Export, ExportRun, export_of, exported_rows
 from vt_dagster.storage.positions import Commit
@@ -120,10 +120,8 @@ def _lineage(export: Export) -> dg.TableColumnLineage:
 def _run(
     context: dg.AssetExecutionContext, export: Export, key: dg.AssetKey, prefix: str
 ) -> dg.MaterializeResult[Any]:
-    started, spark = time.monotonic(), spark_of(context, prefix)
-    way = ExportRun(
-        export, warehouse_of(context, prefix), lambda: spark.spark_session, context.log.info
-    )
+    started, spark = time.monotonic(), spark_for(context, prefix)
+    way = ExportRun(export, warehouse_of(context, prefix), spark, context.log.info)
     commit = way.run(context.run.run_id)
     if commit is not None:
         return _materialized(export, commit, started)

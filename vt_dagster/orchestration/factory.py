@@ -17,8 +17,10 @@ from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.io_manager import OP_MEMORY_IO_MANAGER, tables_io_manager
 from vt_dagster.orchestration.resource import (
     PREFIX,
+    PySpark,
     SparkResource,
     WarehouseResource,
+    require_spark,
     spark_key,
     tables_key,
     warehouse_key,
@@ -110,7 +112,7 @@ def build_maintenance(
 
 def build_resources(
     warehouse: WarehouseResource | str = "data/warehouse",
-    spark: SparkResource | None = None,
+    spark: PySpark | None = None,
     *,
     resource_prefix: str = PREFIX,
 ) -> dict[str, Any]:
@@ -118,6 +120,8 @@ def build_resources(
 
     The same arguments give the same objects, for Dagster merges no others under one key.
     """
+    if spark is not None:
+        require_spark(spark)
     return {
         warehouse_key(resource_prefix): _named(warehouse) if isinstance(warehouse, str) else warehouse,
         spark_key(resource_prefix): spark or _default_spark(),
@@ -139,7 +143,8 @@ def _default_spark() -> SparkResource:
 def build_definitions(
     *nodes: Stream,
     warehouse: WarehouseResource | str = "data/warehouse",
-    spark: SparkResource | None = None,
+    spark: PySpark | None = None,
+    graph_assets: Sequence[dg.AssetsDefinition] = (),
     translator: TopologyTranslator | None = None,
     pool: str | None = None,
     retry_policy: dg.RetryPolicy | None = None,
@@ -152,7 +157,11 @@ def build_definitions(
     with definitions of your own by ``dg.Definitions.merge``: they say which executor runs all of them.
 
     Args:
-        translator: gives the specs of all assets; None = a :class:`TopologyTranslator`.
+        spark: a :class:`SparkResource`, or a ``PySparkResource`` or ``LazyPySparkResource`` of
+            dagster-pyspark, whose session is used as it is; None = a :class:`SparkResource`.
+        graph_assets: assets of your own for some of the streams and tables, made of the ops of
+            ``vt_dagster.ops``; they take the place of what :func:`build_asset` makes.
+        translator: gives the specs of all other assets; None = a :class:`TopologyTranslator`.
         pool: a concurrency pool of Dagster's for all assets and checks.
         retry_policy: of all assets.
         resource_prefix: what the keys of the resources begin with; give another one for tables of a
@@ -160,16 +169,38 @@ def build_definitions(
         attributes: of all specs, see :func:`build_asset`.
 
     Raises:
-        TopologyError: the topology has no meaning; nothing has been started.
+        TopologyError: the topology has no meaning, or a graph asset is of none of its nodes; nothing
+            has been started.
     """
     if not nodes:
         raise TopologyError("build_definitions needs at least one stream or table, got none")
     every = topological(nodes)
     where: Any = {"resource_prefix": resource_prefix}
     how: Any = {"translator": translator, "retry_policy": retry_policy, **attributes}
+    made = _by_key(every, graph_assets)
+    others = [node for node in every if dg.AssetKey(node.path) not in made]
     return dg.Definitions(
-        assets=[build_asset(node, pool=pool, **how, **where) for node in every],
+        assets=[*made.values(), *(build_asset(node, pool=pool, **how, **where) for node in others)],
         asset_checks=[build_checks(node, pool=pool, **where) for node in every],
         sensors=[build_sensor(node, **where) for node in every if has_sensor(node)],
         resources=build_resources(warehouse, spark, **where),
     )
+
+
+def _by_key(
+    nodes: Sequence[Stream], graph_assets: Sequence[dg.AssetsDefinition]
+) -> dict[dg.AssetKey, dg.AssetsDefinition]:
+    """Graph assets by the key of the stream or table that each is of."""
+    keys = {dg.AssetKey(node.path) for node in nodes}
+    found: dict[dg.AssetKey, dg.AssetsDefinition] = {}
+    for asset in graph_assets:
+        for key in asset.keys:
+            if key not in keys or key in found:
+                twice = "a second graph asset of that" if key in found else "another key"
+                raise TopologyError(
+                    f"{key.to_user_string()}: expected graph_assets to have the key of one of "
+                    f"{', '.join(sorted(k.to_user_string() for k in keys))}, each once, got {twice}; "
+                    "make it with @dg.graph_asset(**vt_dagster.ops.graph_arguments(node))"
+                )
+            found[key] = asset
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 
 from vt_dagster.errors import ContractError, ExecutorError
-from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, warehouse_of
+from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_for, warehouse_of
 from vt_dagster.storage.commits import left_out_by_clock
 from vt_dagster.storage.intervals import Read
 from vt_dagster.storage.lookup import Into, as_frame, head_of, look_up
@@ -126,7 +126,7 @@ class TablesIOManager(dg.IOManager):
         annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
         library = _LIBRARIES.get(annotated.partition(".")[0])
         if library is None:
-            store = AssetStore.open(warehouse, name, spark_of(context, self._prefix).spark_session)
+            store = AssetStore.open(warehouse, name, spark_for(context, self._prefix)())
             at = store.snapshot()
             rows = store.read(what, as_of, partial, known, at)
             assert at.head is not None

@@ -35,6 +35,7 @@ from vt_dagster.core.log import log_columns
 from vt_dagster.core.processors import processor_of
 from vt_dagster.core.store import tie_break_of
 from vt_dagster.orchestration.glance import told
+from vt_dagster.orchestration.steps import steps_of
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.results import Receipt
 from vt_dagster.sources.kafka_pinned import PinnedTopics
@@ -105,6 +106,7 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
         "dagster/storage_kind": "delta",
         "vt_dagster/kind": type(node).__name__,
         "vt_dagster/key": ", ".join(node.key),
+        "vt_dagster/ops": " -> ".join(steps_of(node)),
     }
     if isinstance(node, VersionedTable):
         metadata["vt_dagster/history_retention"] = spoken(node.history_retention)

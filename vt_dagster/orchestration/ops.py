@@ -1,22 +1,22 @@
 """Ops for graphs of your own: read -> operate -> write, each a step of a ``Run``.
 
-Build a ``@dg.graph_asset`` from them, with ops of yours in between; the asset of ``build_asset`` is one
-op and needs none. DataFrames pass between these ops in one process, so the job needs
-``in_process_executor``. Every op needs the resources ``vt_dagster_spark`` (:class:`SparkResource`) and
+Build a ``@dg.graph_asset`` from them, with ops of yours in between; the op of each operator is in
+``operator_ops``. The asset of ``build_asset`` is one op that does the same. DataFrames pass between ops
+in one process, so the job needs ``in_process_executor``; and unlike that one op they start Spark also
+where nothing is new. Every op needs the resources ``vt_dagster_spark`` (:class:`SparkResource`) and
 ``vt_dagster_warehouse`` (:class:`WarehouseResource`); ``resource_prefix`` says another beginning.
 """
 
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import dagster as dg
 from pyspark.sql import DataFrame
+from typing_extensions import TypedDict, Unpack
 
 from vt_dagster.core.known import Known
-from vt_dagster.core.processors import processor_of
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.asset import (
     DATA_VERSION,
@@ -27,15 +27,17 @@ from vt_dagster.orchestration.asset import (
     unchanged,
 )
 from vt_dagster.orchestration.metadata import publication_metadata
+from vt_dagster.orchestration.operator_ops import OP_MEMORY, input_nodes, log_nodes
 from vt_dagster.orchestration.resource import (
     PREFIX,
     keys_of,
-    spark_of,
+    spark_for,
     stores_for,
     tables_key,
     warehouse_of,
 )
 from vt_dagster.orchestration.run_config import SourceConfig, config_of
+from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
 from vt_dagster.orchestration.types import (
     ArrivalType,
     considered_type,
@@ -51,10 +53,7 @@ from vt_dagster.runs.run import Run
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.topology.model import Stream, topological
-from vt_dagster.topology.operators import Operator
 
-OP_MEMORY = "vt_dagster_op_memory"
-"""Resource key of the IO manager between ops."""
 TABLES = tables_key(PREFIX)
 """Resource key of the IO manager that gives tables to a user's own assets."""
 
@@ -142,7 +141,7 @@ def read_logs_op(
     """
     inputs, logs = input_nodes(node), log_nodes(node)
 
-    @dg.op(
+    op = dg.op(
         name=name or f"read_{node.name}",
         ins={f"after_{up.name}": dg.In(dg.Nothing) for up in inputs},
         out={
@@ -152,43 +151,32 @@ def read_logs_op(
         description=f"Takes what is new in the log of {' and of '.join(up.name for up in logs)}.",
         required_resource_keys=keys_of(resource_prefix),
     )
-    # Dagster would count the parts of a tuple's annotation.
-    def read_logs(context: dg.OpExecutionContext):
+
+    def read(context: dg.OpExecutionContext, asked: dict[str, Any]) -> tuple[Any, ...]:
         _require_one_process(context)
-        run = Run.pin(node, stores_for(context, resource_prefix))
+        run = Run.pin(node, stores_for(context, resource_prefix), **asked)
         log_arrival(context.log, run.arrival)
         by_name = dict(zip((up.name for up in run.processor.consumed), run.read(), strict=True))
         return (*by_name.values(), run.arrival)
 
-    return read_logs
+    # Without annotations of what they return: Dagster would count the parts of a tuple's.
+    config_type = config_of(node)
+    if config_type is None:
 
+        @op
+        def read_logs(context: dg.OpExecutionContext):
+            return read(context, {})
 
-def operate_op(
-    node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX
-) -> dg.OpDefinition:
-    """Op ``(one DataFrame for each log, arrival) -> results``: the operator itself.
+        return read_logs
 
-    ``results`` are :class:`Results`: rows with what becomes of them, lazy, and what the operator knew
-    before.
-    """
-    consumed = processor_of(node).consumed
-    logs = log_nodes(node)
+    @op
+    def read_logs_asked(
+        context: dg.OpExecutionContext,
+        config: config_type,  # pyright: ignore[reportInvalidTypeForm]
+    ):
+        return read(context, config.asked())
 
-    @dg.op(
-        name=name or f"{_verb(node)}_{node.name}",
-        ins={
-            **{up.name: dg.In(log_type(up)) for up in logs},
-            "arrival": dg.In(ArrivalType),
-        },
-        out=dg.Out(results_type(node), io_manager_key=OP_MEMORY),
-        description=operator_of(node).describe(),
-        required_resource_keys=keys_of(resource_prefix),
-    )
-    def operate(context: dg.OpExecutionContext, **given: Any) -> Results:
-        run = Run(given["arrival"], stores_for(context, resource_prefix))
-        return run.operate([given[up.name] for up in consumed])
-
-    return operate
+    return read_logs_asked
 
 
 def write_op(
@@ -244,10 +232,8 @@ def publish_op(
         required_resource_keys=keys_of(resource_prefix),
     )
     def publish(context: dg.OpExecutionContext, config: PublicationConfig) -> dg.Output[None]:
-        started, spark = time.monotonic(), spark_of(context, resource_prefix)
-        way = Publication(
-            warehouse_of(context, resource_prefix), publication, node, sink, lambda: spark.spark_session
-        )
+        started, spark = time.monotonic(), spark_for(context, resource_prefix)
+        way = Publication(warehouse_of(context, resource_prefix), publication, node, sink, spark)
         commit = way.run(context.run_id, config.from_start)
         seconds = time.monotonic() - started
         last, key = commit or way.head(), dg.AssetKey(publication)
@@ -283,12 +269,12 @@ def maintenance_op(
         required_resource_keys=keys_of(resource_prefix),
     )
     def maintain(context: dg.OpExecutionContext) -> dict[str, dict[str, int]]:
-        spark, warehouse = spark_of(context, resource_prefix), warehouse_of(context, resource_prefix)
+        spark, warehouse = spark_for(context, resource_prefix), warehouse_of(context, resource_prefix)
         cut = {}
         if any(node.log_retention is not None for node in topological(nodes)):
             about: Any = {"exports": exports, "keep": keep, "tell": context.log.info}
-            cut = cut_logs(warehouse, spark.spark_session, nodes, **about)
-        done = maintain_all(warehouse, spark.spark_session, keep)
+            cut = cut_logs(warehouse, spark(), nodes, **about)
+        done = maintain_all(warehouse, spark(), keep)
         for name, rows in cut.items():
             done[name]["records_cut_off"] = rows
         for name, numbers in done.items():
@@ -298,27 +284,52 @@ def maintenance_op(
     return maintain
 
 
-def operator_of(node: Stream) -> Operator:
-    """The operator of a node.
+class GraphArguments(TypedDict):
+    """What ``dg.graph_asset`` takes of an asset's spec."""
+
+    key: dg.AssetKey
+    ins: Mapping[str, dg.AssetIn]
+    description: str | None
+    group_name: str | None
+    owners: Sequence[str] | None
+    kinds: set[str]
+    tags: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    code_version: str | None
+    automation_condition: dg.AutomationCondition[Any] | None
+    partitions_def: dg.PartitionsDefinition[Any] | None
+
+
+def graph_arguments(
+    node: Stream,
+    *,
+    translator: TopologyTranslator | None = None,
+    **attributes: Unpack[SpecAttributes],
+) -> GraphArguments:
+    """The arguments of ``dg.graph_asset`` for the asset of a stream or table that is a graph of ops.
+
+    Key, description, group, owners, metadata and all else are those of ``build_asset``. The graph has
+    a parameter ``after_<input>`` for each stream and table that the node is made of, which
+    ``read_logs_op`` takes; that of a source has none.
+
+    Args:
+        translator, attributes: as of ``build_asset``.
 
     Raises:
-        TopologyError: it is a source.
+        TopologyError: a freshness policy, which Dagster takes of no graph.
     """
-    if node.operator is None:
+    about: Any = asset_arguments(node, translator, attributes)
+    del about["deps"]
+    if about.pop("freshness_policy") is not None:
         raise TopologyError(
-            f"{node.name}: expected the result of an operator, got a source; read it with read_op"
+            f"{node.name}: expected no freshness_policy, which a graph asset does not take, got one; "
+            "attach it with dagster.apply_freshness_policy, or use build_asset"
         )
-    return node.operator
-
-
-def input_nodes(node: Stream) -> tuple[Stream, ...]:
-    """What an operator's asset is made of, each once."""
-    return tuple({up.name: up for up in operator_of(node).inputs}.values())
-
-
-def log_nodes(node: Stream) -> tuple[Stream, ...]:
-    """Whose logs it consumes, each once."""
-    return tuple({up.name: up for up in processor_of(node).consumed}.values())
+    inputs = () if node.operator is None else input_nodes(node)
+    ins = {
+        f"after_{up.name}": dg.AssetIn(dg.AssetKey(up.path), dagster_type=dg.Nothing) for up in inputs
+    }
+    return {**about, "ins": ins}
 
 
 def _declared_source(node: Stream) -> Any:
@@ -326,11 +337,6 @@ def _declared_source(node: Stream) -> Any:
         return source_of(node)
     except SourceError as error:
         raise TopologyError(str(error)) from None
-
-
-def _verb(node: Stream) -> str:
-    """The operator in Kafka's word, for the name of its op."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(operator_of(node)).__name__).lower()
 
 
 def _output(result: dg.MaterializeResult[Any]) -> dg.Output[None]:

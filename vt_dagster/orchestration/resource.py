@@ -5,15 +5,20 @@ second warehouse under another prefix.
 """
 
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import dagster as dg
 from pydantic import Field, PrivateAttr
 from pyspark.sql.utils import is_remote
 
+from vt_dagster.errors import SparkUnavailableError, TopologyError
+from vt_dagster.spark.jars import resolve_jars
+from vt_dagster.spark.lacking import lacking
 from vt_dagster.spark.server import resolve_remote
-from vt_dagster.spark.session import build_session
+from vt_dagster.spark.session import build_session, connect_settings, session_settings
 from vt_dagster.storage.places import address
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
@@ -24,6 +29,10 @@ PREFIX = "vt_dagster"
 
 class SparkResource(dg.ConfigurableResource[None]):
     """A Spark session with Delta Lake and Kafka on board, started when a step first asks for it.
+
+    It is the session of a ``LazyPySparkResource`` of dagster-pyspark, with the jars and settings that
+    tables need. Hand a ``PySparkResource`` or ``LazyPySparkResource`` of your own to
+    ``build_definitions(spark=…)`` instead, and its session is used as it is.
 
     ``spark_config`` takes any Spark setting and wins over the defaults for small runs. With
     ``{"spark.ui.enabled": "true"}`` Spark serves its own pages; the run's log says where.
@@ -53,18 +62,109 @@ class SparkResource(dg.ConfigurableResource[None]):
             self._spark_session = self._start()
         return self._spark_session
 
+    def pyspark_config(self) -> dict[str, str]:
+        """All settings of its session, jars included: the ``spark_config`` for a ``PySparkResource`` or
+        ``LazyPySparkResource`` whose session tables can use.
+
+        The first call on a machine downloads the jars, see ``resolve_jars``.
+        """
+        remote, conf = resolve_remote(self.remote), self._conf()
+        if remote is not None:
+            return connect_settings(self.app_name, remote, conf)
+        return session_settings(self.app_name, self.master, resolve_jars(), conf)
+
+    def _conf(self) -> dict[str, str]:
+        return {name: str(value) for name, value in self.spark_config.items()}
+
     def _start(self) -> Any:
+        # Only where a session is wanted: a run without news need not wait for it, 0.2 s.
+        from dagster_pyspark import LazyPySparkResource
+
         started = time.monotonic()
-        conf = {name: str(value) for name, value in self.spark_config.items()}
         remote = resolve_remote(self.remote)
-        session = build_session(self.app_name, master=self.master, remote=remote, conf=conf)
-        local = None if is_remote() else session.sparkContext
-        where = (remote or "").partition("/;")[0] if local is None else local.master
-        pages = f", its pages at {local.uiWebUrl}" if local is not None and local.uiWebUrl else ""
-        dg.get_dagster_logger().info(
-            f"Spark {session.version} on {where}{pages} ({time.monotonic() - started:.1f} s)"
+        session = build_session(
+            self.app_name,
+            master=self.master,
+            remote=remote,
+            conf=self._conf(),
+            create=lambda settings: LazyPySparkResource(spark_config=settings).spark_session,
         )
+        _tell(session, (remote or "").partition("/;")[0], started)
         return session
+
+
+class PySpark(Protocol):
+    """A resource with a Spark session: ``PySparkResource`` and ``LazyPySparkResource`` of
+    dagster-pyspark, and any other that has it by the same name."""
+
+    @property
+    def spark_session(self) -> Any: ...
+
+
+def require_spark(spark: Any) -> None:
+    """Refuses what is no resource with a Spark session, when definitions load.
+
+    Raises:
+        TopologyError: it is something else.
+    """
+    made_by_function = isinstance(spark, dg.ResourceDefinition)  # what it gives is seen in a run
+    if not made_by_function and not (
+        isinstance(spark, dg.ConfigurableResource) and hasattr(type(spark), "spark_session")
+    ):
+        raise TopologyError(
+            "spark: expected a SparkResource, or a PySparkResource or LazyPySparkResource of "
+            f"dagster_pyspark, got {type(spark).__module__}.{type(spark).__qualname__}; give the "
+            "resource itself, for example spark=LazyPySparkResource(spark_config=…)"
+        )
+
+
+def session_of(spark: PySpark) -> Any:
+    """The Spark session of a resource.
+
+    Args:
+        spark: a :class:`SparkResource`, or a resource of dagster-pyspark; also one that no run of
+            Dagster has set up.
+
+    Raises:
+        SparkUnavailableError: the session lacks something that the tables need.
+    """
+    started, kind = time.monotonic(), type(spark).__name__
+    session = getattr(spark, "spark_session", None)
+    if session is None and isinstance(spark, dg.ConfigurableResource):
+        spark.setup_for_execution(dg.build_init_resource_context())
+        session = getattr(spark, "spark_session", None)
+    if session is None:
+        raise SparkUnavailableError(
+            f"Expected a resource with a Spark session in its attribute spark_session, got {kind} "
+            "without one. Give a SparkResource, PySparkResource or LazyPySparkResource."
+        )
+    lacks = lacking(session)
+    if lacks:
+        raise SparkUnavailableError(
+            f"Expected the Spark session of {kind} to have Delta Lake and UTC, it lacks "
+            f"{'; '.join(lacks)}. Add that to its spark_config, or take all settings that tables need, "
+            "jars included: spark_config=SparkResource(spark_config={…}).pyspark_config(). They hold "
+            "from the start of Spark: whoever starts it first in a process decides."
+        )
+    if not isinstance(spark, SparkResource) and session not in _told:
+        _told.add(session)
+        _tell(session, "", started, f" of {kind}")
+    return session
+
+
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Sessions of others that a run's log has named."""
+
+
+def _tell(session: Any, where: str, started: float, whose: str = "") -> None:
+    """Names a session in the run's log."""
+    local = None if is_remote() else session.sparkContext
+    where = where if local is None else local.master
+    pages = f", its pages at {local.uiWebUrl}" if local is not None and local.uiWebUrl else ""
+    on = f" on {where}" if where else ""
+    dg.get_dagster_logger().info(
+        f"Spark {session.version}{whose}{on}{pages} ({time.monotonic() - started:.1f} s)"
+    )
 
 
 class WarehouseResource(dg.ConfigurableResource[None]):
@@ -82,7 +182,7 @@ def keys_of(prefix: str) -> set[str]:
 
 
 def spark_key(prefix: str) -> str:
-    """The key of the :class:`SparkResource`."""
+    """The key of the resource that has the Spark session."""
     return f"{prefix}_spark"
 
 
@@ -96,9 +196,11 @@ def tables_key(prefix: str) -> str:
     return f"{prefix}_tables"
 
 
-def spark_of(context: Any, prefix: str) -> SparkResource:
-    """The resource of a step or its IO manager that has the Spark session."""
-    return getattr(context.resources, spark_key(prefix))
+def spark_for(context: Any, prefix: str) -> Callable[[], Any]:
+    """What gives the Spark session of a step or its IO manager: it is there when it is first asked for,
+    and is then looked at once, see :func:`session_of`."""
+    resource = getattr(context.resources, spark_key(prefix))
+    return cache(lambda: session_of(resource))
 
 
 def warehouse_of(context: Any, prefix: str) -> str:
@@ -108,5 +210,5 @@ def warehouse_of(context: Any, prefix: str) -> str:
 
 def stores_for(context: Any, prefix: str) -> Callable[[Stream], AssetStore]:
     """The tables of a step's asset and its inputs; what is written there is told in the run's log."""
-    spark = spark_of(context, prefix)
-    return stores_of(warehouse_of(context, prefix), lambda: spark.spark_session, context.log.info)
+    spark = spark_for(context, prefix)
+    return stores_of(warehouse_of(context, prefix), spark, context.log.info)

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.orchestration.asset import data_version, to_be_told, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of
-from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_of, tables_key, warehouse_of
+from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.runs.training_set import TrainingRun, manifest_of, read_manifest
 from vt_dagster.storage.places import address
@@ -73,9 +73,9 @@ def build_training_set(
     def of_training_set(
         context: dg.AssetExecutionContext, config: TrainingSetConfig
     ) -> dg.MaterializeResult[Any]:
-        started, spark = time.monotonic(), spark_of(context, resource_prefix)
+        started, spark = time.monotonic(), spark_for(context, resource_prefix)
         warehouse = warehouse_of(context, resource_prefix)
-        way = TrainingRun(declared, to, warehouse, lambda: spark.spark_session, context.log.info)
+        way = TrainingRun(declared, to, warehouse, spark, context.log.info)
         pinned = read_manifest(config.manifest) if config.manifest else None
         commit = way.run(pinned, context.run.run_id)
         if commit is None:

@@ -50,6 +50,7 @@ class Arrival:
         not_ready: the tables that a join looks into and that are not ready; it then takes nothing,
             unless it was told to.
         waiting: how many records it does not take for that reason.
+        buffered: where the grace period is an op of its own, how many records came out of it, by fate.
     """
 
     node: Stream
@@ -74,6 +75,7 @@ class Arrival:
     ready: dict[str, Offsets | None] = field(default_factory=dict[str, "Offsets | None"])
     not_ready: list[str] = field(default_factory=list[str])
     waiting: int = 0
+    buffered: dict[str, int] = field(default_factory=dict[str, int])
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, PARTITION, TIMESTAMP
+from vt_dagster.columns import ARRIVAL, FATE, HOME, INPUT, PARTITION, SEQUENCE, TIMESTAMP, TURN
 from vt_dagster.core.arrival import Fate
 from vt_dagster.core.known import Known
+from vt_dagster.core.log import log_schema
+from vt_dagster.errors import ContractError
 from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.progress import in_words
+from vt_dagster.topology.model import Stream
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,13 @@ class Receipt:
     fates: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, dict[str, int]])
 
 
+def nothing_of(node: Stream, spark: SparkSession) -> DataFrame:
+    """The results of a run that takes nothing: no rows."""
+    places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
+    empty = spark.createDataFrame([], log_schema(node))
+    return empty.withColumns({**places, FATE: F.lit(Fate.APPLIED)})
+
+
 def judge(records: DataFrame) -> Judged:
     """How many records have which fate, and from when to when those are that are looked up."""
     found = (
@@ -76,3 +87,17 @@ def judge(records: DataFrame) -> Judged:
     if sought:
         span = min(row["oldest"] for row in sought), max(row["newest"] for row in sought)
     return Judged(counts, homes, span)
+
+
+def require_same(node: Stream, given: Mapping[str, int], got: Mapping[str, int]) -> None:
+    """Refuses records of a grace buffer that an op in between has added to, left out or changed.
+
+    Raises:
+        ContractError: there are more or fewer records of a fate; both are counts by fate.
+    """
+    if given != got:
+        raise ContractError(
+            f"{node.name}: expected the records of its grace buffer ({in_words(given)}), got "
+            f"({in_words(got)}); give the join both outputs of the buffer as they are, and filter the "
+            "stream before the buffer or the result after the join"
+        )

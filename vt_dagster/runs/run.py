@@ -22,19 +22,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
-    ARRIVAL,
-    FATE,
-    HOME,
-    INPUT,
-    OFFSET,
     PARTITION,
     RECORDED_AT,
-    SEQUENCE,
-    TURN,
 )
 from vt_dagster.core.arrival import Fate, by_partition
 from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processors import processor_of
 from vt_dagster.runs.arrival import Arrival
@@ -48,21 +40,20 @@ from vt_dagster.runs.commit import (
 )
 from vt_dagster.runs.deterministic import require_deterministic_functions
 from vt_dagster.runs.gate import Passed, gate
+from vt_dagster.runs.known import inputs_of, known_of, logs_of
 from vt_dagster.runs.looking import look_up
-from vt_dagster.runs.own_time import bounds_of, known_marks, oldest, timed
-from vt_dagster.runs.past import recorded_if
+from vt_dagster.runs.own_time import bounds_of, timed
 from vt_dagster.runs.pin import explained, from_logs, from_source
-from vt_dagster.runs.reading import begun_of, met_twice, records_of, with_past
+from vt_dagster.runs.reading import met_twice, records_of, with_past
 from vt_dagster.runs.ready import require_covered
-from vt_dagster.runs.results import Judged, Receipt, Results, judge
+from vt_dagster.runs.results import Judged, Receipt, Results, judge, nothing_of, require_same
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.runs.told import steps_of, with_times
 from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.small_runs import is_small
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.progress import in_words
-from vt_dagster.storage.view import MANY_ROWS
-from vt_dagster.topology.model import Stream, Table
+from vt_dagster.topology.model import Stream
 
 _LAST = datetime.max.replace(tzinfo=timezone.utc)
 
@@ -140,7 +131,7 @@ class Run:
         """
         if self.arrival.source is not None:
             return [self._records(self.arrival.source, now)]
-        return [self._log_of(node) for node in self.processor.consumed]
+        return logs_of(self.arrival, self.processor, self.stores)
 
     def _records(self, source: Pinned, now: datetime | None) -> DataFrame:
         latest, now = None, now or datetime.now(timezone.utc)
@@ -149,45 +140,8 @@ class Run:
         with self._explained():
             return records_of(self.arrival, source, self.store, latest)
 
-    def _log_of(self, node: Stream) -> DataFrame:
-        arrival, store = self.arrival, self.stores(node)
-        head = arrival.inputs.get(node.name)
-        if head is None:
-            return store.spark.createDataFrame([], log_schema(node))
-        start, after = arrival.before.inputs.get(node.name, {}), self._look_back(node)
-        if node.name not in arrival.taken and (after is None or not start):
-            return recorded_if(self.processor.by_record, store.log({}, head).limit(0))
-        return recorded_if(self.processor.by_record, store.log(start, head, after))
-
-    def _look_back(self, node: Stream) -> int | None:
-        """As far as any place that the log has among the inputs needs it."""
-        before, processor = self.arrival.before, self.processor
-        places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
-        state = before.stream_time, before.released, before.marks
-        found = [processor.look_back(i, *state) for i in places]
-        found += [processor.reaches_back(i, self.arrival.marks) for i in places]
-        return min((after for after in found if after is not None), default=None)
-
     def _inputs(self, logs: Sequence[DataFrame]) -> list[Input]:
-        """The rows that were read, and the tables that are looked into besides."""
-        if self.arrival.source is not None:
-            return [Input(rows) for rows in logs]
-        before, since = self.arrival.before, oldest(self.processor, logs, self.arrival.before)
-        found: list[Input] = []
-        for node, rows in zip(self.processor.consumed, logs, strict=True):
-            start = before.inputs.get(node.name, {})
-            table = earlier = None
-            times = dict[int, int]()
-            # Where nothing was consumed before, every row of the table is among the changes.
-            if start and self.processor.reads_tables and node.name in self.arrival.tables:
-                store, at = self.stores(node), self.arrival.tables[node.name]
-                table = store.current_at(at) if since is None else store.view_at(at, since)
-                table, times = table.drop(RECORDED_AT), at.stream_time
-            if start and self._look_back(node) is not None:
-                consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
-                earlier, rows = rows.where(consumed), rows.where(~consumed)
-            found.append(Input(rows, table, earlier, self.arrival.few_of(node.name), times))
-        return found
+        return inputs_of(self.arrival, self.processor, self.stores, logs)
 
     # -- operate ---------------------------------------------------------------------------------
 
@@ -202,7 +156,7 @@ class Run:
         """
         known, processor = self._known(with_tables=True), self.processor
         if self.arrival.empty:
-            return Results(self._nothing(), known)
+            return Results(nothing_of(self.node, self.store.spark), known)
         require_deterministic_functions(self.arrival, self.store)
         if self.arrival.source is not None and (processor.bounded or met_twice(read[0], self.arrival)):
             # They are looked at twice, and reading them is the most of it.
@@ -217,11 +171,48 @@ class Run:
                 bounds = bounds_of(processor, self._inputs(read), before, spark)
                 known = replace(known, bounds=bounds)
         inputs = self._inputs(read)
-        own = self.arrival.view_rows if processor.reads_own(self.arrival.marks) else 0
-        with self.store.tuned(self._small(Judged(rows_read=own))):
-            judged = processor.judge(inputs, known)
+        judged = self._judged(inputs, known)
         if judged is None:
             return Results(processor.results(inputs, known), known)
+        return self._joined(judged, known)
+
+    def buffer(self, read: Sequence[DataFrame]) -> DataFrame:
+        """The first half of :meth:`operate`, of a join with a grace period: which records go out, and
+        which wait. They are computed, and held until the commit; of a run that takes nothing they are
+        lazy.
+
+        Returns:
+            the records of the run and those that waited before it, with ``_fate``.
+        """
+        judged = self._judged(self._inputs(read), self._known(with_tables=True))
+        assert judged is not None
+        if self.arrival.empty:
+            return judged
+        with self.store.tuned(self.arrival.small):
+            buffered = self._hold(judged)
+            self.arrival.buffered.update(judge(buffered).counts)
+        return buffered
+
+    def join(self, buffered: DataFrame) -> Results:
+        """The second half: what :meth:`buffer` gave, with the table as of the records' times.
+
+        Raises:
+            ContractError: there are more or fewer records of a fate than :meth:`buffer` gave.
+        """
+        known = self._known(with_tables=True)
+        if self.arrival.empty:
+            return Results(nothing_of(self.node, self.store.spark), known)
+        results = self._joined(buffered, known)
+        require_same(self.node, self.arrival.buffered, results.judged.counts)
+        return results
+
+    def _judged(self, inputs: Sequence[Input], known: Known) -> DataFrame | None:
+        own = self.arrival.view_rows if self.processor.reads_own(self.arrival.marks) else 0
+        with self.store.tuned(self._small(Judged(rows_read=own))):
+            return self.processor.judge(inputs, known)
+
+    def _joined(self, judged: DataFrame, known: Known) -> Results:
+        processor = self.processor
         with self.store.tuned(self.arrival.small):
             told = judge(judged)
         with self.store.tuned(self._small(told)):
@@ -229,44 +220,13 @@ class Run:
         return Results(rows, known, told)
 
     def _known(self, with_tables: bool = False) -> Known:
-        arrival, before, store = self.arrival, self.arrival.before, self.store
-        view = state = None
-        if with_tables and arrival.previous is not None:
-            state = store.state(arrival.previous)
-            own = isinstance(self.node, Table) and self.processor.reads_own(arrival.marks)
-            view = store.current() if own else None
-            view = None if view is None else view.drop(RECORDED_AT)
-        since = self.processor.reaches_back(0, arrival.marks)
-        asked = with_tables and since is not None and self.processor.refuses
-        many = arrival.few and arrival.view_rows > MANY_ROWS
-        return Known(
-            hold=self._hold if with_tables and (many or self.processor.holds) else None,
-            state=state,
-            view=view,
-            stream_time=by_partition(before.stream_time),
-            stream_time_after=by_partition(arrival.stream_time),
-            released=by_partition(before.released),
-            released_after=by_partition(arrival.released),
-            bounds=arrival.bounds,
-            in_time=arrival.in_time,
-            marks=known_marks(before.marks),
-            marks_after=known_marks(arrival.marks),
-            since=since,
-            refused=store.quarantine() if asked else None,
-            begun=begun_of(arrival, store) if with_tables else None,
-        )
+        return known_of(self.arrival, self.processor, self.store, self._hold if with_tables else None)
 
     def _hold(self, rows: DataFrame) -> DataFrame:
         """Computes rows at once: two builders of Spark's cache can wait for each other for ever."""
         self.arrival.held.append(self.store.hold(rows))
         self.arrival.held[-1].count()
         return self.arrival.held[-1]
-
-    def _nothing(self) -> DataFrame:
-        """The results of a run that takes nothing."""
-        empty = self.store.spark.createDataFrame([], log_schema(self.node))
-        places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
-        return empty.withColumns({**places, FATE: F.lit(Fate.APPLIED)})
 
     def _small(self, judged: Judged) -> bool:
         return self.arrival.small and is_small(self.arrival.records, judged.rows_read)

@@ -12,13 +12,21 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark.jars import PYSPARK_SERIES, one_line, resolve_jars
+from vt_dagster.spark.lacking import (
+    CATALOG,
+    DELTA_CATALOG,
+    DELTA_EXTENSION,
+    EXTENSIONS,
+    TIME_ZONE,
+    lacking,
+)
 from vt_dagster.spark.launch import not_started, quiet_start
 
 if TYPE_CHECKING:
@@ -27,9 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["build_session", "resolve_jars"]
 
 JAVA_VERSIONS = range(17, 22)  # Spark 4.0 needs 17; from 24 on Hadoop's login fails
-DELTA_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
-DELTA_CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
-TIME_ZONE = "spark.sql.session.timeZone"
 FEW_QUERIES = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
 """For a process of a few queries over few rows: to compile them well takes longer than to run them."""
 
@@ -44,6 +49,7 @@ def build_session(
     master: str = "local[*]",
     remote: str | None = None,
     conf: Mapping[str, str] = {},
+    create: Callable[[dict[str, str]], SparkSession] | None = None,
 ) -> SparkSession:
     """Start a Spark session with Delta Lake and Kafka, or reuse the one this process has.
 
@@ -58,6 +64,8 @@ def build_session(
         remote: ``sc://host:port`` connects to a Spark Connect server instead: master, jars and
             driver defaults do not apply, the server brings Delta Lake and its own settings.
         conf: Spark settings.
+        create: Makes the session by its settings; None = PySpark's builder. Its ``getOrCreate``
+            then finds the context that was started here.
 
     Raises:
         SparkUnavailableError: no Java or a wrong one, an unreachable master, missing jars,
@@ -66,22 +74,26 @@ def build_session(
     zone = conf.get(TIME_ZONE, "UTC")
     if zone != "UTC":
         raise SparkUnavailableError(
-            f"Expected {TIME_ZONE}=UTC, got {zone!r}: versions are compared by UTC timestamps. "
-            "Remove the setting and convert where times are shown."
+            f"Expected spark.sql.session.timeZone=UTC, got {zone!r}: versions are compared by UTC "
+            "timestamps. Remove the setting and convert where times are shown."
         )
     try:
-        session = _connect(app_name, remote, conf) if remote else _classic(app_name, master, conf)
-        extensions = session.conf.get("spark.sql.extensions", "") or ""
+        create = create or _built
+        if remote:
+            session = _connect(app_name, remote, conf, create)
+        else:
+            session = _classic(app_name, master, conf, create)
+        lacks = lacking(session)
     except SparkUnavailableError:
         raise
     except Exception as error:  # whatever PySpark, py4j or gRPC raise while a session starts
         told = getattr(error, "details", None)  # gRPC's errors are pages, but for this
         where = (remote or master).partition("/;")[0]  # what follows may be a token
         raise not_started(where, str(told()) if callable(told) else one_line(error)) from None
-    if DELTA_EXTENSION not in extensions:
+    if lacks:
         raise SparkUnavailableError(
-            f"Expected a Spark session with spark.sql.extensions={DELTA_EXTENSION}, the session "
-            f"in use has {extensions or 'none'!r}. "
+            f"Expected a Spark session with Delta Lake in UTC, the session in use lacks "
+            f"{'; '.join(lacks)}. "
             + (
                 "Start the Spark Connect server with Delta Lake."
                 if remote
@@ -91,8 +103,26 @@ def build_session(
     return session
 
 
-def _connect(app_name: str, remote: str, conf: Mapping[str, str]) -> SparkSession:
+def _built(settings: dict[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def connect_settings(app_name: str, remote: str, conf: Mapping[str, str]) -> dict[str, str]:
+    """All settings of a session on a Spark Connect server."""
+    return {"spark.remote": remote, "spark.app.name": app_name, **conf, TIME_ZONE: "UTC"}
+
+
+def _connect(
+    app_name: str,
+    remote: str,
+    conf: Mapping[str, str],
+    create: Callable[[dict[str, str]], SparkSession],
+) -> SparkSession:
     from pyspark.sql.utils import is_remote
 
     if not remote.startswith("sc://"):
@@ -107,15 +137,16 @@ def _connect(app_name: str, remote: str, conf: Mapping[str, str]) -> SparkSessio
         )
     _check_reachable(remote, default_port=15002)
     check_connect(remote)
-    builder = SparkSession.builder.remote(remote).appName(app_name)
-    for key, value in {**conf, TIME_ZONE: "UTC"}.items():
-        builder = builder.config(key, value)
-    return builder.getOrCreate()
+    return create(connect_settings(app_name, remote, conf))
 
 
-def _classic(app_name: str, master: str, conf: Mapping[str, str]) -> SparkSession:
+def _classic(
+    app_name: str,
+    master: str,
+    conf: Mapping[str, str],
+    create: Callable[[dict[str, str]], SparkSession],
+) -> SparkSession:
     from pyspark import SparkConf, SparkContext
-    from pyspark.sql import SparkSession
 
     running = _running()
     if running is not None:
@@ -146,7 +177,7 @@ def _classic(app_name: str, master: str, conf: Mapping[str, str]) -> SparkSessio
     spark_conf = SparkConf(loadDefaults=False).setAll(list(settings.items()))
     with quiet_start(master) as launch:
         SparkContext(conf=spark_conf, gateway=launch(spark_conf) if own_jvm else None)
-        session = SparkSession.builder.config(conf=spark_conf).getOrCreate()
+        session = create(settings)
         if not own_jvm:  # a JVM that somebody else started may lack the jars: load a class
             session.catalog.currentDatabase()
     _remember_classes(session)
@@ -200,7 +231,7 @@ def session_settings(
         "spark.sql.inMemoryColumnarStorage.compressed": "false",
         # For each column expression it asks the JVM several times, only to word errors better.
         "spark.python.sql.dataFrameDebugging.enabled": "false",
-        "spark.sql.catalog.spark_catalog": DELTA_CATALOG,
+        CATALOG: DELTA_CATALOG,
     }
     cores = _local_cores(master)
     if cores:
@@ -220,7 +251,7 @@ def session_settings(
     # Of two values for one property the JVM takes the last: the user's log file, but our UTC.
     settings |= {
         "spark.jars": joined("spark.jars", ",", *(jar.as_uri() for jar in jars)),
-        "spark.sql.extensions": joined("spark.sql.extensions", ",", DELTA_EXTENSION),
+        EXTENSIONS: joined(EXTENSIONS, ",", DELTA_EXTENSION),
         "spark.driver.extraJavaOptions": (
             f"-Dlog4j2.configurationFile={log4j} {driver} -Duser.timezone=UTC"
         ),

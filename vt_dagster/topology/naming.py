@@ -46,3 +46,18 @@ def require_path(path: str, kind: str) -> list[str]:
                 "give it another key prefix or name"
             )
     return parts
+
+
+class Called:
+    """What kinds of operators are called, in the names of their ops."""
+
+    @classmethod
+    def words(cls) -> tuple[str, ...]:
+        """Those of this class: what it says in ``called``, else its own name, like ``map_values``."""
+        own = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        return vars(cls).get("called", (own,))
+
+    @property
+    def word(self) -> str:
+        """Which of them this one is called."""
+        return self.words()[0]

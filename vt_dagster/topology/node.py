@@ -20,7 +20,7 @@ from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.deterministic import check_expressions
 from vt_dagster.topology.durations import Duration, check_duration, spoken
-from vt_dagster.topology.naming import require_name, require_path
+from vt_dagster.topology.naming import Called, require_name, require_path
 from vt_dagster.topology.renames import Names, names_before, same_meaning
 from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp
 from vt_dagster.topology.windowing import Window
@@ -70,7 +70,7 @@ class Source(Protocol):
         ...
 
 
-class Operator(ABC):
+class Operator(Called, ABC):
     """What a stream or table is the result of."""
 
     name: str

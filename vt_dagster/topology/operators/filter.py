@@ -28,6 +28,8 @@ class Filter(RowByRow):
         materialized: None: the result is versioned if the table is, and has no store of its own.
     """
 
+    called = ("filter", "filter_not")
+
     predicate: str = field(kw_only=True)
     negate: bool = field(default=False, kw_only=True)
 
@@ -38,6 +40,10 @@ class Filter(RowByRow):
                 f"{self.name}: a filter needs a SQL condition, for example 'price > 10', got "
                 f"{self.predicate!r}"
             )
+
+    @property
+    def word(self) -> str:
+        return self.words()[self.negate]
 
     @property
     def condition(self) -> str:

@@ -26,6 +26,8 @@ class StreamAggregate(Aggregate):
         materialized: None: a plain table; with a history retention: a versioned one.
     """
 
+    called = ("aggregate",)
+
     aggregates: tuple[tuple[str, str], ...] = field(kw_only=True)
 
     def __post_init__(self) -> None:

@@ -45,6 +45,8 @@ class StreamStreamJoin(Join):
             after its window has ended.
     """
 
+    called = ("stream_join",)
+
     before: Duration = _NOTHING
     after: Duration = _NOTHING
     grace: Duration = _NOTHING

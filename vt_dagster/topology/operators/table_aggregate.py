@@ -56,6 +56,8 @@ class TableAggregate(Aggregate):
         aggregates: (name, SQL aggregate) pairs, of count, sum, avg; or an Aggregator.
     """
 
+    called = ("aggregate",)
+
     aggregates: tuple[tuple[str, str], ...] | Aggregator = field(kw_only=True)
     select: tuple[str, ...] = field(default=("*",), kw_only=True)
 

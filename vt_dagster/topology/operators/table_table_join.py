@@ -38,6 +38,8 @@ class TableTableJoin(Join):
         emit: ``every_update``, or ``per_run``: only the last update of each key in a run.
     """
 
+    called = ("table_join",)
+
     materialized: Materialized | None = None
     monotone_timestamps: bool | None = None
     emit: Emit = "every_update"

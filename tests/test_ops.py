@@ -1,0 +1,295 @@
+"""Graphs of the typed ops: what they commit is what the one op of ``build_asset`` commits."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+import vt_dagster
+from tests.market import Market, checks, materialized, messages, record, run
+from vt_dagster import (
+    HoppingWindow,
+    SessionWindow,
+    SlidingWindow,
+    TopologyError,
+    TumblingWindow,
+    UntilWindowCloses,
+    build_asset,
+    build_definitions,
+    ops,
+)
+from vt_dagster.columns import FATE, RECORDED_AT
+from vt_dagster.core.processors import PROCESSORS
+from vt_dagster.orchestration.steps import KINDS, steps_of
+from vt_dagster.runs.run import run_once
+from vt_dagster.storage.store import stores_of
+from vt_dagster.topology.model import Stream
+
+HOUR = timedelta(hours=1)
+ROOT = Path(__file__).parent.parent
+
+
+def graph_of(node: Stream, between: Any = None) -> dg.AssetsDefinition:
+    """The asset of a node as a graph of its steps, with an op between its buffer and its join: of what
+    was released and what waits it gives what waits."""
+    steps = steps_of(node)
+    buffer = ops.grace_buffer_op(node) if "grace_buffer_op" in steps else None
+    operate = getattr(ops, steps[-2])(node)
+    read, write = ops.read_logs_op(node), ops.write_op(node)
+    kept = dg.Out(io_manager_key=ops.OP_MEMORY)
+    look = None if between is None else dg.op(name=f"look_{node.name}", out=kept)(between)
+
+    @dg.graph_asset(**ops.graph_arguments(node))
+    def graph(**after: Any) -> Any:
+        taken = read(**after)
+        logs = {name: getattr(taken, name) for name in taken._fields}
+        if buffer is not None:
+            released, waiting = buffer(**logs)
+            waiting = waiting if look is None else look(released, waiting)
+            logs = {"released": released, "waiting": waiting, "arrival": taken.arrival}
+        return write(operate(**logs), taken.arrival)
+
+    return graph
+
+
+def every_kind(market: Market, sign: str) -> dict[str, Stream]:
+    """Of each word of ``vt_dagster.ops`` some nodes."""
+    prices, rates, sales = market.prices, market.rates, market.sales
+    by_price = sales.select_key("v", name=f"{sign}select_key")
+    changes = prices.to_stream(name=f"{sign}to_stream")
+    both = ["left.*", "right.v as w"]
+    match: Any = {"select": both, "within": timedelta(hours=2)}
+    windows = {
+        "tumbling": TumblingWindow(HOUR, grace=HOUR),
+        "hopping": HoppingWindow(2 * HOUR, HOUR, grace=HOUR),
+        "session": SessionWindow(HOUR, grace=HOUR),
+        "sliding": SlidingWindow(HOUR, grace=HOUR),
+    }
+    counted = {
+        name: sales.group_by().windowed_by(window).count(name=f"{sign}{name}")
+        for name, window in windows.items()
+    }
+    joined: Any = {"select": both, "grace_period": HOUR}
+    made = {
+        "stream_table_join": sales.left_join(prices, name=f"{sign}stream_table_join", **joined),
+        "inner": sales.join(prices, name=f"{sign}inner", **joined),
+        "no_grace": sales.join(rates, name=f"{sign}no_grace", select=both),
+        "corrected_join": sales.left_join(
+            prices, name=f"{sign}corrected_join", corrected_for=timedelta(days=1), **joined
+        ),
+        "corrected_stream_join": sales.outer_join(
+            changes, name=f"{sign}corrected_stream_join", corrected_for=timedelta(days=1), **match
+        ),
+        "stream_join": sales.outer_join(changes, name=f"{sign}stream_join", grace=HOUR, **match),
+        "table_join": prices.left_join(rates, name=f"{sign}table_join", select=both),
+        "itself": rates.join(rates, name=f"{sign}itself", select=both),
+        "foreign_key_join": prices.left_join(
+            rates, name=f"{sign}foreign_key_join", select=both, foreign_key="v"
+        ),
+        "history_join": prices.outer_join(
+            sales.to_table(
+                name=f"{sign}to_table",
+                materialized=vt_dagster.Materialized(history_retention=timedelta(days=1)),
+            ),
+            name=f"{sign}history_join",
+            select=["left.k as k", "left.v", "right.v as w"],
+            history="complete",
+        ),
+        "filter": prices.filter("v > 'p'", name=f"{sign}filter"),
+        "filter_not": rates.filter_not("v > 'p'", name=f"{sign}filter_not"),
+        "map_values": prices.map_values("upper(v) as v", name=f"{sign}map_values"),
+        "aggregate": rates.group_by("v").count(name=f"{sign}aggregate"),
+        "stream_aggregate": sales.group_by().count(name=f"{sign}stream_aggregate"),
+        "merge": sales.merge(changes, name=f"{sign}merge"),
+        "flat_map_values": sales.flat_map_values(
+            "array(v, 'x')", column="w", name=f"{sign}flat_map_values"
+        ),
+        **counted,
+        "suppress": counted["tumbling"].suppress(UntilWindowCloses(), name=f"{sign}suppress"),
+    }
+    more = {up.name: up for node in made.values() for up in node.inputs if up.name.startswith(sign)}
+    return {by_price.name: by_price, **more, **{node.name: node for node in made.values()}}
+
+
+def log_of(market: Market, node: Stream) -> list[tuple[Any, ...]]:
+    rows = market.store(node).read("log").drop(RECORDED_AT)
+    columns = sorted(c for c in rows.columns if c != "cause")
+    return sorted(tuple(map(str, row)) for row in rows.select(*columns).collect())
+
+
+def told(market: Market, node: Stream) -> dict[str, Any]:
+    """What a commit says but for names, times and versions."""
+    head = market.store(node).head()
+    assert head is not None
+    commit = head.commit
+    fields = ("batch", "next_offset", "stream_time", "released", "counts", "totals", "marks")
+    return {name: getattr(commit, name) for name in fields}
+
+
+def land(market: Market, number: int) -> None:
+    """Three arrivals: late records, ones that wait, tombstones, no key; the last of one record."""
+    prices, rates, sales = (
+        (
+            [("a", "p1", "1 00:00"), ("a", "p2", "1 02:00"), ("b", "q1", "1 01:00")],
+            [("a", "r1", "1 00:00"), ("p1", "r2", "1 00:00")],
+            [("a", "s1", "1 01:00"), ("b", "s2", "1 03:30"), ("a", "s3", "1 04:00")],
+        ),
+        (
+            [("a", "p3", "1 03:45"), ("b", None, "1 05:00"), ("a", "p0", "1 01:30")],
+            [("a", "r3", "1 04:00"), ("b", "r4", "1 05:00")],
+            [
+                *(("a", "s4", "1 02:00"), ("b", "s5", "1 06:00")),
+                *(("c", "s6", "1 05:30"), ("a", "s7", "1 06:30")),
+            ],
+        ),
+        ([], [], [("a", "s8", "1 09:00")]),
+    )[number]
+    for name, rows in (("prices", prices), ("rates", rates), ("sales", sales)):
+        if rows:
+            market.land(name, f"{number}.jsonl", *(record(*row) for row in rows))
+
+
+WAITING = ("stream_table_join", "inner", "no_grace", "corrected_join")
+
+
+def test_a_graph_commits_what_the_asset_commits(spark: SparkSession, tmp_path: Path) -> None:
+    """Of stream-table joins over three runs and one without news: rows, order, counts, times."""
+    market = Market(tmp_path, spark)
+    assets, graphs = every_kind(market, "asset_"), every_kind(market, "graph_")
+    sources = [build_asset(node) for node in (market.prices, market.rates, market.sales)]
+    made = [*sources, *(build_asset(assets[f"asset_{name}"]) for name in WAITING)]
+    seen: list[tuple[int, int, set[str]]] = []
+
+    def look(released: DataFrame, waiting: DataFrame) -> DataFrame:
+        fates = {row[FATE] for row in released.select(FATE).distinct().collect()}
+        seen.append((released.count(), waiting.count(), fates))
+        return waiting
+
+    for name in WAITING:
+        made.append(graph_of(graphs[f"graph_{name}"], look if name == WAITING[0] else None))
+    for number in range(4):
+        if number < 3:
+            land(market, number)
+        result = run(made, market.warehouse, instance=market.instance, raise_on_error=True)
+    for name in WAITING:
+        node, twin = assets[f"asset_{name}"], graphs[f"graph_{name}"]
+        assert log_of(market, node) == log_of(market, twin), name
+        assert told(market, node) == told(market, twin), name
+    # s1 has waited long enough, s2 and s3 wait; s4 comes too late; at the end s8 alone waits.
+    assert [one[:2] for one in seen] == [(1, 2), (4, 2), (2, 1), (0, 1)]
+    assert seen[1][2] == {"applied", "late"}
+    assert not result.get_asset_materialization_events(), "nothing was new"
+
+
+def test_a_graph_of_each_operator(spark: SparkSession, tmp_path: Path) -> None:
+    """Its graph commits what its run commits without Dagster."""
+    market = Market(tmp_path, spark)
+    land(market, 1)
+    stores = stores_of(str(market.warehouse), spark)
+    for source in (market.prices, market.rates, market.sales):
+        run_once(source, stores)
+    assets, graphs = every_kind(market, "asset_"), every_kind(market, "graph_")
+    for node in assets.values():
+        run_once(node, stores)
+    run(map(graph_of, graphs.values()), market.warehouse, raise_on_error=True)
+    for (name, node), twin in zip(assets.items(), graphs.values(), strict=True):
+        assert log_of(market, node) == log_of(market, twin), name
+        assert told(market, node) == told(market, twin), name
+    assert {type(node.operator) for node in graphs.values()} == set(PROCESSORS)
+
+
+def test_each_operator_has_an_op(tmp_path: Path) -> None:
+    """By the operators' own list: public, described, of the right nodes only."""
+    market = Market(tmp_path, None)  # type: ignore[arg-type]
+    nodes = every_kind(market, "")
+    assert {k for kinds in KINDS.values() for k in kinds} == {k.__name__ for k in PROCESSORS}
+    for word in KINDS:
+        op = getattr(ops, f"{word}_op")
+        assert f"{word}_op" in ops.__all__
+        assert op.__doc__
+        assert op.__name__ == f"{word}_op"
+        for node in (n for n in nodes.values() if n.operator is not None):
+            if f"{word}_op" in steps_of(node):
+                made = op(node)
+                assert made.name == f"{word}_{node.name}"
+                assert made.output_defs[0].dagster_type.unique_name == f"{node.name}_results"
+            else:
+                with pytest.raises(TopologyError, match=" -> ".join(steps_of(node))):
+                    op(node)
+    with pytest.raises(TopologyError, match="read it with read_op"):
+        ops.filter_op(market.prices)
+    with pytest.raises(TopologyError, match=r"no_grace.*got grace_buffer_op"):
+        ops.grace_buffer_op(nodes["no_grace"])
+    released, waiting = ops.grace_buffer_op(nodes["inner"]).output_defs
+    assert (released.name, waiting.name) == ("released", "waiting")
+    assert released.dagster_type.unique_name == "sales_considered"
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda released, waiting: waiting.limit(0), "(1 applied)"),
+        (lambda released, waiting: released, "(2 applied)"),
+        (lambda released, waiting: waiting.drop("v"), "lacks v"),
+    ],
+    ids=["left out", "twice", "no column"],
+)
+def test_what_the_buffer_gives_is_not_changed(
+    spark: SparkSession, tmp_path: Path, change: Any, got: str
+) -> None:
+    market = Market(tmp_path, spark)
+    land(market, 0)
+    made = [build_asset(market.prices), build_asset(market.sales), graph_of(market.priced, change)]
+    result = run(made, market.warehouse)
+    assert not result.success
+    said = messages(result)
+    assert got in said
+    assert (
+        "mend the op before" in said or "give the join both outputs of the buffer as they are" in said
+    )
+    assert market.store(market.priced).head() is None
+
+
+def test_a_graph_takes_the_place_of_an_asset(spark: SparkSession, tmp_path: Path) -> None:
+    """With its spec, its checks, and what is downstream; a key of none of the nodes is refused."""
+    market = Market(tmp_path, spark)
+    land(market, 0)
+    table = market.priced.to_table(name="last", group="shop")
+    graph = graph_of(market.priced)
+    plain = build_asset(market.priced).specs_by_key[dg.AssetKey("priced")]
+    ours = graph.specs_by_key[dg.AssetKey("priced")]
+    for told_of in ("description", "metadata", "kinds", "code_version", "owners", "group_name"):
+        assert getattr(ours, told_of) == getattr(plain, told_of), told_of
+    assert [d.asset_key for d in ours.deps] == [d.asset_key for d in plain.deps]
+    assert plain.metadata["vt_dagster/ops"] == (
+        "read_logs_op -> grace_buffer_op -> stream_table_join_op -> write_op"
+    )
+    spark_resource = vt_dagster.SparkResource(master="local[2]")
+    where: Any = {"warehouse": str(market.warehouse), "spark": spark_resource}
+    defs = dg.Definitions.merge(
+        build_definitions(table, graph_assets=[graph], **where),
+        dg.Definitions(executor=dg.in_process_executor),
+    )
+    result = defs.resolve_implicit_global_asset_job_def().execute_in_process()
+    assert result.success
+    assert materialized(result, "priced")["records_waiting"] == 2
+    assert materialized(result, "last")["records_in"] == 1
+    assert "priced:accounting" in " ".join(checks(result)) or any(
+        one.startswith("priced:") for one in checks(result)
+    )
+    (buffer,) = [e for e in result.all_events if e.is_successful_output and "grace" in e.step_key][:1]
+    outputs = {
+        e.step_output_data.output_name: {k: v.value for k, v in e.step_output_data.metadata.items()}
+        for e in result.all_events
+        if e.is_successful_output and e.step_key == buffer.step_key
+    }
+    assert outputs == {"released": {"records_applied": 1}, "waiting": {"records_waiting": 2}}
+    with pytest.raises(TopologyError, match=r"priced: expected graph_assets to have the key of one of"):
+        build_definitions(market.rates, graph_assets=[graph], **where)
+    with pytest.raises(TopologyError, match="a second graph asset"):
+        build_definitions(market.priced, graph_assets=[graph, graph], **where)

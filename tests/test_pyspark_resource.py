@@ -1,0 +1,260 @@
+"""A team's own ``PySparkResource`` or ``LazyPySparkResource``: the assets use its Spark session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster_pyspark import LazyPySparkResource, PySparkResource
+from pyspark.sql import SparkSession
+
+from tests.market import Market, checks, lines, materialized, messages, record
+from tests.test_executor import INSTANCE, ROOT
+from vt_dagster import TopologyError, build_definitions, build_resources
+from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.orchestration.resource import session_of
+from vt_dagster.spark.lacking import TIME_ZONE, lacking
+
+KINDS = (PySparkResource, LazyPySparkResource)
+PACKAGES = ("dagster", "dagster-pyspark", "pyspark", "pandera", "pytest")
+
+
+def landed(market: Market) -> Market:
+    market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
+    market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("a", "s2", "1 06:00"))
+    return market
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_session_for_tables_and_own_assets(spark: SparkSession, tmp_path: Path, kind: Any) -> None:
+    """In one process: an asset of the team's reads the table on the same session; then all idle."""
+    market = landed(Market(tmp_path, spark))
+    theirs = kind(spark_config={"spark.sql.shuffle.partitions": "2"})
+    seen: list[Any] = []
+
+    @dg.asset(deps=["priced"])
+    def mine(pyspark: dg.ResourceParam[Any]) -> None:
+        log = pyspark.spark_session.read.format("delta").load(f"{market.warehouse}/priced/log")
+        seen.append((pyspark.spark_session, log.count()))
+
+    @dg.asset
+    def of_manager(prices: Any) -> None:
+        seen.append((prices.sparkSession, prices.count()))
+
+    tables = "vt_dagster_tables"
+    reader = dg.asset(ins={"prices": dg.AssetIn(input_manager_key=tables)})(
+        of_manager.op.compute_fn.decorated_fn
+    )
+    defs = dg.Definitions.merge(
+        build_definitions(market.priced, warehouse=str(market.warehouse), spark=theirs),
+        dg.Definitions([mine, reader], resources={"pyspark": theirs}, executor=dg.in_process_executor),
+    )
+    job = defs.resolve_implicit_global_asset_job_def()
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = job.execute_in_process(instance=instance)
+        said = [e.user_message for e in instance.all_logs(result.run_id) if not e.is_dagster_event]
+    assert materialized(result, "priced")["records_in"] == 2
+    assert all(one.passed for one in checks(result).values())
+    assert {(one, n) for one, n in seen} == {(spark, 1)}
+    assert sum(f" of {kind.__name__} on local[2]" in line for line in said) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resource_that_no_run_has_set_up(spark: SparkSession, kind: Any) -> None:
+    """A script of the code location asks it, as the worked example does."""
+    assert session_of(kind(spark_config={})) is spark
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_in_another_time_zone_is_refused(
+    spark: SparkSession, tmp_path: Path, kind: Any
+) -> None:
+    """Also where an asset on the same session has set it meanwhile; nothing is written."""
+    market = landed(Market(tmp_path, spark))
+    defs = build_definitions(
+        market.prices, warehouse=str(market.warehouse), spark=kind(spark_config={})
+    )
+    spark.conf.set(TIME_ZONE, "Europe/Berlin")
+    try:
+        result = defs.resolve_implicit_global_asset_job_def().execute_in_process(raise_on_error=False)
+    finally:
+        spark.conf.set(TIME_ZONE, "UTC")
+    assert not result.success
+    said = messages(result)
+    for part in (kind.__name__, f"{TIME_ZONE}=UTC, it has 'Europe/Berlin'", "pyspark_config()"):
+        assert part in said
+    assert not (market.warehouse / "prices" / "log").exists()
+
+
+class _Plain:
+    """A session as Spark makes it by itself."""
+
+    class conf:
+        @staticmethod
+        def get(name: str, default: str) -> str:
+            return {TIME_ZONE: "Etc/UTC"}.get(name, default)
+
+
+def test_what_a_session_lacks_is_named() -> None:
+    extensions, catalog = lacking(_Plain())  # type: ignore[arg-type]
+    assert extensions.startswith("spark.sql.extensions=io.delta.sql.DeltaSparkSessionExtension")
+    assert catalog.startswith("spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+NO_JARS = """
+from dagster_pyspark import LazyPySparkResource
+from vt_dagster import SparkResource
+from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.orchestration.resource import session_of
+
+whole = SparkResource(master="local[1]").pyspark_config()
+jars = whole.pop("spark.jars")
+try:
+    session_of(LazyPySparkResource(spark_config=whole))
+except SparkUnavailableError as error:
+    print(error)
+"""
+
+
+def test_a_session_without_the_jars_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_JARS],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    (said,) = done.stdout.splitlines()
+    for part in ("LazyPySparkResource", "the jars of io.delta:delta-spark", "pyspark_config()"):
+        assert part in said
+
+
+@pytest.mark.parametrize("given", ["local[2]", SparkSession, object()])
+def test_what_is_no_resource_is_refused_when_definitions_load(tmp_path: Path, given: Any) -> None:
+    market = Market(tmp_path, None)  # type: ignore[arg-type]
+    with pytest.raises(TopologyError, match="expected a SparkResource, or a PySparkResource or Lazy"):
+        build_definitions(market.prices, spark=given)
+
+
+def test_a_resource_without_a_session_is_refused() -> None:
+    with pytest.raises(SparkUnavailableError, match="got SimpleNamespace without one"):
+        session_of(SimpleNamespace(spark_session=None))
+
+
+def test_the_handed_over_resource_is_the_one_of_the_location() -> None:
+    theirs = LazyPySparkResource(spark_config={})
+    assert build_resources(spark=theirs)["vt_dagster_spark"] is theirs
+
+
+SPREAD = """
+import sys
+import dagster as dg
+from pathlib import Path
+from dagster_pyspark import LazyPySparkResource, PySparkResource
+from tests.market import Market
+from vt_dagster import SparkResource, build_definitions
+
+NAMES = "prices", "rates", "mine"
+market, config = Market(Path({root!r}), None), SparkResource(master="local[1]").pyspark_config()
+lazy, eager = LazyPySparkResource(spark_config=config), PySparkResource(spark_config=config)
+
+@dg.asset(deps=["prices", "rates"])
+def mine(pyspark: LazyPySparkResource) -> None:
+    for name in ("prices", "rates"):
+        rows = pyspark.spark_session.read.format("delta").load({root!r} + f"/warehouse/{{name}}/log")
+        assert rows.count() == 1
+
+where = dict(warehouse=str(market.warehouse))
+defs = dg.Definitions.merge(
+    build_definitions(market.prices, spark=lazy, **where),
+    build_definitions(market.rates, spark=eager, resource_prefix="eager", **where),
+    dg.Definitions([mine], resources={{"pyspark": lazy}}, executor=dg.multiprocess_executor, jobs=[
+        dg.define_asset_job("both", dg.AssetSelection.assets(*NAMES).without_checks())
+    ]),
+)
+"""
+
+
+@pytest.mark.timeout(400)
+def test_with_a_process_for_each_step(spark: SparkSession, tmp_path: Path) -> None:
+    """Both kinds, and an asset of the team's own, each in a process with a session of its own."""
+    market = Market(tmp_path, spark)
+    for name in ("prices", "rates"):
+        market.land(name, "1.jsonl", record("a", "p1", "1 00:00"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "dagster.yaml").write_text(INSTANCE)
+    (tmp_path / "spread.py").write_text(SPREAD.format(root=str(tmp_path)))
+    done = subprocess.run(
+        [
+            *(str(Path(sys.executable).parent / "dagster"), "job", "execute"),
+            *("-f", str(tmp_path / "spread.py"), "-j", "both"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**environment(), "DAGSTER_HOME": str(tmp_path / "home")},
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert said.count("STEP_WORKER_STARTED") >= 3
+    assert [row["v"] for row in market.store(market.prices).read().collect()] == ["p1"]
+
+
+IN_A_TEST = """
+import sys
+from pathlib import Path
+import dagster as dg
+import pandera.pyspark as pa
+import pyspark.sql.types as T
+from vt_dagster import FilesSource, VersionedTable, build_asset, build_checks, build_resources
+
+assert "dagster_pyspark" not in sys.modules
+
+def test_a_table(topology, spark, tmp_path):
+    class Price(pa.DataFrameModel):
+        k: T.StringType
+        v: T.LongType = pa.Field(ge=0)
+        at: T.TimestampType
+
+    from datetime import timedelta
+    (tmp_path / "1.jsonl").write_text({record!r})
+    prices = VersionedTable("prices", key="k", schema=Price, timestamp="at",
+        history_retention=timedelta(days=1), source=FilesSource(str(tmp_path)))
+    driver = topology(prices)
+    assert "dagster_pyspark" not in sys.modules
+    result = dg.materialize([build_asset(prices), build_checks(prices)],
+        resources=build_resources(str(tmp_path / "warehouse")))
+    assert result.success
+    print("imported:", *[p for p in {packages!r} if p.replace("-", "_") in sys.modules])
+"""
+
+
+def test_a_run_imports_the_five_packages(tmp_path: Path) -> None:
+    """Dagster runs it, dagster-pyspark has the session, PySpark does the work, pandera checks what is
+    committed; pytest runs the team's test of it, by the plugin that is in the wheel."""
+    for package in PACKAGES:
+        assert version(package)
+    landing = lines({"k": "a", "v": 1, "at": "2024-01-01T00:00:00Z"})
+    (tmp_path / "test_mine.py").write_text(IN_A_TEST.format(packages=PACKAGES, record=landing))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_mine.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    assert f"imported: {' '.join(PACKAGES)}\n" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,110 @@
+"""What a processor is given in a run: log rows of each input, and what the runs before have left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from vt_dagster.columns import OFFSET, RECORDED_AT
+from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.known import Input, Known
+from vt_dagster.core.log import log_schema
+from vt_dagster.core.processor import Processor
+from vt_dagster.core.store import Hold
+from vt_dagster.runs.arrival import Arrival
+from vt_dagster.runs.own_time import known_marks, oldest
+from vt_dagster.runs.past import recorded_if
+from vt_dagster.runs.reading import begun_of
+from vt_dagster.runs.store import Store, Stores
+from vt_dagster.storage.view import MANY_ROWS
+from vt_dagster.topology.model import Stream, Table
+
+
+def logs_of(arrival: Arrival, processor: Processor[Any], stores: Stores) -> list[DataFrame]:
+    """The log rows that a run takes of each consumed input, as far back as the processor needs them."""
+    return [_log_of(node, arrival, processor, stores(node)) for node in processor.consumed]
+
+
+def _log_of(node: Stream, arrival: Arrival, processor: Processor[Any], store: Store) -> DataFrame:
+    head = arrival.inputs.get(node.name)
+    if head is None:
+        return store.spark.createDataFrame([], log_schema(node))
+    start, after = arrival.before.inputs.get(node.name, {}), _look_back(node, arrival, processor)
+    if node.name not in arrival.taken and (after is None or not start):
+        return recorded_if(processor.by_record, store.log({}, head).limit(0))
+    return recorded_if(processor.by_record, store.log(start, head, after))
+
+
+def _look_back(node: Stream, arrival: Arrival, processor: Processor[Any]) -> int | None:
+    """As far as any place that the log has among the inputs needs it."""
+    before = arrival.before
+    places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
+    state = before.stream_time, before.released, before.marks
+    found = [processor.look_back(i, *state) for i in places]
+    found += [processor.reaches_back(i, arrival.marks) for i in places]
+    return min((after for after in found if after is not None), default=None)
+
+
+def inputs_of(
+    arrival: Arrival, processor: Processor[Any], stores: Stores, logs: Sequence[DataFrame]
+) -> list[Input]:
+    """The rows that were read, and the tables that are looked into besides."""
+    if arrival.source is not None:
+        return [Input(rows) for rows in logs]
+    before, since = arrival.before, oldest(processor, logs, arrival.before)
+    found: list[Input] = []
+    for node, rows in zip(processor.consumed, logs, strict=True):
+        start = before.inputs.get(node.name, {})
+        table = earlier = None
+        times = dict[int, int]()
+        # Where nothing was consumed before, every row of the table is among the changes.
+        if start and processor.reads_tables and node.name in arrival.tables:
+            store, at = stores(node), arrival.tables[node.name]
+            table = store.current_at(at) if since is None else store.view_at(at, since)
+            table, times = table.drop(RECORDED_AT), at.stream_time
+        if start and _look_back(node, arrival, processor) is not None:
+            consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
+            earlier, rows = rows.where(consumed), rows.where(~consumed)
+        found.append(Input(rows, table, earlier, arrival.few_of(node.name), times))
+    return found
+
+
+def known_of(
+    arrival: Arrival, processor: Processor[Any], store: Store, hold: Hold | None = None
+) -> Known:
+    """What a run knows.
+
+    Args:
+        store: of the asset.
+        hold: computes rows at once, and keeps them until the commit; None = no table is read, for what
+            is asked before the operator.
+    """
+    before, with_tables = arrival.before, hold is not None
+    view = state = None
+    if with_tables and arrival.previous is not None:
+        state = store.state(arrival.previous)
+        own = isinstance(arrival.node, Table) and processor.reads_own(arrival.marks)
+        view = store.current() if own else None
+        view = None if view is None else view.drop(RECORDED_AT)
+    since = processor.reaches_back(0, arrival.marks)
+    asked = with_tables and since is not None and processor.refuses
+    many = arrival.few and arrival.view_rows > MANY_ROWS
+    return Known(
+        hold=hold if many or processor.holds else None,
+        state=state,
+        view=view,
+        stream_time=by_partition(before.stream_time),
+        stream_time_after=by_partition(arrival.stream_time),
+        released=by_partition(before.released),
+        released_after=by_partition(arrival.released),
+        bounds=arrival.bounds,
+        in_time=arrival.in_time,
+        marks=known_marks(before.marks),
+        marks_after=known_marks(arrival.marks),
+        since=since,
+        refused=store.quarantine() if asked else None,
+        begun=begun_of(arrival, store) if with_tables else None,
+    )
