@@ -48,7 +48,7 @@ LATER = {
     "runs/replay.py: as_json",
     "runs/replay.py: compare",
     "runs/own_time.py: known_marks",
-    "runs/run.py: _known",
+    "runs/known.py: known_of",
     "runs/run.py: commit",
     "runs/training_set.py: _quoted",
     "runs/what_if.py: _compared",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import or_
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -165,8 +163,11 @@ def _odd_year(node: Stream) -> Column:
     """Whether a column has a time outside the years 1 to 9999, see ``_FIRST``."""
     kinds = (DateType, TimestampType, TimestampNTZType)
     times = [f.name for f in node.schema.fields if isinstance(f.dataType, kinds)]
-    odd = [~F.year(F.col(f"`{name}`")).between(1, 9999) for name in times if name != node.timestamp]
-    return reduce(or_, odd, F.lit(False))
+    found = F.lit(False)
+    for name in times:
+        if name != node.timestamp:
+            found = found | ~F.year(F.col(f"`{name}`")).between(1, 9999)
+    return found
 
 
 def time_of(node: Stream, rows: DataFrame) -> Column:

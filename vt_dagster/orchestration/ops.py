@@ -329,7 +329,8 @@ def graph_arguments(
     ins = {
         f"after_{up.name}": dg.AssetIn(dg.AssetKey(up.path), dagster_type=dg.Nothing) for up in inputs
     }
-    return {**about, "ins": ins}
+    arguments: Any = {**about, "ins": ins}
+    return arguments
 
 
 def _declared_source(node: Stream) -> Any:

@@ -330,7 +330,7 @@ def _fitted_union(
     members = [
         (value[f"member{i}"], _fitted(value[f"member{i}"], one, _of_member(kind, i), how, path))
         for i, one in enumerate(node.members)
-        if not _by_member(kind) or f"member{i}" in kind
+        if not _by_member(kind) or (isinstance(kind, StructType) and f"member{i}" in kind.names)
     ]
     if isinstance(kind, StructType) and _by_member(kind):
         names = [f.name for f in kind.fields]

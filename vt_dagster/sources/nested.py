@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from operator import or_
-from typing import get_args
+from typing import Any, get_args
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
@@ -17,7 +17,7 @@ from vt_dagster.sources.values import TIMES, Unit, of_text
 Leaf = Callable[[Column, DataType, tuple[str, ...]], Column]
 
 
-def texts_of(kind: DataType) -> DataType:
+def texts_of(kind: DataType) -> Any:
     """The same type with texts for all its values."""
     if isinstance(kind, StructType):
         return StructType([StructField(f.name, texts_of(f.dataType)) for f in kind.fields])

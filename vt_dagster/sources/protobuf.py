@@ -60,7 +60,7 @@ def misfits(descriptor: Any, wanted: StructType, how: Reading, path: str = "") -
         if entry != isinstance(kind, MapType):
             found.append(_said(name, "a map" if entry else "no map", kind))
             continue
-        if entry:
+        if part is not None and entry:
             field, kind = part.fields_by_name["value"], getattr(kind, "valueType", kind)
             part = field.message_type
         elif field.is_repeated != isinstance(kind, ArrayType):

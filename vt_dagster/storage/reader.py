@@ -125,7 +125,8 @@ class AssetReader:
         Args:
             after: also those before ``start`` whose timestamp is larger than this (epoch
                 microseconds): what a grace buffer may still hold.
-            counted: whether all files must have as many rows as the commit says; an audit counts itself.
+            counted: whether all files must have as many rows as the commit says; an audit counts
+                itself.
 
         Raises:
             StorageError: they have not; or a file is missing, or has another size.
