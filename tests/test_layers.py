@@ -66,7 +66,8 @@ ORDER = {
         reader store maintenance erasing
         """,
     "sources": """
-        base directory values json_text csv_text bad_files files
+        base directory values options first_bytes lines path_columns json_text csv_text bad_files
+        file_rows files
         dumps snapshots delta_log delta_versions delta_table starting
         kafka_cluster protobuf avro formats kafka_messages kafka_pinned kafka kafka_sink
         local_frames any_frame frames
@@ -111,6 +112,9 @@ LATE_IMPORTS = {
         "base64": "a function that Spark's workers run by itself",
         "json": "the same",
         "pandas": "the same; and half a second that a run without news need not wait",
+    },
+    "vt_dagster.sources.lines": {
+        "pandas": "a function that Spark's workers run by itself; half a second, of no use for UTF-8",
     },
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
     "vt_dagster.sources.kafka_sink": {

@@ -22,6 +22,7 @@ from vt_dagster.errors import SourceError
 from vt_dagster.sources.avro import READ, read_avro, row_of
 from vt_dagster.sources.json_text import one_object, read_object
 from vt_dagster.sources.kafka_cluster import setting
+from vt_dagster.sources.options import checked
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
 from vt_dagster.sources.values import exactly
 
@@ -126,12 +127,15 @@ class Json(Format):
     """A JSON object a message; its fields are columns by name, and missing ones are null.
 
     Args:
-        options: Spark's JSON options.
+        options: Spark's JSON options, as of a ``FilesSource``; one without effect is an error.
         framed: whether Confluent's five bytes stand before it.
     """
 
     options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     framed: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", checked("Json", "message", self.options))
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
         text = (_unframed(message) if self.framed else message).cast("string")
