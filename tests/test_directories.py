@@ -459,9 +459,9 @@ def test_an_option_without_effect_is_refused(kind: str, name: str) -> None:
         (
             "csv",
             {"nullvalues": "NA"},
-            r"no option 'nullvalues'; did you mean 'nullValue'\? expected some",
+            r"an option of Spark, got 'nullvalues'; did you mean 'nullValue'\? expected some",
         ),
-        ("csv", {"seperator": ";"}, "Spark has no option 'seperator'"),
+        ("csv", {"seperator": ";"}, "expected an option of Spark, got 'seperator'; "),
         ("jsonl", {"allowComment": "true"}, "did you mean 'allowComments'"),
         ("message", {"allowComment": "true"}, "did you mean 'allowComments'"),
         (

@@ -234,7 +234,9 @@ def checked(what: str, kind: Kind, options: Mapping[str, Any]) -> dict[str, str]
         name = spelled.get(str(given).lower())
         name = name or _SYNONYMS.get(str(given).lower())
         if name is None:
-            raise SourceError(f"{what}: Spark has no option {given!r}{_near(str(given), followed)}")
+            raise SourceError(
+                f"{what}: expected an option of Spark, got {given!r}{_near(str(given), followed)}"
+            )
         text = value if isinstance(value, str) else _as_text(what, name, value)
         if name not in followed:
             if _AS_IT_IS.get(name.lower()) == text.lower() and name in REFUSED:
