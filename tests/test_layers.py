@@ -66,8 +66,8 @@ ORDER = {
         reader store maintenance erasing
         """,
     "sources": """
-        base by_name directory values options first_bytes lines path_columns json_text csv_text bad_files
-        file_rows files
+        base by_name directory values options first_bytes lines path_columns json_text csv_text
+        bad_files file_rows files
         dumps snapshots delta_log delta_versions delta_table starting
         kafka_cluster protobuf avro formats kafka_messages kafka_pinned kafka kafka_sink
         local_frames any_frame frames
