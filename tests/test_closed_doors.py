@@ -279,8 +279,8 @@ HEADER = "k,n,v,at\n"
 ROW = f"a,1,x,{AT}\n"
 BAD = {
     "cut_dot_csv_dot_gz": (gzip.compress(HEADER.encode() + os.urandom(9999))[:-99], "whole compressed"),
-    "false_dot_csv_dot_gz": ((HEADER + ROW).encode(), "whole compressed file"),
-    "header": (b"\xff\xfe\xffk,n,v,at\n" + ROW.encode(), "header line in UTF-8"),
+    "false_dot_csv_dot_gz": ((HEADER + ROW).encode(), "expected a gzip file, as its name says"),
+    "header": (b"\xff\xffk,n,v,at\n" + ROW.encode(), "header line in UTF-8"),
     "twice": (("k," + HEADER).encode() + b"b," + ROW.encode(), "found ['k'] more than once"),
     "colon:": (ROW.encode(), "expected a name without ':'"),
     "mac": ((HEADER + ROW).replace("\n", "\r").encode(), "a carriage return that no line feed"),

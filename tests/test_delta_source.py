@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import unquote
 
 import dagster as dg
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from tests.market import materialized, run
@@ -383,3 +386,80 @@ def test_a_column_that_was_added_later(take: Any, store: Any, tmp_path: Path, mo
     expected += [("b", "y")] if mode == "snapshots" else []
     assert [(r["id"], r["day"]) for r in read] == expected
     assert take(one) == {}
+
+
+def test_partition_values_are_those_of_deltas_readers(spark: SparkSession, tmp_path: Path) -> None:
+    """Of each text that a log may have for a column: as Spark's Delta reads the version as a whole."""
+    kinds = {
+        "s": "string",
+        "i": "int",
+        "d": "date",
+        "t": "timestamp",
+        "u": "timestamp_ntz",
+        "p": "decimal(10,2)",
+        "b": "binary",
+        "o": "boolean",
+        "f": "double",
+    }
+    texts: dict[str, list[str | None]] = {
+        "s": ["", None, 'a b%/:="+é', "__HIVE_DEFAULT_PARTITION__", "null", " "],
+        "i": ["", None, "-3", "007"],
+        "d": ["", None, "2024-01-05"],
+        "t": ["", None, "2024-01-05 10:00:00.123456", "2024-01-05T10:00:00.123456Z"],
+        "u": ["", None, "2024-01-05 10:00:00.5"],
+        "p": ["", None, "1.50"],
+        "b": ["", None, "éA"],
+        "o": ["", None, "true", "false"],
+        "f": ["", None, "1.0E-7", "NaN", "Infinity"],
+    }
+    path = str(tmp_path / "parted")
+    columns = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+    parted = ", ".join(kinds)
+    spark.sql(f"create table delta.`{path}` (n int, {columns}) using delta partitioned by ({parted})")
+    spark.createDataFrame([(0,)], "n int").selectExpr(
+        "n", *[f"cast(null as {kind}) {name}" for name, kind in kinds.items()]
+    ).write.format("delta").mode("append").save(path)
+    logs = Path(path, "_delta_log")
+    lines = [json.loads(line) for line in (logs / f"{1:020}.json").read_text().splitlines()]
+    add = next(one for one in lines if "add" in one)
+    data = Path(path, unquote(add["add"]["path"]))
+    adds = list[Any]()
+    for column, some in texts.items():
+        for number, text in enumerate(some):
+            name = f"{column}{number}.parquet"
+            (Path(path) / name).write_bytes(data.read_bytes())
+            values = {**dict.fromkeys(kinds), column: text}
+            adds.append({"add": {**add["add"], "path": name, "partitionValues": values, "stats": None}})
+    commit = {"commitInfo": {"timestamp": 1_700_000_000_000, "operation": "WRITE"}}
+    (logs / f"{2:020}.json").write_text("\n".join(json.dumps(one) for one in [commit, *adds]))
+    schema = StructType.fromDDL(f"n int, {columns}")
+    node = Stream("parted", key="n", schema=schema, source=DeltaSource(path, start=2))
+    own = DeltaSource(path, start=2).pin(None).read(spark, node)
+    theirs = spark.read.format("delta").load(path)
+    place = F.regexp_extract("_metadata.file_path", r"/(\w+)\.parquet", 1)
+    wanted = {r["place"]: r for r in theirs.select(place.alias("place"), *kinds).collect()}
+    place = F.regexp_extract("_source", r" (\w+)\.parquet", 1)
+    found = {r["place"]: r for r in own.select(place.alias("place"), *kinds).collect()}
+    assert len(found) == len(adds)
+    for name, row in found.items():
+        assert repr(row) == repr(wanted[name]), name
+    assert [found[f"s{n}"]["s"] for n in range(2)] == ["", None]
+    assert [found[f"b{n}"]["b"] for n in range(2)] == [bytearray(), None]
+
+
+def test_fields_of_structs_are_known_by_name(take: Any, store: Any, tmp_path: Path) -> None:
+    inner = pa.struct([pa.field("b", pa.int64()), pa.field("a", pa.string())])
+    table = pa.table({"id": ["x"], "items": pa.array([[{"b": 1, "a": "one"}]], pa.list_(inner))})
+    path = str(tmp_path / "nested")
+    write_deltalake(path, table)
+    schema = StructType.fromDDL("id string, items array<struct<a:string,b:bigint>>")
+    for mode in ("append", "snapshots"):
+        source = DeltaSource(path, cast(Any, mode))
+        node = Table(f"nested_{mode}", key="id", schema=schema, source=source)
+        assert take(node)["applied"] == 1
+        (row,) = store(node).read("current").collect()
+        assert [r.asDict() for r in row["items"]] == [{"a": "one", "b": 1}]
+    wrong = StructType.fromDDL("id string, items array<struct<a:string,b:string>>")
+    node = Table("nested_wrong", key="id", schema=wrong, source=DeltaSource(path))
+    with pytest.raises(SourceError, match=r"items\[\]\.b is bigint, expected string; correct"):
+        take(node)

@@ -67,7 +67,8 @@ ORDER = {
         reader store maintenance erasing
         """,
     "sources": """
-        base directory values nested json_text csv_text lines bad_files files
+        base by_name directory values nested options first_bytes lines path_columns json_text csv_text
+        bad_files file_rows files
         dumps snapshots delta_log delta_versions delta_table starting
         kafka_cluster registry protobuf_text protobuf avro serialized unavailable formats
         kafka_messages kafka_pinned kafka kafka_producer kafka_sink
@@ -117,6 +118,9 @@ LATE_IMPORTS = {
         "pandas": "half a second that a run without news need not wait",
     },
     "vt_dagster.sources.protobuf_text": {"google": "an extra, which Spark's workers have"},
+    "vt_dagster.sources.lines": {
+        "pandas": "a function that Spark's workers run by itself; half a second, of no use for UTF-8",
+    },
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},
     "vt_dagster.sources.kafka_producer": {
         "collections": "a function that Spark's workers run by itself",

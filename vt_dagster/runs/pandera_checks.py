@@ -20,6 +20,7 @@ from vt_dagster.columns import IS_TOMBSTONE
 from vt_dagster.core.arrival import with_columns
 from vt_dagster.errors import ContractError
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.schema import same
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def misfits(frame: DataFrame, wanted: StructType, more: tuple[str, ...] = ()) ->
     problems = [f"lacks {name}" for name in lacking]
     for f in wanted.fields:
         unknown = dtype_of(f.dataType) is None and not isinstance(f.dataType, NullType)
-        if f.name in there and (f.name in wrong or unknown) and there[f.name] != f.dataType:
+        if f.name in there and (f.name in wrong or unknown) and not same(there[f.name], f.dataType):
             problems.append(
                 f"{f.name} is {there[f.name].simpleString()}, expected {f.dataType.simpleString()}"
             )

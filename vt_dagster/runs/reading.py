@@ -37,9 +37,9 @@ from vt_dagster.runs.difference import difference
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frames import PinnedFrames
-from vt_dagster.storage.evolution import same
 from vt_dagster.storage.positions import horizons
 from vt_dagster.topology.model import Stream, Table, VersionedTable
+from vt_dagster.topology.schema import same
 
 _HOLD = set[tuple[str, str, str]]()
 """Conditions, each with the columns that it has been found to be one over: asking takes a moment, and a

@@ -11,9 +11,11 @@ from pyspark.sql.types import DataType, DecimalType, StructType
 
 from vt_dagster.core.records import RAW, REASON, Reason
 from vt_dagster.errors import ContractError
+from vt_dagster.sources.by_name import by_name
 from vt_dagster.sources.local_frames import ROW, local_frame, require_columns, wrong_type
 from vt_dagster.sources.values import is_no_text
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.schema import differences
 
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
 _WIDER = {
@@ -91,10 +93,13 @@ def frame_of(node: Stream, value: Any) -> Frame | None:
         extra = require_columns(name, there.columns, schema)
         kinds = {f.name: f.dataType for f in there.schema.fields}
         for f in schema.fields:
-            if not _fits(kinds[f.name], f.dataType):
+            if differences(kinds[f.name], f.dataType, f.name, fits=_fits):
                 got, wanted = kinds[f.name].simpleString(), f.dataType.simpleString()
                 raise wrong_type(name, f.name, got, wanted)
-        columns = [F.col(f"`{f.name}`").cast(f.dataType).alias(f.name) for f in schema.fields]
+        columns = [
+            by_name(F.col(f"`{f.name}`"), kinds[f.name], f.dataType).cast(f.dataType).alias(f.name)
+            for f in schema.fields
+        ]
         found = SparkFrame(there.select(*columns), extra)
     if found.count:
         return found

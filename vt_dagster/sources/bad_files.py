@@ -18,35 +18,65 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.sources.csv_text import header_of, nullable
 from vt_dagster.sources.directory import FileInfo
+from vt_dagster.sources.first_bytes import (
+    HEAD,
+    byte_order,
+    chunks_of,
+    ends_of,
+    fault_of_bytes,
+    is_compressed,
+    known,
+)
+from vt_dagster.sources.lines import first_lines
+from vt_dagster.sources.options import UTF_8, encoding_of
+from vt_dagster.sources.path_columns import fault_of_path, said_by
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.evolution import widens
 from vt_dagster.topology.renames import earlier_names, was
+from vt_dagster.topology.schema import differences
 
-_COMPRESSED = (".gz", ".bz2")
-_CHUNK = 1 << 20
+_LONGEST = 1 << 20
+"""Of a first line of JSON that is looked at, in characters."""
 
 
 def faults_of_text(
     files: Sequence[FileInfo],
     schema: StructType,
-    headers: Mapping[str, str] | None,
+    format: str,
+    options: Mapping[str, str],
     optional: Sequence[str] = (),
+    path_columns: bool = True,
 ) -> dict[str, str]:
     """What is wrong with files of lines, by name. Does not use Spark.
 
     Compressed files are read to their end, since nothing else tells that one is whole.
 
     Args:
-        headers: the CSV options by which their first line names the columns; None = it names none.
+        format: ``jsonl`` or ``csv``.
+        options: see ``sources.options``.
         optional: columns that a file may lack.
+        path_columns: whether the path of a file gives columns.
     """
 
     def fault(file: FileInfo) -> str | None:
-        broken = _fault_of_name(file) or _fault_of_archive(file)
-        return broken or (
-            None if headers is None else _fault_of_header(file, schema, headers, optional)
-        )
+        try:
+            broken = (
+                _fault_of_name(file)
+                or _fault_of_content(file, format)
+                or _fault_of_archive(file, format)
+                or _fault_of_encoding(file, encoding_of(options))
+            )
+            if broken:
+                return broken
+            wanted = _in_files(file, schema) if path_columns else schema
+            if format == "csv":
+                broken = _fault_of_header(file, wanted, options, optional)
+            if broken or not path_columns:
+                return broken
+            return fault_of_path(file.name, schema, columns_of(file, format, options))
+        except FileNotFoundError:  # the run says so, where it reads it
+            return None
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         found = zip(files, pool.map(fault, files), strict=True)
@@ -54,7 +84,11 @@ def faults_of_text(
 
 
 def faults_of_parquet(
-    spark: SparkSession, files: Sequence[FileInfo], schema: StructType, optional: Sequence[str] = ()
+    spark: SparkSession,
+    files: Sequence[FileInfo],
+    schema: StructType,
+    optional: Sequence[str] = (),
+    path_columns: bool = True,
 ) -> dict[str, str]:
     """The same of Parquet files, by what each says of its columns; a type may be a shorter one, as of
     files that are older than the schema."""
@@ -70,11 +104,15 @@ def faults_of_parquet(
             found[file.name] = f"expected columns that Spark can read, got: {one_line(error)}"
             continue
         types = {c.name: c.dataType for c in there}
-        missing = _missing(list(types), schema, optional)
+        wanted = _in_files(file, schema) if path_columns else schema
+        missing = _missing(list(types), wanted, optional)
+        if path_columns:
+            missing = missing or fault_of_path(file.name, schema, list(types))
         wrong = [
-            f"{c.name} is {types[c.name].simpleString()}, expected {c.dataType.simpleString()}"
+            said
             for c in schema.fields
-            if c.name in types and types[c.name] != c.dataType and not widens(types[c.name], c.dataType)
+            if c.name in types
+            for said in differences(types[c.name], c.dataType, c.name, fits=widens)
         ]
         if missing:
             found[file.name] = missing
@@ -88,13 +126,12 @@ def columns_of(file: FileInfo, format: str, options: Mapping[str, str]) -> list[
     use Spark."""
     try:
         if format == "csv":
-            return list(header_of(file, options))
-        fs, local = delta.filesystem(file.path)
+            return list(header_of(file, options).columns)
         if format == "parquet":
+            fs, local = delta.filesystem(file.path)
             with fs.open(local, "rb") as content:
                 return ParquetFile(content).schema_arrow.names
-        with fs.open(local, "rb", compression="infer") as content:
-            first = json.loads(content.readline(_CHUNK))
+        first = json.loads(next(first_lines(file, options, _LONGEST), "null"))
     except (ArrowException, OSError, EOFError, ValueError, csv.Error, zlib.error):
         return []
     return list(first) if isinstance(first, dict) else []
@@ -108,13 +145,15 @@ def _fault_of_header(
     file: FileInfo, schema: StructType, options: Mapping[str, str], optional: Sequence[str]
 ) -> str | None:
     try:
-        header = header_of(file, options)
+        header = header_of(file, options, schema).columns
     except UnicodeDecodeError as error:
-        return f"expected a header line in UTF-8, got: {error.reason} at byte {error.start}"
+        said = encoding_of(options).upper()
+        return (
+            f"expected a header line in {said}, got: {error.reason} at byte {error.start}; say the "
+            "file's encoding, for example options={'encoding': 'ISO-8859-1'}, or convert the file"
+        )
     except csv.Error as error:
         return f"expected a header line of CSV that ends with a line feed, got: {error}"
-    except FileNotFoundError:
-        return None
     if not header:
         return None
     twice = sorted({c for c in header if c in schema.names and header.count(c) > 1})
@@ -141,6 +180,12 @@ def _missing(there: Sequence[str], schema: StructType, optional: Sequence[str]) 
 def _fault_of_footer(file: FileInfo) -> str | None:
     fs, local = delta.filesystem(file.path)
     try:
+        other = known(*ends_of(file)) if file.size else None
+        if other is not None and other.name != "a Parquet file":
+            return (
+                f"expected a Parquet file, got {other.name}: decompress it, or correct the source's "
+                "format"
+            )
         with fs.open(local, "rb") as content:
             ParquetFile(content)
     except FileNotFoundError:
@@ -150,19 +195,51 @@ def _fault_of_footer(file: FileInfo) -> str | None:
     return None
 
 
-def _fault_of_archive(file: FileInfo) -> str | None:
-    if not file.name.endswith(_COMPRESSED):
+def _fault_of_content(file: FileInfo, format: str) -> str | None:
+    """By its first bytes, as it lies there."""
+    if not file.size:
         return None
-    fs, local = delta.filesystem(file.path)
+    head, tail = ends_of(file)
+    return fault_of_bytes(file.name, known(head, tail), format)
+
+
+def _fault_of_archive(file: FileInfo, format: str) -> str | None:
+    """By what is in a compressed file, and whether it is whole."""
+    if not is_compressed(file.name):
+        return None
+    head = b""
     try:
-        with fs.open(local, "rb", compression="infer") as content:
-            while content.read(_CHUNK):
-                pass
+        for chunk in chunks_of(file):
+            head = head or chunk[:HEAD]
     except FileNotFoundError:
-        return None
+        raise
     except (OSError, EOFError, zlib.error) as error:
         return f"expected a whole compressed file, as its name says, got: {one_line(error)}"
-    return None
+    inside = known(head)
+    return None if inside is None else fault_of_bytes("", inside._replace(suffix=None), format)
+
+
+def _fault_of_encoding(file: FileInfo, encoding: str) -> str | None:
+    """By its byte order mark."""
+    order = byte_order(next(chunks_of(file), b""))
+    said = {UTF_8: None, "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}.get(encoding, order)
+    if encoding == "utf-16" and order not in ("UTF-16LE", "UTF-16BE") and file.size:
+        return (
+            "expected UTF-16 with a byte order mark, found none: say which of the two it is, "
+            "options={'encoding': 'UTF-16LE'} or 'UTF-16BE'"
+        )
+    if order is None or order == said:
+        return None
+    return (
+        f"expected text in {encoding.upper()}, got a byte order mark of {order}: say so, "
+        f"options={{'encoding': '{order}'}}, or convert the file"
+    )
+
+
+def _in_files(file: FileInfo, schema: StructType) -> StructType:
+    """The columns that a file must give itself: those that its path does not."""
+    told = said_by(file.name, schema)
+    return StructType([f for f in schema.fields if f.name not in told])
 
 
 def set_aside(spark: SparkSession, bad: Mapping[str, str], schema: StructType) -> DataFrame:

@@ -3,45 +3,81 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
 
 from vt_dagster.sources.directory import FileInfo
+from vt_dagster.sources.lines import LINE_OPTIONS, first_lines
 from vt_dagster.sources.nested import read_row
 from vt_dagster.sources.values import Reading, of_text
-from vt_dagster.storage import delta
+from vt_dagster.topology.renames import earlier_names
 
 _CORRUPT = "_corrupt"
 _LONGEST = 1 << 20
+_OF_LINES = {"header", "comment", *LINE_OPTIONS}
+"""Options that have had their effect once lines have been found."""
+_MOST_COLUMNS = 20480
+"""Spark's own limit."""
 _UNIT = "\x1f"
 """Stands for a separator of several characters, of which Python's reader knows none."""
 
 
-def header_of(file: FileInfo, options: Mapping[str, str]) -> tuple[str, ...]:
-    """The columns that a file's first line names; none where the file is empty. Does not use Spark.
+class Header(NamedTuple):
+    """What the header of a CSV file says.
+
+    Args:
+        columns: their names; none where the file is empty.
+        line: where it stands, from 1; 0 = the file has no header, and its columns are the schema's.
+    """
+
+    columns: tuple[str, ...]
+    line: int
+
+
+def header_of(file: FileInfo, options: Mapping[str, str], schema: StructType | None = None) -> Header:
+    """The columns of a file, by its first line that is neither blank nor a comment. Does not use Spark.
+
+    Args:
+        schema: has the columns, in their order, of a file without a header; None = it has none.
 
     Raises:
         UnicodeDecodeError: it is no text.
         csv.Error: it is no line of CSV.
+        OSError, EOFError, zlib.error: the file cannot be read.
     """
-    fs, local = delta.filesystem(file.path)
-    with fs.open(local, "rb", compression="infer") as lines:
-        first = lines.readline(_LONGEST + 1).decode("utf-8-sig").rstrip("\r\n")
-    if len(first) > _LONGEST:
-        raise csv.Error(f"more than {_LONGEST} characters")
-    if "\r" in first:
-        raise csv.Error("a carriage return that no line feed follows")
-    separator, quote = options.get("sep", options.get("delimiter", ",")), options.get("quote", '"')
+    if options.get("header") == "false":
+        gone = set[str]() if schema is None else earlier_names(schema)
+        return Header(tuple(n for n in (schema.names if schema else ()) if n not in gone), 0)
+    comment = options.get("comment")
+    for number, line in enumerate(first_lines(file, options, _LONGEST), 1):
+        if len(line) > _LONGEST:
+            raise csv.Error(f"more than {_LONGEST} characters")
+        if "\r" in line and "lineSep" not in options:
+            raise csv.Error("a carriage return that no line feed follows")
+        if line.strip(" ") and not (comment and line.startswith(comment)):
+            return Header(_fields(line, options), number)
+    return Header((), 1)
+
+
+def _fields(first: str, options: Mapping[str, str]) -> tuple[str, ...]:
+    separator, quote = options.get("sep", ","), options.get("quote", '"')
     read = csv.reader(
         [first.replace(separator, _UNIT)],
         delimiter=_UNIT,
         quoting=csv.QUOTE_MINIMAL if len(quote) == 1 else csv.QUOTE_NONE,
         quotechar=quote if len(quote) == 1 else '"',
     )
-    return tuple(column.replace(_UNIT, separator) for column in next(read, []))
+    names = [column.replace(_UNIT, separator) for column in next(read, [])]
+    if options.get("ignoreLeadingWhiteSpace") == "true":
+        names = [name.lstrip() for name in names]
+    if options.get("ignoreTrailingWhiteSpace") == "true":
+        names = [name.rstrip() for name in names]
+    return tuple(names)
 
 
 def one_record(
@@ -58,7 +94,9 @@ def one_record(
         line, file: the columns with a line and with its file's name.
         headers: the columns that files name, and those files.
     """
-    options = {**options, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+    kept = {name: text for name, text in options.items() if name not in _OF_LINES}
+    options = {**kept, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+    text = _of_few_columns(F.col(line), options)
     # A quote in a quoted field is doubled (RFC 4180); Spark's own default is a backslash.
     options = {"escape": options.get("quote", '"'), **options}
     parsed = F.lit(None)
@@ -74,7 +112,7 @@ def one_record(
             [*nullable(StructType(fields)).fields, StructField(_CORRUPT, StringType())]
         )
         kinds = ", ".join(f"`{f.name}` string" for f in lenient.fields)
-        row = F.from_csv(F.col(line), kinds, options)
+        row = F.from_csv(text, kinds, options)
         there = {*header, _CORRUPT}
         chosen = F.struct(
             *[
@@ -82,7 +120,8 @@ def one_record(
                 for c in [*schema.names, _CORRUPT]
             ]
         )
-        parsed = F.when(F.col(file).isin(list(names)), chosen).otherwise(parsed)
+        found = F.when(text.isNotNull(), chosen)
+        parsed = F.when(F.col(file).isin(list(names)), found).otherwise(parsed)
     return parsed
 
 
@@ -91,6 +130,24 @@ def read_record(row: Column, line: Column, schema: StructType, how: Reading) -> 
     has a text that is no value of its column."""
     whole = row.isNotNull() & row[_CORRUPT].isNull() & ~_is_cut_off(line, how.options)
     return read_row(row, schema, lambda text, kind, path: of_text(text, kind, how, path), whole)
+
+
+def _of_few_columns(line: Column, options: Mapping[str, str]) -> Column:
+    """A line; null where it has more columns than Spark's parser takes, which would stop the run."""
+    most = int(options.get("maxColumns", _MOST_COLUMNS))
+    separator, quote = options.get("sep", ","), options.get("quote", '"')
+
+    def has_few(text: Column) -> Column:
+        bare = F.replace(text, F.lit(separator), F.lit(""))
+        return F.length(text) - F.length(bare) < most * len(separator)
+
+    found = F.when(has_few(line), line)
+    if not quote:
+        return found
+    # What stands within quotes separates nothing; looked at only where there is much of it.
+    mark = re.escape(quote)
+    outside = F.regexp_replace(line, f"{mark}[^{mark}]*+{mark}", "")
+    return found.when(has_few(outside), line)
 
 
 def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:
@@ -103,7 +160,8 @@ def _is_cut_off(line: Column, options: Mapping[str, str]) -> Column:
     if quote in ("", "\0"):
         return F.lit(False)
     if escape != quote:
-        line = F.replace(line, F.lit(escape + quote), F.lit(""))
+        twice = options.get("charToEscapeQuoteEscaping", escape) + escape
+        line = F.replace(F.replace(line, F.lit(twice), F.lit("")), F.lit(escape + quote), F.lit(""))
     return (F.length(line) - F.length(F.replace(line, F.lit(quote), F.lit("")))) % 2 == 1
 
 

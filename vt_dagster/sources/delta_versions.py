@@ -17,6 +17,7 @@ from vt_dagster.core.change_feed import BUCKETS, CHANGE, VERSION, changes
 from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError
 from vt_dagster.sources.base import End, Uncounted
+from vt_dagster.sources.by_name import by_name
 from vt_dagster.sources.csv_text import nullable
 from vt_dagster.sources.delta_log import Change, ForeignTable
 from vt_dagster.sources.dumps import UNREAD, Limits, buckets_of, records_of
@@ -24,6 +25,7 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.topology.model import Stream
+from vt_dagster.topology.schema import differences
 
 DELTA = "delta"
 """The name of such a source among a commit's inputs; its offsets are versions."""
@@ -158,7 +160,7 @@ class PinnedVersions(Uncounted):
         if not files:
             return _nothing(spark, node)
         told = [
-            (f.place, rank, c.version, c.time, *[f.parts.get(p) or None for p in parts])
+            (f.place, rank, c.version, c.time, *[f.parts.get(p) for p in parts])
             for rank, (c, f) in enumerate(files)
         ]
         columns = f"{_PLACE} string, {_RANK} long, {VERSION} long, {_TIME} long"
@@ -177,8 +179,10 @@ class PinnedVersions(Uncounted):
         def column(name: str) -> Column:
             if name not in parts:
                 return F.col(f"`{name}`")
+            # Not by the one reader of values: as Delta's readers have it, since a whole version is read
+            # by them. An empty text is null but in STRING and BINARY.
             text = F.col(f"{_PART}{parts.index(name)}")
-            return text.cast(node.schema[name].dataType).alias(name)
+            return text.try_cast(node.schema[name].dataType).alias(name)
 
         file = F.element_at(F.split(_PLACE, "/"), -1)
         return located.join(F.broadcast(about), _PLACE).select(
@@ -232,9 +236,10 @@ class PinnedVersions(Uncounted):
                 f"{list(there)}; take them out of the schema, or correct their names"
             )
         wrong = [
-            f"{f.name} is {there[f.name].simpleString()}, expected {f.dataType.simpleString()}"
+            said
             for f in node.schema.fields
-            if f.name in there and there[f.name].simpleString() != f.dataType.simpleString()
+            if f.name in there
+            for said in differences(there[f.name], f.dataType, f.name)
         ]
         if wrong:
             raise SourceError(
@@ -267,9 +272,12 @@ class PinnedState(PinnedVersions):
 
 
 def _columns(rows: DataFrame, node: Stream) -> list[Column]:
-    """A node's columns of rows; null where they are older than the column."""
+    """A node's columns of rows, fields in them by name; null where they are older than the column."""
+    kinds = {f.name: f.dataType for f in rows.schema.fields}
     return [
-        F.col(f"`{f.name}`") if f.name in rows.columns else F.lit(None).cast(f.dataType).alias(f.name)
+        by_name(F.col(f"`{f.name}`"), kinds[f.name], f.dataType).alias(f.name)
+        if f.name in kinds
+        else F.lit(None).cast(f.dataType).alias(f.name)
         for f in node.schema.fields
     ]
 

@@ -8,10 +8,12 @@ and size are those of a consumed one is seen.
 from __future__ import annotations
 
 import hashlib
+import os
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from vt_dagster.errors import SourceError
@@ -27,7 +29,7 @@ class FileInfo(NamedTuple):
     """A file of the directory.
 
     Args:
-        name: in the directory.
+        name: in the directory, with the sub-directories that it is in.
         path: for Spark, with its protocol.
         size: in bytes.
         stamp: what its file system says of when it was written, or of what is in it.
@@ -52,17 +54,24 @@ class Consumed(NamedTuple):
     batch: int = 0
 
 
-def files_in(directory: str, pattern: str, what: str) -> list[FileInfo]:
+def files_in(directory: str, pattern: str, what: str, recursive: bool = True) -> list[FileInfo]:
     """The files that are there, by name; links are followed. Does not use Spark.
 
-    Left out is what a writer has not finished: names that begin with ``.`` or ``_``, or end with
-    ``._COPYING_`` (Hadoop's copies).
+    A name is the path below the directory: ``dt=2026-11-25/part-0.jsonl``. Left out is what a writer
+    has not finished: files and directories whose names begin with ``.`` or ``_``, or end with
+    ``._COPYING_`` (Hadoop's copies); a directory ``_day=1`` is one of a column, as in Spark. A link to
+    a directory that is read anyway is not followed, nor one to a directory above.
+
+    Cost: on a local disk one listing of each directory; elsewhere one listing of the whole prefix.
 
     Args:
+        pattern: that names must match: without ``/`` their last part, at any depth; with ``/`` all of
+            it, part by part, where ``**`` is any number of directories.
         what: is expected there, for messages.
+        recursive: whether sub-directories are read.
 
     Raises:
-        SourceError: there is no such directory, or no way to reach it.
+        SourceError: there is no such directory, or no way to reach or to list it.
     """
     try:
         fs, root = delta.filesystem(directory)
@@ -76,19 +85,89 @@ def files_in(directory: str, pattern: str, what: str) -> list[FileInfo]:
             f"expected a directory {directory!r} with {what}, found none; create it, or "
             "correct the path"
         )
-    found: list[FileInfo] = []
-    for entry in fs.ls(root, detail=True, refresh=True):
-        name = posixpath.basename(entry["name"])
-        if name.startswith((".", "_")) or name.endswith("._COPYING_") or not fnmatch(name, pattern):
-            continue
-        if entry.get("islink"):
-            if not fs.exists(entry["name"]):
+    root, found = root.rstrip("/"), list[FileInfo]()
+    try:
+        for entry in _entries(fs, root, recursive):
+            name = entry["name"].rstrip("/").removeprefix(root).lstrip("/")
+            if not matches(name, pattern):
                 continue
-            entry = {**fs.info(entry["name"]), "name": entry["name"]}
-        if entry["type"] == "file":
-            stamp = next((str(entry[s]) for s in _STAMPS if entry.get(s) is not None), "")
-            found.append(FileInfo(name, fs.unstrip_protocol(entry["name"]), entry["size"], stamp))
+            if entry.get("islink"):
+                if not fs.exists(entry["name"]):
+                    continue
+                entry = {**fs.info(entry["name"]), "name": entry["name"]}
+            if entry["type"] == "file":
+                stamp = next((str(entry[s]) for s in _STAMPS if entry.get(s) is not None), "")
+                found.append(FileInfo(name, fs.unstrip_protocol(entry["name"]), entry["size"], stamp))
+    except PermissionError as error:
+        raise SourceError(
+            f"a directory in {directory!r} cannot be listed: {error}; give the user of the run the "
+            "right to read it, or leave sub-directories out (recursive=False)"
+        ) from None
     return sorted(found)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the name of a file in a directory matches a pattern, see :func:`files_in`."""
+    parts = name.split("/")
+    if "/" not in pattern:
+        return fnmatch(parts[-1], pattern)
+    return _match(parts, pattern.strip("/").split("/"))
+
+
+def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        return any(_match(parts[start:], patterns[1:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatch(parts[0], patterns[0]) and _match(parts[1:], patterns[1:])
+
+
+def _entries(fs: Any, root: str, recursive: bool) -> Iterator[dict[str, Any]]:
+    """What lies in a directory, but for what a writer has not finished."""
+    if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+        yield from _local_entries(fs, root, recursive, {os.path.realpath(root)})
+    elif not recursive:
+        for entry in fs.ls(root, detail=True, refresh=True):
+            if not _is_hidden(posixpath.basename(entry["name"].rstrip("/")), entry["type"]):
+                yield entry
+    else:
+        fs.invalidate_cache()
+        for name, entry in fs.find(root, detail=True).items():
+            *above, last = name.removeprefix(root).strip("/").split("/")
+            if not _is_hidden(last, "file") and not any(_is_hidden(a, "directory") for a in above):
+                yield entry
+
+
+def _local_entries(fs: Any, place: str, recursive: bool, seen: set[str]) -> Iterator[dict[str, Any]]:
+    linked = list[str]()
+    for entry in fs.ls(place, detail=True, refresh=True):
+        path = entry["name"].rstrip("/")
+        is_directory = entry["type"] == "directory" or (entry.get("islink") and Path(path).is_dir())
+        if _is_hidden(posixpath.basename(path), "directory" if is_directory else "file"):
+            continue
+        if not is_directory:
+            yield entry
+        elif recursive and entry.get("islink"):
+            linked.append(path)
+        elif recursive:
+            seen.add(os.path.realpath(path))
+            yield from _local_entries(fs, path, True, seen)
+    for path in sorted(linked):
+        target = os.path.realpath(path)
+        # What is below (or above) a directory that is read has, or would have, its files twice.
+        if not any(target == s or _is_below(target, s) or _is_below(s, target) for s in seen):
+            seen.add(target)
+            yield from _local_entries(fs, path, True, seen)
+
+
+def _is_below(place: str, directory: str) -> bool:
+    return place.startswith(directory.rstrip("/") + "/")
+
+
+def _is_hidden(name: str, kind: str) -> bool:
+    if name.startswith("_") and kind == "directory" and "=" in name:
+        return False
+    return name.startswith((".", "_")) or name.endswith("._COPYING_")
 
 
 def written_at(files: Sequence[FileInfo]) -> dict[str, int]:
@@ -105,25 +184,32 @@ def written_at(files: Sequence[FileInfo]) -> dict[str, int]:
 class Memory:
     """The files that earlier runs consumed.
 
+    A file that lies elsewhere now is known by its content where the consumed one is gone, and where it
+    was moved together with its directory, or into a sub-directory or out of one. A file of the same
+    name and content in a directory beside it, as of another day, is another file.
+
     Args:
         files: path -> :class:`Consumed`, as it lies beside a commit; earlier versions of the library
             wrote name -> size.
+        there: the files that are there now.
     """
 
-    def __init__(self, files: Mapping[str, Any]) -> None:
+    def __init__(self, files: Mapping[str, Any], there: Sequence[FileInfo] = ()) -> None:
         self._by_path: dict[str, Consumed] = {}
-        self._by_name: dict[str, list[Consumed]] = {}
+        self._by_name: dict[str, list[tuple[str, Consumed]]] = {}
         self._sizes: dict[str, int] = {}
+        self._there = {f.path for f in there}
         for path, said in files.items():
             if isinstance(said, int):
                 self._sizes[path] = said
                 continue
             consumed = Consumed(*said)
             self._by_path[path] = consumed
-            self._by_name.setdefault(posixpath.basename(path), []).append(consumed)
+            self._by_name.setdefault(posixpath.basename(path), []).append((path, consumed))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._by_name or name in self._sizes
+        paths = [path for path, _ in self._by_name.get(posixpath.basename(name), ())]
+        return name in self._sizes or any(path.endswith("/" + name) for path in paths)
 
     def changed(self, file: FileInfo) -> str | None:
         """How a consumed file is not what it was; None where it is, or was not consumed."""
@@ -141,12 +227,14 @@ class Memory:
         """Whether a file that has not changed was consumed, from here or from where it lay before."""
         if file.path in self._by_path or file.name in self._sizes:
             return True
-        return self._knows_content(file)
+        return self._elsewhere(file) is not None
 
     def knows_elsewhere(self, file: FileInfo) -> bool:
         """Whether a consumed file lies elsewhere now, or was touched."""
         before = self._by_path.get(file.path)
-        return (before is None or before.stamp != file.stamp) and self._knows_content(file)
+        if before is not None:
+            return before.stamp != file.stamp and _same(file, before)
+        return self._elsewhere(file) is not None
 
     def batch_of(self, file: FileInfo) -> int | None:
         """The run that consumed what is in a file; 0 = not known; None where none did."""
@@ -154,10 +242,30 @@ class Memory:
             return self._by_path[file.path].batch
         if file.name in self._sizes:
             return 0
-        return next((one.batch for one in self._by_name.get(file.name, ()) if _same(file, one)), None)
+        before = self._elsewhere(file)
+        return None if before is None else before.batch
 
-    def _knows_content(self, file: FileInfo) -> bool:
-        return any(_same(file, before) for before in self._by_name.get(file.name, ()))
+    def _elsewhere(self, file: FileInfo) -> Consumed | None:
+        """The consumed file that this one was before it was moved."""
+        for path, before in self._by_name.get(posixpath.basename(file.name), ()):
+            gone = path != file.path and path not in self._there
+            if gone and _was_moved(path, file) and _same(file, before):
+                return before
+        return None
+
+
+def _was_moved(path: str, file: FileInfo) -> bool:
+    """Whether a file may be one that was consumed from a path, by the directories that both are in."""
+    root = file.path.removesuffix(file.name)
+    name = path.removeprefix(root)
+    if name == path:  # from another directory, whose name nobody knows any more
+        return path.endswith("/" + file.name)
+    within = file.name.endswith("/" + name) or name.endswith("/" + file.name)
+    return within and _parted(name) == _parted(file.name)
+
+
+def _parted(name: str) -> list[str]:
+    return [part for part in name.split("/")[:-1] if "=" in part]
 
 
 def unconsumed(
@@ -171,7 +279,7 @@ def unconsumed(
     Raises:
         SourceError: a consumed file is there with another content.
     """
-    memory = Memory(consumed)
+    memory = Memory(consumed, there)
     changed = {f.name: said for f in there if (said := memory.changed(f)) is not None}
     if changed:
         name, said = next(iter(changed.items()))
@@ -197,11 +305,12 @@ def chosen(
     if only is None:
         return list(new)
     memory = Memory(consumed)
-    missing = sorted(set(only) - {f.name for f in new if f.name in only})
+    asked = set(only)
+    missing = sorted(asked - {f.name for f in new})
     missing = [name for name in missing if name not in memory]
     if missing:
         raise SourceError(f"{directory}: the run asks for {missing}, which are not there")
-    return [f for f in new if f.name in only]
+    return [f for f in new if f.name in asked]
 
 
 def remembered(
@@ -213,7 +322,7 @@ def remembered(
     Args:
         batch: of the run.
     """
-    memory = Memory(before)
+    memory = Memory(before, there)
     batches = {f: memory.batch_of(f) or 0 for f in there if memory.knows_elsewhere(f)}
     batches |= dict.fromkeys(taken, batch)
     return {**before, **{f.path: Consumed(f.size, f.stamp, _digest(f), n) for f, n in batches.items()}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -26,13 +26,49 @@ from vt_dagster.core.records import (
 )
 from vt_dagster.core.snapshot import difference
 from vt_dagster.errors import ContractError, SourceError, TopologyError
+from vt_dagster.sources.directory import FileInfo
+from vt_dagster.storage import delta
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 
 OnDuplicate = Literal["fail", "quarantine"]
 _BUCKET_BYTES = 4_000_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 UNREAD = "_unread"
 """The raw content of a row of a dump that could not be read; null of others."""
+
+
+class Dump(NamedTuple):
+    """A whole state: a file, or a directory of files.
+
+    Args:
+        name: in the source's directory.
+        nested: whether it is a directory.
+    """
+
+    name: str
+    files: tuple[FileInfo, ...]
+    nested: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(f.size for f in self.files)
+
+    @property
+    def size_above(self) -> int:
+        """Bytes without those of sub-directories, which earlier versions of the library left out."""
+        return sum(f.size for f in self.files if "/" not in f.name)
+
+    @property
+    def modified(self) -> int:
+        """When its newest file was written: epoch microseconds."""
+        found: list[datetime] = []
+        for file in self.files:
+            fs, place = delta.filesystem(file.path)
+            moment: datetime = fs.modified(place)
+            found.append(moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc))
+        return (max(found) - _EPOCH) // timedelta(microseconds=1)
 
 
 @dataclass(frozen=True)

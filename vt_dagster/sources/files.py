@@ -1,7 +1,7 @@
 """A directory of files that grows, as a source: each file is consumed once.
 
 Arrival order is the files' names, then the position in the file: a file that appears later with a
-smaller name is simply consumed by a later run.
+smaller name is simply consumed by a later run. A name is the path below the directory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import Window as W
-from pyspark.sql import functions as F
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
-from vt_dagster.columns import ARRIVAL
-from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.bad_files import columns_of, faults_of_parquet, faults_of_text, set_aside
 from vt_dagster.sources.base import (
@@ -32,7 +28,6 @@ from vt_dagster.sources.base import (
     require_told,
     with_told,
 )
-from vt_dagster.sources.csv_text import header_of
 from vt_dagster.sources.directory import (
     FileInfo,
     Memory,
@@ -43,18 +38,15 @@ from vt_dagster.sources.directory import (
     unconsumed,
     written_at,
 )
-from vt_dagster.sources.lines import with_object, with_record
+from vt_dagster.sources.file_rows import FileFormat, parquet_rows, text_rows
 from vt_dagster.sources.nested import require_units
-from vt_dagster.sources.values import Reading, Timestamps, is_no_text
+from vt_dagster.sources.options import checked
+from vt_dagster.sources.values import Reading, Timestamps
 from vt_dagster.spark.jars import one_line
-from vt_dagster.storage import delta
 from vt_dagster.storage.places import address, unseen
 from vt_dagster.storage.positions import Commit
 from vt_dagster.topology.model import Stream
 
-FileFormat = Literal["jsonl", "csv", "parquet"]
-
-_FILE, _BLOCK, _ID, _START, _LINE = "_file", "_block", "_id", "_start", "_line"
 FILES = "files"
 """The name of a files source among a commit's inputs; its offsets count lines."""
 _WORDS = ("run", "file_time")
@@ -162,11 +154,16 @@ class FilesSource:
         path: the directory, a local path or a URL that Spark and fsspec both can read. Names that
             begin with ``.`` or ``_`` are not looked at, so write a file under such a name and
             rename it when it is whole. A file that has been consumed is known again where it was
-            only touched or moved with its directory; where its content is another, a run says so.
+            only touched, or moved with its directory, into a sub-directory or out of one; where its
+            content is another, a run says so.
         format: ``jsonl`` (one JSON object a line), ``csv`` (one record a line, with a header line
             that names the columns, in any order), or ``parquet``.
-        pattern: names that count, for example ``*.jsonl``.
-        options: Spark's CSV or JSON options, for example ``{"nullValue": "NA"}``.
+        pattern: names that count, for example ``*.jsonl``, at any depth. One with a ``/`` is compared
+            with the whole path below the directory: ``dt=*/*.jsonl``; ``**`` is any number of
+            directories.
+        options: Spark's CSV or JSON options, for example ``{"nullValue": "NA"}`` or
+            ``{"encoding": "windows-1252"}``. One that is unknown, or that would have no effect, is an
+            error that says what to do instead.
         max_files_per_run: bounds a run; None = all that are there when it starts.
         max_bad_share: a run with a larger share of quarantined rows fails before its commit.
         on_bad_file: what becomes of a file that cannot be read as a whole: a header that is no text,
@@ -185,6 +182,12 @@ class FilesSource:
             not before what was taken earlier (of a column: in the partition), nor after the run.
         timestamps: the unit of numbers in columns of times, in all or by column, as of ``Json``;
             None: they are unreadable. Not of Parquet.
+        recursive: whether the files of sub-directories are read, at any depth.
+        path_columns: whether directories called ``column=value`` give that column to the files in them,
+            as Hive and Spark write tables: percent signs are decoded, and
+            ``__HIVE_DEFAULT_PARTITION__`` is null. A text that is no value of the column's type makes
+            the rows unreadable; a file that has such a column itself is bad as a whole. False: the
+            column is in the files.
     """
 
     path: str
@@ -198,6 +201,8 @@ class FilesSource:
     optional: Sequence[str] = ()
     recorded_at: str = "run"
     timestamps: Timestamps | None = field(default=None, hash=False)
+    recursive: bool = True
+    path_columns: bool = True
 
     gives_timestamp = False
 
@@ -229,6 +234,7 @@ class FilesSource:
         require_limits(self.max_bad_share, self.max_clock_skew)
         require_units(repr(self.path), self.timestamps)
         object.__setattr__(self, "optional", tuple(self.optional))
+        object.__setattr__(self, "options", checked(repr(self.path), self.format, self.options))
         if self.max_files_per_run is not None and self.max_files_per_run < 1:
             raise SourceError(f"max_files_per_run must be 1 or more, got {self.max_files_per_run}")
 
@@ -242,7 +248,7 @@ class FilesSource:
 
     def files(self) -> list[FileInfo]:
         """The files that are there, by name. Does not use Spark."""
-        return files_in(str(self.path), self.pattern, f"{self.format} files")
+        return files_in(str(self.path), self.pattern, f"{self.format} files", self.recursive)
 
     def pin(
         self,
@@ -260,8 +266,9 @@ class FilesSource:
 
     def taken_by(self, consumed: Mapping[str, Any]) -> dict[str, int | None]:
         """The run that consumed each file that is there, by name: see ``directory.Memory.batch_of``."""
-        memory = Memory(consumed)
-        return {f.name: memory.batch_of(f) for f in self.files()}
+        there = self.files()
+        memory = Memory(consumed, there)
+        return {f.name: memory.batch_of(f) for f in there}
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
         """The names of the new files. Does not use Spark."""
@@ -283,14 +290,14 @@ class FilesSource:
     def read(self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType) -> DataFrame:
         """The rows of some files, in order of arrival.
 
-        Plan: text formats scan twice, once for the number of lines in each block, which is then
-        broadcast; no shuffle of rows.
+        Plan: see ``file_rows``.
 
         Returns:
             the schema's columns (all null where a row cannot be read), ``_arrival`` (0, 1, …),
-            ``_source`` (file name), ``_position`` (line from 1, of Parquet the row from 1),
-            ``_raw`` (the line; of Parquet the row as JSON), ``_reason`` (``unreadable`` or null). Of
-            a file that cannot be read, where it is set aside: one row, ``_arrival`` below 0,
+            ``_source`` (the file's name, with its sub-directories), ``_position`` (line from 1, of
+            Parquet the row from 1), ``_raw`` (the line; of Parquet the row as JSON), ``_reason``
+            (``unreadable`` or null). Of a file that cannot be read, where it is set aside: one row,
+            ``_arrival`` below 0,
             ``_position`` 0, ``_raw`` what is wrong, ``_reason`` ``unreadable_file``.
 
         Raises:
@@ -307,8 +314,10 @@ class FilesSource:
         good = [f for f in files if f.name not in bad]
         if not good:
             return set_aside(spark, bad, schema)
-        read = self._read_parquet if self.format == "parquet" else self._read_text
-        rows = read(spark, good, schema)
+        if self.format == "parquet":
+            rows = parquet_rows(spark, good, schema, self.path_columns)
+        else:
+            rows = text_rows(spark, good, schema, self.format, self.reading, self.path_columns)
         return rows.unionByName(set_aside(spark, bad, schema)) if bad else rows
 
     def more_columns(self, files: Sequence[FileInfo], schema: StructType) -> dict[str, str]:
@@ -324,79 +333,7 @@ class FilesSource:
     def _faults(
         self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
     ) -> dict[str, str]:
+        also = (self.optional, self.path_columns)
         if self.format == "parquet":
-            return faults_of_parquet(spark, files, schema, self.optional)
-        headers = self.options if self.format == "csv" else None
-        return faults_of_text(files, schema, headers, self.optional)
-
-    # -- Parquet ---------------------------------------------------------------------------------
-
-    def _read_parquet(
-        self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
-    ) -> DataFrame:
-        rows = spark.read.schema(schema).parquet(*[delta.literal(f.path) for f in files])
-        line = F.col("_metadata.row_index").alias(_LINE)
-        located = rows.select("*", _file_name().alias(_FILE), line)
-        sizes = located.groupBy(_FILE).agg(F.count(F.lit(1)).alias(_START))
-        starts = _running_start(sizes, [_FILE])
-        broken = is_no_text(F.struct(*schema.names), schema)
-        return located.join(F.broadcast(starts), _FILE).select(
-            *[F.when(~broken, F.col(c)).alias(c) for c in schema.names],
-            (F.col(_START) + F.col(_LINE)).alias(ARRIVAL),
-            F.col(_FILE).alias(SOURCE),
-            (F.col(_LINE) + 1).alias(POSITION),
-            F.to_json(F.struct(*schema.names)).alias(RAW),
-            F.when(broken, Reason.UNREADABLE).alias(REASON),
-        )
-
-    # -- lines of text ---------------------------------------------------------------------------
-
-    def _read_text(
-        self, spark: SparkSession, files: Sequence[FileInfo], schema: StructType
-    ) -> DataFrame:
-        lines = spark.read.text([delta.literal(f.path) for f in files]).select(
-            F.col("value").alias(RAW),
-            _file_name().alias(_FILE),
-            F.col("_metadata.file_block_start").alias(_BLOCK),
-            F.monotonically_increasing_id().alias(_ID),
-        )
-        counts = F.count(F.lit(1)).alias(_START), F.min(_ID).alias("_first")
-        blocks = lines.groupBy(_FILE, _BLOCK).agg(*counts)
-        starts = _running_start(blocks, [_FILE, _BLOCK])
-        within_file = W.partitionBy(_FILE)
-        starts = starts.withColumn("_file_start", F.min(_START).over(within_file))
-        arrival = F.col(_START) + F.col(_ID) - F.col("_first")
-        numbered = (
-            lines.join(F.broadcast(starts), [_FILE, _BLOCK])
-            .withColumn(ARRIVAL, arrival)
-            .withColumn(POSITION, F.col(ARRIVAL) - F.col("_file_start") + 1)
-        )
-        headed = 1 if self.format == "csv" else 0
-        given = numbered.where((F.col(POSITION) > headed) & (F.trim(RAW) != ""))
-        if self.format == "csv":
-            headers: dict[tuple[str, ...], list[str]] = {}
-            for f in files:
-                headers.setdefault(header_of(f, self.options), []).append(f.name)
-            rows, row = with_record(given, RAW, _FILE, headers, schema, self.reading)
-        else:
-            rows, row = with_object(given, RAW, schema, self.reading)
-        broken = row.isNull() | ~F.is_valid_utf8(RAW)
-        return rows.select(
-            *[F.when(~broken, row[c]).alias(c) for c in schema.names],
-            ARRIVAL,
-            F.col(_FILE).alias(SOURCE),
-            POSITION,
-            F.make_valid_utf8(RAW).alias(RAW),
-            F.when(broken, Reason.UNREADABLE).alias(REASON),
-        )
-
-
-def _file_name() -> Column:
-    """The name of a row's file; Spark has it as it stands in a URL."""
-    return F.url_decode(F.replace(F.col("_metadata.file_name"), F.lit("+"), F.lit("%2B")))
-
-
-def _running_start(counts: DataFrame, order: Sequence[str]) -> DataFrame:
-    """Turns a count a group into the number of rows in the groups before it."""
-    before = W.orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
-    return counts.withColumn(_START, F.coalesce(F.sum(_START).over(before), F.lit(0)))
+            return faults_of_parquet(spark, files, schema, *also)
+        return faults_of_text(files, schema, self.format, self.options, *also)

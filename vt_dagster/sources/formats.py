@@ -23,6 +23,7 @@ from vt_dagster.sources import avro, protobuf
 from vt_dagster.sources.avro import READ, read_avro, row_of
 from vt_dagster.sources.json_text import SCHEMA_OF, parse, read_object, value_of
 from vt_dagster.sources.nested import once, read_row, require_units, texts_of
+from vt_dagster.sources.options import checked
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
 from vt_dagster.sources.registry import SchemaRegistry
 from vt_dagster.sources.serialized import Serializer, serialized
@@ -95,7 +96,7 @@ class Json(Format):
     Of a single column, as of a key, a message may also be the value itself: ``"apple"``, ``17``.
 
     Args:
-        options: Spark's JSON options.
+        options: Spark's JSON options, as of a ``FilesSource``; one without effect is an error.
         framed: whether Confluent's five bytes stand before it.
         timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
             ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
@@ -111,6 +112,7 @@ class Json(Format):
     decimals: Literal["text", "base64"] = "text"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "options", checked("Json", "message", self.options))
         require_units("Json", self.timestamps)
         if self.decimals not in ("text", "base64"):
             raise SourceError(

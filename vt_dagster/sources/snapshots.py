@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatch
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import unquote
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -18,9 +19,10 @@ from pyspark.sql.types import StructType
 from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.base import End, News, Uncounted, require_limits
-from vt_dagster.sources.directory import FileInfo, files_in, require_untouched
+from vt_dagster.sources.directory import files_in, require_untouched
 from vt_dagster.sources.dumps import (
     UNREAD,
+    Dump,
     Limits,
     OnDuplicate,
     check_ignored,
@@ -42,34 +44,6 @@ DUMPS = "dumps"
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MODIFIED = "modified"
 _SUFFIXES = re.compile(r"(\.(parquet|csv|jsonl?|txt|gz|bz2|zst|snappy|lz4))+$")
-
-
-class Dump(NamedTuple):
-    """A whole state: a file, or a directory of files.
-
-    Args:
-        name: in the source's directory.
-        nested: whether it is a directory.
-    """
-
-    name: str
-    files: tuple[FileInfo, ...]
-    nested: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(f.size for f in self.files)
-
-    @property
-    def modified(self) -> int:
-        """When its newest file was written: epoch microseconds."""
-        found: list[datetime] = []
-        for file in self.files:
-            fs, place = delta.filesystem(file.path)
-            moment: datetime = fs.modified(place)
-            found.append(moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc))
-        return (max(found) - _EPOCH) // timedelta(microseconds=1)
 
 
 @dataclass(frozen=True)
@@ -127,6 +101,7 @@ class PinnedDump(Uncounted):
             options=source.options,
             optional=source.optional,
             timestamps=source.timestamps,
+            path_columns=source.path_columns,
         )
         try:
             rows = files.read(spark, dump.files if dump else (), node.schema)
@@ -196,7 +171,8 @@ class PinnedDump(Uncounted):
                 f"the dump {self.dump.name if self.dump else ''} in {self.source.path} was removed "
                 "before the run had read it; nothing was committed. Put it back, or run without"
             )
-        if not any(f.name in str(error) for f in self.dump.files):
+        said = unquote(str(error))
+        if not any(f.name in said for f in self.dump.files):
             return None
         return SourceError(
             f"the dump {self.dump.name} in {self.source.path} could not be read: {one_line(error)}; "
@@ -214,7 +190,7 @@ class SnapshotSource:
 
     Args:
         path: the directory, as of a :class:`FilesSource`. A file in it is a dump, and so is a
-            sub-directory with files.
+            sub-directory with files, at any depth.
         format: ``parquet``, ``csv`` or ``jsonl``.
         dump_time: when a dump was true. ``modified``: when its newest file was written. A text with
             ``%``: what its name is, without the ending of a file, for example ``customers_%Y-%m-%d``
@@ -237,6 +213,8 @@ class SnapshotSource:
         upstream: the key of the asset that delivers the dumps, ``shop/export``: a dependency of this
             one in Dagster.
         timestamps: the unit of numbers in columns of times, as of a :class:`FilesSource`.
+        path_columns: whether directories called ``column=value`` within a dump give that column to the
+            files in them, as of a :class:`FilesSource`.
     """
 
     path: str
@@ -253,6 +231,7 @@ class SnapshotSource:
     optional: Sequence[str] = field(default=(), kw_only=True)
     upstream: str | None = field(default=None, kw_only=True)
     timestamps: Timestamps | None = field(default=None, hash=False, kw_only=True)
+    path_columns: bool = field(default=True, kw_only=True)
 
     gives_timestamp = True
     tables_only = True
@@ -262,7 +241,9 @@ class SnapshotSource:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", address(self.path))
-        FilesSource(self.path, self.format)  # it says what formats there are
+        # It says what formats and options there are.
+        files = FilesSource(self.path, self.format, options=self.options)
+        object.__setattr__(self, "options", files.options)
         object.__setattr__(self, "optional", tuple(self.optional))
         object.__setattr__(self, "ignore", tuple(self.ignore))
         require_limits(self.max_bad_share, self.max_clock_skew)
@@ -303,7 +284,7 @@ class SnapshotSource:
             SourceError: there is no such directory.
         """
         path, what = str(self.path), f"{self.format} dumps"
-        found = [Dump(f.name, (f,), False) for f in files_in(path, self.pattern, what)]
+        found = [Dump(f.name, (f,), False) for f in files_in(path, self.pattern, what, False)]
         fs, root = delta.filesystem(path)
         folders = [
             posixpath.basename(entry["name"].rstrip("/"))
@@ -344,7 +325,7 @@ class SnapshotSource:
         there = self.dumps()
         for one in there:
             said = consumed.get(one.name)
-            if said is not None and said["bytes"] != one.size:
+            if said is not None and said["bytes"] not in (one.size, one.size_above):
                 raise SourceError(
                     f"the dump {one.name} in {self.path} changed after it was consumed: "
                     f"{said['bytes']} bytes then, {one.size} now; deliver what is new as a dump of its "

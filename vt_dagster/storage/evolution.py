@@ -42,6 +42,7 @@ from vt_dagster.columns import OLD
 from vt_dagster.errors import StorageError
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.renames import Names, earlier_names, named, was
+from vt_dagster.topology.schema import same
 
 _WHOLE: tuple[type[DataType], ...] = (ByteType, ShortType, IntegerType, LongType)
 _FOLLOWED = (
@@ -324,21 +325,6 @@ def require_said(name: str, found: Evolution, inputs: Sequence[StructType]) -> N
 def mentions(expression: str, column: str) -> bool:
     """Whether SQL text has a column's name in it."""
     return re.search(rf"(?<!\w){re.escape(column)}(?!\w)", expression, re.IGNORECASE) is not None
-
-
-def same(one: DataType, other: DataType) -> bool:
-    """Whether two types are the same but for what may be null in them."""
-    return nullable(one.jsonValue()) == nullable(other.jsonValue())
-
-
-def nullable(kind: Any) -> Any:
-    """A Spark type's JSON with all fields nullable and without notes, as Delta tables are."""
-    if isinstance(kind, dict):
-        named = {k: nullable(v) for k, v in kind.items()}
-        flags = {"nullable", "containsNull", "valueContainsNull"}
-        named.update({flag: True for flag in flags if flag in kind})
-        return {**named, "metadata": {}} if "metadata" in kind else named
-    return [nullable(one) for one in kind] if isinstance(kind, list) else kind
 
 
 def _renamed(dropped: Sequence[StructField], added: Sequence[StructField]) -> list[str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from pyspark.sql.types import (
     ArrayType,
+    CharType,
     DataType,
     MapType,
     NullType,
+    StringType,
     StructType,
     TimestampType,
+    VarcharType,
 )
 
 from vt_dagster.columns import RESERVED, TIMESTAMP
@@ -126,7 +129,63 @@ def same_types(ones: Sequence[DataType], others: Sequence[DataType]) -> bool:
     if len(ones) != len(others):
         return False
     unknown = NullType()
-    return all(unknown in (a, b) or a == b for a, b in zip(ones, others, strict=True))
+    return all(unknown in (a, b) or same(a, b) for a, b in zip(ones, others, strict=True))
+
+
+def same(one: DataType, other: DataType) -> bool:
+    """Whether two types are the same but for what may be null in them."""
+    return nullable(one.jsonValue()) == nullable(other.jsonValue())
+
+
+def nullable(kind: Any) -> Any:
+    """A Spark type's JSON with all fields nullable and without notes, as Delta tables are."""
+    if isinstance(kind, dict):
+        named = {k: nullable(v) for k, v in kind.items()}
+        flags = {"nullable", "containsNull", "valueContainsNull"}
+        named.update({flag: True for flag in flags if flag in kind})
+        return {**named, "metadata": {}} if "metadata" in kind else named
+    return [nullable(one) for one in kind] if isinstance(kind, list) else kind
+
+
+Fits = Callable[[DataType, DataType], bool]
+
+
+def differences(
+    got: DataType, wanted: DataType, path: str, fits: Fits = lambda got, wanted: False
+) -> list[str]:
+    """Where values of a type cannot be read as another one: the parts that differ, with both types.
+
+    Fields are known by their names at any depth: their order, what may be null in them, and fields
+    that only the first type has make no difference. A field that only the other one has is null; but a
+    struct must have one of its fields, or it would be null as a whole.
+
+    Args:
+        path: of the value, for messages.
+        fits: of two types that are not the same and have no parts, whether one is read as the other.
+    """
+    if isinstance(got, ArrayType) and isinstance(wanted, ArrayType):
+        return differences(got.elementType, wanted.elementType, f"{path}[]", fits)
+    if isinstance(got, MapType) and isinstance(wanted, MapType):
+        keys = differences(got.keyType, wanted.keyType, f"{path}.key", fits)
+        return keys + differences(got.valueType, wanted.valueType, f"{path}.value", fits)
+    if isinstance(got, StructType) and isinstance(wanted, StructType):
+        there = {f.name: f.dataType for f in got.fields}
+        both = [f for f in wanted.fields if f.name in there]
+        if not both:
+            return [f"{path} has the fields {got.names}, expected some of {wanted.names}"]
+        return [
+            said
+            for f in both
+            for said in differences(there[f.name], f.dataType, f"{path}.{f.name}", fits)
+        ]
+    if same(_plain(got), _plain(wanted)) or fits(got, wanted):
+        return []
+    return [f"{path} is {got.simpleString()}, expected {wanted.simpleString()}"]
+
+
+def _plain(kind: DataType) -> DataType:
+    """CHAR and VARCHAR are texts, as Spark reads them."""
+    return StringType() if isinstance(kind, CharType | VarcharType) else kind
 
 
 def _check_characters(name: str, schema: StructType) -> None:
