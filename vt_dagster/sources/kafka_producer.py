@@ -38,11 +38,7 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         gives rows ``partition, records, error``: how many were sent of each partition; or one row
         without a partition, with how many were not taken and why the first one was not.
     """
-    hidden = ("logger", "log_level")
-    settings = {n: value for n, value in cluster.client_settings().items() if n not in hidden}
-    defaults = {"message.max.bytes": 1_000_000_000, "delivery.timeout.ms": 60000}
-    more = {"enable.idempotence": True, "linger.ms": 20, "partitioner": "murmur2_random"}
-    more |= {"enable.gapless.guarantee": True, "log_level": 0}
+    settings = _settings(cluster)
 
     def send(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         # Self-contained: workers need confluent-kafka, not this package.
@@ -51,7 +47,7 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         import pyarrow as pa
         from confluent_kafka import KafkaException, Producer
 
-        producer, failed = Producer({**defaults, **settings, **more}), list[str]()
+        producer, failed = Producer(settings), list[str]()
 
         def delivered(error: Any, _: Any) -> None:
             if error is not None:
@@ -98,3 +94,11 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         yield pa.RecordBatch.from_pydict(rows, schema=pa.schema(kinds))
 
     return send
+
+
+def _settings(cluster: KafkaCluster) -> dict[str, Any]:
+    hidden = ("logger", "log_level")
+    given = {name: value for name, value in cluster.client_settings().items() if name not in hidden}
+    defaults = {"message.max.bytes": 1_000_000_000, "delivery.timeout.ms": 60000}
+    own = {"enable.idempotence": True, "enable.gapless.guarantee": True, "linger.ms": 20}
+    return {**defaults, **given, **own, "partitioner": "murmur2_random", "log_level": 0}
