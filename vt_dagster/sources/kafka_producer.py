@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,17 +11,17 @@ import pyarrow as pa
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 
 _ADVICE = {
-    "MSG_SIZE_TOO_LARGE": "raise max.message.bytes of the topic; where each of its records is smaller "
-    "than that, set batch.size in the cluster's options below it",
-    "INVALID_TIMESTAMP": "raise message.timestamp.after.max.ms of the topic, beyond which it refuses "
+    "Message size too large": "raise max.message.bytes of the topic; where each of its records is "
+    "smaller than that, set batch.size in the cluster's options below it",
+    "Invalid timestamp": "raise message.timestamp.after.max.ms of the topic, beyond which it refuses "
     "records of a later time than its broker's clock",
-    "TOPIC_AUTHORIZATION_FAILED": "allow the user to write to the topic",
+    "Topic authorization failed": "allow the user to write to the topic",
 }
 
 
 def advice_for(error: str) -> str:
     """What to do where a topic does not take records, after a text of :func:`producing`."""
-    found = (advice for code, advice in _ADVICE.items() if code in error)
+    found = (advice for why, advice in _ADVICE.items() if why in error)
     return next(found, "see that the broker runs and takes records")
 
 
@@ -37,11 +38,7 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         gives rows ``partition, records, error``: how many were sent of each partition; or one row
         without a partition, with how many were not taken and why the first one was not.
     """
-    hidden = ("logger", "log_level")
-    settings = {n: value for n, value in cluster.client_settings().items() if n not in hidden}
-    defaults = {"message.max.bytes": 1_000_000_000, "delivery.timeout.ms": 60000}
-    more = {"enable.idempotence": True, "linger.ms": 20, "partitioner": "murmur2_random"}
-    more |= {"enable.gapless.guarantee": True, "log_level": 0}
+    settings = _settings(cluster)
 
     def send(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         # Self-contained: workers need confluent-kafka, not this package.
@@ -50,13 +47,18 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         import pyarrow as pa
         from confluent_kafka import KafkaException, Producer
 
-        # Without a callback a fatal error is raised within the one that tells of a record.
-        quiet: dict[str, Any] = {"error_cb": lambda _: None}
-        producer, failed = Producer({**defaults, **settings, **more, **quiet}), list[str]()
+        producer, failed = Producer(settings), list[str]()
 
         def delivered(error: Any, _: Any) -> None:
             if error is not None:
-                failed.append(f"{error.name()}: {error.str()}")
+                failed.append(error.str())
+
+        def poll(seconds: float) -> None:
+            try:
+                producer.poll(seconds)
+            except (KafkaException, SystemError) as error:
+                # The client raises a fatal one wherever it is, also within ``delivered``.
+                failed.insert(0, str(error.__cause__ or error))
 
         def produce(row: dict[str, Any]) -> None:
             about = {name: row[name] for name in ("key", "value")}
@@ -66,21 +68,25 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
                     producer.produce(topic, on_delivery=delivered, **about)
                     break
                 except BufferError:
-                    producer.poll(0.1)
+                    poll(0.1)
                 except KafkaException as error:  # refused before it was sent
-                    failed.append(f"{error.args[0].name()}: {error.args[0].str()}")
+                    failed.append(error.args[0].str())
 
         sent: Counter[int] = Counter()
         for batch in batches:
             for row in batch.to_pylist():
                 produce(row)
                 sent[row["partition"]] += 1
-            producer.poll(0)
+            poll(0)
             if failed:
                 break
-        left = producer.flush(90)
-        if left:
-            failed.append(f"{left} records without an answer within 90 s")
+        # No flush: it would hold back a fatal error until all records have timed out.
+        until = time.monotonic() + 90
+        while len(producer) and not failed and time.monotonic() < until:
+            poll(0.1)
+        if len(producer) and not failed:
+            failed.append(f"{len(producer)} records without an answer within 90 s")
+        producer.purge()
         rows = {"partition": [*sent], "records": [*sent.values()], "error": [None] * len(sent)}
         if failed:
             rows = {"partition": [None], "records": [len(failed)], "error": [failed[0]]}
@@ -88,3 +94,11 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         yield pa.RecordBatch.from_pydict(rows, schema=pa.schema(kinds))
 
     return send
+
+
+def _settings(cluster: KafkaCluster) -> dict[str, Any]:
+    hidden = ("logger", "log_level")
+    given = {name: value for name, value in cluster.client_settings().items() if name not in hidden}
+    defaults = {"message.max.bytes": 1_000_000_000, "delivery.timeout.ms": 60000}
+    own = {"enable.idempotence": True, "enable.gapless.guarantee": True, "linger.ms": 20}
+    return {**defaults, **given, **own, "partitioner": "murmur2_random", "log_level": 0}
