@@ -431,6 +431,8 @@ VALUES: list[tuple[str, Any]] = [
 def binary(name: str, value: Any, kind: DataType, unit: str | None) -> set[Any]:
     """What a value that is no text may be read as."""
     if isinstance(value, str):
+        if unit and is_time(kind) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", value, re.ASCII):
+            return counted(Decimal(value), kind, unit)
         return plain(value, kind, False)
     if isinstance(value, bytes):
         try:

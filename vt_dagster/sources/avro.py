@@ -61,6 +61,7 @@ _FITTING = {
 }
 """Types of columns that values of a type of Avro may fit into; a text may fit into any."""
 _LEAVES = ("string", "enum", "null", *(kind for kind in _FITTING if kind != "decimal"))
+_DEEP = ("record", "recursive", "array", "map")
 _MEMBER = re.compile(r"member\d+")
 
 
@@ -252,7 +253,7 @@ def _never(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> I
 
 
 def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) -> bool:
-    if isinstance(kind, StructType | ArrayType | MapType) or node.type in ("record", "recursive"):
+    if isinstance(kind, StructType | ArrayType | MapType) or node.type in _DEEP:
         return False
     if node.type in ("int", "long") and isinstance(kind, TIMES):
         return (node.unit or how.unit(path)) is not None

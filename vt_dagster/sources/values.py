@@ -259,7 +259,12 @@ def of_double(value: Column, kind: DataType) -> Column:
     if isinstance(kind, FloatType):
         narrow = value.cast(kind)
         return F.when(narrow.cast("double").eqNullSafe(value), narrow)
-    if isinstance(kind, DecimalType | ByteType | ShortType | IntegerType | LongType):
+    if isinstance(kind, DecimalType):
+        # Spark takes the digits that tell a DOUBLE from others: of large ones not all that they have.
+        near = _if_same(value, value.try_cast(kind), "double")
+        large = of_long(of_double(value, LongType()), kind)
+        return F.when(F.abs(value) < F.lit(2.0**53), near).otherwise(large)
+    if isinstance(kind, INTEGERS):
         inside = F.abs(value) < F.lit(2.0**63) if isinstance(kind, LongType) else F.lit(True)
         return F.when(inside, _if_same(value, value.try_cast(kind), "double"))
     if isinstance(kind, DoubleType | StringType):
