@@ -52,8 +52,8 @@ ORDER = {
         """,
     "core": """
         arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
-        sessions sliding emit_early periods fixed_windows table repeats partial source_order versioned store known
-        per_run
+        sessions sliding emit_early periods fixed_windows table repeats partial source_order versioned
+        store known per_run
         processor source filter map_values stream_table_join corrections corrected_join suppress
         table_table_join side_times within two_streams stream_stream_join corrected_stream_join
         foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
