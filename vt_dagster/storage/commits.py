@@ -82,17 +82,14 @@ def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
         last: the last commit of its log.
     """
     until = max((end for start, end in last.ahead if start <= moment < end), default=None)
-    if (
-        until is None
-        and last.recorded_at > moment
-        and last.recorded_at - time.time_ns() // 1000 > AHEAD
-    ):
+    to_come = last.recorded_at - time.time_ns() // 1000 > AHEAD
+    if until is None and to_come and last.recorded_at > moment:
         until = last.recorded_at
     if until is None:
         return None
     return (
-        f"{name}: as_known_at {in_utc(moment)} leaves out runs that had been made by then: the clock of "
-        f"one was ahead, and what came after it counts as recorded up to {in_utc(until)}. To have it, "
+        f"{name}: as_known_at {in_utc(moment)} leaves out runs that had been made by then: the clock "
+        f"of one was ahead, and what came after it counts as recorded up to {in_utc(until)}. To have it, "
         "read without as_known_at, or ask for that time"
     )
 
