@@ -89,7 +89,7 @@ def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
         return None
     return (
         f"{name}: as_known_at {in_utc(moment)} leaves out runs that had been made by then: the clock "
-        f"of one was ahead, and what came after it counts as recorded up to {in_utc(until)}. To have it, "
+        f"of one was ahead, and what came after it counts as recorded up to {in_utc(until)}. For that, "
         "read without as_known_at, or ask for that time"
     )
 
