@@ -82,8 +82,10 @@ def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
         last: the last commit of its log.
     """
     until = max((end for start, end in last.ahead if start <= moment < end), default=None)
+    # The run whose clock was ahead does not know it; the next one notes since when it was.
+    noted = bool(last.ahead) and last.ahead[-1][1] >= last.recorded_at
     to_come = last.recorded_at - time.time_ns() // 1000 > AHEAD
-    if until is None and to_come and last.recorded_at > moment:
+    if until is None and not noted and to_come and last.recorded_at > moment:
         until = last.recorded_at
     if until is None:
         return None
