@@ -82,18 +82,17 @@ def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
         last: the last commit of its log.
     """
     until = max((end for start, end in last.ahead if start <= moment < end), default=None)
-    if (
-        until is None
-        and last.recorded_at > moment
-        and last.recorded_at - time.time_ns() // 1000 > AHEAD
-    ):
+    # The run whose clock was ahead does not know it; the next one notes since when it was.
+    noted = bool(last.ahead) and last.ahead[-1][1] >= last.recorded_at
+    to_come = last.recorded_at - time.time_ns() // 1000 > AHEAD
+    if until is None and not noted and to_come and last.recorded_at > moment:
         until = last.recorded_at
     if until is None:
         return None
     return (
         f"{name}: as_known_at {in_utc(moment)} leaves out runs that had been made by then: the clock "
-        f"of one was ahead, and what came after it counts as recorded up to {in_utc(until)}. To have "
-        "it, read without as_known_at, or ask for that time"
+        f"of one was ahead, and what came after it counts as recorded up to {in_utc(until)}. For that, "
+        "read without as_known_at, or ask for that time"
     )
 
 

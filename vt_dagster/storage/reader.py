@@ -125,8 +125,7 @@ class AssetReader:
         Args:
             after: also those before ``start`` whose timestamp is larger than this (epoch
                 microseconds): what a grace buffer may still hold.
-            counted: whether all files must have as many rows as the commit says; an audit counts
-                itself.
+            counted: whether all files must have as many rows as the commit says; an audit counts them.
 
         Raises:
             StorageError: they have not; or a file is missing, or has another size.
@@ -155,9 +154,8 @@ class AssetReader:
         self, head: Head, wanted: delta.Wanted = delta.everything, counted: bool = True
     ) -> DataFrame:
         # A version with later commits has more rows than this commit counts.
-        count = (
-            None if head.later or not counted else head.commit.total - sum(head.commit.missing.values())
-        )
+        there = head.commit.total - sum(head.commit.missing.values())
+        count = there if counted and not head.later else None
         like = log_schema(self.node)
         return parquet.read(self.spark, self.log_path, head.version, wanted, like=like, count=count)
 
