@@ -38,7 +38,7 @@ def hour(n: float | None) -> datetime | None:
     return None if n is None else START + timedelta(hours=n)
 
 
-def failed(frame: DataFrame) -> set[str]:
+def failed(frame: Any) -> set[str]:
     """The checks that pandera reports of a validated DataFrame."""
     found: Any = frame.pandera.errors.get("DATA", {})
     return {str(e["check"]).split("(")[0] for some in found.values() for e in some}

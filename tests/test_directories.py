@@ -194,7 +194,8 @@ KINDS = "k string, n int, dt date, at timestamp, price decimal(10,2), country st
 
 
 def _schema(spark: SparkSession, kinds: str) -> StructType:
-    return StructType.fromDDL(kinds)
+    made: Any = StructType.fromDDL(kinds)
+    return made
 
 
 def test_columns_in_paths(spark: SparkSession, tmp_path: Path) -> None:

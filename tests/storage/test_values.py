@@ -167,7 +167,8 @@ def number(exact: Decimal, kind: DataType, of_text: bool = True) -> set[Any]:
             return set()
         import decimal
 
-        with decimal.localcontext(prec=80):
+        with decimal.localcontext() as context:
+            context.prec = 80
             found = exact.quantize(scale)
         return {found} if found == exact else set()
     bits = {"tinyint": 8, "smallint": 16, "int": 32, "bigint": 64}.get(kind.simpleString())
