@@ -92,14 +92,18 @@ def _texts(
     found = parsed[_ALL]
     row, last = F.get(found, 0), F.get(found, 1)[_END]
     whole = parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
-    whole = whole & (F.size(keys) == F.size(F.array_distinct(keys)))
+    # Spark finds no names in what only its options allow, such as comments: then the columns decide.
+    unnamed = keys.isNull()
+    whole = whole & (unnamed | (F.size(keys) == F.size(F.array_distinct(keys))))
     if by_itself is not None:
-        whole = whole & (~by_itself | (F.size(keys) == 1))
+        whole = whole & (~by_itself | (~unnamed & (F.size(keys) == 1)))
     known = F.size(F.array_intersect(keys, F.array(*map(F.lit, wanted.names))))
     lowered = F.array(*[F.lit(n) for n in dict.fromkeys(n.lower() for n in wanted.names)])
     alike = F.size(F.array_intersect(F.transform(keys, F.lower), lowered))
     plain = F.struct(*[row[n].alias(n) for n in wanted.names], _no_schema().alias(SCHEMA_OF))
-    plain = F.when(whole & (known > 0) & (alike <= known), plain)
+    some = any_of([row[n].isNotNull() for n in wanted.names])
+    ours = F.when(unnamed, some).otherwise((known > 0) & (alike <= known))
+    plain = F.when(whole & ours, plain)
     if not _enveloped(wanted):
         return plain
     around = F.size(F.array_intersect(keys, F.array(F.lit(PAYLOAD), F.lit(SCHEMA))))
