@@ -138,7 +138,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     rows = rows.withColumn(SOURCE_TIME, F.col(RECORD_TIME)) if named else rows
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
     parts = parts_of(node)
-    if UNCHANGED in rows.columns:
+    if UNCHANGED in rows.columns and not takes_unchanged(node):
         # What has no version to take its value from would be null, which the source does not say.
         lost = F.array_except(UNCHANGED, F.array(*map(F.lit, parts)).cast("array<string>"))
         reason = reason.when(~tombstone & (F.size(lost) > 0), Reason.UNREADABLE)
@@ -156,7 +156,15 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         FATE, F.when(F.col(REASON).isNotNull(), Fate.QUARANTINED)
     )
     judged = judged.drop(SOURCE_TIME) if named else judged
+    judged = judged if takes_unchanged(node) else judged.drop(UNCHANGED)
     return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))
+
+
+def takes_unchanged(node: Stream) -> bool:
+    """Whether a column that a source has not sent, since it is unchanged, has the value of the record
+    before, in the source's order; where a record says parts by ``only_columns``, that of its time."""
+    whole = isinstance(node, VersionedTable) and not node.says_parts and node.tie_break is None
+    return whole and getattr(node.source, "orders_changes", False)
 
 
 def _odd_year(node: Stream) -> Column:

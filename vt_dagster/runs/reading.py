@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.logger import PySparkLogger
 from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
     ArrayType,
@@ -25,9 +26,20 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import ARRIVAL, FATE, TIMESTAMP
 from vt_dagster.core import store as of_table
-from vt_dagster.core.arrival import by_partition, with_columns
+from vt_dagster.core.arrival import Fate, by_partition, with_columns
 from vt_dagster.core.known import Known
-from vt_dagster.core.records import RECORD_TIME, SOURCE_TIME, START, TOLD_AT, TRUNCATES, prepare
+from vt_dagster.core.log import value_columns
+from vt_dagster.core.records import (
+    REASON,
+    RECORD_TIME,
+    SOURCE_TIME,
+    START,
+    TOLD_AT,
+    TRUNCATES,
+    UNCHANGED,
+    Reason,
+    prepare,
+)
 from vt_dagster.core.source_order import LAST, follows_source
 from vt_dagster.core.store import meets_versions
 from vt_dagster.core.versioned import FIRST
@@ -44,7 +56,7 @@ from vt_dagster.topology.schema import same
 _HOLD = set[tuple[str, str, str]]()
 """Conditions, each with the columns that it has been found to be one over: asking takes a moment, and a
 test has a run for each record."""
-_GIVEN, _SINCE = "_given", "_since"
+_GIVEN, _SINCE, _HELD = "_given", "_since", "_held"
 _LAST = 1 << 61
 """More than the places of arrival that any source gives."""
 _NOW = "9999-01-01T00:00:00Z"
@@ -110,10 +122,10 @@ def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:
 
 def met_twice(records: DataFrame, arrival: Arrival) -> bool:
     """Whether a run looks at a source's records before it puts them, see :func:`with_past`."""
-    if arrival.previous is None:
-        return TRUNCATES in records.columns
+    if {TRUNCATES, UNCHANGED} & {*records.columns}:
+        return True
     node = arrival.node
-    return meets_versions(node) or follows_source(node) or TRUNCATES in records.columns
+    return arrival.previous is not None and (meets_versions(node) or follows_source(node))
 
 
 def with_past(
@@ -126,6 +138,7 @@ def with_past(
     """
     node = arrival.node
     records = _without_truncations(records, arrival, known.view)
+    records = _with_unchanged(records, arrival, known.view)
     if arrival.previous is not None and meets_versions(node):
         known = replace(known, rivals=_rivals_of(records, store))
     if arrival.previous is not None and follows_source(node):
@@ -159,6 +172,46 @@ def _without_truncations(records: DataFrame, arrival: Arrival, view: DataFrame |
     there = there.groupBy(*keys).agg(F.min(_SINCE).alias(_SINCE))
     gone = events.drop(*node.key).crossJoin(there).where(F.col(ARRIVAL) > F.col(_SINCE))
     return rows.unionByName(gone.select(*[F.col(f"`{c}`") for c in rows.columns]))
+
+
+def _with_unchanged(records: DataFrame, arrival: Arrival, view: DataFrame | None) -> DataFrame:
+    """The records, each column that the source has not sent with the value of its key's record before,
+    in the source's order. Where there is none the record is unreadable: its value is unknown.
+
+    Plan: a job that tells whether there is such a record; then a join with the current rows and one
+    window by key.
+
+    Args:
+        records: prepared; they are read twice.
+        view: the current rows of the table before the run; None = none.
+    """
+    if UNCHANGED not in records.columns:
+        return records
+    node, good = arrival.node, F.col(FATE).isNull()
+    if not isinstance(node, Table) or records.where(good & F.col(UNCHANGED).isNotNull()).isEmpty():
+        return records.drop(UNCHANGED)
+    key, values = [F.col(f"`{k}`") for k in node.key], value_columns(node)
+    rows = records.withColumn(_HELD, F.lit(None))
+    if view is not None:
+        current = of_table.rows_of(node, view)
+        held = F.struct(*[F.col(f"`{c}`") for c in values]).alias(_HELD)
+        rows = records.join(current.select(*key, held), list(node.key), "left")
+    until = W.partitionBy(*key).orderBy(ARRIVAL).rowsBetween(W.unboundedPreceding, W.currentRow)
+    filled, unknown = dict[str, Column](), F.lit(False)
+    for name in values:
+        own, absent = F.col(f"`{name}`"), F.coalesce(F.array_contains(UNCHANGED, name), F.lit(False))
+        before = F.last(F.when(good & ~absent, F.struct(own.alias("value"))), ignorenulls=True)
+        found = before.over(until)
+        if view is not None:
+            of_view = F.struct(F.col(_HELD)[name].alias("value"))
+            found = F.coalesce(found, F.when(F.col(_HELD).isNotNull(), of_view))
+        unknown = unknown | (good & absent & found.isNull())
+        filled[name] = F.when(absent, found["value"]).otherwise(own)
+    lost = {
+        FATE: F.when(unknown, Fate.QUARANTINED).otherwise(F.col(FATE)),
+        REASON: F.when(unknown, Reason.UNREADABLE).otherwise(F.col(REASON)),
+    }
+    return rows.withColumns({**filled, **lost}).drop(UNCHANGED, _HELD)
 
 
 def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | None:

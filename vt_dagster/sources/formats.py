@@ -319,8 +319,9 @@ class Debezium(Format):
             ``__source_ts_ms``, where ``add.fields`` has them, are its ``op`` and ``source.ts_ms``.
         unavailable: what stands for a value that the database did not send, since it is unchanged
             (``unavailable.value.placeholder``; PostgreSQL's TOAST): of a text, of bytes, of an array of
-            texts or whole numbers, or of a map. A versioned table keeps what it has, as with
-            ``only_columns``; elsewhere, and with ``tie_break``, the record is unreadable. None: it is a
+            texts or whole numbers, or of a map. A versioned table takes the value of the
+            key's record before, in the topic's order; where there is none, elsewhere, and with
+            ``tie_break``, the record is unreadable. None: it is a
             value like others.
     """
 

@@ -171,11 +171,6 @@ class KafkaSource:
         """The unit of numbers in columns of times, where the value's format says one."""
         return getattr(self.value, "timestamps", None)
 
-    @property
-    def says_parts(self) -> bool:
-        """Whether a message may lack values that are unchanged."""
-        return getattr(self.value, "unavailable", None) is not None
-
     # -- offsets ---------------------------------------------------------------------------------
 
     def pin(

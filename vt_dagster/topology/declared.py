@@ -176,12 +176,8 @@ def _check_valid_until(name: str, column: object, values: Sequence[StructField])
 
 
 def says_parts(table: Any) -> bool:
-    """Whether a record of a table may leave out what is unchanged: by its own settings, or as its
-    source does, where the table can keep what it has."""
-    if table.only_columns is not None or table.ignore_null_updates:
-        return True
-    taken = {f.name.lower() for f in table.schema.fields} & {"given_columns", "carried"}
-    return getattr(table.source, "says_parts", False) and table.tie_break is None and not taken
+    """Whether a record of a table may leave out what is unchanged."""
+    return table.only_columns is not None or bool(table.ignore_null_updates)
 
 
 def _check_parts(table: Any, values: Sequence[StructField]) -> None:
