@@ -329,6 +329,12 @@ def alone(work: Callable[[], Outcome | None]) -> int:
     os._exit(0)
 
 
+def new_home() -> None:
+    """Makes the tables that Dagster keeps its runs in."""
+    with dg.DagsterInstance.local_temp("data/home") as instance:
+        instance.get_runs(limit=1)
+
+
 def outcome(everything: Everything, name: str, run: int, remote: str | None) -> Outcome:
     """Runs one asset, in this process."""
     from pyspark.sql.utils import is_remote
@@ -372,6 +378,7 @@ def main(root: str, remote: str | None, beside: int, kinds: list[str]) -> None:
     everything = Everything()
     wanted = everything.made_of(kinds) if kinds else {*everything.assets}
     Path("data/home").mkdir(parents=True)
+    os.waitpid(alone(new_home), 0)  # two that make Dagster's tables at once fail
     for run in range(1, ROUNDS + 1):
         if run != NOTHING_NEW:
             os.waitpid(alone(lambda run=run: land(run)), 0)  # deltalake's threads bear no fork

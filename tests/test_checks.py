@@ -282,8 +282,8 @@ def test_another_run_commits_meanwhile(market: Market, tmp_path: Path) -> None:
     class Overtaken(AssetStore):
         waiting = True
 
-        def snapshot(self, *given: Any) -> Snapshot:
-            there = super().snapshot(*given)
+        def snapshot(self, as_stored: bool = False) -> Snapshot:
+            there = super().snapshot(as_stored)
             if self.waiting:
                 self.waiting = False
                 copy.land("prices", "9.jsonl", record("z", "p9", "2 09:00"))

@@ -590,6 +590,22 @@ def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) ->
     assert topic(*flat, **about, value=unwrapped)[1][0] == (1, 10, 12, "a")
 
 
+def test_what_a_database_has_not_sent_is_what_the_record_before_has(topic: Take) -> None:
+    """PostgreSQL's TOAST values, also of an earlier run; of a key that is not known it is unreadable."""
+    one, two, large = {"id": 1}, {"id": 2}, "__debezium_unavailable_value"
+    told = [
+        (one, event("c", (1, "large"), 5)),
+        (one, event("u", (1, large), 3)),  # by a clock that jumped back
+        (two, event("u", (2, large), 6)),
+        (one, event("u", (1, large), 7)),
+    ]
+    for runs in (1, 2, 4):
+        current, versions, counts = topic(*told, runs=runs)
+        assert current == {1: "large"}
+        assert {name for *_, name in versions} == {"large"}
+        assert (counts["in"], counts["quarantined"]) == (4, 1)
+
+
 def test_an_event_that_truncates_deletes_every_key(topic: Take) -> None:
     """At its time, those of earlier runs too; what comes after it is there. In one of several
     partitions nobody knows what came before it."""
