@@ -591,7 +591,7 @@ def test_the_time_of_a_deletion_is_not_that_of_the_row_before_it(topic: Take) ->
 
 
 def test_what_a_database_has_not_sent_is_what_the_record_before_has(topic: Take) -> None:
-    """PostgreSQL's TOAST values, also of an earlier run; of a key that is not known it is unreadable."""
+    """PostgreSQL's TOAST values, also of an earlier run; of an unknown key it is unreadable."""
     one, two, large = {"id": 1}, {"id": 2}, "__debezium_unavailable_value"
     told = [
         (one, event("c", (1, "large"), 5)),
