@@ -187,7 +187,7 @@ def test_jsonl_compressed_and_plain(spark: SparkSession, tmp_path: Path) -> None
         ("2.jsonl", 1, "d", 4),
         ("2.jsonl", 2, None, None, "[1]"),
         ("2.jsonl", 3, None, None, '"text"'),
-        ("2.jsonl", 4, None, None),
+        ("2.jsonl", 4, None, None, "{}"),
     ]
 
 

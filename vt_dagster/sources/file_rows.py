@@ -105,7 +105,7 @@ def text_rows(
     found = {c: row[c] for c in schema.names}
     if path_columns:
         parsed, found, misfit = with_path_columns(
-            parsed, spark, files, schema, found, replace(how, base64=False), own
+            parsed, spark, files, schema, found, _of_paths(how), own
         )
         broken = broken | misfit
     return parsed.select(
@@ -116,6 +116,12 @@ def text_rows(
         F.make_valid_utf8(RAW).alias(RAW),
         F.when(broken, Reason.UNREADABLE).alias(REASON),
     )
+
+
+def _of_paths(how: Reading) -> Reading:
+    """How the texts of paths are read: as Hive and Spark write them, whatever formats the files have."""
+    options = {k: v for k, v in how.options.items() if k.lower() == "timezone"}
+    return replace(how, options=options, base64=False)
 
 
 def _is_below(headers: Mapping[int, Sequence[str]]) -> Column:

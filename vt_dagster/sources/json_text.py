@@ -242,5 +242,5 @@ def _marked(text: Column, options: Mapping[str, str]) -> Column:
         skipped += [r"/\*.*?\*/", r"//[^\n]*+"]
     if told.get("allowunquotedfieldnames"):
         skipped.append(r"[\w$]++(?=\s*+:)")
-    pattern = rf"(?s)\G((?:{'|'.join(skipped)})*+)({number})(?=[\s,\]}}]|\z)"
+    pattern = rf"(?s)\G((?:{'|'.join(skipped)})*+)({number})(?=[\s,/\]}}]|\z)"
     return F.regexp_replace(text, pattern, f'$1"{NUMBER}$2"')
