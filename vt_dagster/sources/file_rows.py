@@ -119,7 +119,7 @@ def text_rows(
 
 
 def _of_paths(how: Reading) -> Reading:
-    """How the texts of paths are read: as Hive and Spark write them, whatever formats the files have."""
+    """How the texts of paths are read: as Hive and Spark write them, whatever the files have."""
     options = {k: v for k, v in how.options.items() if k.lower() == "timezone"}
     return replace(how, options=options, base64=False)
 
