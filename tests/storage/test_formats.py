@@ -407,7 +407,7 @@ def test_a_table_keeps_what_a_change_does_not_have(spark: SparkSession) -> None:
     nodes = [VersionedTable("v", **history), VersionedTable("w", **history, tie_break="n")]
     nodes = [*nodes, Table("t", **about), Stream("s", **about)]
     found = [prepare(rows, node).orderBy("id").collect() for node in nodes]
-    assert [row.given_columns for row in found[0]] == [["n"], None]
+    assert [row["_unchanged"] for row in found[0]] == [["t"], None]
     assert [row[REASON] for row in found[0]] == [None, None]
     for others in found[1:]:
         assert [row[REASON] for row in others] == ["unreadable", None]

@@ -152,11 +152,10 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
             chosen = _chosen(node.partition_by)
             reason = reason.when(has_key(node.key) & chosen.isNull(), Reason.NULL_PARTITION)
         timed = timed.withColumn(PARTITION, home_of(node.key, node))
-    judged = timed.withColumn(REASON, reason).withColumn(
-        FATE, F.when(F.col(REASON).isNotNull(), Fate.QUARANTINED)
-    )
-    judged = judged.drop(SOURCE_TIME) if named else judged
-    judged = judged if takes_unchanged(node) else judged.drop(UNCHANGED)
+    fate = F.when(F.col(REASON).isNotNull(), Fate.QUARANTINED)
+    judged = timed.withColumn(REASON, reason).withColumn(FATE, fate)
+    unwanted = {SOURCE_TIME: named, UNCHANGED: not takes_unchanged(node)}
+    judged = judged.drop(*[column for column, is_so in unwanted.items() if is_so])
     return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))
 
 
