@@ -365,9 +365,12 @@ def test_raw_and_csv(spark: SparkSession) -> None:
     for n, kind in enumerate(KINDS.values()):
         wanted, how = of(kind), Reading(base64=False)
         rows = rows.withColumn(f"t{n}", one_record("line", "f", {("v",): ["f"]}, wanted, {}))
-        rows = rows.withColumn(f"r{n}", read_record(F.col(f"t{n}"), F.col("line"), wanted, how))
-        reason = F.when(F.col(f"r{n}").isNull(), UNREADABLE)
-        columns.append(F.struct(F.col(f"r{n}").alias("row"), reason.alias("reason")).alias(f"v{n}"))
+        parts = read_record(F.col(f"t{n}"), F.col("line"), wanted, how, f"c{n}")
+        row = F.col(f"c{n}_row")
+        for name, column in parts.items():
+            rows = rows.withColumn(name, column)
+        reason = F.when(row.isNull(), UNREADABLE)
+        columns.append(F.struct(row.alias("row"), reason.alias("reason")).alias(f"v{n}"))
 
     def right_csv(i: int, kind: DataType) -> set[Any]:
         return {None} if texts[i] == "" else right(i, kind)

@@ -211,7 +211,7 @@ def _with_unchanged(records: DataFrame, arrival: Arrival, view: DataFrame | None
         FATE: F.when(unknown, Fate.QUARANTINED).otherwise(F.col(FATE)),
         REASON: F.when(unknown, Reason.UNREADABLE).otherwise(F.col(REASON)),
     }
-    return rows.withColumns({**filled, **lost}).drop(UNCHANGED, _HELD)
+    return with_columns(rows, {**filled, **lost}).drop(UNCHANGED, _HELD)
 
 
 def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | None:

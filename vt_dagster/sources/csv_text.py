@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import DataType, StringType, StructField, StructType
 
 from vt_dagster.sources.directory import FileInfo
 from vt_dagster.sources.lines import LINE_OPTIONS, first_lines
@@ -125,11 +125,20 @@ def one_record(
     return parsed
 
 
-def read_record(row: Column, line: Column, schema: StructType, how: Reading) -> Column:
-    """Of what :func:`one_record` gives: a struct of the columns; null where the line is no record, or
-    has a text that is no value of its column."""
+def read_record(
+    row: Column, line: Column, schema: StructType, how: Reading, into: str
+) -> dict[str, Column]:
+    """Columns to add, in this order, to what :func:`one_record` gives.
+
+    The last one, ``<into>_row``, is a struct of the schema's columns; null where the line is no record,
+    or has a text that is no value of its column.
+    """
     whole = row.isNotNull() & row[_CORRUPT].isNull() & ~_is_cut_off(line, how.options)
-    return read_row(row, schema, lambda text, kind, path: of_text(text, kind, how, path), whole)
+
+    def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
+        return of_text(text, kind, how, path)
+
+    return read_row(row, schema, leaf, into, whole)
 
 
 def _of_few_columns(line: Column, options: Mapping[str, str]) -> Column:

@@ -92,15 +92,15 @@ def text_rows(
         if "comment" in options:
             given = given.where(~F.startswith(F.col(RAW), F.lit(options["comment"])))
         parsed = given.withColumn("_texts", one_record(RAW, FILE, headers, schema, options))
-        parsed = parsed.withColumn("_row", read_record(F.col("_texts"), F.col(RAW), schema, how))
-        row = F.col("_row")
+        columns = read_record(F.col("_texts"), F.col(RAW), schema, how, "_")
+        row = F.col("__row")
     else:
         kept = {k: v for k, v in options.items() if k not in LINE_OPTIONS}
         columns, row = read_object(parse(F.col(RAW), schema, kept, "_"), schema, how, "_")
         parsed = given
-        for name, column in columns.items():
-            parsed = parsed.withColumn(name, column)
         own = F.json_object_keys(RAW)
+    for name, column in columns.items():
+        parsed = parsed.withColumn(name, column)
     broken = row.isNull() | ~F.is_valid_utf8(RAW) | F.col(UNDECODED)
     found = {c: row[c] for c in schema.names}
     if path_columns:

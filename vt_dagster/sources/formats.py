@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import LongType, StringType, StructField, StructType
+from pyspark.sql.types import DataType, LongType, StringType, StructField, StructType
 
 from vt_dagster.core.records import Reason
 from vt_dagster.errors import SourceError
@@ -291,8 +291,11 @@ class Protobuf(Format):
         )
         name, how = f"{into}_text", self.reading
         found = F.from_json(F.col(name), texts_of(wanted), {"mode": "PERMISSIVE"})
-        row = read_row(F.col(into), wanted, lambda t, k, path: protobuf.value_of(t, k, how, path))
-        parsed = {name: text, into: found, f"{into}_row": row}
+
+        def leaf(value: Column, kind: DataType, path: tuple[str, ...]) -> Column:
+            return protobuf.value_of(value, kind, how, path)
+
+        parsed = {name: text, into: found, **read_row(F.col(into), wanted, leaf, into)}
         return Decoded(parsed, F.col(f"{into}_row"), _unreadable_if(F.col(f"{into}_row").isNull()))
 
 

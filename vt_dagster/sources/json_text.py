@@ -24,7 +24,17 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.sources.nested import any_of, read_row, texts_of
-from vt_dagster.sources.values import NAMED_UNITS, TIMES, Reading, of_number, of_text, of_unscaled
+from vt_dagster.sources.values import (
+    FLOATS,
+    INTEGERS,
+    NAMED_UNITS,
+    TIMES,
+    Reading,
+    of_number,
+    of_text,
+    of_unscaled,
+    rarely,
+)
 
 _CORRUPT = "_corrupt"
 _ALL, _END = f"_all_{uuid4().hex}", f"_end_{uuid4().hex}"
@@ -32,6 +42,8 @@ NUMBER = f"#{uuid4().hex[:12]}"
 """Names that no text can know."""
 PAYLOAD, SCHEMA = "payload", "schema"
 SCHEMA_OF = "_schema"
+_BARE = (*INTEGERS, *FLOATS, BooleanType)
+"""Types for which a number in quotes is the same as one without."""
 DECIMAL = "org.apache.kafka.connect.data.Decimal"
 
 
@@ -94,7 +106,9 @@ def _texts(
     whole = parsed[_CORRUPT].isNull() & row.isNotNull() & last & (F.size(found) == 2)
     # Spark finds no names in what only its options allow, such as comments: then the columns decide.
     unnamed = keys.isNull()
-    whole = whole & (unnamed | (F.size(keys) == F.size(F.array_distinct(keys))))
+    # Most messages have the columns and nothing else, in their order.
+    same = F.coalesce(keys == F.array(*map(F.lit, wanted.names)), F.lit(False))
+    whole = whole & (same | unnamed | (F.size(keys) == F.size(F.array_distinct(keys))))
     if by_itself is not None:
         whole = whole & (~by_itself | (~unnamed & (F.size(keys) == 1)))
     known = F.size(F.array_intersect(keys, F.array(*map(F.lit, wanted.names))))
@@ -103,7 +117,7 @@ def _texts(
     plain = F.struct(*[row[n].alias(n) for n in wanted.names], _no_schema().alias(SCHEMA_OF))
     some = any_of([row[n].isNotNull() for n in wanted.names])
     ours = F.when(unnamed, some).otherwise((known > 0) & (alike <= known))
-    plain = F.when(whole & ours, plain)
+    plain = F.when(whole & (same | ours), plain)
     if not _enveloped(wanted):
         return plain
     around = F.size(F.array_intersect(keys, F.array(F.lit(PAYLOAD), F.lit(SCHEMA))))
@@ -111,7 +125,8 @@ def _texts(
     payload = _payload(row, wanted)
     some = any_of([payload[n].isNotNull() for n in wanted.names])
     inner = F.struct(*[payload[n].alias(n) for n in wanted.names], row[SCHEMA].alias(SCHEMA_OF))
-    return F.when(both & (F.size(keys) == around), F.when(whole & some, inner)).otherwise(plain)
+    inside = ~same & both & (F.size(keys) == around)
+    return F.when(inside, F.when(whole & some, inner)).otherwise(plain)
 
 
 def read_object(
@@ -140,12 +155,22 @@ def read_object(
             schema.isNotNull(), F.struct(*[_named(schema, name).alias(name) for name in told])
         )
 
+    bare = {
+        f.name: F.replace(texts[f.name], F.lit(NUMBER), F.lit(""))
+        for f in wanted.fields
+        if isinstance(f.dataType, _BARE)
+    }
+    plain = f"{into}_plain"
+    fields = [bare.get(name, texts[name]).alias(name) for name in wanted.names]
+    columns[plain] = F.when(texts.isNotNull(), F.struct(*fields))
+
     def leaf(text: Column, kind: DataType, path: tuple[str, ...]) -> Column:
+        if len(path) == 1 and path[0] in bare:
+            return of_text(text, kind, how)
         known = len(path) == 1 and path[0] in told and named in columns
         return value_of(text, kind, how, path, F.col(named)[path[0]] if known else None)
 
-    columns[f"{into}_row"] = read_row(texts, wanted, leaf)
-    return columns, F.col(f"{into}_row")
+    return columns | read_row(F.col(plain), wanted, leaf, into), F.col(f"{into}_row")
 
 
 def _named(schema: Column, name: str) -> Column:
@@ -175,16 +200,22 @@ def value_of(
             plain = F.when(text.startswith(NUMBER), plain).otherwise(unscaled)
         if field is None or told is None:
             return plain
-        return F.when(told, of_unscaled(text, field["scale"], kind)).otherwise(plain)
+        by_name = rarely(text, lambda odd: of_unscaled(odd, field["scale"], kind))
+        return F.when(told, by_name).otherwise(plain)
     if not isinstance(kind, (*TIMES, BinaryType)):
         return of_text(number, kind, how)
-    unit = how.unit(path)
-    counted = of_number(number, kind, unit)
-    if field is not None and isinstance(kind, TIMES):
-        names = F.create_map(*[F.lit(part) for pair in NAMED_UNITS.items() for part in pair])
-        named = F.try_element_at(names, field["name"])
-        counted = F.when(named.isNotNull(), of_number(number, kind, named)).otherwise(counted)
+    counted = rarely(number, lambda odd: _counted(odd, kind, how.unit(path), field))
     return F.when(text.startswith(NUMBER), counted).otherwise(of_text(text, kind, how, path))
+
+
+def _counted(number: Column, kind: DataType, unit: str | None, field: Column | None) -> Column:
+    """A number in a column of times, or of bytes."""
+    counted = of_number(number, kind, unit)
+    if field is None or not isinstance(kind, TIMES):
+        return counted
+    names = F.create_map(*[F.lit(part) for pair in NAMED_UNITS.items() for part in pair])
+    named = F.try_element_at(names, field["name"])
+    return F.when(named.isNotNull(), of_number(number, kind, named)).otherwise(counted)
 
 
 def _enveloped(wanted: StructType) -> bool:

@@ -54,19 +54,39 @@ def read(
     return found, value.isNotNull() & found.isNull()
 
 
-def read_row(texts: Column, wanted: StructType, leaf: Leaf, whole: Column | None = None) -> Column:
-    """A struct of texts as one of values; null where it is null, or one of them cannot be read.
+def read_row(
+    texts: Column, wanted: StructType, leaf: Leaf, into: str, whole: Column | None = None
+) -> dict[str, Column]:
+    """A struct of texts as one of values.
 
-    Spark moves a filter to where its columns come from, and would read each value anew for each time
-    that the filter names it: :func:`once` keeps it above.
+    Each value is made once, in a column of its own, and looked at in the next. Spark moves a filter to
+    where its columns come from, and would read each value anew for each time that the filter names it:
+    :func:`once` keeps it above.
 
     Args:
+        into: what the names of the columns begin with.
         whole: whether the texts are a record; None = where they are not null.
+
+    Returns:
+        columns to add, in this order. The last one, ``<into>_row``, is the struct: null where the texts
+        are none, or one of them cannot be read.
     """
-    parts = [(f.name, *read(texts[f.name], f.dataType, leaf, (f.name,))) for f in wanted.fields]
-    row = F.struct(*[value.alias(name) for name, value, _ in parts])
+    values, misfits = list[Column](), list[Column]()
+    found = F.col(f"{into}_values")
+    for n, f in enumerate(wanted.fields):
+        value, bad = read(texts[f.name], f.dataType, leaf, (f.name,))
+        values.append(value.alias(f.name))
+        if isinstance(f.dataType, StructType | ArrayType | MapType):
+            values.append(bad.alias(f"_bad_{n}"))
+            misfits.append(found[f"_bad_{n}"])
+        else:
+            misfits.append(texts[f.name].isNotNull() & found[f.name].isNull())
+    row = F.struct(*[found[name].alias(name) for name in wanted.names])
     there = texts.isNotNull() if whole is None else whole
-    return once(F.when(there & ~any_of([bad for _, _, bad in parts]), row))
+    return {
+        f"{into}_values": F.when(there, F.struct(*values)),
+        f"{into}_row": once(F.when(found.isNotNull() & ~any_of(misfits), row)),
+    }
 
 
 def once(value: Column) -> Column:

@@ -6,7 +6,7 @@ was written, or it is null and the record is ``unreadable``: nothing is rounded,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import reduce
@@ -61,6 +61,11 @@ _DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _CLOCK = r"[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,6}0*)?)?"
 _ZONE = r"(?:Z|[+-][0-9]{2}(?::?[0-9]{2})?)?"
 _ENDS = {"nanvalue": "NaN", "positiveinf": "Infinity", "negativeinf": "-Infinity"}
+_SHORT = {
+    FloatType: r"\A-?(?:[0-9]{1,6}|(?=[0-9.]{3,10}\z)[0-9]+\.[0-9]+)\z",
+    DoubleType: r"\A-?(?:[0-9]{1,15}|(?=[0-9.]{3,18}\z)[0-9]+\.[0-9]+|0\.[0-9]{1,17})\z",
+}
+"""Numbers of so few digits that none of them can be lost. Most are; others take longer to look at."""
 _DIGITS = {FloatType: 9, DoubleType: 17}
 """So many digits tell any value of the type from its neighbours."""
 
@@ -106,19 +111,35 @@ def of_text(text: Column, kind: DataType, how: Reading = Reading(), path: Sequen
     if isinstance(kind, BooleanType):
         return F.when(F.lower(text) == "true", True).when(F.lower(text) == "false", False)
     if isinstance(kind, INTEGERS):
-        return F.when(F.rlike(text, F.lit(_WHOLE)), text.try_cast(kind))
+        whole = text.try_cast(kind)
+        return F.when((whole.cast("string") == text) | F.rlike(text, F.lit(_WHOLE)), whole)
     if isinstance(kind, FloatType | DoubleType):
-        return _float(text, kind, how)
+        short = F.rlike(text, F.lit(_SHORT[type(kind)]))
+        slow = rarely(text, lambda odd: _float(odd, kind, how))
+        return F.when(short, text.try_cast(kind)).otherwise(slow)
     if isinstance(kind, DecimalType):
-        return _decimal(text, kind)
+        most = rf"(?:\.[0-9]{{1,{kind.scale}}})?" if kind.scale else ""
+        short = F.rlike(text, F.lit(rf"\A-?[0-9]+{most}\z"))
+        slow = rarely(text, lambda odd: _decimal(odd, kind))
+        return F.when(short, text.try_cast(kind)).otherwise(slow)
     if not isinstance(kind, TIMES):
         return text.try_cast(kind)
     unit, value = how.unit(path), _time(text, kind, how)
     if unit is not None:
         # Eight digits are a date only where no unit is given.
         number = F.rlike(text, F.lit(_NUMBER))
-        return F.when(number, of_number(text, kind, unit)).otherwise(value)
+        counted = rarely(text, lambda odd: of_number(odd, kind, unit))
+        return F.when(number, counted).otherwise(value)
     return value
+
+
+def rarely(value: Column, make: Callable[[Column], Column]) -> Column:
+    """What is made of a value in few rows.
+
+    Inside of a function Spark does not compile it. With all that is rare, the code for some columns is
+    more than the JVM takes in one piece, and Spark then compiles none of it.
+    """
+    return F.get(F.transform(F.array(value), make), F.lit(0))
 
 
 def of_number(text: Column, kind: DataType, unit: str | Column | None) -> Column:
@@ -193,7 +214,10 @@ def _time(text: Column, kind: DataType, how: Reading) -> Column:
     value = F.when(whole, text.try_cast("timestamp"))
     if isinstance(kind, TimestampType):
         value = _in_zone(value, how, ~F.rlike(text, F.lit(r"[T ].*[Z+-]")))
-    return _moment(F.unix_micros(value), kind)
+    # A zone moves a time by a day at most, so only the first and the last year can be left by it.
+    inner = ~F.substring(text, 1, 4).isin("0000", "0001", "9999")
+    edge = rarely(value, lambda odd: _moment(F.unix_micros(odd), kind))
+    return F.when(inner, value.cast(kind)).otherwise(edge)
 
 
 def _in_zone(value: Column, how: Reading, unsaid: Column) -> Column:
