@@ -74,6 +74,7 @@ def check(found: dict[tuple[str, int], tuple[str, str]], least: int) -> None:
     assert Counter(run for _, run in found)[1] >= least
 
 
+@pytest.mark.jvm
 @pytest.mark.timeout(900)
 def test_some_kinds_on_connect(server: dict[str, str], tmp_path: Path) -> None:
     found = outcomes(tmp_path / "runs", server, "server", *SOME)

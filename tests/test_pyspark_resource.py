@@ -127,6 +127,7 @@ except SparkUnavailableError as error:
 """
 
 
+@pytest.mark.jvm
 def test_a_session_without_the_jars_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_JARS],
@@ -242,6 +243,7 @@ def test_a_table(topology, spark, tmp_path):
 """
 
 
+@pytest.mark.jvm
 def test_a_run_imports_the_five_packages(tmp_path: Path) -> None:
     """Dagster runs it, dagster-pyspark has the session, PySpark does the work, pandera checks what is
     committed; pytest runs the team's test of it, by the plugin that is in the wheel."""
