@@ -56,7 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """A small local session, one for all tests."""
+    """A small local session, one for all tests; with ``SPARK_REMOTE`` one on that Connect server."""
+    if remote := os.environ.get("SPARK_REMOTE"):
+        yield build_session("vt_dagster tests", remote=remote)
+        return
     session = build_session(
         "vt_dagster tests",
         master="local[2]",

@@ -15,6 +15,7 @@ import pytest
 
 from tests.test_server import BIN, command
 from vt_dagster.spark.jars import resolve_jars
+from vt_dagster.spark.server import Server
 
 ROOT = Path(__file__).parent.parent
 SOME = ("filtered", "grouped", "inner", "hopping", "corrected", "appended", "training", "log_export")
@@ -23,9 +24,10 @@ ALWAYS = {"upstream", "mine", "returned", "collected"}
 """Assets that have something new in each run."""
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[dict[str, str]]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A Spark Connect server that was started in another directory than the runs are."""
+    tmp_path = tmp_path_factory.mktemp("server")
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
@@ -82,6 +84,32 @@ def test_some_kinds_on_connect(server: dict[str, str], tmp_path: Path) -> None:
     lake = tmp_path / "runs" / "data" / "lake"
     for name in ("training", "log"):
         assert [*(lake / name).glob("*/*.parquet")], "the files are where the run's process is"
+
+
+def passes(environment: dict[str, str], *modules: str) -> None:
+    """These modules of tests pass with the server as their session."""
+    found = Path(environment["XDG_CACHE_HOME"]) / "vt_dagster" / "spark" / "server.json"
+    server = Server(**json.loads(found.read_text(encoding="utf-8")))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *modules],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**environment, "SPARK_REMOTE": server.address},
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+
+
+@pytest.mark.jvm
+@pytest.mark.timeout(900)
+def test_contracts_hold_on_connect(server: dict[str, str]) -> None:
+    passes(server, "tests/test_contracts.py")
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(3_600)
+def test_gates_checks_and_ops_on_connect(server: dict[str, str]) -> None:
+    passes(server, *(f"tests/{name}.py" for name in ("test_ops", "test_gates", "test_checks")))
 
 
 @pytest.mark.endurance
