@@ -11,12 +11,14 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import StringType, StructField, StructType, TimestampType
 
-from tests.market import Market, lines, record
+from tests.market import Market, lines, record, run
 from vt_dagster import (
     FilesSource,
     SparkResource,
     Stream,
+    Table,
     WarehouseResource,
+    build_asset,
     build_definitions,
     build_maintenance,
 )
@@ -29,15 +31,18 @@ ARCHIVED = {
     "source": FilesSource("archived"),
 }
 
+SELECTED = ["prices", "sales", "priced", "cheap", "counts"]
 MODULE = """
 import dagster as dg
 from pathlib import Path
 from tests.market import Market
+from tests.test_executor import downstream
 from vt_dagster import SparkResource, build_asset, build_resources, ops
 
 market = Market(Path({root!r}), None)
 sales_op = ops.read_op(market.sales), ops.put_op(market.sales), ops.write_op(market.sales)
 buffer_op, join_op = ops.grace_buffer_op(market.priced), ops.stream_table_join_op(market.priced)
+cheap, counts = downstream(market)
 joined_op = ops.read_logs_op(market.priced), buffer_op, join_op, ops.write_op(market.priced)
 
 @dg.graph_asset(name="graph_of_sales")
@@ -55,13 +60,13 @@ def graph_of_priced():
 
 spread = dg.multiprocess_executor
 defs = dg.Definitions(
-    assets=[*map(build_asset, market.nodes), graph_of_sales, graph_of_priced],
+    assets=[*map(build_asset, [*market.nodes, cheap, counts]), graph_of_sales, graph_of_priced],
     resources=build_resources(str(market.warehouse), SparkResource(master="local[1]")),
     jobs=[
         dg.define_asset_job("default", selection="graph_of_sales"),
         dg.define_asset_job("spread", selection="graph_of_sales", executor_def=spread),
         dg.define_asset_job("joined", selection="graph_of_priced", executor_def=spread),
-        dg.define_asset_job("assets", selection=["priced", "sales", "prices"], executor_def=spread),
+        dg.define_asset_job("assets", selection={selected!r}, executor_def=spread),
     ],
 )
 """
@@ -74,16 +79,24 @@ compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: No
 """
 
 
+def downstream(market: Market) -> tuple[Table, Table]:
+    """A filter and an aggregate of the prices: what is looked up before a session is there differs."""
+    return (
+        market.prices.filter("v < 'p2'", name="cheap"),
+        market.prices.group_by("v").aggregate({"n": "count(*)"}, name="counts"),
+    )
+
+
 def execute(root: Path, job: str) -> subprocess.CompletedProcess[str]:
-    (root / "home").mkdir()
+    (root / "home").mkdir(exist_ok=True)
     (root / "home" / "dagster.yaml").write_text(INSTANCE)
     module = root / "spread.py"
-    module.write_text(MODULE.format(root=str(root)))
+    module.write_text(MODULE.format(root=str(root), selected=SELECTED))
     return subprocess.run(
         [str(Path(sys.executable).parent / "dagster"), "job", "execute", "-f", str(module), "-j", job],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         cwd=ROOT,
         env={**os.environ, "DAGSTER_HOME": str(root / "home"), "PYTHONPATH": str(ROOT)},
     )
@@ -103,16 +116,29 @@ def test_a_graph_with_a_process_per_step_is_refused(tmp_path: Path, job: str) ->
     assert not (tmp_path / "warehouse").exists(), "nothing was written"
 
 
-@pytest.mark.timeout(400)
-def test_assets_run_in_a_process_each(spark: object, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_assets_run_in_a_process_each_from_their_second_run_on(spark: object, tmp_path: Path) -> None:
     market = Market(tmp_path, spark)  # type: ignore[arg-type]
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
     market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("a", "s2", "1 06:00"))
-    done = execute(tmp_path, "assets")
-    assert done.returncode == 0, done.stdout + done.stderr
+    cheap, counts = downstream(market)
+    every = map(build_asset, [*market.nodes, cheap, counts])
+    assert run(every, market.warehouse, selection=SELECTED).success
+    market.land("prices", "2.jsonl", record("b", "p1", "1 07:00"), record("c", "p2", "1 07:00"))
+    market.land("sales", "2.jsonl", record("b", "s3", "1 08:00"), record("a", "s4", "1 08:00"))
+    for started in ("something new", "nothing new"):
+        done = execute(tmp_path, "assets")
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, (started, said)
+        assert said.count("STEP_WORKER_STARTED") >= 5
+        assert said.count("ASSET_OBSERVATION") == (5 if started == "nothing new" else 0)
     rows = market.store(market.priced).read("log").collect()
-    assert [(row["v"], row["price"]) for row in rows] == [("s1", "p1")]
-    assert (done.stdout + done.stderr).count("STEP_WORKER_STARTED") >= 3
+    assert {(row["v"], row["price"]) for row in rows} == {(f"s{n}", "p1") for n in (1, 2, 3, 4)}
+    assert {row["k"] for row in market.store(cheap).read().collect()} == {"a", "b"}
+    assert {(row["v"], row["n"]) for row in market.store(counts).read().collect()} == {
+        ("p1", 2),
+        ("p2", 1),
+    }
 
 
 def test_definitions_merge_with_those_of_anybody(tmp_path: Path) -> None:

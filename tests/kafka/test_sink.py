@@ -209,6 +209,39 @@ def test_another_log_is_not_taken_for_the_one_that_was_published(
         publication(here).run()
 
 
+def test_a_log_put_back_from_a_backup_is_refused(
+    topics: Topics, pipeline: Pipeline, tmp_path: Path, spark: SparkSession
+) -> None:
+    """It has the id of the log that was published, and other records at offsets that were published."""
+    target, source = topics.create(), topics.create()
+    topics.produce(source, records([1, 2]))
+    sink = KafkaSink(topics.cluster, target)
+    node = Table("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, source))
+    warehouse, backup = tmp_path / "warehouse", tmp_path / "backup"
+    stores = stores_of(str(warehouse), spark)
+    publication = Publication(str(warehouse), "out", node, sink, spark)
+    run_once(node, stores)
+    assert publication.run() is not None
+    shutil.copytree(warehouse / "s", backup)
+    topics.produce(source, records([3]))
+    run_once(node, stores)
+    assert publication.run() is not None
+    shutil.rmtree(warehouse / "s")
+    shutil.copytree(backup, warehouse / "s")
+    said = "out: .*put back from a backup"
+    with pytest.raises(StorageError, match=said):
+        publication.run()
+    topics.produce(source, records([4]))
+    run_once(node, stores)  # it takes 3 once more, and 4
+    with pytest.raises(StorageError, match=said):
+        publication.run()
+    assert numbers(topics, target) == [1, 2, 3]
+    again = publication.run(from_start=True)
+    assert again is not None
+    assert numbers(topics, target) == [1, 2, 3, 1, 2, 3, 4]
+    assert publication.run() is None
+
+
 def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
     topics: Topics, pipeline: Pipeline, spark: SparkSession
 ) -> None:
