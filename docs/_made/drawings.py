@@ -227,7 +227,7 @@ def run() -> str:
         (["operate", "DataFrame to", "DataFrame"], BLUE),
         (["gate", "types, pandera,", "bad share"], AMBER),
         (["commit", "append to the log,", "one Delta commit"], GREEN),
-        (["follow", "view, state,", "quarantine"], BLUE),
+        (["follow", "view,", "quarantine"], BLUE),
     ]
     drawn: list[str] = []
     for number, (lines, colour) in enumerate(steps):
