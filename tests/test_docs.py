@@ -24,7 +24,7 @@ from vt_dagster.testing import TopologyTestDriver
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 WORDS = (ROOT / "tests" / "docs_words.py").read_text(encoding="utf-8")
 LANGUAGES = {"python", "yaml", "bash", "text", ""}
 PRICES = "product,price,at\napple,1.0,2026-01-31T10:00:00Z\napple,1.4,2026-01-31T14:00:00Z\n"
