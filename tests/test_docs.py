@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import dagster as dg
 import pytest
 import typer
+import yaml
 from click import Command, Context
 from pyspark.sql import SparkSession
 
@@ -24,7 +25,7 @@ from vt_dagster.testing import TopologyTestDriver
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 WORDS = (ROOT / "tests" / "docs_words.py").read_text(encoding="utf-8")
 LANGUAGES = {"python", "yaml", "bash", "text", ""}
 PRICES = "product,price,at\napple,1.0,2026-01-31T10:00:00Z\napple,1.4,2026-01-31T14:00:00Z\n"
@@ -146,6 +147,15 @@ def test_make_targets_that_are_named_are_there() -> None:
     for page in PAGES:
         for target in re.findall(r"`make ([a-z-]+)", page.read_text(encoding="utf-8")):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+
+
+def test_pre_commit_runs_what_make_lint_runs() -> None:
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["entry"].replace(" --force-exclude", "") for hook in hooks] == [
+        line.strip().replace("$(BIN)", ".venv/bin") for line in recipe[1].splitlines()
+    ]
 
 
 def test_commands_that_are_named_are_there() -> None:

@@ -236,6 +236,17 @@ def test_every_package_has_an_order() -> None:
     assert packages == set(ORDER)
 
 
+def test_the_documentation_has_these_layers() -> None:
+    """``vt_dagster`` stands for the package itself."""
+    page = (ROOT / "docs" / "how" / "index.md").read_text(encoding="utf-8")
+    told: dict[int, set[str]] = {}
+    for layer, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE):
+        told.setdefault(int(layer), set()).update(re.findall(r"`(\w+)`", names))
+    assert [told[layer] for layer in sorted(told)] == [
+        {name or "vt_dagster" for name in names} for names in LAYERS
+    ]
+
+
 def test_no_circle() -> None:
     graph = {dotted(p): imported_modules(p) - {dotted(p)} for p in ours()}
     try:

@@ -227,7 +227,7 @@ def run() -> str:
         (["operate", "DataFrame to", "DataFrame"], BLUE),
         (["gate", "types, pandera,", "bad share"], AMBER),
         (["commit", "append to the log,", "one Delta commit"], GREEN),
-        (["follow", "view, state,", "quarantine"], BLUE),
+        (["follow", "view,", "quarantine"], BLUE),
     ]
     drawn: list[str] = []
     for number, (lines, colour) in enumerate(steps):
@@ -271,11 +271,61 @@ def hops() -> str:
     return svg(W, 145, "from files to a joined table, asset by asset", drawn)
 
 
+STEPS = ("pin", "read", "operate", "gate, stage", "commit", "follow, tell")
+BY_PACKAGE: dict[str, list[tuple[int, int, list[str], str]]] = {
+    "orchestration": [
+        (0, 5, ["asset.py: the one op of an asset", "calls the steps of a Run"], AMBER),
+        (5, 1, ["materialized():", "metadata, pictures"], AMBER),
+    ],
+    "runs": [
+        (0, 1, ["Run.pin", "pin.py → Arrival"], BLUE),
+        (1, 1, ["Run.read", "reading, known"], BLUE),
+        (2, 1, ["Run.operate", "looking.py"], BLUE),
+        (3, 3, ["Run.commit", "gate.py counts and checks, commit.py writes the document"], BLUE),
+    ],
+    "sources": [
+        (0, 1, ["Source.pin", "→ Pinned"], BLUE),
+        (1, 1, ["Pinned.read", "and the formats"], BLUE),
+    ],
+    "core": [
+        (1, 1, ["records.prepare", "of a source"], BLUE),
+        (2, 1, ["Processor", ".results"], BLUE),
+        (3, 1, ["Processor", ".state_after"], BLUE),
+        (4, 1, ["Processor", ".produce"], BLUE),
+    ],
+    "storage": [
+        (0, 1, ["last commit:", "positions"], BLUE),
+        (1, 1, ["rows of", "input logs"], BLUE),
+        (2, 1, ["views, state", "of the last run"], BLUE),
+        (3, 1, ["stage_*:", "attempts/"], BLUE),
+        (4, 1, ["commit: one", "Delta commit"], GREEN),
+        (5, 1, ["catch_up: view,", "quarantine"], BLUE),
+    ],
+}
+"""By package what it does in which steps of a run: the first of them, how many, and in words."""
+
+
+def architecture() -> str:
+    left, step, row = 92, 128, 54
+    drawn = [
+        text(left + number * step + (step - 8) / 2, 14, one, "middle", GREY)
+        for number, one in enumerate(STEPS)
+    ]
+    for number, (package, boxes) in enumerate(BY_PACKAGE.items()):
+        top = 24 + number * row
+        drawn.append(label(top + 26, package))
+        drawn += [
+            _box(left + first * step, top, steps * step - 8, lines, colour)
+            for first, steps, lines, colour in boxes
+        ]
+    return svg(W, 24 + row * len(BY_PACKAGE), "which package does what in each step of a run", drawn)
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
     one.__name__: one
     for one in (
         *(versions, out_of_order, deletions, grace, retention, known, corrections, log_and_view, run),
-        hops,
+        *(hops, architecture),
     )
 }
 

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "benchmarks/tried.md": "bench/tried.md",
     "benchmarks/ratios.svg": "bench/ratios.svg",
     "faults.md": "tests/README.md",
+    "develop/contributing.md": "CONTRIBUTING.md",
     "operators/format.md": "tests/conformance/FORMAT.md",
     "examples/features.md": "examples/features/README.md",
     "examples/kafka.md": "examples/kafka/README.md",
