@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import re
+import subprocess
 import tarfile
+import venv
 import zipfile
 from email.parser import Parser
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +55,23 @@ def test_sdist() -> None:
         names = {n.partition("/")[2] for n in opened.getnames()}
     more = {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
     assert names - {""} == LIBRARY | more
+
+
+@pytest.mark.endurance
+@pytest.mark.parametrize("pip", ["pip==23.2", "pip"], ids=["of_python_3_11", "newest"])
+def test_pip_downloads_one_pyspark(tmp_path: Path, pip: str) -> None:
+    """PySpark has no wheel, so pip downloads 430 MB for each version that it looks at."""
+    wheel, _ = distributions()
+    venv.create(tmp_path / "env", with_pip=True)
+    python = [str(tmp_path / "env" / "bin" / "python"), "-m", "pip", "--no-cache-dir"]
+    subprocess.run([*python, "install", "--quiet", "--upgrade", pip], check=True, timeout=300)
+    done = subprocess.run(
+        [*python, "install", "--dry-run", f"{wheel}[kafka,ui,explore]"],
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert done.returncode == 0, done.stderr
+    downloaded = re.findall(r"Downloading \S*?(pyspark-[\d.]+)tar\.gz", done.stdout)
+    assert len(downloaded) == 1, downloaded
+    assert re.search(r"Would install .*\bpyspark-4\.0\.", done.stdout)
