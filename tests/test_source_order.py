@@ -16,6 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType, TimestampType
+from starlette.testclient import TestClient
 
 from vt_dagster import (
     DeltaSource,
@@ -26,6 +27,7 @@ from vt_dagster import (
     TopologyError,
     VersionedTable,
     explain,
+    lateness,
 )
 from vt_dagster.core.records import (
     DELETED,
@@ -37,6 +39,8 @@ from vt_dagster.core.records import (
     SOURCE,
 )
 from vt_dagster.core.source_order import deletions_yield
+from vt_dagster.errors import StorageError
+from vt_dagster.explore.app import application
 from vt_dagster.orchestration.metadata import definition_metadata
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
@@ -368,6 +372,13 @@ def test_a_row_comes_back_with_its_old_time(spark: SparkSession, tmp_path: Path)
     told = explain("rows", warehouse=shop.warehouse, key="back")
     assert "carried" in str(told), told
     assert "came after the version of" in str(told)
+    with pytest.raises(StorageError, match="rows follows the order of its source: it takes each"):
+        lateness("rows", warehouse=shop.warehouse)
+    pages = TestClient(application(shop.warehouse), base_url="http://127.0.0.1:3001")
+    page = pages.get("/lateness/rows")
+    assert page.status_code == 200
+    assert "follows the order of its source" in page.text
+    assert "what-if" not in page.text
 
 
 def test_a_change_feed_deletes_and_inserts(spark: SparkSession, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vt_dagster.storage.positions import Shape
+
 _COUNTS = {
     "late": "late records",
     "late_records_dropped": "records whose windows had closed",
@@ -55,13 +57,20 @@ _AS_KNOWN = NoCost(
     "that is left out on purpose, so nothing is wrong by what is known now.",
     ("as_known",),
 )
+_BY_SOURCE = NoCost(
+    "It follows the order of its source: each record is taken, however old its timestamp is. So no "
+    "record of it is late, whatever its history retention is.",
+    (),
+)
 _OPERATORS = {"CorrectedJoin": _CORRECTED, "CorrectedStreamJoin": _CORRECTED_STREAMS}
 _WINDOWS = {"SessionWindow": _SESSIONS, "SlidingWindow": _SLIDING}
 
 
-def no_cost(meaning: Mapping[str, str]) -> NoCost | None:
-    """Why there is no cost of what an operator means; None = ``lateness`` tells it, or it has none."""
-    operator = meaning.get("operator", "")
+def no_cost(shape: Shape) -> NoCost | None:
+    """Why an asset has no cost of other lengths; None = ``lateness`` tells it, or it has none."""
+    if shape.ordered_by_source:
+        return _BY_SOURCE
+    meaning, operator = shape.meaning, shape.meaning.get("operator", "")
     if operator == "WindowedAggregate":
         return _WINDOWS.get(meaning.get("window", "").partition("(")[0])
     if operator == "StreamTableJoin" and "as_known" in meaning:

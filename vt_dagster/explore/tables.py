@@ -132,7 +132,7 @@ def facts(warehouse: str, name: str) -> Facts:
         max(commit.stream_time.values(), default=None),
         commit.totals,
         commit.gauges,
-        no_cost(meaning),
+        no_cost(commit.shape),
     )
 
 

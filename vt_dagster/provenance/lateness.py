@@ -64,6 +64,11 @@ def lateness(
         found, what = LateWindows(log, *_inputs(log, "source")), "grace"
         window = getattr(getattr(table, "operator", None), "window", None)
         declared = getattr(window, "grace", None)
+    elif log.head.shape.ordered_by_source:
+        raise StorageError(
+            f"{name} follows the order of its source: it takes each record, however old, so no "
+            "history_retention makes one late; use lateness for the joins and windows that read it"
+        )
     elif log.head.shape.kind == "versioned":
         found, what = LateRecords(log), "history_retention"
         declared = log.head.shape.retention()

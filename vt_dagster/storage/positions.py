@@ -49,6 +49,9 @@ class Shape(BaseModel):
     says_parts: bool = False
     """Of a versioned table: whether a record may say a part of its row."""
 
+    ordered_by_source: bool = False
+    """Of a versioned table: whether the order of its source decides, so that no record is late."""
+
     def retention(self) -> Duration:
         """How far back the table answers; zero where it is not versioned."""
         told = self.history_retention or 0

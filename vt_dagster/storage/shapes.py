@@ -8,6 +8,7 @@ from typing import Any
 from pyspark.sql.types import StructType
 
 from vt_dagster.core import store as of_table
+from vt_dagster.core.source_order import follows_source
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.evolution import Evolution, evolved, mentions, never_null, require_said
@@ -26,6 +27,7 @@ def shape_of(node: Stream) -> Shape:
     about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
     about["new_version_on"] = of_table.new_version_on_of(node)
     about["says_parts"] = node.says_parts
+    about["ordered_by_source"] = follows_source(node)
     return Shape(kind="versioned", **about)
 
 
