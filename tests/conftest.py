@@ -22,6 +22,9 @@ os.environ.setdefault(
     "JDK_JAVA_OPTIONS", f"{JVM} -XX:SharedArchiveFile={CLASSES}" if CLASSES.is_file() else JVM
 )
 
+# Users' processes find what is imported compiled; so do those that tests start, but for the first.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 _LONGEST_FIRST = (
     *("test_conformance.py", "test_assets_conformance.py", "test_demo.py", "test_end_to_end.py"),
     *("test_crash.py", "test_faults.py", "test_pages.py", "test_maintenance.py", "test_self_joins.py"),
