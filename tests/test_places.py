@@ -51,6 +51,9 @@ def test_relative_paths_are_absolute_when_definitions_load(
     assert AssetStore("data", sales).log_path == str(tmp_path / "data" / "sales" / "log")
     for url in ("s3a://lake/x", "file:///x", "memory://x", "/x"):
         assert address(url) == url
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")  # the same text is another directory now
+    assert build_resources("data")["vt_dagster_warehouse"].path == str(tmp_path / "other" / "data")
 
 
 def test_a_commit_whose_files_are_elsewhere(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -130,7 +130,8 @@ class TopologyComponent(dg.Component):
         resources = None
         if self.attributes.warehouse is not None:
             spark = None if self.attributes.spark is None else self.attributes.spark.values()
-            resources = _resources(self.attributes.warehouse, json.dumps(spark, sort_keys=True))
+            session = None if spark is None else _session(json.dumps(spark, sort_keys=True))
+            resources = build_resources(self.attributes.warehouse, session)
         made = dg.Definitions(
             assets=[build_asset(node) for node in nodes.values()],
             asset_checks=[build_checks(node) for node in nodes.values()],
@@ -152,10 +153,9 @@ class TopologyComponent(dg.Component):
 
 
 @cache
-def _resources(warehouse: str, spark: str) -> Mapping[str, Any]:
-    """Resources for all files that name the same, since Dagster merges them only where they are one."""
-    about = json.loads(spark)
-    return build_resources(warehouse, None if about is None else SparkResource(**about))
+def _session(settings: str) -> SparkResource:
+    """One resource for all files that name the same settings, since Dagster merges no others."""
+    return SparkResource(**json.loads(settings))
 
 
 def _rendered(value: Any, context: dg.ResolutionContext) -> Any:

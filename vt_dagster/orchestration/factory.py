@@ -122,8 +122,10 @@ def build_resources(
     """
     if spark is not None:
         require_spark(spark)
+    if isinstance(warehouse, str):
+        warehouse = _warehouse_at(address(warehouse))
     return {
-        warehouse_key(resource_prefix): _named(warehouse) if isinstance(warehouse, str) else warehouse,
+        warehouse_key(resource_prefix): warehouse,
         spark_key(resource_prefix): spark or _default_spark(),
         tables_key(resource_prefix): tables_io_manager(resource_prefix),
         ops.OP_MEMORY: OP_MEMORY_IO_MANAGER,
@@ -131,8 +133,8 @@ def build_resources(
 
 
 @cache
-def _named(warehouse: str) -> WarehouseResource:
-    return WarehouseResource(path=address(warehouse))
+def _warehouse_at(path: str) -> WarehouseResource:
+    return WarehouseResource(path=path)
 
 
 @cache
