@@ -11,7 +11,7 @@ CLASSES := .venv/.classes.jsa
 INSTALL = $(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[$(EXTRAS)]" \
   || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 
-.PHONY: install lock demo demo-kafka kafka test test-fast test-kafka test-older-dagster browser endurance ui lint docs bench bench-quick clean
+.PHONY: install lock demo demo-all demo-kafka kafka test test-fast test-kafka test-older-dagster browser endurance ui lint docs bench bench-quick clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -41,6 +41,9 @@ lock: $(RUNS)
 
 demo: $(RUNS)
 	$(BIN)/vt-dagster demo
+
+demo-all: $(RUNS)
+	$(BIN)/vt-dagster demo --all
 
 demo-kafka: $(RUNS)
 	$(BIN)/vt-dagster demo --kafka

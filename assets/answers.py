@@ -1,4 +1,4 @@
-"""What ``make demo`` asks of what it made: why is it so, what does a grace period cost, and what if."""
+"""What the demo asks of what it made: why is it so, what does a grace period cost, and what if."""
 
 from __future__ import annotations
 

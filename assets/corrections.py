@@ -1,9 +1,9 @@
-"""What ``make demo`` shows of corrections: weather that came late, an aircraft that is forgotten."""
+"""What the demo shows of corrections: weather that came late, an aircraft that is forgotten."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pandas as pd
@@ -28,17 +28,10 @@ _ISO = "%Y-%m-%dT%H:%M:%SZ"
 
 def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
     """What was corrected, one flight as known before and now, and how pandas joins all of it."""
-    log, weather = _read("flights_corrected", "log"), _read("weather", "log")
-    corrected = log.filter(pc.field(REVISION) > 0).to_pylist()
-    say(
-        "\nWeather that came late (flights_corrected: a join whose rows follow it)\n"
-        f"  {late.origin}'s weather of {late.start} to {late.end} landed with month {late.lands}, "
-        "when its flights had been joined:\n"
-        f"  {len(corrected):,} flights were corrected, {too_late:,} were too old to be"
-    )
-    most = max(corrected, key=_change)
-    _before_and_now(most, weather, say)
-    expected = _by_pandas(weather)
+    most = corrected(late, too_late, say)
+    for command in asked(most):
+        say(f"    {command}")
+    expected = _by_pandas()
     say("  not as pandas joins all that has landed (merge_asof):")
     for name in ("flights_corrected", "flights_with_weather"):
         ours = _columns(name, [*_KEY, *_WEATHER, "weather_from"]).set_index(_KEY)
@@ -47,6 +40,43 @@ def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
         said = "" if name == "flights_corrected" else "; a stream keeps what it has said"
         say(f"    {unlike.sum():,} of {len(ours):,} rows of {name}{said}")
     why("A corrected row", "flights_corrected", most[PARTITION], most[OFFSET], say)
+
+
+def corrected(late: LateWeather, too_late: int, say: Say) -> dict[str, Any]:
+    """What was corrected, and the flight whose weather changed most, which it returns, as known before
+    and now."""
+    rows = _read("flights_corrected", "log").filter(pc.field(REVISION) > 0).to_pylist()
+    say(
+        "\nWeather that came late (flights_corrected: a join whose rows follow it)\n"
+        f"  {late.origin}'s weather of {late.start} to {late.end} landed with month {late.lands}, "
+        "when its flights had been joined:\n"
+        f"  {len(rows):,} flights were corrected, {too_late:,} were too old to be"
+    )
+    most = max(rows, key=_change)
+    before = _known_before(most)
+    say(
+        f"  {most['carrier']} {most['flight']} from {most['origin']} to {most['dest']} was to leave at "
+        f"{most[TIMESTAMP]:%Y-%m-%d %H:%M} UTC"
+    )
+    for when, at in ((f"as known at {before:%H:%M:%S}", before), ("as known now", None)):
+        (found,) = _read("flights_corrected", None, [most[k] for k in _KEY], at).to_pylist()
+        say(
+            f"    {when:<20} {found['temp']} °F, wind {found['wind_speed']:.1f} mph, observed "
+            f"{found['weather_from']:%m-%d %H:%M} (revision {found[REVISION]})"
+        )
+    return most
+
+
+def asked(row: dict[str, Any]) -> list[str]:
+    """Commands that ask for a corrected row, and for its weather, as known before."""
+    known = f"--as-known-at {_known_before(row):{_ISO}}"
+    keys = (row["carrier"], row["flight"], f"{row['time_hour']:{_ISO}}")
+    key = " ".join(f"--key {k}" for k in keys)
+    at_departure = f"--key {row['origin']} --as-of {row[TIMESTAMP]:{_ISO}}"
+    return [
+        f".venv/bin/vt-dagster get {what} {known}"
+        for what in (f"flights_corrected {key}", f"weather {at_departure}")
+    ]
 
 
 def forgotten_aircraft(say: Say) -> None:
@@ -82,31 +112,17 @@ def _change(row: dict[str, Any]) -> tuple[float, int]:
     return (0 if before is None or now is None else abs(now - before), -row[OFFSET])
 
 
-def _before_and_now(row: dict[str, Any], weather: Any, say: Say) -> None:
-    key = [row[k] for k in _KEY]
+def _known_before(row: dict[str, Any]) -> datetime:
+    """The last full second before the observation came that a row was corrected by."""
+    weather = _read("weather", "log")
     (observed,) = weather.filter(pc.field(OFFSET) == row[CAUSE][OFFSET]).to_pylist()
-    # The last full second before the observation came: whoever types it need not type more.
-    before = (observed[RECORDED_AT] - timedelta(microseconds=1)).replace(microsecond=0)
-    say(
-        f"  {row['carrier']} {row['flight']} from {row['origin']} to {row['dest']} was to leave at "
-        f"{row[TIMESTAMP]:%Y-%m-%d %H:%M} UTC"
-    )
-    for when, at in ((f"as known at {before:%H:%M:%S}", before), ("as known now", None)):
-        (found,) = _read("flights_corrected", None, key, at).to_pylist()
-        say(
-            f"    {when:<20} {found['temp']} °F, wind {found['wind_speed']:.1f} mph, observed "
-            f"{found['weather_from']:%m-%d %H:%M} (revision {found[REVISION]})"
-        )
-    asked = " ".join(f"--key {k}" for k in (key[0], key[1], f"{key[2]:{_ISO}}"))
-    at_departure = f"--key {row['origin']} --as-of {row[TIMESTAMP]:{_ISO}}"
-    for what in (f"flights_corrected {asked}", f"weather {at_departure}"):
-        say(f"    .venv/bin/vt-dagster get {what} --as-known-at {before:{_ISO}}")
+    return (observed[RECORDED_AT] - timedelta(microseconds=1)).replace(microsecond=0)
 
 
-def _by_pandas(weather: Any) -> pd.DataFrame:
+def _by_pandas() -> pd.DataFrame:
     """Each flight with the observation that pandas finds for it, of all that has landed."""
     flights = _columns("flights", [*_KEY, "origin", TIMESTAMP])
-    log = weather.select(["origin", *_WEATHER, TIMESTAMP, OFFSET])
+    log = _read("weather", "log").select(["origin", *_WEATHER, TIMESTAMP, OFFSET])
     observed = log.to_pandas().sort_values(OFFSET).drop(columns=OFFSET)
     observed = observed.drop_duplicates(["origin", TIMESTAMP], keep="last")
     observed["weather_from"] = observed[TIMESTAMP]

@@ -17,7 +17,8 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from assets import topology
-from assets.demo import LANDINGS, LATE, say
+from assets.demo import say
+from assets.demo_all import LANDINGS, LATE
 from assets.landing import DELIVERIES, landing_file, write_landing
 from resources import DATA, LANDING, spark
 from vt_dagster import build_asset

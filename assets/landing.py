@@ -47,6 +47,7 @@ import importlib.util
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -117,7 +118,7 @@ def write_landing(
             path = landing_file(landing, source, month)
             if not path.exists():
                 if source not in frames:
-                    frames[source] = _READERS[source](_data_folder())
+                    frames[source] = _delivered(source, _data_folder())
                 found = frames[source][month]
                 if late is not None and (source, month) == ("weather", late.month):
                     found = found.loc[~late.among(found)]
@@ -131,7 +132,7 @@ def write_landing(
 def _write_late(landing: Path, late: LateWeather) -> int:
     path = late.file(landing)
     if not path.exists():
-        weather = _weather(_data_folder())[late.month]
+        weather = _delivered("weather", _data_folder())[late.month]
         _write_whole(path, weather.loc[late.among(weather)])
     return _count(path)
 
@@ -198,8 +199,7 @@ def _airlines(data: Path) -> dict[int, pd.DataFrame]:
 
 
 def _aircraft(data: Path) -> dict[int, pd.DataFrame]:
-    needed = ["tailnum", "carrier", "time_hour", "minute", "dep_delay", "air_time"]
-    flights = _read(data / "flights.csv.zip", usecols=needed).dropna(subset="tailnum")
+    flights = _flown(data).dropna(subset="tailnum")
     since, known_at = _times(flights)
     flown = flights[["tailnum", "carrier"]].assign(since=_iso(since), known_at=_iso(known_at))
     flown = flown.sort_values(["tailnum", "since", "known_at"], kind="stable")
@@ -209,10 +209,9 @@ def _aircraft(data: Path) -> dict[int, pd.DataFrame]:
 
 
 def _flights(data: Path) -> dict[int, pd.DataFrame]:
-    nullable = ("dep_time", "dep_delay", "arr_time", "arr_delay", "air_time")
-    flights = _read(data / "flights.csv.zip", dtype=dict.fromkeys(nullable, "Int64"))
+    flights = _flown(data)
     timestamp, known_at = _times(flights)
-    flights["known_at"] = _iso(known_at)
+    flights = flights.assign(known_at=_iso(known_at))
     order = (
         flights[["carrier", "flight", "origin"]]
         .assign(known_at=known_at, timestamp=timestamp)
@@ -221,6 +220,13 @@ def _flights(data: Path) -> dict[int, pd.DataFrame]:
     )
     flights = flights.loc[order]
     return _by_month(flights, "known_at")
+
+
+@cache
+def _flown(data: Path) -> pd.DataFrame:
+    """All flights as the source has them: most of the time that a delivery takes."""
+    nullable = ("dep_time", "dep_delay", "arr_time", "arr_delay", "air_time")
+    return _read(data / "flights.csv.zip", dtype=dict.fromkeys(nullable, "Int64"))
 
 
 def _times(flights: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -254,6 +260,12 @@ _READERS = {
     "aircraft": _aircraft,
     "flights": _flights,
 }
+
+
+@cache
+def _delivered(source: str, data: Path) -> dict[int, pd.DataFrame]:
+    """All that a source delivers, by month."""
+    return _READERS[source](data)
 
 
 # --- writing --------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ ORDER = {
     "explore": "no_cost tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
-    "cli": "init lookup explain lateness explore tables what_if check spark app",
+    "cli": "init lookup explain lateness explore tables what_if check run spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""
 

@@ -12,6 +12,7 @@ from vt_dagster.errors import VtDagsterError
 
 COMMANDS = {
     "conformance": "vt_dagster.conformance",
+    "run": "vt_dagster.cli.run",
     "check": "vt_dagster.cli.check",
     "init": "vt_dagster.cli.init",
     "demo": "vt_dagster.cli.tables",

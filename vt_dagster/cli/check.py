@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -166,27 +167,19 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
         DefinitionsError: the selection is none.
     """
     graph = defs.resolve_asset_graph()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Dagster warns of a beta parameter that it passes itself
-            assets = dg.AssetSelection.from_string(selection).resolve(graph)
-    except dg.DagsterError:
-        raise DefinitionsError(
-            f"expected a selection of assets as Dagster writes it, got {selection!r}; choose from "
-            f"{sorted(key.to_user_string() for key in graph.get_all_asset_keys())}"
-        ) from None
+    assets = selected(graph, selection)
     chosen = [key for key in graph.asset_check_keys if key.asset_key in assets]
     if not chosen:
         return []
     job = dg.define_asset_job("vt_dagster_check", dg.AssetSelection.checks(*chosen))
     every = dg.Definitions.merge(defs, dg.Definitions(jobs=[job]))
     quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
-    with _instance() as instance:
+    with instance_of() as instance:
         result = every.resolve_job_def(job.name).execute_in_process(
             instance=instance, raise_on_error=False, run_config={} if defs.loggers else quiet
         )
     done = {(e.asset_key, e.check_name): e for e in result.get_asset_check_evaluations()}
-    errors = dict(_errors(result))
+    errors = dict(errors_of(result))
     return [
         _result(
             done.get((key.asset_key, key.name)),
@@ -197,10 +190,32 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
     ]
 
 
-def _instance() -> dg.DagsterInstance:
-    if os.environ.get("DAGSTER_HOME"):
-        return dg.DagsterInstance.get()
-    return dg.DagsterInstance.ephemeral()
+def selected(graph: Any, selection: str) -> set[dg.AssetKey]:
+    """The assets of a selection as Dagster writes it.
+
+    Raises:
+        DefinitionsError: the selection is none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Dagster warns of a beta parameter that it passes itself
+            return set(dg.AssetSelection.from_string(selection).resolve(graph))
+    except dg.DagsterError:
+        raise DefinitionsError(
+            f"expected a selection of assets as Dagster writes it, got {selection!r}; choose from "
+            f"{sorted(key.to_user_string() for key in graph.get_all_asset_keys())}"
+        ) from None
+
+
+@contextmanager
+def instance_of() -> Iterator[dg.DagsterInstance]:
+    """The Dagster instance of ``DAGSTER_HOME``; one that is forgotten where that is not set."""
+    with warnings.catch_warnings():
+        # Of handlers in a dagster.yaml, which Dagster calls beta with each run.
+        warnings.filterwarnings("ignore", "Handling yaml-defined logging configuration")
+        set_up = os.environ.get("DAGSTER_HOME")
+        with dg.DagsterInstance.get() if set_up else dg.DagsterInstance.ephemeral() as instance:
+            yield instance
 
 
 def _result(
@@ -225,7 +240,7 @@ def _result(
     )
 
 
-def _errors(result: dg.ExecuteInProcessResult) -> Iterator[tuple[str, str]]:
+def errors_of(result: dg.ExecuteInProcessResult) -> Iterator[tuple[str, str]]:
     """Of each step that failed its name and, in a line, the error at the root."""
     for event in result.all_events:
         if event.is_step_failure and event.step_failure_data.error is not None:

@@ -32,12 +32,17 @@ def demo(
         bool,
         typer.Option("--kafka", help="Through topics of a Kafka broker, which it starts and ends."),
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="A whole year, and all 18 assets of the example.")
+    ] = False,
 ) -> None:
-    """Run the worked example of a checkout: a year of flights with the weather as of departure."""
+    """Run the worked example of a checkout: flights of a winter with the weather as of departure."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         if kafka:
             from assets.kafka_demo import run
+        elif everything:
+            from assets.demo_all import run
         else:
             from assets.demo import run
     except ModuleNotFoundError as error:

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["build_session", "resolve_jars"]
 
 JAVA_VERSIONS = range(17, 22)  # Spark 4.0 needs 17; from 24 on Hadoop's login fails
-FEW_QUERIES = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
+FEW_QUERIES = {
+    # By itself the JVM keeps too little room for what it has compiled so, and stops when it is full.
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
+}
 """For a process of a few queries over few rows: to compile them well takes longer than to run them."""
 
 _CONNECT_SECONDS = 5.0  # for a TCP connection to a master
@@ -137,6 +141,8 @@ def _connect(
         )
     _check_reachable(remote, default_port=15002)
     check_connect(remote)
+    # Whole tables are numbered where they must be: no news, and a classic session keeps it in its log.
+    warnings.filterwarnings("ignore", "WARN WindowExpression: No Partition", UserWarning)
     return create(connect_settings(app_name, remote, conf))
 
 

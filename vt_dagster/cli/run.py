@@ -1,0 +1,170 @@
+"""``vt-dagster run``: materialize assets in this process, and say in a few lines what came out.
+
+The runs are in the Dagster instance of ``DAGSTER_HOME``, as those of ``dg launch`` are; what Dagster
+logs of them goes to that instance, and to the handlers of its ``dagster.yaml``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import dagster as dg
+import pyarrow.compute as pc
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as TextTable
+from rich.text import Text
+
+from vt_dagster.cli.check import errors_of, instance_of, load_definitions, selected
+from vt_dagster.columns import (
+    CAUSE,
+    IS_LATE,
+    IS_LATEST,
+    IS_TOMBSTONE,
+    OFFSET,
+    OLD,
+    PARTITION,
+    RECORDED_AT,
+    REVISION,
+    TIMESTAMP,
+)
+from vt_dagster.errors import DefinitionsError
+from vt_dagster.storage.lookup import read
+from vt_dagster.storage.values import texts
+
+QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+"""The run config of a run whose errors are told by who asked for it."""
+_OURS = {
+    *(CAUSE, IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT, REVISION),
+    TIMESTAMP,
+}
+"""Columns that all logs have, or all of a kind: not shown."""
+_READ = 1_000_000
+"""A log of more rows is not read to show a few of them."""
+_WAREHOUSE = "data/warehouse"
+"""Where ``vt-dagster explain`` looks if nothing else is said."""
+
+Say = Callable[[str], None]
+
+
+def run(
+    selection: Annotated[
+        str,
+        typer.Argument(help='Assets, as in Dagster: prices, "prices+", "group:published"; "*" is all.'),
+    ] = "*",
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Python file with the Definitions.")
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option("--module", "-m", help="Python module with the Definitions.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Show so many of the rows that came out.")] = 10,
+) -> None:
+    """Materialize assets in this process; exit with 1 where one fails, or one of their checks.
+
+    Shows the new rows of the assets that no other of them reads. Without --file and --module the code
+    locations of ./workspace.yaml are taken.
+    """
+    started, failed, found = time.monotonic(), False, False
+    for defs in load_definitions(file, module):
+        graph = defs.resolve_asset_graph()
+        keys = selected(graph, selection) & graph.materializable_asset_keys
+        if not keys:
+            continue
+        found = True
+        job = dg.define_asset_job("vt_dagster_run", dg.AssetSelection.assets(*keys))
+        every = dg.Definitions.merge(defs, dg.Definitions(jobs=[job]))
+        with instance_of() as instance:
+            result = execute(every.resolve_job_def(job.name), instance, typer.echo)
+        failed |= not _told(result, graph, keys, rows)
+    if not found:
+        raise DefinitionsError(
+            f"expected assets to materialize in the selection {selection!r}, found none; give the name "
+            'of an asset, "group:NAME", or "*" for all'
+        )
+    typer.echo(f"{'failed' if failed else 'done'} in {time.monotonic() - started:.0f} s")
+    raise typer.Exit(1 if failed else 0)
+
+
+def execute(
+    job: dg.JobDefinition,
+    instance: dg.DagsterInstance,
+    say: Say,
+    keys: Sequence[dg.AssetKey] | None = None,
+) -> dg.ExecuteInProcessResult:
+    """Runs a job in this process, and says a line of each asset when it is done.
+
+    Args:
+        keys: of the assets that are materialized; None = all of the job.
+    """
+
+    @dg.success_hook
+    def tell(context: dg.HookContext) -> None:
+        for metadata in context.op_output_metadata.values():
+            if "records_in" in metadata:  # of a graph the last of its ops
+                say(f"{metadata['dagster/table_name'].value}: {_counts(metadata)}")
+
+    return job.with_hooks({tell}).execute_in_process(
+        instance=instance, run_config=QUIET, raise_on_error=False, asset_selection=keys
+    )
+
+
+def _counts(metadata: Mapping[str, dg.MetadataValue[Any]]) -> str:
+    """What a run did with its records; of what did not happen nothing."""
+    numbers = {k: v.value for k, v in metadata.items() if k.startswith("records_")}
+    told = {k: n for k, n in numbers.items() if n or k in ("records_in", "records_out")}
+    return ", ".join(f"{n:,} {k.removeprefix('records_').replace('_', ' ')}" for k, n in told.items())
+
+
+def _told(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey], most: int) -> bool:
+    """Says what else came of a run; whether all went well."""
+    made = {e.asset_key for e in result.get_asset_materialization_events()}
+    if result.success and (idle := sorted(k.to_user_string() for k in keys - made)):
+        typer.echo(f"nothing new for {', '.join(idle)}")
+    checks = result.get_asset_check_evaluations()
+    broken = [c for c in checks if not c.passed]
+    for check in broken:
+        name = f"{check.asset_key.to_user_string()}: {check.check_name}"
+        typer.echo(f"{name}: {check.description or 'did not pass'}", err=True)
+    if checks:
+        typer.echo(f"checks: {len(checks) - len(broken)} of {len(checks)} passed")
+    for step, error in errors_of(result):
+        typer.echo(f"{step}: {error}", err=True)
+    for event in result.get_asset_materialization_events():
+        if not any(child in keys for child in graph.get(event.asset_key).child_keys):
+            _show(event.materialization, most)
+    stops = any(c.severity == dg.AssetCheckSeverity.ERROR for c in broken)
+    return result.success and not stops
+
+
+def _show(made: dg.AssetMaterialization, most: int) -> None:
+    """Some of the rows that a run wrote, and how to ask why one of them is as it is."""
+    name = made.asset_key.to_user_string()
+    about: dict[str, Any] = {key: value.value for key, value in made.metadata.items()}
+    if about.get("log_rows", _READ + 1) > _READ:  # of somebody's own, or too many to look at
+        return
+    warehouse = about["dagster/uri"].rpartition(f"/{name}/")[0]
+    log = read(name, warehouse=warehouse, what="log").sort_by([(RECORDED_AT, "descending")])
+    if not len(log):
+        return
+    new = log.filter(pc.field(RECORDED_AT) == log[RECORDED_AT][0])
+    new = new.sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
+    columns = [c for c in new.column_names if c not in _OURS]
+    table = TextTable(*map(escape, columns), box=SIMPLE)
+    for row in texts(new.slice(0, most)):
+        gone = row.get(IS_TOMBSTONE)
+        table.add_row(*(Text("(deleted)" if gone else _text(row[c])) for c in columns))
+    typer.echo(f"new rows of {name}: {len(new):,}{f', of which {most:,}' if len(new) > most else ''}")
+    Console().print(table)
+    place = f"{new[PARTITION][0].as_py()}:{new[OFFSET][0].as_py()}"
+    there = "" if Path(_WAREHOUSE).absolute() == Path(warehouse) else f" --warehouse {warehouse}"
+    typer.echo(f"why the first is so: vt-dagster explain {name} --offset {place}{there}")
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
