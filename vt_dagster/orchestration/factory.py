@@ -122,8 +122,10 @@ def build_resources(
     """
     if spark is not None:
         require_spark(spark)
+    if isinstance(warehouse, str):
+        warehouse = _named(address(warehouse))  # a path of here: another one in another directory
     return {
-        warehouse_key(resource_prefix): _named(warehouse) if isinstance(warehouse, str) else warehouse,
+        warehouse_key(resource_prefix): warehouse,
         spark_key(resource_prefix): spark or _default_spark(),
         tables_key(resource_prefix): tables_io_manager(resource_prefix),
         ops.OP_MEMORY: OP_MEMORY_IO_MANAGER,
@@ -132,7 +134,7 @@ def build_resources(
 
 @cache
 def _named(warehouse: str) -> WarehouseResource:
-    return WarehouseResource(path=address(warehouse))
+    return WarehouseResource(path=warehouse)
 
 
 @cache
