@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """A local Spark session with Delta Lake, two cores, UTC: one for all tests."""
+    """A local Spark session with Delta Lake, two cores, UTC, or what VT_DAGSTER_SPARK names: one for
+    all tests."""
+    from vt_dagster.spark.server import resolve_remote
     from vt_dagster.spark.session import FEW_QUERIES, build_session
 
-    session = build_session(
-        "vt_dagster tests",
-        master="local[2]",
-        conf={"spark.sql.shuffle.partitions": "2", **FEW_QUERIES},
-    )
+    remote = resolve_remote(None)
+    conf = {"spark.sql.shuffle.partitions": "2", **({} if remote else FEW_QUERIES)}
+    session = build_session("vt_dagster tests", master="local[2]", remote=remote, conf=conf)
     yield session
     session.stop()
 

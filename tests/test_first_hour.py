@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.built import ROOT, distributions
+from vt_dagster.spark.jars import resolve_jars
 
 pytestmark = [pytest.mark.endurance, pytest.mark.network, pytest.mark.timeout(2_400)]
 
@@ -68,6 +70,9 @@ class Newcomer:
                 "DAGSTER_HOME": str(self.home / "dagster_home"),
                 "PATH": f"{self.bin}:{os.environ['PATH']}",
                 "COLUMNS": "200",
+                # A Spark server of its own, with the jars that are there.
+                "XDG_CACHE_HOME": str(self.home / "cache"),
+                "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
             },
             capture_output=True,
             text=True,
@@ -85,7 +90,7 @@ class Newcomer:
 
 
 @pytest.fixture(scope="module")
-def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
+def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
     """An environment with the wheel in it, and nothing of this checkout."""
     home = tmp_path_factory.mktemp("newcomer")
     wheel, _ = distributions()
@@ -93,7 +98,8 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
     (home / "dagster_home").mkdir()
     someone = Newcomer(home)
     someone.types(f"pip install --quiet --disable-pip-version-check {wheel}[dg] pytest")
-    return someone
+    yield someone
+    someone.types("vt-dagster spark stop")
 
 
 @pytest.mark.parametrize("flavour", ["", " --yaml"])
@@ -102,7 +108,8 @@ def test_a_project(newcomer: Newcomer, flavour: str) -> None:
     name = "first_yaml" if flavour else "first"
     newcomer.types(f"vt-dagster init {name}{flavour}")
     project = newcomer.home / name
-    newcomer.types("make run", where=project)
+    said = newcomer.types("make run", where=project)
+    assert "new rows of priced_orders: 4" in said
     said = newcomer.types("make look", where=project)
     assert re.findall(r"price=[\d.]+", said)[:3] == ["price=1.0", "price=1.2", "price=1.4"]
     assert "1 passed" in newcomer.types("make test", where=project)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -16,6 +19,7 @@ from typer.testing import CliRunner, Result
 import vt_dagster
 from vt_dagster.cli import app
 from vt_dagster.errors import DefinitionsError
+from vt_dagster.spark.jars import resolve_jars
 from vt_dagster.testing import TopologyTestDriver
 
 pytestmark = [  # of Dagster's own code, where it loads a folder of definitions
@@ -82,12 +86,102 @@ def test_in_yaml(here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSessio
     assert found == {1: 1.0, 2: 3.0, 3: 1.2, 4: 1.4}
 
 
+def test_run_says_what_came_out(
+    here: Path, monkeypatch: pytest.MonkeyPatch, spark: SparkSession
+) -> None:
+    assert init("corner_shop").exit_code == 0
+    inside(here / "corner_shop", monkeypatch)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("DAGSTER_HOME", str(here))  # so that Dagster knows the second run of the first
+    module = "-m", "corner_shop.definitions"
+    said = CliRunner().invoke(app, ["run", *module, "--rows", "1"])
+    assert said.exit_code == 0, said.output
+    lines = [line.rstrip() for line in said.stdout.splitlines() if line.strip()]
+    assert set(lines[:2]) == {"prices: 4 in, 4 applied", "orders: 5 in, 5 applied"}
+    assert lines[2:5] == [
+        "priced_orders: 5 in, 4 out, 1 waiting",
+        "checks: 12 of 12 passed",
+        "new rows of priced_orders: 4, of which 1",
+    ]
+    assert lines[5].split() == ["order_id", "product", "ordered_at", "price", "priced_from"]
+    assert len(lines) == 10
+    ask = shlex.split(lines[8].removeprefix("why the first is so: vt-dagster "))
+    why = CliRunner().invoke(app, ask)
+    assert why.exit_code == 0, why.output
+    assert "order_id=1 " in why.stdout
+    said = CliRunner().invoke(app, ["run", *module])
+    assert "nothing new for orders, priced_orders, prices\n" in said.stdout
+
+    prices = Path("data/landing/prices")
+    (prices / "2.csv").write_text("product,price,at\npear,-1,2026-01-31T16:00:00Z\n")
+    said = CliRunner().invoke(app, ["run", "prices", *module])
+    assert said.exit_code == 1
+    assert "nothing was committed" in said.stderr
+    (prices / "2.csv").write_text("product,price,at\npear,101,2026-01-31T16:00:00Z\n")
+    said = CliRunner().invoke(app, ["run", "prices", *module])
+    assert said.exit_code == 1, said.output
+    assert "prices: prices_are_plausible: did not pass\n" in said.stderr
+    assert "new rows of prices: 1" in said.stdout
+    refused = CliRunner().invoke(app, ["run", "nothing_of_it", *module])
+    assert isinstance(refused.exception, DefinitionsError)
+
+
+@pytest.mark.jvm
+@pytest.mark.slow
+def test_its_commands_share_a_server(here: Path) -> None:
+    """The second run finds what the first one has started; what Dagster logs is in a file."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "XDG_CACHE_HOME": str(here / "cache"),
+        "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
+        "COLUMNS": "100",
+    }
+
+    def make(target: str) -> str:
+        done = subprocess.run(
+            ["make", "--no-print-directory", target],
+            cwd=here / "corner_shop",
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    assert init("corner_shop").exit_code == 0
+    landing = here / "corner_shop" / "data" / "landing"
+    try:
+        first = make("run")
+        assert first.startswith("the Spark server started: ")
+        for said in (first, make("run")):
+            assert len(said.splitlines()) < 25
+            assert "DEBUG" not in said
+            assert "next: make look" in said
+        (landing / "prices" / "2.csv").write_text("product,price,at\npear,2.5,2026-01-31T16:00:00Z\n")
+        (landing / "orders" / "2.csv").write_text(
+            "order_id,product,ordered_at\n6,apple,2026-01-31T18:00:00Z\n"
+        )
+        second = make("run")
+        assert second.startswith("the Spark server was there already: ")
+        assert re.search(r"^ +5 +pear +2026-01-31 16:30:00 +2\.5 +2026-01-31 16:00:00", second, re.M)
+        log = (here / "corner_shop" / "data" / "dagster_home" / "debug.log").read_text()
+        assert "STEP_SUCCESS" in log
+        assert "1 passed" in make("test")
+        assert "failed" not in make("check")
+    finally:
+        assert "ended the Spark server" in make("stop")
+
+
 @pytest.mark.parametrize("flavour", [[], ["--yaml"]])
 def test_nothing_is_left_of_the_template(here: Path, flavour: list[str]) -> None:
     assert init("corner_shop", *flavour).exit_code == 0
     made = [p for p in (here / "corner_shop").rglob("*") if p.is_file()]
     assert {p.suffix for p in made} <= {"", ".py", ".toml", ".csv", ".yaml"}
-    assert len(made) == 12
+    assert len(made) == 13
     for path in made:
         assert "NAME" not in path.read_text()
 

@@ -17,11 +17,12 @@ _PLACE = "NAME"
 _NEXT = """\
 {where} is a project of Dagster: two sources in data/landing, a join, a check and a test.
   cd {where}
-  make run     take in what has landed
+  make run     take in what has landed; starts a Spark server, which stays: the next run is warm
   make look    a table's history, and why a row is as it is
   make test    the project's test
   make check   all checks on what is committed
   make ui      Dagster's pages on http://localhost:3000
+  make stop    end the Spark server
 """
 
 

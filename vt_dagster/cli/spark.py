@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark import server
+from vt_dagster.spark.session import FEW_QUERIES
 
 spark = typer.Typer(
     help="A Spark server of this machine: runs connect to it and start no JVM of their own.",
@@ -23,9 +25,15 @@ def start(
     conf: Annotated[
         list[str] | None, typer.Option(help="A Spark setting, name=value; repeat it for more.")
     ] = None,
+    few_rows: Annotated[
+        bool,
+        typer.Option(
+            "--few-rows", help="Sooner warm, and slower with runs of more than a million records."
+        ),
+    ] = False,
 ) -> None:
     """Start it, if it is not there; runs use it where VT_DAGSTER_SPARK=server is set."""
-    settings = dict[str, str]()
+    settings = dict(FEW_QUERIES if few_rows else {})
     for given in conf or ():
         name, equals, value = given.partition("=")
         if not equals:
@@ -57,4 +65,7 @@ def _tell(found: server.Server, what: str) -> None:
         f"the Spark server {what}: process {found.pid} on {found.master}, localhost:{found.port}, "
         f"log {found.log}"
     )
-    typer.echo(f"use it: {server.NAMED}={server.SERVER}, or SparkResource(remote={server.SERVER!r})")
+    if os.environ.get(server.NAMED) != server.SERVER:
+        typer.echo(
+            f"use it: {server.NAMED}={server.SERVER}, or SparkResource(remote={server.SERVER!r})"
+        )
