@@ -188,6 +188,20 @@ def test_what_earlier_runs_consumed_stays_known(tmp_path: Path) -> None:
     assert FilesSource(str(new)).pin(None, ["dt=1/b.jsonl"], consumed=again).empty
 
 
+def test_which_consumed_files_are_gone(tmp_path: Path) -> None:
+    """Files of one name in two directories are two; one that was moved is there."""
+    for name in ("dt=1/a.jsonl", "dt=2/a.jsonl", "b.jsonl"):
+        write((tmp_path / name).parent, Path(name).name, f'{{"k": "{name}"}}\n')
+    source = FilesSource(str(tmp_path))
+    consumed = source.pin(None).consumed()
+    assert Memory(consumed, source.files()).gone() == []
+    (tmp_path / "dt=1" / "a.jsonl").unlink()
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "b.jsonl").rename(tmp_path / "archive" / "b.jsonl")
+    (gone,) = Memory(consumed, source.files()).gone()
+    assert gone.endswith("/dt=1/a.jsonl")
+
+
 # -- columns in paths --------------------------------------------------------------------------------
 
 KINDS = "k string, n int, dt date, at timestamp, price decimal(10,2), country string, hour int"

@@ -20,7 +20,7 @@ from vt_dagster.errors import SourceError
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.erase_plan import Places, published
 from vt_dagster.sources.base import read_by_all_names
-from vt_dagster.sources.directory import FileInfo
+from vt_dagster.sources.directory import FileInfo, Memory
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage import delta
 from vt_dagster.storage.erasing import Key
@@ -70,7 +70,7 @@ def _source(store: AssetStore, key: Key) -> Iterator[str]:
         dump = _named([head.commit.start.what], key)
         yield f"the snapshot that {node.name} started with, {dump}: delete it there, {again}"
     if head.commit.files:
-        taken = [*store.consumed_files(head)]
+        taken = store.consumed_files(head)
         mend = (
             f"delete it there, {again}. A file that is changed in place is taken as a new one: put it "
             "elsewhere"
@@ -78,22 +78,27 @@ def _source(store: AssetStore, key: Key) -> Iterator[str]:
         yield from _files(store, taken, key, mend)
 
 
-def _files(store: AssetStore, taken: Sequence[str], key: Key, mend: str) -> Iterator[str]:
+def _files(store: AssetStore, taken: Mapping[str, Any], key: Key, mend: str) -> Iterator[str]:
     node, source = store.node, store.node.source
     if not isinstance(source, FilesSource):
-        yield f"what {node.name} was read from, {_named(taken, key)}: {mend}"
+        yield f"what {node.name} was read from, {_named([*taken], key)}: {mend}"
         return
     try:
         there = source.files()
         counts = _rows_by_file(store, source, there, key) if there else {}
     except SourceError as error:
-        yield f"what {node.name} was read from, {_named(taken, key)}: {mend}. Not searched: {error}"
+        yield f"what {node.name} was read from, {_named([*taken], key)}: {mend}. Not searched: {error}"
         return
-    gone = {posixpath.basename(path) for path in taken} - {file.name for file in there}
+    fs, root = delta.filesystem(str(source.path))
+    home = fs.unstrip_protocol(root).rstrip("/") + "/"
+    gone = [
+        path.removeprefix(home) if path.startswith(home) else posixpath.basename(path)
+        for path in Memory(taken, there).gone()
+    ]
     if gone:
         yield (
             f"landing files: {len(gone):,} that {node.name} was read from are not in {source.path} any "
-            f"more, {_named([*gone], key)}: where they have been moved to, delete it there"
+            f"more, {_named(gone, key)}: where they have been moved to, delete it there"
         )
     if counts:
         yield (

@@ -198,7 +198,7 @@ class Memory:
         self._by_path: dict[str, Consumed] = {}
         self._by_name: dict[str, list[tuple[str, Consumed]]] = {}
         self._sizes: dict[str, int] = {}
-        self._there = {f.path for f in there}
+        self._there = {f.path: f for f in there}
         for path, said in files.items():
             if isinstance(said, int):
                 self._sizes[path] = said
@@ -243,14 +243,20 @@ class Memory:
         if file.name in self._sizes:
             return 0
         before = self._elsewhere(file)
-        return None if before is None else before.batch
+        return None if before is None else self._by_path[before].batch
 
-    def _elsewhere(self, file: FileInfo) -> Consumed | None:
-        """The consumed file that this one was before it was moved."""
+    def gone(self) -> list[str]:
+        """The paths of consumed files that are not there any more, and have not been moved."""
+        there = self._there.values()
+        left = {*self._by_path} - {*self._there} | {*self._sizes} - {f.name for f in there}
+        return sorted(left - {self._elsewhere(file) for file in there})
+
+    def _elsewhere(self, file: FileInfo) -> str | None:
+        """The path at which this file was consumed, before it was moved."""
         for path, before in self._by_name.get(posixpath.basename(file.name), ()):
             gone = path != file.path and path not in self._there
             if gone and _was_moved(path, file) and _same(file, before):
-                return before
+                return path
         return None
 
 
