@@ -14,8 +14,8 @@ from tests.market import Market, healthy_market
 from vt_dagster.spark.session import build_session
 
 # Of every JVM that a test starts. Most live for a minute of many short queries: to compile them well
-# takes longer than to run them.
-# By itself the JVM then keeps 48 MB for compiled code: a Connect server of many runs fills it and hangs.
+# takes longer than to run them. By itself the JVM then keeps 48 MB for compiled code, which a Connect
+# server of many runs fills, and hangs.
 JVM = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -Xlog:cds=off,cds+dynamic=off"
 CLASSES = Path(sys.prefix) / ".classes.jsa"
 """What ``make test`` writes first (``class_archive.py``); without it tests take longer."""
