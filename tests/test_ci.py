@@ -171,3 +171,13 @@ def test_of_real_tables(market: Market, tmp_path: Path) -> None:
     assert found["one_version_per_key_and_timestamp"].stops
     assert found["one_version_per_key_and_timestamp"].sample
     assert not found["every_record_is_accounted_for"].stops
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_loggers_of_ones_own(here: Path, command: str) -> None:
+    """Dagster has no logger called console then, which could be made quiet."""
+    logs = "\n@dg.logger\ndef mine(context): return __import__('logging').getLogger('mine')\n"
+    defs = "\ndefs = dg.Definitions([one], asset_checks=[fine], loggers={'mine': mine})\n"
+    (here / "defs_of_loggers.py").write_text(DEFINITIONS + logs + defs)
+    done = CliRunner().invoke(app, [command, "-f", "defs_of_loggers.py"])
+    assert done.exit_code == 0, (done.output, done.exception)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,17 +55,22 @@ class CheckResult:
         return self.verdict in ("failed", "broken")
 
 
+Selection = Annotated[
+    str,
+    typer.Argument(help='Assets, as in Dagster: prices, "prices+", "group:published"; "*" is all.'),
+]
+DefinitionsFile = Annotated[
+    Path | None, typer.Option("--file", "-f", help="Python file with the Definitions.")
+]
+DefinitionsModule = Annotated[
+    str | None, typer.Option("--module", "-m", help="Python module with the Definitions.")
+]
+
+
 def check(
-    selection: Annotated[
-        str,
-        typer.Argument(help='Assets, as in Dagster: prices, "prices+", "group:published"; "*" is all.'),
-    ] = "*",
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Python file with the Definitions.")
-    ] = None,
-    module: Annotated[
-        str | None, typer.Option("--module", "-m", help="Python module with the Definitions.")
-    ] = None,
+    selection: Selection = "*",
+    file: DefinitionsFile = None,
+    module: DefinitionsModule = None,
     junit: Annotated[Path | None, typer.Option(help="Write the results as JUnit XML.")] = None,
 ) -> None:
     """Run asset checks and exit with 1 where one fails with severity ERROR.
@@ -173,11 +178,8 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
         return []
     job = dg.define_asset_job("vt_dagster_check", dg.AssetSelection.checks(*chosen))
     every = dg.Definitions.merge(defs, dg.Definitions(jobs=[job]))
-    quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
     with instance_of() as instance:
-        result = every.resolve_job_def(job.name).execute_in_process(
-            instance=instance, raise_on_error=False, run_config={} if defs.loggers else quiet
-        )
+        result = execute_quietly(every.resolve_job_def(job.name), instance)
     done = {(e.asset_key, e.check_name): e for e in result.get_asset_check_evaluations()}
     errors = dict(errors_of(result))
     return [
@@ -188,6 +190,21 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
         )
         for key in sorted(chosen, key=lambda key: (key.asset_key.to_user_string(), key.name))
     ]
+
+
+def execute_quietly(
+    job: dg.JobDefinition, instance: dg.DagsterInstance, keys: Sequence[dg.AssetKey] | None = None
+) -> dg.ExecuteInProcessResult:
+    """Runs a job in this process; who asks for it tells its errors, and Dagster's console nothing.
+
+    Args:
+        keys: of the assets that are materialized; None = all of the job.
+    """
+    quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+    config = quiet if "console" in job.loggers else {}  # Definitions may have other loggers
+    return job.execute_in_process(
+        instance=instance, run_config=config, raise_on_error=False, asset_selection=keys
+    )
 
 
 def selected(graph: Any, selection: str) -> set[dg.AssetKey]:

@@ -20,7 +20,16 @@ from rich.markup import escape
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from vt_dagster.cli.check import errors_of, instance_of, load_definitions, selected
+from vt_dagster.cli.check import (
+    DefinitionsFile,
+    DefinitionsModule,
+    Selection,
+    errors_of,
+    execute_quietly,
+    instance_of,
+    load_definitions,
+    selected,
+)
 from vt_dagster.columns import (
     CAUSE,
     IS_LATE,
@@ -37,8 +46,6 @@ from vt_dagster.errors import DefinitionsError
 from vt_dagster.storage.lookup import read
 from vt_dagster.storage.values import texts
 
-QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
-"""The run config of a run whose errors are told by who asked for it."""
 _OURS = {
     *(CAUSE, IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT, REVISION),
     TIMESTAMP,
@@ -53,16 +60,9 @@ Say = Callable[[str], None]
 
 
 def run(
-    selection: Annotated[
-        str,
-        typer.Argument(help='Assets, as in Dagster: prices, "prices+", "group:published"; "*" is all.'),
-    ] = "*",
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Python file with the Definitions.")
-    ] = None,
-    module: Annotated[
-        str | None, typer.Option("--module", "-m", help="Python module with the Definitions.")
-    ] = None,
+    selection: Selection = "*",
+    file: DefinitionsFile = None,
+    module: DefinitionsModule = None,
     rows: Annotated[int, typer.Option(help="Show so many of the rows that came out.")] = 10,
 ) -> None:
     """Materialize assets in this process; exit with 1 where one fails, or one of their checks.
@@ -109,9 +109,7 @@ def execute(
             if "records_in" in metadata:  # of a graph the last of its ops
                 say(f"{metadata['dagster/table_name'].value}: {_counts(metadata)}")
 
-    return job.with_hooks({tell}).execute_in_process(
-        instance=instance, run_config=QUIET, raise_on_error=False, asset_selection=keys
-    )
+    return execute_quietly(job.with_hooks({tell}), instance, keys)
 
 
 def _counts(metadata: Mapping[str, dg.MetadataValue[Any]]) -> str:
@@ -149,10 +147,10 @@ def _show(made: dg.AssetMaterialization, most: int) -> None:
     if about.get("log_rows", _READ + 1) > _READ:  # of somebody's own, or too many to look at
         return
     warehouse = about["dagster/uri"].rpartition(f"/{name}/")[0]
-    log = read(name, warehouse=warehouse, what="log").sort_by([(RECORDED_AT, "descending")])
+    log = read(name, warehouse=warehouse, what="log")
     if not len(log):
         return
-    new = log.filter(pc.field(RECORDED_AT) == log[RECORDED_AT][0])
+    new = log.filter(pc.field(RECORDED_AT) == pc.call_function("max", [log[RECORDED_AT]]))
     new = new.sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
     columns = [c for c in new.column_names if c not in _OURS]
     table = TextTable(*map(escape, columns), box=SIMPLE)
