@@ -30,7 +30,7 @@ from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, TumblingWindow
+from vt_dagster.topology.windows import HoppingWindow, SessionWindow, TumblingWindow
 
 KEYS, GRADES = 10_000, 50
 EVERY = "Spark SQL, every update and the final state, to Delta"

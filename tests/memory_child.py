@@ -22,7 +22,7 @@ from vt_dagster.spark.session import build_session
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
-from vt_dagster.topology.windowing import (
+from vt_dagster.topology.windows import (
     HoppingWindow,
     SessionWindow,
     SlidingWindow,

@@ -27,7 +27,7 @@ from vt_dagster.runs.invariants import CHECKS
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.store import stores_of
 from vt_dagster.topology.operators import UntilWindowCloses
-from vt_dagster.topology.windowing import TumblingWindow
+from vt_dagster.topology.windows import TumblingWindow
 
 START = datetime(2024, 1, 1)
 VERSIONS = "table int, id string, valid_from timestamp, valid_to timestamp"

@@ -39,50 +39,43 @@ Those of one layer know nothing of each other."""
 
 ORDER = {
     "topology": """
-        durations naming schema declared renames accumulators projection windowing deterministic node
-        operators.base operators.join operators.aggregate operators.row_by_row
+        durations asset_names schema table_options column_renames accumulators projection windows
+        deterministic_sql node operators.base operators.join operators.aggregate operators.row_by_row
         operators.filter operators.map_values operators.merge operators.select_key
         operators.flat_map_values operators.stream_aggregate operators.stream_table_join
-        operators.corrected_join
-        operators.stream_stream_join operators.corrected_stream_join operators.suppress
-        operators.table_aggregate operators.table_table_join operators.foreign_key_join
-        operators.history_join
-        operators.to_stream operators.to_table operators.windowed_aggregate operators
-        grouping joining model training_set changed
+        operators.corrected_join operators.stream_stream_join operators.corrected_stream_join
+        operators.suppress operators.table_aggregate operators.table_table_join
+        operators.foreign_key_join operators.history_join operators.to_stream operators.to_table
+        operators.windowed_aggregate operators grouping stream_joins model feature_views node_settings
         """,
     "core": """
-        arrival stream_time log records snapshot change_feed as_of_join as_known changes grace
-        sessions sliding emit_early periods fixed_windows table repeats partial source_order versioned
-        store known per_run
-        processor source filter map_values stream_table_join corrections corrected_join suppress
-        table_table_join side_times within two_streams stream_stream_join corrected_stream_join
+        arrival stream_time log records snapshot change_feed as_of_join as_known changes grace sessions
+        sliding emit_early periods fixed_windows table repeats partial source_order versioned store
+        known per_run processor source filter map_values stream_table_join corrections corrected_join
+        suppress table_table_join side_times within two_streams stream_stream_join corrected_stream_join
         foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processors training_set
         """,
     "spark": "settings small_runs jars lacking launch session server",
     "storage": """
         damage delta places whole_files positions file_offsets kept commits values folding names lookup
-        replaced differing
-        intervals evolution transaction parquet segments offsets progress view snapshot shapes
-        reader store maintenance erasing
+        replaced differing intervals evolution transaction parquet segments offsets progress view
+        snapshot shapes reader store maintenance erasing
         """,
     "sources": """
         base by_name directory values nested options first_bytes lines path_columns json_text csv_text
-        bad_files file_rows files
-        dumps snapshots delta_log delta_versions delta_table starting
-        kafka_cluster registry protobuf_text protobuf avro serialized unavailable formats
-        kafka_messages kafka_pinned kafka kafka_producer kafka_sink
-        local_frames any_frame frames
-    """,
+        bad_files file_rows files dumps snapshots delta_log delta_versions delta_table starting
+        kafka_cluster registry protobuf_text protobuf avro serialized unavailable formats kafka_messages
+        kafka_pinned kafka kafka_producer kafka_sink local_frames any_frame frames
+        """,
     "provenance": """
         values logs expressions asked history origins row_by_row table_joins aggregates windows
-        suppressed stream_joins as_of corrected question explain
-        choices key_codes in_order versions late_joins late_windows late_records lateness
-        lateness_picture
+        suppressed stream_joins as_of corrected question explain choices key_codes in_order versions
+        late_joins late_windows late_records lateness lateness_picture
         """,
     "runs": """
-        arrival own_time pandera_checks invariants store past told audit join_way gate ready commit
-        pin results looking difference reading deterministic known run remembered replay what_if
+        arrival own_time pandera_checks invariants store past told audit join_way gate ready commit pin
+        results looking difference reading deterministic known run remembered replay what_if
         restate_plan restate export training_set erase_plan certificate erased_times out_of_reach
         foretold erase cut
         """,

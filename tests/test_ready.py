@@ -28,7 +28,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.runs.training_set import TrainingRun
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.store import stores_of
-from vt_dagster.topology.training_set import TrainingSet
+from vt_dagster.topology.feature_views import TrainingSet
 
 DAY = timedelta(days=1)
 AGAIN = [

@@ -41,7 +41,7 @@ from vt_dagster.storage import transaction, view
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.operators import UntilTimeLimit
-from vt_dagster.topology.windowing import TumblingWindow
+from vt_dagster.topology.windows import TumblingWindow
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 BEFORE: dict[str, DataType] = {

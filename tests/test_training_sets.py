@@ -26,7 +26,7 @@ from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.training_set import TrainingRun, manifest_of, read_manifest
 from vt_dagster.storage.store import stores_of
-from vt_dagster.topology.training_set import TrainingSet
+from vt_dagster.topology.feature_views import TrainingSet
 
 
 def schema(*names: str) -> StructType:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from vt_dagster.sources.frames import AssetSource
     from vt_dagster.sources.snapshots import SnapshotSource
     from vt_dagster.storage.lookup import read
+    from vt_dagster.topology.feature_views import FeatureView
     from vt_dagster.topology.model import Stream, Table, VersionedTable
     from vt_dagster.topology.operators import (
         Aggregator,
@@ -62,8 +63,7 @@ if TYPE_CHECKING:
         UntilTimeLimit,
         UntilWindowCloses,
     )
-    from vt_dagster.topology.training_set import FeatureView
-    from vt_dagster.topology.windowing import (
+    from vt_dagster.topology.windows import (
         HoppingWindow,
         SessionWindow,
         SlidingWindow,
@@ -74,12 +74,12 @@ _HOMES = {
     "Aggregator": "vt_dagster.topology.operators",
     "AssetSource": "vt_dagster.sources.frames",
     "DeltaSource": "vt_dagster.sources.delta_table",
-    "FeatureView": "vt_dagster.topology.training_set",
+    "FeatureView": "vt_dagster.topology.feature_views",
     "FilesSource": "vt_dagster.sources.files",
-    "HoppingWindow": "vt_dagster.topology.windowing",
+    "HoppingWindow": "vt_dagster.topology.windows",
     "Materialized": "vt_dagster.topology.operators",
-    "SessionWindow": "vt_dagster.topology.windowing",
-    "SlidingWindow": "vt_dagster.topology.windowing",
+    "SessionWindow": "vt_dagster.topology.windows",
+    "SlidingWindow": "vt_dagster.topology.windows",
     "SnapshotSource": "vt_dagster.sources.snapshots",
     "SparkResource": "vt_dagster.orchestration.resource",
     "Stream": "vt_dagster.topology.model",
@@ -87,7 +87,7 @@ _HOMES = {
     "Table": "vt_dagster.topology.model",
     "TopologyError": "vt_dagster.errors",
     "TopologyTranslator": "vt_dagster.orchestration.translator",
-    "TumblingWindow": "vt_dagster.topology.windowing",
+    "TumblingWindow": "vt_dagster.topology.windows",
     "UntilTimeLimit": "vt_dagster.topology.operators",
     "UntilWindowCloses": "vt_dagster.topology.operators",
     "VersionedTable": "vt_dagster.topology.model",

@@ -32,7 +32,7 @@ from tests.core.test_split_invariance import (
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
+from vt_dagster.topology.windows import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 

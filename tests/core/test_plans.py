@@ -20,7 +20,7 @@ from vt_dagster.core.snapshot import difference
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
-from vt_dagster.topology.windowing import TumblingWindow
+from vt_dagster.topology.windows import TumblingWindow
 
 SCHEMA = StructType(
     [

@@ -21,7 +21,7 @@ from vt_dagster.spark.session import build_session
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 from vt_dagster.topology.operators import UntilWindowCloses
-from vt_dagster.topology.windowing import TumblingWindow
+from vt_dagster.topology.windows import TumblingWindow
 
 RECORDS, FILES = 1_000_000, 2
 SCHEMA = StructType(

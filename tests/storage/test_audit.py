@@ -18,7 +18,7 @@ from vt_dagster.storage import delta, parquet, segments
 from vt_dagster.storage.store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import UntilWindowCloses
-from vt_dagster.topology.windowing import TumblingWindow
+from vt_dagster.topology.windows import TumblingWindow
 
 
 @pytest.fixture

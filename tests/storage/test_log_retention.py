@@ -33,7 +33,7 @@ from vt_dagster.runs.what_if import what_if
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.positions import Commit, Cut, Shape
 from vt_dagster.storage.store import AssetStore, stores_of
-from vt_dagster.topology.training_set import FeatureView, TrainingSet
+from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 
 RETENTION = timedelta(minutes=8)
 """Of each log: so much is recorded in one or two rounds."""

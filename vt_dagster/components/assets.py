@@ -37,7 +37,7 @@ from vt_dagster.sources.values import Unit
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.topology.windowing import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
+from vt_dagster.topology.windows import HoppingWindow, SessionWindow, SlidingWindow, TumblingWindow
 
 _SHOWN = ("name", "description", "group", "owners", "key_prefix", "freshness", "log_retention")
 

@@ -21,7 +21,7 @@ from vt_dagster.conformance.topology import ms, source
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Aggregator, Materialized, UntilTimeLimit, UntilWindowCloses
-from vt_dagster.topology.windowing import (
+from vt_dagster.topology.windows import (
     HoppingWindow,
     SessionWindow,
     SlidingWindow,

@@ -29,7 +29,7 @@ from vt_dagster.core.arrival import gathered, micros, union
 from vt_dagster.core.sessions import CLOSED, FRESH, HORIZON, KEYED, KIND, MERGED, STATE, merger
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.topology.accumulators import Accumulator
-from vt_dagster.topology.windowing import SlidingWindow
+from vt_dagster.topology.windows import SlidingWindow
 
 pa: Any = pyarrow
 

@@ -25,7 +25,7 @@ from vt_dagster.core import store
 from vt_dagster.core.arrival import has_key, union, with_columns
 from vt_dagster.core.as_known import ANSWER, CUT, PLACES, Past, at_place, by_log
 from vt_dagster.core.stream_table_join import INSTANT, cut_of
-from vt_dagster.topology.training_set import FeatureView
+from vt_dagster.topology.feature_views import FeatureView
 
 _AT, _SIDE, _HORIZON = "_at", "_side", "_horizon"
 

@@ -47,7 +47,7 @@ from vt_dagster.core.stream_time import (
 )
 from vt_dagster.topology.accumulators import Aggregates
 from vt_dagster.topology.operators import WindowedAggregate
-from vt_dagster.topology.windowing import (
+from vt_dagster.topology.windows import (
     HoppingWindow,
     SessionWindow,
     SlidingWindow,

@@ -15,7 +15,7 @@ from vt_dagster.provenance.lateness import lateness, parse_share
 from vt_dagster.provenance.lateness_picture import picture, share
 from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.windowing import HoppingWindow, TumblingWindow
+from vt_dagster.topology.windows import HoppingWindow, TumblingWindow
 
 NAME = "few_results_are_wrong"
 

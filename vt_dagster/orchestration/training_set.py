@@ -16,8 +16,8 @@ from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.runs.training_set import TrainingRun, manifest_of, read_manifest
 from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit
+from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.training_set import FeatureView, TrainingSet
 
 
 class TrainingSetConfig(dg.Config):

@@ -1,7 +1,8 @@
 """Asks Spark whether functions of the user's own are deterministic, before a first run writes anything.
 
-What Spark brings itself is refused when definitions load, see ``vt_dagster.topology.deterministic``. A
-registered function may be of any kind: Spark knows what it was declared as.
+What Spark brings itself is refused when definitions load, see
+``vt_dagster.topology.deterministic_sql``. A registered function may be of any kind: Spark knows what it
+was declared as.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.reading import unheard
 from vt_dagster.runs.store import Store
-from vt_dagster.topology.deterministic import Expression, expressions_of, unknown_functions
+from vt_dagster.topology.deterministic_sql import Expression, expressions_of, unknown_functions
 from vt_dagster.topology.model import Stream
 
 _REFUSED = "AGGREGATE_FUNCTION_WITH_NONDETERMINISTIC_EXPRESSION"

@@ -32,8 +32,8 @@ from vt_dagster.storage import commits, delta
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.snapshot import Head
 from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.topology.asset_names import require_name, require_path
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.naming import require_name, require_path
 
 Start = datetime | Mapping[str, Mapping[int, int]] | None
 

@@ -32,8 +32,8 @@ from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.snapshot import Snapshot
 from vt_dagster.storage.store import AssetStore, shape_of
+from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.training_set import TrainingSet
 
 _KIND, _MANIFEST = "training_set", "manifest"
 

@@ -35,7 +35,7 @@ from vt_dagster.sources.values import (
     of_long,
     of_text,
 )
-from vt_dagster.topology.renames import was
+from vt_dagster.topology.column_renames import was
 
 READ = "_vt_read"
 """Of a row: whether the message could be read."""

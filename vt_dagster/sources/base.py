@@ -15,8 +15,8 @@ from vt_dagster.core.records import TOLD_AT
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.storage.evolution import by_newest_names
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
+from vt_dagster.topology.column_renames import named, was
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.renames import named, was
 
 End: TypeAlias = dict[str, Offsets] | str
 """The end of a source, as it tells places: offsets, or the last name."""

@@ -15,7 +15,7 @@ from vt_dagster.sources.directory import FileInfo
 from vt_dagster.sources.lines import LINE_OPTIONS, first_lines
 from vt_dagster.sources.nested import read_row
 from vt_dagster.sources.values import Reading, of_text
-from vt_dagster.topology.renames import earlier_names
+from vt_dagster.topology.column_renames import earlier_names
 
 _CORRUPT = "_corrupt"
 _LONGEST = 1 << 20

@@ -35,7 +35,7 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.places import address, unseen
 from vt_dagster.storage.positions import Commit
-from vt_dagster.topology.deterministic import require_deterministic
+from vt_dagster.topology.deterministic_sql import require_deterministic
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream
 

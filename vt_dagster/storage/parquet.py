@@ -47,7 +47,7 @@ from vt_dagster.storage.evolution import by_newest_names, evolved, without_earli
 from vt_dagster.storage.places import address, require_seen
 from vt_dagster.storage.transaction import commit_with_columns
 from vt_dagster.storage.whole_files import require_files, require_rows, require_written
-from vt_dagster.topology.renames import noted
+from vt_dagster.topology.column_renames import noted
 from vt_dagster.topology.schema import nullable
 
 _REFUSALS = (

@@ -35,9 +35,9 @@ from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.shapes import columns_of, require_shape, shape_of
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.storage.view import Base, View
+from vt_dagster.topology.asset_names import require_path
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.naming import require_path
 
 
 class AssetReader:

@@ -32,8 +32,8 @@ from vt_dagster.storage.reader import AssetReader
 from vt_dagster.storage.shapes import shape_of
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.storage.view import Base
+from vt_dagster.topology.column_renames import noted
 from vt_dagster.topology.model import Stream, Table
-from vt_dagster.topology.renames import noted
 
 __all__ = ["AssetStore", "shape_of", "stores_of"]
 

@@ -25,9 +25,9 @@ from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
 from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, horizons
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.segments import plan, segment_of
+from vt_dagster.topology.column_renames import with_all_names
 from vt_dagster.topology.durations import in_micros, in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
-from vt_dagster.topology.renames import with_all_names
 
 EACH_RUN = 100_000
 """A view with so many rows at most is written by each run: nobody notices."""

@@ -16,7 +16,7 @@ from vt_dagster.topology.operators import (
     TableAggregate,
     WindowedAggregate,
 )
-from vt_dagster.topology.windowing import Window
+from vt_dagster.topology.windows import Window
 
 T = TypeVar("T", bound=Node)
 """The class of what an aggregate gives, a table: it has methods that give what is in this module."""

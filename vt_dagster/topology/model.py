@@ -13,15 +13,8 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.declared import (
-    check_deletions,
-    check_join,
-    check_versions,
-    says_parts,
-)
 from vt_dagster.topology.durations import Duration, check_duration
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable
-from vt_dagster.topology.joining import StreamJoins
 from vt_dagster.topology.node import Node, Source, topological
 from vt_dagster.topology.operators import (
     Emit,
@@ -39,6 +32,13 @@ from vt_dagster.topology.operators import (
     ToTable,
     UntilTimeLimit,
     UntilWindowCloses,
+)
+from vt_dagster.topology.stream_joins import StreamJoins
+from vt_dagster.topology.table_options import (
+    check_deletions,
+    check_join,
+    check_versions,
+    says_parts,
 )
 
 History: TypeAlias = Literal["latest", "complete"]

@@ -18,12 +18,12 @@ from pyspark.sql.types import DataType, StructType
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
-from vt_dagster.topology.deterministic import check_expressions
+from vt_dagster.topology.asset_names import Called, require_name, require_path
+from vt_dagster.topology.column_renames import Names, names_before, same_meaning
+from vt_dagster.topology.deterministic_sql import check_expressions
 from vt_dagster.topology.durations import Duration, check_duration, spoken
-from vt_dagster.topology.naming import Called, require_name, require_path
-from vt_dagster.topology.renames import Names, names_before, same_meaning
 from vt_dagster.topology.schema import as_struct, check_columns, check_timestamp
-from vt_dagster.topology.windowing import Window
+from vt_dagster.topology.windows import Window
 
 Emit = Literal["every_update", "per_run"]
 """``per_run``: only the last update of each key in a run."""

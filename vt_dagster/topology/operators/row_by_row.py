@@ -17,7 +17,7 @@ from vt_dagster.topology.operators.base import (
     new_version_on_of,
     valid_until_of,
 )
-from vt_dagster.topology.windowing import Window
+from vt_dagster.topology.windows import Window
 
 
 class RowByRow(OneInput, ABC):

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import FOREVER, Duration, check_duration, spoken
 from vt_dagster.topology.operators.base import OneInput, make_table, need_table
-from vt_dagster.topology.windowing import Window
+from vt_dagster.topology.windows import Window
 
 WhenFull = Literal["emit_early", "shut_down", "unbounded"]
 Limit = int | Mapping[int, int | None] | None

@@ -12,7 +12,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.topology.accumulators import Aggregates
 from vt_dagster.topology.operators.aggregate import Aggregate
 from vt_dagster.topology.operators.base import check_emit
-from vt_dagster.topology.windowing import Window
+from vt_dagster.topology.windows import Window
 
 
 @dataclass(frozen=True)
