@@ -22,7 +22,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival_order import Fate
 
 DATA = Path(__file__).parent / ".data"
 LAYOUT = 2

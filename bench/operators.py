@@ -24,7 +24,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage.store import AssetStore, stores_of

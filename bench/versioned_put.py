@@ -26,8 +26,8 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import versioned
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core import versioned_table
+from vt_dagster.core.arrival_order import Fate
 
 KEYS = 10_000
 SORTED = "Delta append of the same rows, sorted"
@@ -52,7 +52,7 @@ def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
     Args:
         parts: the columns that a record may leave out.
     """
-    put = versioned.put(
+    put = versioned_table.put(
         records,
         None,
         key=["key"],
@@ -69,7 +69,7 @@ def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
 def view_of(log: DataFrame) -> DataFrame:
     """The versions that a log amounts to."""
     horizon = F.timestamp_micros(F.lit(generate.START)) - F.lit(RETENTION)
-    return versioned.fold(None, log, key=["key"], horizon=horizon)
+    return versioned_table.fold(None, log, key=["key"], horizon=horizon)
 
 
 def in_order(records: DataFrame) -> DataFrame:

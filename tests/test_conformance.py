@@ -17,7 +17,7 @@ from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS, Scenario, read_scenarios
 from vt_dagster.conformance.side_by_side import cut
 from vt_dagster.conformance.steps import layout, supported
-from vt_dagster.core import arrival, processor, side_times, source
+from vt_dagster.core import arrival_order, largest_times, processor, source_processor
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import SourceError
@@ -180,14 +180,14 @@ def test_the_plans_of_large_runs_are_identical_too(
 
     monkeypatch.setattr(Bounds, "only", told)
     for module, name, value in (
-        (arrival, "CHUNK", 3),
-        (arrival, "FINE", 2),
+        (arrival_order, "CHUNK", 3),
+        (arrival_order, "FINE", 2),
         (processor, "FINE", 2),
-        (source, "FINE", 2),
-        (side_times, "FINE", 2),
+        (source_processor, "FINE", 2),
+        (largest_times, "FINE", 2),
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
-        (arrival, "HOUR", 5_000),
+        (arrival_order, "HOUR", 5_000),
     ):
         monkeypatch.setattr(module, name, value)
     single = {s.path for s in record_by_record(SCENARIOS / "worked")}  # they are never cut

@@ -18,8 +18,8 @@ from pyspark.sql import functions as F
 from tests.market import Market, record
 from tests.storage.topology import Topology
 from vt_dagster import contract, contracts
-from vt_dagster.core.processors import processor_of
-from vt_dagster.core.source import SourceProcessor
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.source_processor import SourceProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.audit import _in_one_pass, _rules

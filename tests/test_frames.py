@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster import Stream
-from vt_dagster.core.records import REASON
+from vt_dagster.core.source_records import REASON
 from vt_dagster.errors import ContractError
 from vt_dagster.sources.any_frame import frame_of
 from vt_dagster.sources.frames import Delivery, FunctionSource, Given

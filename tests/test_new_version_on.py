@@ -37,8 +37,8 @@ from vt_dagster import (
     explain,
     lateness,
 )
-from vt_dagster.core import repeats, versioned
-from vt_dagster.core.log import view_schema
+from vt_dagster.core import new_version_on, versioned_table
+from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.keys import key_history
 from vt_dagster.orchestration.partition_sensor import _require_reader
@@ -194,7 +194,7 @@ def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> N
                 for r in view.to_pylist()
             ]
             before, left = view.filter(pa.array(needed)), view.filter(pa.array([not n for n in needed]))
-        rows = versioned.fold(
+        rows = versioned_table.fold(
             None if before is None else spark.createDataFrame(before),
             spark.createDataFrame(part, columns),
             key=["k"],
@@ -202,9 +202,9 @@ def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> N
             new_version_on=ON,
         ).toArrow()
         whole = rows if left is None else pa.concat_tables([left.select(rows.column_names), rows])
-        view = versioned.remembered(spark.createDataFrame(whole), horizon).toArrow()
+        view = versioned_table.remembered(spark.createDataFrame(whole), horizon).toArrow()
         model = expected([one for one, _ in accepted[:end]], 20)
-        found = told(repeats.collapsed(spark.createDataFrame(view), ["k"], ON))
+        found = told(new_version_on.collapsed(spark.createDataFrame(view), ["k"], ON))
         assert found == model
         # Without Spark, of all that was there, and of as little.
         limits = {0: int(at(now - 20).timestamp() * 1e6)}

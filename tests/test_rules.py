@@ -20,8 +20,8 @@ from vt_dagster import (
     VersionedTable,
 )
 from vt_dagster.conformance.scenario import read_scenarios
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.records import Reason
+from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.source_records import Reason
 from vt_dagster.orchestration.metadata import definition_metadata
 from vt_dagster.rules import METRICS, RULES, Rule
 

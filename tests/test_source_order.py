@@ -29,7 +29,8 @@ from vt_dagster import (
     explain,
     lateness,
 )
-from vt_dagster.core.records import (
+from vt_dagster.core.source_order import deletions_yield
+from vt_dagster.core.source_records import (
     DELETED,
     POSITION,
     RAW,
@@ -38,7 +39,6 @@ from vt_dagster.core.records import (
     RESTATES,
     SOURCE,
 )
-from vt_dagster.core.source_order import deletions_yield
 from vt_dagster.errors import StorageError
 from vt_dagster.explore.app import application
 from vt_dagster.orchestration.metadata import definition_metadata

@@ -33,7 +33,7 @@ ALLOWED = {
     "orchestration/resource.py": {"sparkContext"},  # where it is not remote
     "testing/driver.py": {"newSession"},  # else the user's own session
 }
-SURE = {"core/arrival.py", "storage/evolution.py"}
+SURE = {"core/arrival_order.py", "storage/evolution.py"}
 """Where ``withColumns`` is called only with columns."""
 LATER = {
     "runs/audit.py: _order",
@@ -178,7 +178,7 @@ def test_nothing_that_spark_connect_lacks() -> None:
 
 
 def test_with_columns_has_one() -> None:
-    """Spark Connect refuses ``withColumns({})``; ``core.arrival.with_columns`` takes it."""
+    """Spark Connect refuses ``withColumns({})``; ``core.arrival_order.with_columns`` takes it."""
     for place, tree in TREES.items():
         for one in ast.walk(tree):
             if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):

@@ -25,7 +25,7 @@ from vt_dagster import (
     lateness,
 )
 from vt_dagster.core.as_of_join import as_of_join
-from vt_dagster.core.versioned import clipped
+from vt_dagster.core.versioned_table import clipped
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.join_way import tiles_of

@@ -25,7 +25,7 @@ from vt_dagster.conformance.side_by_side import CameOut, cut, differences, dropp
 from vt_dagster.conformance.steps import Layout, layout, nodes_of
 from vt_dagster.conformance.topology import by_scenario, ms, record_of
 from vt_dagster.conformance.versioned_store import StoreRun, answer_rest, store_differences
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival_order import Fate
 from vt_dagster.errors import BufferFullError, ContractError
 from vt_dagster.runs import known as of_runs
 from vt_dagster.spark.small_runs import small_run

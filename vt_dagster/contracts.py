@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
-from vt_dagster.core.log import log_schema, value_columns, view_schema
+from vt_dagster.core.log_columns import log_schema, value_columns, view_schema
 from vt_dagster.runs.invariants import (
     CHECKS,
     invariants_of_log,

@@ -1,5 +1,6 @@
 """The rules that decide something, each with its name and a sentence: one vocabulary for what becomes
-of a record (``core.arrival.Fate``), the reasons of the quarantine, explanations and the documentation.
+of a record (``core.arrival_order.Fate``), the reasons of the quarantine, explanations and the
+documentation.
 """
 
 from __future__ import annotations

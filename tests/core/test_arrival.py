@@ -11,8 +11,8 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, OFFSET, ORDER, PARTITION, TIMESTAMP
-from vt_dagster.core import arrival
-from vt_dagster.core.arrival import InPlace, by_partition, number, number_in_place
+from vt_dagster.core import arrival_order
+from vt_dagster.core.arrival_order import InPlace, by_partition, number, number_in_place
 from vt_dagster.core.stream_time import (
     PASSED,
     Bounds,
@@ -30,7 +30,7 @@ FINE = 7
 
 @pytest.fixture(autouse=True)
 def fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival, "FINE", FINE)
+    monkeypatch.setattr(arrival_order, "FINE", FINE)
 
 
 def micros(seconds: float) -> int:

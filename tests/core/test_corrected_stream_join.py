@@ -29,7 +29,7 @@ from vt_dagster import Stream
 from vt_dagster.conformance.side_by_side import cut
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.conformance.topology import millis, record_of
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import gate
 from vt_dagster.testing import TopologyTestDriver

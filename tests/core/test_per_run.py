@@ -11,9 +11,9 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import DoubleType, LongType, StringType, StructField, StructType, TimestampType
 
 from vt_dagster import HoppingWindow, Stream, Table, TumblingWindow
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import log_schema
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.log_columns import log_schema
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.run_context import Input, Known
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.testing import TopologyTestDriver
 

@@ -10,13 +10,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DoubleType, StringType, StructField, StructType, TimestampType
 
-from vt_dagster.core import store, stream_table_join
-from vt_dagster.core.arrival import by_partition
+from vt_dagster.core import stream_table_join, table_store
+from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.as_of_join import Tiles, Way
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import log_schema, view_schema
-from vt_dagster.core.processors import processor_of
-from vt_dagster.core.snapshot import difference
+from vt_dagster.core.log_columns import log_schema, view_schema
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.snapshot_diff import difference
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
@@ -128,6 +128,6 @@ def test_the_last_update_is_found_in_one_sort(spark: SparkSession) -> None:
     assert (count(final)["shuffles"], "WindowGroupLimit" in final) == (1, False)
     plain = Table("plain", **ABOUT)
     folded = plan(
-        store.fold(plain, None, spark.createDataFrame([], log_schema(plain)), by_partition({}))
+        table_store.fold(plain, None, spark.createDataFrame([], log_schema(plain)), by_partition({}))
     )
     assert count(folded) == {"shuffles": 1, "sorts": 1, "windows": 1}

@@ -24,7 +24,7 @@ from vt_dagster.conformance.scenario import Scenario
 from vt_dagster.conformance.side_by_side import cut
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.conformance.topology import millis, record_of
-from vt_dagster.core import arrival, side_times
+from vt_dagster.core import arrival_order, largest_times
 from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
 from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import gate
@@ -251,8 +251,8 @@ def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
 
     monkeypatch.setattr(StreamStreamJoinProcessor, "in_time", telling)
     for module, name, value in (
-        (arrival, "HOUR", 1_000_000),
-        (side_times, "FINE", 3),
+        (arrival_order, "HOUR", 1_000_000),
+        (largest_times, "FINE", 3),
         (arrivals, "CHUNK", -1),
         (gate, "CHUNK", -1),
     ):

@@ -20,7 +20,7 @@ from pyspark.sql.avro.functions import to_avro
 from pyspark.sql.types import ArrayType, IntegerType, LongType, MapType, StringType, StructType
 
 from tests.registry import Registry, framed
-from vt_dagster.core.records import REASON, prepare
+from vt_dagster.core.source_records import REASON, prepare
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import (
     Avro,

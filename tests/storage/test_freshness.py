@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from tests.storage.topology import EPOCH, SCHEMA, Topology
-from vt_dagster.core.log import log_schema
+from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.audit import audit
 from vt_dagster.sources.files import FilesSource

@@ -19,7 +19,7 @@ import vt_dagster
 from tests.storage.test_known_at import FIRST, MINUTE, answer, in_order, moment, questions
 from tests.storage.topology import Topology
 from vt_dagster.columns import RECORDED_AT
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.cut import cut_logs

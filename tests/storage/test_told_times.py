@@ -20,8 +20,8 @@ import vt_dagster
 from tests.storage.test_known_at import START, answer, in_order, moment, questions
 from tests.storage.topology import EPOCH, SCHEMA, Topology
 from vt_dagster.columns import ARRIVAL, FATE, PARTITION, RECORDED_AT
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.records import TOLD_AT
+from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.source_records import TOLD_AT
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs import told
 from vt_dagster.runs.arrival import Arrival

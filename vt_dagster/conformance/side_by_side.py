@@ -23,8 +23,8 @@ from vt_dagster.conformance.scenario import (
 )
 from vt_dagster.conformance.steps import Config, Layout, Shape, inputs_of, layout, nodes_of
 from vt_dagster.conformance.topology import by_scenario, final_store, millis, record_of, text
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import RefusedRecordsError, VtDagsterError
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Stream, VersionedTable

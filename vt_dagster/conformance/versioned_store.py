@@ -26,7 +26,7 @@ from vt_dagster.conformance.topology import (
     source,
     with_index,
 )
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival_order import Fate
 from vt_dagster.errors import ContractError
 from vt_dagster.testing import REFUSED, TopologyTestDriver, VersionedStore
 from vt_dagster.topology.model import VersionedTable

@@ -18,7 +18,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
-from vt_dagster.core.arrival import union
+from vt_dagster.core.arrival_order import union
 
 BUCKETS = 1 << 16
 """Of keys, by hash: those of one bucket have tiles of one length."""

@@ -8,8 +8,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.core.arrival import in_order_of_keys
-from vt_dagster.core.records import DELETED
+from vt_dagster.core.arrival_order import in_order_of_keys
+from vt_dagster.core.source_records import DELETED
 
 CHANGE = "_change_type"
 """What Delta's feed calls the kind of a change."""

@@ -33,10 +33,7 @@ from vt_dagster.columns import (
     REVISION,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival import HOUR, Fate, arrival_chunk, has_key, micros, union
-from vt_dagster.core.as_of_join import FOUND
-from vt_dagster.core.changes import columns, match_names
-from vt_dagster.core.corrections import (
+from vt_dagster.core.affected_times import (
     ANSWER,
     BY,
     EDGE,
@@ -47,12 +44,15 @@ from vt_dagster.core.corrections import (
     changed_times,
     same,
 )
-from vt_dagster.core.grace import moves_stream_time
-from vt_dagster.core.known import Input, Known, Lookup
-from vt_dagster.core.log import POSITION_TYPE, value_columns
+from vt_dagster.core.arrival_order import HOUR, Fate, arrival_chunk, has_key, micros, union
+from vt_dagster.core.as_of_join import FOUND
+from vt_dagster.core.grace_buffer import moves_stream_time
+from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import Counts
-from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
+from vt_dagster.core.run_context import Input, Known, Lookup
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_table_join import MATCHED, StreamTableJoinProcessor, answered
+from vt_dagster.core.table_changes import columns, match_names
 from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.operators import CorrectedJoin, JoinKind

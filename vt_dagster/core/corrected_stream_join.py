@@ -32,13 +32,13 @@ from vt_dagster.columns import (
     RIGHT_PARTITION,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival import Fate, micros, with_columns
-from vt_dagster.core.changes import match_names
+from vt_dagster.core.arrival_order import Fate, micros, with_columns
 from vt_dagster.core.corrected_join import CORRECTED
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import POSITION_TYPE, value_columns
+from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import Counts
-from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
+from vt_dagster.core.stream_join_base import LOWEST, VALID, in_micros_at, nothing
 from vt_dagster.core.stream_stream_join import (
     MATCHED,
     PHASE,
@@ -46,8 +46,8 @@ from vt_dagster.core.stream_stream_join import (
     UNMATCHED,
     StreamStreamJoinProcessor,
 )
-from vt_dagster.core.two_streams import LOWEST, VALID, in_micros_at, nothing
-from vt_dagster.core.within import (
+from vt_dagster.core.table_changes import match_names
+from vt_dagster.core.window_match import (
     AT,
     END,
     FROM,
@@ -142,7 +142,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         """The ends of rows without a match, by the first record that came in time and is one.
 
         Plan: of the records that have such a row, those that the run's records of the other side find,
-        as in ``within.matches``, and one shuffle of these by place.
+        as in ``window_match.matches``, and one shuffle of these by place.
         """
         there = self.without_match_yet(earlier, place, known)
         if there is None:

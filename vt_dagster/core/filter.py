@@ -11,11 +11,11 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMESTAMP, TURN, VALID_TO
-from vt_dagster.core.arrival import Fate, gathered, micros
-from vt_dagster.core.changes import over_old
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import value_columns
+from vt_dagster.core.arrival_order import Fate, gathered, micros
+from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.table_changes import over_old
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable
 from vt_dagster.topology.operators import Filter

@@ -8,7 +8,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import TIMESTAMP, WINDOW_END, WINDOW_START
-from vt_dagster.core.arrival import has_key, micros, with_columns
+from vt_dagster.core.arrival_order import has_key, micros, with_columns
 from vt_dagster.topology.windows import HoppingWindow, TumblingWindow
 
 

@@ -8,10 +8,10 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core.arrival import Fate, with_columns
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import value_columns
+from vt_dagster.core.arrival_order import Fate, with_columns
+from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Counts, Processor
+from vt_dagster.core.run_context import Input, Known
 from vt_dagster.errors import NullArrayError
 from vt_dagster.topology.operators import FlatMapValues
 

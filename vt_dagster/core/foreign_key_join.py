@@ -18,8 +18,8 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate, union
-from vt_dagster.core.changes import (
+from vt_dagster.core.arrival_order import Fate, union
+from vt_dagster.core.table_changes import (
     EXISTS,
     LEFT,
     RIGHT,
@@ -33,7 +33,7 @@ from vt_dagster.core.changes import (
     state_of,
     timeline,
 )
-from vt_dagster.core.changes import columns as named
+from vt_dagster.core.table_changes import columns as named
 from vt_dagster.core.table_table_join import TableTableJoinProcessor
 
 _NEW, _OLD, _STATE, _RIGHT_STATE = "_new_state", "_old_state", "_state", "_right_state"

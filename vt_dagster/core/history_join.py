@@ -22,9 +22,11 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import store
-from vt_dagster.core.arrival import Fate, by_partition, union
-from vt_dagster.core.changes import (
+from vt_dagster.core import table_store
+from vt_dagster.core.arrival_order import Fate, by_partition, union
+from vt_dagster.core.log_columns import value_columns
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.table_changes import (
     LEFT,
     RIGHT,
     TableInput,
@@ -32,8 +34,6 @@ from vt_dagster.core.changes import (
     match_names,
     result_rows,
 )
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import value_columns
 from vt_dagster.core.table_table_join import TableTableJoinProcessor, side_row
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.operators import HistoryJoin, JoinKind
@@ -70,7 +70,11 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
 
 
 def _horizon(node: Stream, one: Input) -> Column | None:
-    return store.horizon_of(node, by_partition(one.times)) if isinstance(node, VersionedTable) else None
+    return (
+        table_store.horizon_of(node, by_partition(one.times))
+        if isinstance(node, VersionedTable)
+        else None
+    )
 
 
 def join(

@@ -8,11 +8,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, TIMESTAMP, TURN
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.changes import over_old
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import value_columns
+from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.table_changes import over_old
 from vt_dagster.topology.operators import MapValues
 
 

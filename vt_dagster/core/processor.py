@@ -2,7 +2,7 @@
 
 A processor says what it takes from each input, in which order, what it makes of that, what it keeps
 for the next run, and what is counted and promised. It makes lazy DataFrames of DataFrames; a ``Run``
-reads, holds and writes them. Each operator's file has its own; ``processors.py`` lists them.
+reads, holds and writes them. Each operator's file has its own; ``processor_registry.py`` lists them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core import store
-from vt_dagster.core.arrival import (
+from vt_dagster.core import table_store
+from vt_dagster.core.arrival_order import (
     FINE,
     Fate,
     InPlace,
@@ -39,9 +39,9 @@ from vt_dagster.core.arrival import (
     number,
     number_in_place,
 )
-from vt_dagster.core.known import Input, Known, Lookup
-from vt_dagster.core.log import log_columns
-from vt_dagster.core.per_run import last_of_run
+from vt_dagster.core.emit_per_run import last_of_run
+from vt_dagster.core.log_columns import log_columns
+from vt_dagster.core.run_context import Input, Known, Lookup
 from vt_dagster.core.stream_time import (
     STREAM_TIME,
     Bounds,
@@ -279,7 +279,7 @@ class Processor(ABC, Generic[O]):
         pending = with_result.drop(IS_LATEST, OLD).withColumn(
             FATE, F.when(F.col(FATE) != Fate.APPLIED, F.col(FATE))
         )
-        return store.put(
+        return table_store.put(
             node,
             pending,
             known.view,

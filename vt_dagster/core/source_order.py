@@ -22,10 +22,10 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import CARRIED, FATE, IS_LATEST, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.log import parts_of
-from vt_dagster.core.records import RESTATES, START, time_of
-from vt_dagster.core.table import BEFORE, NEWEST, with_row_before
+from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.log_columns import parts_of
+from vt_dagster.core.plain_table import BEFORE, NEWEST, with_row_before
+from vt_dagster.core.source_records import RESTATES, START, time_of
 from vt_dagster.topology.model import Stream, VersionedTable
 
 SO_FAR = "_so_far"
@@ -60,7 +60,7 @@ def restates(node: Stream) -> bool:
 
 def carries(node: Stream) -> bool:
     """Whether its log has rows besides its source's records, each right after the record that it
-    follows from: those of ``core.partial``, or these."""
+    follows from: those of ``core.partial_updates``, or these."""
     return bool(parts_of(node)) or follows_source(node) or deletions_yield(node)
 
 
@@ -175,7 +175,7 @@ def _without_repeated(
     counts of a key that no change has mentioned. A row says nothing new where its values, ``timestamp``
     apart, are those that the key has.
 
-    Plan: the shuffle by key is one that ``versioned.put`` needs.
+    Plan: the shuffle by key is one that ``versioned_table.put`` needs.
 
     Args:
         records: of ``with_row_before``, with their fate.
@@ -231,7 +231,7 @@ def _yielding(
     where it came to its place by this rule, and is not newer by its own time. And a deletion without a
     time of its own makes any version yield: it came after it.
 
-    Plan: windows by key, in the order ``versioned.put`` needs.
+    Plan: windows by key, in the order ``versioned_table.put`` needs.
 
     Args:
         records: with their fate and ``is_latest``.

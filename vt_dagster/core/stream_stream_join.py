@@ -28,11 +28,10 @@ from vt_dagster.columns import (
     SEQUENCE,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival import Fate, hour_of_arrival, union, with_columns
-from vt_dagster.core.changes import columns, match_names
-from vt_dagster.core.known import Input, Known
+from vt_dagster.core.arrival_order import Fate, hour_of_arrival, union, with_columns
 from vt_dagster.core.processor import Counts
-from vt_dagster.core.two_streams import (
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.stream_join_base import (
     EXPIRED,
     LOOK_MARK,
     SIDES,
@@ -40,7 +39,8 @@ from vt_dagster.core.two_streams import (
     TwoStreamsProcessor,
     nothing,
 )
-from vt_dagster.core.within import (
+from vt_dagster.core.table_changes import columns, match_names
+from vt_dagster.core.window_match import (
     AT,
     END,
     FROM,
@@ -62,7 +62,7 @@ _FIRST_HOUR = 1 << 40
 
 
 class StreamStreamJoinProcessor(TwoStreamsProcessor):
-    """Finds the matches (``within.matches``) and what has none, and says when that leaves.
+    """Finds the matches (``window_match.matches``) and what has none, and says when that leaves.
 
     What waits without a match is let go by a record with a key and a value that is at stream time: up
     to there, and before that record's own matches. So a run lets it go first of all.

@@ -22,13 +22,13 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import grace, store
-from vt_dagster.core.arrival import Fate, arrival_chunk, by_partition
-from vt_dagster.core.as_known import CUT, Past, as_known_join
+from vt_dagster.core import grace_buffer, table_store
+from vt_dagster.core.arrival_order import Fate, arrival_chunk, by_partition
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
-from vt_dagster.core.known import Input, Known, Lookup
 from vt_dagster.core.processor import Counts, Processor
+from vt_dagster.core.run_context import Input, Known, Lookup
 from vt_dagster.core.stream_time import Timed, late_from
+from vt_dagster.core.system_time_join import CUT, Past, as_known_join
 from vt_dagster.topology.durations import length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import JoinKind, StreamTableJoin
@@ -45,7 +45,8 @@ _ROW = "_row"
 
 
 class StreamTableJoinProcessor(Processor[StreamTableJoin]):
-    """Judges the stream's records (``grace.hold``), then looks them up in the table (:func:`join`)."""
+    """Judges the stream's records (``grace_buffer.hold``), then looks them up in the table
+    (:func:`join`)."""
 
     goes_by_time = True
     drops_late = False
@@ -93,7 +94,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         if operator.waits and operator.grace_period is not None:
             deadline = late_from(operator.grace_period)
         rows = inputs[0].rows.withColumn(ARRIVAL, F.col(OFFSET))
-        return Timed(rows, grace.moves_stream_time(operator.left.key), deadline)
+        return Timed(rows, grace_buffer.moves_stream_time(operator.left.key), deadline)
 
     @property
     def bounded(self) -> bool:
@@ -109,15 +110,17 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     def waiting(
         self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:
-        return grace.waiting(logs[0], key=self.operator.left.key, released=by_partition(released))
+        return grace_buffer.waiting(
+            logs[0], key=self.operator.left.key, released=by_partition(released)
+        )
 
     def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame:
         operator, (stream,) = self.operator, inputs
         earlier = stream.earlier
         if earlier is not None:
-            earlier = grace.waiting(earlier, key=operator.left.key, released=known.released)
+            earlier = grace_buffer.waiting(earlier, key=operator.left.key, released=known.released)
             earlier = earlier.withColumn(ARRIVAL, F.col(OFFSET))
-        return grace.hold(
+        return grace_buffer.hold(
             stream.rows.withColumn(ARRIVAL, F.col(OFFSET)),
             earlier,
             key=operator.left.key,
@@ -144,7 +147,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         horizon = None
         needed = {*right.key, *projection.right_columns(), IS_TOMBSTONE, PARTITION}
         if isinstance(right, VersionedTable):
-            horizon = store.horizon_of(right, lookup.stream_time)
+            horizon = table_store.horizon_of(right, lookup.stream_time)
             needed |= {VALID_FROM, VALID_TO}
         records = judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE))
         if self.by_record:

@@ -17,7 +17,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ORDER, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import micros
+from vt_dagster.core.arrival_order import micros
 from vt_dagster.topology.durations import Duration
 
 STREAM_TIME = "_stream_time"

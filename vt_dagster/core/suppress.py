@@ -30,18 +30,18 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival import Fate, gathered, hour_of_arrival, micros, union
-from vt_dagster.core.emit_early import AT as _AT
-from vt_dagster.core.emit_early import BYTES, NTH, PLACE, emit_early, most
-from vt_dagster.core.emit_early import FRESH as _FRESH
-from vt_dagster.core.emit_early import RANK as _RANK
-from vt_dagster.core.emit_early import RELEASED as _RELEASED
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import value_columns
-from vt_dagster.core.periods import LATE as _LATE
-from vt_dagster.core.periods import cut_into_periods
+from vt_dagster.core.arrival_order import Fate, gathered, hour_of_arrival, micros, union
+from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Counts, Processor
+from vt_dagster.core.run_context import Input, Known
 from vt_dagster.core.stream_time import STREAM_TIME, Timed, with_stream_time
+from vt_dagster.core.suppress_emit_early import AT as _AT
+from vt_dagster.core.suppress_emit_early import BYTES, NTH, PLACE, emit_early, most
+from vt_dagster.core.suppress_emit_early import FRESH as _FRESH
+from vt_dagster.core.suppress_emit_early import RANK as _RANK
+from vt_dagster.core.suppress_emit_early import RELEASED as _RELEASED
+from vt_dagster.core.suppress_periods import LATE as _LATE
+from vt_dagster.core.suppress_periods import cut_into_periods
 from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.operators import (

@@ -24,14 +24,14 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate, duration, gathered, union, with_columns
-from vt_dagster.core.changes import over_old
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import value_columns
-from vt_dagster.core.per_run import folded, is_exact, is_last
+from vt_dagster.core.arrival_order import Fate, duration, gathered, union, with_columns
+from vt_dagster.core.emit_per_run import folded, is_exact, is_last
+from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.records import home_of
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
+from vt_dagster.core.table_changes import over_old
 from vt_dagster.topology.accumulators import Accumulator, Aggregates
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable

@@ -9,9 +9,13 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core import store
-from vt_dagster.core.arrival import Fate, union
-from vt_dagster.core.changes import (
+from vt_dagster.core import table_store
+from vt_dagster.core.arrival_order import Fate, union
+from vt_dagster.core.log_columns import value_columns
+from vt_dagster.core.processor import Processor
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.source_records import home_of
+from vt_dagster.core.table_changes import (
     LEFT,
     RIGHT,
     TAKEN,
@@ -24,10 +28,6 @@ from vt_dagster.core.changes import (
     state_of,
     timeline,
 )
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import value_columns
-from vt_dagster.core.processor import Processor
-from vt_dagster.core.records import home_of
 from vt_dagster.topology.model import Table
 from vt_dagster.topology.operators import JoinKind, TableTableJoin
 
@@ -50,7 +50,7 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
         for node, changes, one in zip(self.consumed, rows, inputs, strict=True):
             there = None
             if one.table is not None and isinstance(node, Table):
-                there = store.rows_of(node, one.table)
+                there = table_store.rows_of(node, one.table)
             sides.append(TableInput(changes, there, node.key, value_columns(node), node.versioned))
         left, right = sides
         joined = self.at_home(self.joined(left, right))

@@ -8,9 +8,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, TURN
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.known import Input, Known
+from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.processor import Processor
+from vt_dagster.core.run_context import Input, Known
 from vt_dagster.topology.operators import ToStream
 
 

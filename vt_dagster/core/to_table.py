@@ -8,10 +8,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, PARTITION, TURN
-from vt_dagster.core.arrival import Fate, has_key
-from vt_dagster.core.known import Input, Known
+from vt_dagster.core.arrival_order import Fate, has_key
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.records import home_of
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.source_records import home_of
 from vt_dagster.topology.operators import ToTable
 
 

@@ -27,15 +27,15 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core import sessions, sliding
-from vt_dagster.core.arrival import Fate, gathered, has_key, micros, union, with_columns
+from vt_dagster.core import session_windows, sliding_windows
+from vt_dagster.core.arrival_order import Fate, gathered, has_key, micros, union, with_columns
+from vt_dagster.core.emit_per_run import folded, is_exact
 from vt_dagster.core.fixed_windows import closes_at, ends, placed, starts
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.per_run import folded, is_exact
 from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.records import home_of
-from vt_dagster.core.sessions import FRESH, GAP, HORIZON, KEYED, KIND
-from vt_dagster.core.sliding import HIDDEN, LENGTH, YOUNG
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.session_windows import FRESH, GAP, HORIZON, KEYED, KIND
+from vt_dagster.core.sliding_windows import HIDDEN, LENGTH, YOUNG
+from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import (
     PASSED,
     STREAM_TIME,
@@ -174,10 +174,10 @@ def aggregate(
     where they do not decide), then one shuffle and sort by key and window of the run's records and the
     open windows; ``once``, where that makes no difference to the numbers, a shuffle and a hash
     aggregate. Sessions: ``with_stream_time`` (one aggregate, one shuffle and sort by partition and
-    chunk), then a shuffle and sort by key alone, and a kernel in Python (see ``sessions.merge``). In
-    all 2 shuffles and 2 sorts of rows, and of a row a chunk 2 shuffles, a sort and a broadcast. Sliding
-    windows: the same with ``sliding.merge``, and where their retention hides some, all of it once more
-    before, for what they hide.
+    chunk), then a shuffle and sort by key alone, and a kernel in Python (see
+    ``session_windows.merge``). In all 2 shuffles and 2 sorts of rows, and of a row a chunk 2 shuffles,
+    a sort and a broadcast. Sliding windows: the same with ``sliding_windows.merge``, and where their
+    retention hides some, all of it once more before, for what they hide.
 
     Args:
         records: the stream's log rows, ``key columns, accumulators, timestamp, partition, ORDER``; an
@@ -241,7 +241,9 @@ def state_after(
         closed = end < now - micros(window.closes_after)
     elif isinstance(window, SlidingWindow):
         # A record that is not too late lies at T - grace - difference, and looks back twice that.
-        least = sliding.in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
+        least = (
+            sliding_windows.in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
+        )
         closed = F.unix_micros(WINDOW_START) < least
     else:
         closed = end <= now - micros(window.grace)
@@ -331,7 +333,9 @@ def _sessions(
     if earlier is not None:
         ends = {end: F.unix_micros(end) for end in (WINDOW_START, WINDOW_END)}
         earlier = with_columns(earlier.drop(TIMESTAMP), ends)
-    merged = sessions.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
+    merged = session_windows.merge(
+        union(records, earlier), key=key, accumulators=aggregates.accumulators
+    )
     return _by_kernel(merged.withColumn(TIMESTAMP, F.col(WINDOW_END)), key, aggregates)
 
 
@@ -344,7 +348,10 @@ def _sliding(
     chunk: Column | None,
 ) -> DataFrame:
     """Sliding windows: first, where it matters, which windows each record does not see any more."""
-    at, now = sliding.in_ticks(F.unix_micros(TIMESTAMP)), sliding.in_ticks(F.unix_micros(STREAM_TIME))
+    at, now = (
+        sliding_windows.in_ticks(F.unix_micros(TIMESTAMP)),
+        sliding_windows.in_ticks(F.unix_micros(STREAM_TIME)),
+    )
     length = micros(window.time_difference).alias(LENGTH)
     records = fresh.select(
         *[c for c in fresh.columns if c not in (TIMESTAMP, STREAM_TIME)],
@@ -362,23 +369,25 @@ def _sliding(
             length,
         )
     if window.hides:
-        records = sliding.with_hidden(records, earlier, key, window, chunk)
-    merged = sliding.merge(union(records, earlier), key=key, accumulators=aggregates.accumulators)
+        records = sliding_windows.with_hidden(records, earlier, key, window, chunk)
+    merged = sliding_windows.merge(
+        union(records, earlier), key=key, accumulators=aggregates.accumulators
+    )
     return _by_kernel(merged, key, aggregates)
 
 
 def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) -> DataFrame:
     """The results of a kernel; ``timestamp`` is in microseconds."""
-    updated = F.col(KIND) == sessions.MERGED
-    kept = F.col(KIND) == sessions.STATE
-    fate = F.when(kept, Fate.KEPT).when(F.col(KIND) == sessions.CLOSED, Fate.DROPPED)
+    updated = F.col(KIND) == session_windows.MERGED
+    kept = F.col(KIND) == session_windows.STATE
+    fate = F.when(kept, Fate.KEPT).when(F.col(KIND) == session_windows.CLOSED, Fate.DROPPED)
     return merged.select(
         *key,
         *ends(key),
         *[F.when(updated, F.expr(e)).alias(c) for c, e in aggregates.columns],
         F.timestamp_micros(TIMESTAMP).alias(TIMESTAMP),
         PARTITION,
-        (F.col(KIND) == sessions.REPLACED).alias(IS_TOMBSTONE),
+        (F.col(KIND) == session_windows.REPLACED).alias(IS_TOMBSTONE),
         fate.otherwise(Fate.APPLIED).alias(FATE),
         *ORDER,
         TURN,

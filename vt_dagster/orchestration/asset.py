@@ -12,7 +12,7 @@ from typing import Any, cast
 import dagster as dg
 from typing_extensions import Unpack
 
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
 from vt_dagster.orchestration.deliveries import Inputs, given, partitions_of

@@ -29,11 +29,11 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import Fate
+from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.corrected_join import TOO_LATE
-from vt_dagster.core.log import log_columns
-from vt_dagster.core.processors import processor_of
-from vt_dagster.core.store import tie_break_of
+from vt_dagster.core.log_columns import log_columns
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.table_store import tie_break_of
 from vt_dagster.orchestration.glance import told
 from vt_dagster.orchestration.steps import steps_of
 from vt_dagster.rules import METRICS

@@ -14,8 +14,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE
-from vt_dagster.core.arrival import Fate, union
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.arrival_order import Fate, union
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for
 from vt_dagster.orchestration.steps import KINDS, steps_of

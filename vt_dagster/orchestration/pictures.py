@@ -29,8 +29,8 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.log import parts_of
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.log_columns import parts_of
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
 from vt_dagster.orchestration.glance import (
     EDGES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vt_dagster.core.processors import PROCESSORS, processor_of
+from vt_dagster.core.processor_registry import PROCESSORS, processor_of
 from vt_dagster.topology.model import Stream
 
 KINDS = {

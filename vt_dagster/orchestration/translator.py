@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 from typing_extensions import TypedDict
 
-from vt_dagster.core.store import start_of, tie_break_of
+from vt_dagster.core.table_store import start_of, tie_break_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.deliveries import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, describe

@@ -14,7 +14,7 @@ from vt_dagster.columns import (
     PARTITION,
     TIMESTAMP,
 )
-from vt_dagster.core.log import log_columns
+from vt_dagster.core.log_columns import log_columns
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pandera_checks import misfits
 from vt_dagster.runs.results import Results

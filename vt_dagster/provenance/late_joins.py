@@ -2,8 +2,8 @@
 
 A run of the join takes a range of the stream's log and sees the table as of one of its commits; both
 are said by its own commit. So for any grace period it is known by which run a record would have gone
-out, and what the table would have answered then. The rules are those of ``core.grace``; a test compares
-both.
+out, and what the table would have answered then. The rules are those of ``core.grace_buffer``; a test
+compares both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What another history retention would have refused, by what was recorded. No Spark.
 
 A record whose timestamp is before stream time less the retention is refused, and does not move it: so
-stream time is the same whatever the retention (KIP-889, ``core.versioned.put``).
+stream time is the same whatever the retention (KIP-889, ``core.versioned_table.put``).
 """
 
 from __future__ import annotations

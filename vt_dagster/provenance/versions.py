@@ -1,7 +1,7 @@
 """What a versioned table answered at each of its states, for many records at once. No Spark.
 
-The rules are those of ``core.versioned`` and ``core.as_of_join``; a test compares both. All records of
-the table's log are held, sorted by key and time: some 60 bytes of each.
+The rules are those of ``core.versioned_table`` and ``core.as_of_join``; a test compares both. All
+records of the table's log are held, sorted by key and time: some 60 bytes of each.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pyspark.sql import DataFrame
 
-from vt_dagster.core.arrival import CHUNK, Fate
+from vt_dagster.core.arrival_order import CHUNK, Fate
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned, Whole

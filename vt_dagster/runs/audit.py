@@ -21,11 +21,11 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import store as of_table
-from vt_dagster.core.arrival import Fate, by_partition, has_key
-from vt_dagster.core.log import log_schema, parts_of
-from vt_dagster.core.processors import processor_of
-from vt_dagster.core.records import Reason
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core.arrival_order import Fate, by_partition, has_key
+from vt_dagster.core.log_columns import log_schema, parts_of
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.source_records import Reason
 from vt_dagster.runs.invariants import (
     CHECKS,
     PROMISES,

@@ -10,10 +10,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, CAUSE, FATE, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import Fate, InPlace
+from vt_dagster.core.arrival_order import Fate, InPlace
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START, Reason
-from vt_dagster.core.source import START_BAD, START_IN, STARTED
+from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
+from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START, Reason
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.gate import Passed

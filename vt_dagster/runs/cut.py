@@ -24,9 +24,9 @@ from uuid import uuid4
 from pyspark.sql import SparkSession
 
 from vt_dagster.columns import PARTITION
-from vt_dagster.core import store as of_table
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.pin import looks_back

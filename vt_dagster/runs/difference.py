@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyspark.sql import DataFrame
 
-from vt_dagster.core import store as of_table
-from vt_dagster.core.log import view_schema
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core.log_columns import view_schema
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Comparing
 from vt_dagster.topology.model import Stream, Table

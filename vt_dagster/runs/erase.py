@@ -24,9 +24,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, TIMESTAMP
-from vt_dagster.core.arrival import Fate, by_partition
-from vt_dagster.core.log import log_schema
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.arrival_order import Fate, by_partition
+from vt_dagster.core.log_columns import log_schema
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unwritten
 from vt_dagster.runs.commit import recorded

@@ -18,8 +18,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, VALID_FROM, VALID_TO
-from vt_dagster.core.log import log_columns
-from vt_dagster.core.store import as_read, rows_now
+from vt_dagster.core.log_columns import log_columns
+from vt_dagster.core.table_store import as_read, rows_now
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.small_runs import is_small

@@ -10,11 +10,11 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_LATE, IS_LATEST, OLD, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import CHUNK, Fate
+from vt_dagster.core.arrival_order import CHUNK, Fate
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.records import START
 from vt_dagster.core.source_order import follows_source
-from vt_dagster.core.store import horizon_of
+from vt_dagster.core.source_records import START
+from vt_dagster.core.table_store import horizon_of
 from vt_dagster.runs.invariants import decreasing, repeated_results
 from vt_dagster.runs.pandera_checks import Rule, contract_of, refuse, with_columns_of
 from vt_dagster.topology.model import Table, VersionedTable

@@ -31,8 +31,8 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival import by_partition, with_columns
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.arrival_order import by_partition, with_columns
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 Names: TypeAlias = str | Sequence[str]

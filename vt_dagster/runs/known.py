@@ -9,11 +9,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, RECORDED_AT
-from vt_dagster.core.arrival import by_partition
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import log_schema
+from vt_dagster.core.arrival_order import by_partition
+from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.store import Hold
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.table_store import Hold
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.own_time import known_marks, oldest
 from vt_dagster.runs.past import recorded_if

@@ -8,12 +8,12 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from vt_dagster.core import store as of_table
-from vt_dagster.core.arrival import by_partition
-from vt_dagster.core.known import Known, Lookup
-from vt_dagster.core.log import view_schema
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core.arrival_order import by_partition
+from vt_dagster.core.log_columns import view_schema
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.store import Hold
+from vt_dagster.core.run_context import Known, Lookup
+from vt_dagster.core.table_store import Hold
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.join_way import way_of
 from vt_dagster.runs.past import TablePast, recorded_if

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
 
 from vt_dagster.columns import OLD
-from vt_dagster.core.records import RAW, SOURCE
+from vt_dagster.core.source_records import RAW, SOURCE
 from vt_dagster.errors import SourceError
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.erase_plan import Places, published

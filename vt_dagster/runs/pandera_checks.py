@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, NullType, StructType
 
 from vt_dagster.columns import IS_TOMBSTONE
-from vt_dagster.core.arrival import with_columns
+from vt_dagster.core.arrival_order import with_columns
 from vt_dagster.errors import ContractError
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import same

@@ -10,9 +10,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.core import store as of_table
-from vt_dagster.core.arrival import with_columns
-from vt_dagster.core.as_known import CUT, HORIZON, SINCE, UNTIL
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core.arrival_order import with_columns
+from vt_dagster.core.system_time_join import CUT, HORIZON, SINCE, UNTIL
 from vt_dagster.runs.store import Store
 from vt_dagster.storage.positions import horizons
 from vt_dagster.storage.snapshot import Head

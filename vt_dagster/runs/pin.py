@@ -9,8 +9,8 @@ from typing import Any
 
 from vt_dagster.columns import FINAL
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.processors import processor_of
-from vt_dagster.core.store import start_of
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.table_store import start_of
 from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.ready import upstream

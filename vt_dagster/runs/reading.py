@@ -25,11 +25,12 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.columns import ARRIVAL, FATE, TIMESTAMP
-from vt_dagster.core import store as of_table
-from vt_dagster.core.arrival import Fate, by_partition, with_columns
-from vt_dagster.core.known import Known
-from vt_dagster.core.log import value_columns
-from vt_dagster.core.records import (
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core.arrival_order import Fate, by_partition, with_columns
+from vt_dagster.core.log_columns import value_columns
+from vt_dagster.core.run_context import Known
+from vt_dagster.core.source_order import LAST, follows_source
+from vt_dagster.core.source_records import (
     REASON,
     RECORD_TIME,
     SOURCE_TIME,
@@ -40,9 +41,8 @@ from vt_dagster.core.records import (
     Reason,
     prepare,
 )
-from vt_dagster.core.source_order import LAST, follows_source
-from vt_dagster.core.store import meets_versions
-from vt_dagster.core.versioned import FIRST
+from vt_dagster.core.table_store import meets_versions
+from vt_dagster.core.versioned_table import FIRST
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.difference import difference

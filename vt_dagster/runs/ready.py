@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import PARTITION, TIMESTAMP
-from vt_dagster.core.grace import moves_stream_time
-from vt_dagster.core.processors import processor_of
-from vt_dagster.core.store import start_of
+from vt_dagster.core.grace_buffer import moves_stream_time
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.table_store import start_of
 from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store import Stores

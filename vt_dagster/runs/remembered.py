@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import TIMESTAMP
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import StorageError
 from vt_dagster.storage.kept import require_kept
 from vt_dagster.storage.positions import Commit, horizons

@@ -27,7 +27,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION
-from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.replay import as_far_as
 from vt_dagster.runs.restate_plan import Plan, Planner, Step, path_of

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.remembered import require_history, require_logs
 from vt_dagster.storage import delta

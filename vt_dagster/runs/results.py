@@ -9,9 +9,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, FATE, HOME, INPUT, PARTITION, SEQUENCE, TIMESTAMP, TURN
-from vt_dagster.core.arrival import Fate
-from vt_dagster.core.known import Known
-from vt_dagster.core.log import log_schema
+from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.log_columns import log_schema
+from vt_dagster.core.run_context import Known
 from vt_dagster.errors import ContractError
 from vt_dagster.storage.positions import Commit
 from vt_dagster.storage.progress import in_words

@@ -25,10 +25,10 @@ from vt_dagster.columns import (
     PARTITION,
     RECORDED_AT,
 )
-from vt_dagster.core.arrival import Fate, by_partition
-from vt_dagster.core.known import Input, Known
+from vt_dagster.core.arrival_order import Fate, by_partition
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.processor_registry import processor_of
+from vt_dagster.core.run_context import Input, Known
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit import (
     document,

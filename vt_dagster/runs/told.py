@@ -16,8 +16,8 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.core.arrival import Fate, arrival_chunk
-from vt_dagster.core.records import SOURCE, TOLD_AT
+from vt_dagster.core.arrival_order import Fate, arrival_chunk
+from vt_dagster.core.source_records import SOURCE, TOLD_AT
 from vt_dagster.core.stream_time import running_max
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store import Store

@@ -18,8 +18,8 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, TIMESTAMP
-from vt_dagster.core.arrival import by_partition
-from vt_dagster.core.training_set import Feature, with_features
+from vt_dagster.core.arrival_order import by_partition
+from vt_dagster.core.feature_join import Feature, with_features
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.export import head_in, require_outside

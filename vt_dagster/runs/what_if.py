@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import NumericType
 
 from vt_dagster.columns import TIMESTAMP, VALID_FROM
-from vt_dagster.core.processors import processor_of
+from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.remembered import require_history, require_logs
 from vt_dagster.runs.replay import as_json, comparable, differing_rows, make_anew

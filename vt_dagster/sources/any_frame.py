@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, DecimalType, StructType
 
-from vt_dagster.core.records import RAW, REASON, Reason
+from vt_dagster.core.source_records import RAW, REASON, Reason
 from vt_dagster.errors import ContractError
 from vt_dagster.sources.by_name import by_name
 from vt_dagster.sources.local_frames import ROW, local_frame, require_columns, wrong_type

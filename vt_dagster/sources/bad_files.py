@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from vt_dagster.columns import ARRIVAL
-from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.sources.csv_text import header_of, nullable
 from vt_dagster.sources.directory import FileInfo
 from vt_dagster.sources.first_bytes import (

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType, TimestampType
 
-from vt_dagster.core.records import TOLD_AT
+from vt_dagster.core.source_records import TOLD_AT
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.storage.evolution import by_newest_names
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
@@ -56,7 +56,7 @@ class Pinned(Protocol):
         ...
 
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
-        """The records, as ``core.records.prepare`` takes them."""
+        """The records, as ``core.source_records.prepare`` takes them."""
         ...
 
     @property

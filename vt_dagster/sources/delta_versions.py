@@ -12,9 +12,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import ARRIVAL, TIMESTAMP
-from vt_dagster.core.arrival import STRIDE, in_order_of_keys
+from vt_dagster.core.arrival_order import STRIDE, in_order_of_keys
 from vt_dagster.core.change_feed import BUCKETS, CHANGE, VERSION, changes
-from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE
+from vt_dagster.core.source_records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError
 from vt_dagster.sources.base import End, Uncounted
 from vt_dagster.sources.by_name import by_name

@@ -12,9 +12,10 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import ARRIVAL, TIMESTAMP
-from vt_dagster.core.arrival import MOST_BUCKETS, has_key
-from vt_dagster.core.log import value_columns
-from vt_dagster.core.records import (
+from vt_dagster.core.arrival_order import MOST_BUCKETS, has_key
+from vt_dagster.core.log_columns import value_columns
+from vt_dagster.core.snapshot_diff import difference
+from vt_dagster.core.source_records import (
     DELETED,
     POSITION,
     RAW,
@@ -24,7 +25,6 @@ from vt_dagster.core.records import (
     SOURCE,
     Reason,
 )
-from vt_dagster.core.snapshot import difference
 from vt_dagster.errors import ContractError, SourceError, TopologyError
 from vt_dagster.sources.directory import FileInfo
 from vt_dagster.storage import delta
@@ -141,8 +141,8 @@ def records_of(
     Where some of its rows lost their key (unreadable, or a null in it), nobody knows which keys it
     lacks: then it deletes nothing.
 
-    Plan: that of ``core.snapshot.difference``, held; a job that counts it; where something is deleted,
-    one that counts the rows of the table.
+    Plan: that of ``core.snapshot_diff.difference``, held; a job that counts it; where something is
+    deleted, one that counts the rows of the table.
 
     Args:
         dump: the schema's columns, ``_source``, ``_position``, ``_unread`` and ``_reason``.

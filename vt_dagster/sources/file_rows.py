@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import ARRIVAL
-from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, Reason
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason
 from vt_dagster.sources.csv_text import header_of, one_record, read_record
 from vt_dagster.sources.directory import FileInfo
 from vt_dagster.sources.json_text import parse, read_object

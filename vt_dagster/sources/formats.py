@@ -17,7 +17,7 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, LongType, StringType, StructField, StructType
 
-from vt_dagster.core.records import Reason
+from vt_dagster.core.source_records import Reason
 from vt_dagster.errors import SourceError
 from vt_dagster.sources import avro, protobuf
 from vt_dagster.sources.avro import READ, read_avro, row_of

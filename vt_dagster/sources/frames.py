@@ -16,8 +16,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import ARRIVAL
-from vt_dagster.core.arrival import CHUNK
-from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE, time_of
+from vt_dagster.core.arrival_order import CHUNK
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, time_of
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.any_frame import Frame, frame_of
 from vt_dagster.sources.base import Uncounted, require_limits

@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, StringType, StructField, StructType
 
 from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, TIMESTAMP
-from vt_dagster.core.records import (
+from vt_dagster.core.source_records import (
     DELETED,
     POSITION,
     RAW,

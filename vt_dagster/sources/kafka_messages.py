@@ -11,7 +11,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, PARTITION
-from vt_dagster.core.records import POSITION, RECORD_TIME, SOURCE
+from vt_dagster.core.source_records import POSITION, RECORD_TIME, SOURCE
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.storage.positions import Commit, Offsets, Ranges

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from vt_dagster.core.records import TRUNCATES
+from vt_dagster.core.source_records import TRUNCATES
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.base import End, read_by_all_names, with_told
 from vt_dagster.sources.kafka_cluster import KafkaCluster

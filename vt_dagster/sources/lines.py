@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StringType
 
 from vt_dagster.columns import ARRIVAL
-from vt_dagster.core.records import POSITION, RAW
+from vt_dagster.core.source_records import POSITION, RAW
 from vt_dagster.sources.directory import FileInfo
 from vt_dagster.sources.first_bytes import byte_order, chunks_of
 from vt_dagster.sources.options import UTF_8, WIDE, encoding_of

@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
-from vt_dagster.core.records import RAW, REASON, Reason
+from vt_dagster.core.source_records import RAW, REASON, Reason
 from vt_dagster.errors import ContractError
 
 ROW = "_row"

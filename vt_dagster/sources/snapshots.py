@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from vt_dagster.core.records import POSITION, RAW, REASON, SOURCE
+from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.base import End, News, Uncounted, require_limits
 from vt_dagster.sources.directory import files_in, require_untouched

@@ -1,5 +1,5 @@
-"""A view with the log's tail folded in, by Arrow alone: the rules of ``core.versioned`` and
-``core.table``."""
+"""A view with the log's tail folded in, by Arrow alone: the rules of ``core.versioned_table`` and
+``core.plain_table``."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def fold(
     limits: Mapping[int, int] | None,
     new_version_on: Sequence[str] | None = None,
 ) -> pa.Table:
-    """A table's rows after more of its log, see ``core.store.fold``.
+    """A table's rows after more of its log, see ``core.table_store.fold``.
 
     Args:
         base: the rows before; None = none.
         tail: the log's rows after them; None = none.
         limits: of a versioned table the horizon by partition, epoch microseconds; None: it is plain.
         new_version_on: of a versioned table the columns that make a version: the rows are those that
-            are read, see ``core.repeats.collapsed``; None = every record makes one.
+            are read, see ``core.new_version_on.collapsed``; None = every record makes one.
 
     Source: FORMAT 4.1.3, 4.2.1, 4.2.3, section 7; kip889-validity-interval.
     """
@@ -85,7 +85,7 @@ def fold(
 
 
 def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]) -> pa.Table:
-    """See ``core.repeats.collapsed``.
+    """See ``core.new_version_on.collapsed``.
 
     Args:
         rows: also without ``old``, where all that a key ever had is among them.
@@ -139,7 +139,7 @@ def _with_old_of_peers(rows: pa.Table, codes: Sequence[Any], start: Any) -> pa.T
 
 
 def clipped(rows: pa.Table, valid_until: str | None) -> pa.Table:
-    """See ``core.versioned.clipped``."""
+    """See ``core.versioned_table.clipped``."""
     if valid_until is None:
         return rows
     ends = rows.column(VALID_TO)
@@ -154,14 +154,14 @@ def _before(ones: Any, others: Any) -> Any:
 
 
 def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
-    """See ``core.versioned.remembered``."""
+    """See ``core.versioned_table.remembered``."""
     limit = values_by_partition(rows, limits, np.iinfo(np.int64).min)
     ended = ~rows.column(VALID_TO).is_null().to_numpy() & (micros(rows, VALID_TO) <= limit)
     return ended | (rows.column(IS_TOMBSTONE).to_numpy() & (micros(rows, VALID_FROM) < limit))
 
 
 def with_finality(rows: pa.Table, ends: Mapping[int, int]) -> pa.Table:
-    """See ``core.corrections.with_finality``.
+    """See ``core.affected_times.with_finality``.
 
     Args:
         ends: by partition, epoch microseconds.
@@ -180,7 +180,8 @@ def values_by_partition(rows: pa.Table, values: Mapping[int, int], otherwise: in
 
 
 def arrival_order(rows: pa.Table) -> list[Any]:
-    """What ``np.lexsort`` puts rows in order of arrival by, see ``core.arrival``: the last first."""
+    """What ``np.lexsort`` puts rows in order of arrival by, see ``core.arrival_order``: the last
+    first."""
     order = [rows.column(c).to_numpy() for c in (PARTITION, OFFSET)]
     return [*order, *([micros(rows, RECORDED_AT)] if RECORDED_AT in rows.column_names else [])]
 

@@ -1,7 +1,7 @@
 """Looking into tables without Spark: ``deltalake`` says which files, Arrow reads them.
 
 What is given is what ``AssetStore.read`` gives: the view, with the log's tail folded in. The rules are
-those of ``core.versioned`` and ``core.table``; a test compares both on random tables.
+those of ``core.versioned_table`` and ``core.plain_table``; a test compares both on random tables.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _by_spark(
     rows = store.read(what, as_of, partial, as_known_at)
     if key is None:
         return rows
-    among = import_module("vt_dagster.core.versioned").key_range
+    among = import_module("vt_dagster.core.versioned_table").key_range
     return among(rows, key=store.node.key, lower=key, upper=key)
 
 

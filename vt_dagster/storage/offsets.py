@@ -6,7 +6,7 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION
-from vt_dagster.core.arrival import by_partition
+from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.storage.positions import Offsets
 
 MANY = 64

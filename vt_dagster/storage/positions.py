@@ -326,7 +326,7 @@ class Checkpoint(BaseModel):
     history_retention: int | dict[int, int] | None = None
     """Of a versioned table's view: with which it was written. What has expired is not there."""
     new_version_on: list[str] | None = None
-    """Of a versioned table's view: with which it was written, see ``core.repeats``."""
+    """Of a versioned table's view: with which it was written, see ``core.new_version_on``."""
     log_attempt: str = ""
     """Of a view: the attempt of the log's commit that it stands at. Not known of older ones."""
     written: int = 0

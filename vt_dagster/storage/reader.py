@@ -18,11 +18,11 @@ from pyspark.sql.types import StructType
 from typing_extensions import Self
 
 from vt_dagster.columns import IS_LATE, IS_LATEST, LOG_COLUMNS, OLD, RECORDED_AT, TIMESTAMP
-from vt_dagster.core import store as of_table
-from vt_dagster.core import versioned
-from vt_dagster.core.arrival import by_partition
-from vt_dagster.core.corrections import with_finality
-from vt_dagster.core.log import log_schema
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core import versioned_table
+from vt_dagster.core.affected_times import with_finality
+from vt_dagster.core.arrival_order import by_partition
+from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import commits, delta, parquet
 from vt_dagster.storage.evolution import Evolution, kept_by_newest_names
@@ -388,7 +388,7 @@ class AssetReader:
         if not partial:
             require_remembered(node.name, node.history_retention, at.stream_time, moment)
         horizon = of_table.horizon_of(node, by_partition(at.stream_time))
-        return versioned.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
+        return versioned_table.get_as_of(view, F.timestamp_micros(F.lit(moment)), horizon)
 
 
 def _files(told: tuple[int, int]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql.types import StructType
 
-from vt_dagster.core import store as of_table
+from vt_dagster.core import table_store as of_table
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta, parquet

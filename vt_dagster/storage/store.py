@@ -20,7 +20,7 @@ from uuid import uuid4
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from vt_dagster.core.log import log_schema
+from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet

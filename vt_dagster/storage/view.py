@@ -13,9 +13,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import SEGMENT
-from vt_dagster.core import store, versioned
-from vt_dagster.core.arrival import CHUNK, by_partition
-from vt_dagster.core.log import view_schema
+from vt_dagster.core import table_store, versioned_table
+from vt_dagster.core.arrival_order import CHUNK, by_partition
+from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.small_runs import is_small, small_run
 from vt_dagster.storage import delta, parquet
@@ -129,7 +129,7 @@ class View:
         root = posixpath.dirname(self.path)
         found = _base(base_path(root, cut.base), base_of(node.name, root, cut))
         if isinstance(node, VersionedTable):
-            on = store.new_version_on_of(node)
+            on = table_store.new_version_on_of(node)
             require_history(node.name, found.checkpoint, node.history_retention, commit, on)
         return found
 
@@ -146,7 +146,9 @@ class View:
         """Rows without versions that have expired."""
         if not isinstance(self.node, VersionedTable):
             return rows
-        return versioned.remembered(rows, store.horizon_of(self.node, by_partition(stream_time)))
+        return versioned_table.remembered(
+            rows, table_store.horizon_of(self.node, by_partition(stream_time))
+        )
 
     def is_due(self, base: Base | None, commit: Commit) -> bool:
         """Whether it is to be brought up to a commit, by how fresh it shall be."""
@@ -167,7 +169,7 @@ class View:
         return is_of_log(posixpath.dirname(self.path), then, commit)
 
     def _differs(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.new_version_on != store.new_version_on_of(self.node)
+        return checkpoint.new_version_on != table_store.new_version_on_of(self.node)
 
     def _lengthened(self, checkpoint: Checkpoint) -> list[int]:
         node = self.node
@@ -262,7 +264,7 @@ class View:
         segment = None
         if isinstance(node, VersionedTable):
             document.history_retention = in_micros(node.history_retention)
-            document.new_version_on = store.new_version_on_of(node)
+            document.new_version_on = table_store.new_version_on_of(node)
             change = plan(
                 None if old is None else old.checkpoint.segments,
                 new,
@@ -279,7 +281,7 @@ class View:
             rows_met = sum(f.rows for f in delta.files(done.path, done.version, read))
             stored = self.stored(spark, done, read)
             before = self.remembered(stored, done.checkpoint.stream_time)
-        rows = store.fold(node, before, new, by_partition(commit.stream_time))
+        rows = table_store.fold(node, before, new, by_partition(commit.stream_time))
         # A view that is made anew stands at any batch, perhaps below one of a log that was lost.
         asset = f"{commit.asset}:view"
         if old is None or parquet.last_batch(self.path, asset) >= commit.batch:
@@ -332,7 +334,7 @@ class View:
         rows = None if base is None else self.stored(spark, base, current)
         if rows is not None and tail is None:
             return rows
-        return store.current(node, self._folded(rows, tail, commit, base, current))
+        return table_store.current(node, self._folded(rows, tail, commit, base, current))
 
     def _folded(
         self,
@@ -346,12 +348,12 @@ class View:
         assert isinstance(node, Table)
         if stored is None or base is None:
             assert tail is not None
-            return store.fold(node, None, tail, stream_time)
+            return table_store.fold(node, None, tail, stream_time)
         if tail is None:
             return self.remembered(stored, commit.stream_time)
         # What had expired may lie there yet, beside a tombstone that does not.
         stored = self.remembered(stored, base.checkpoint.stream_time)
         few = commit.total - base.checkpoint.total <= CHUNK
         rows = sum(f.rows for f in delta.files(base.path, base.version, wanted)) if few else 0
-        fold = store.fold_few if rows > MANY_ROWS else store.fold
+        fold = table_store.fold_few if rows > MANY_ROWS else table_store.fold
         return fold(node, stored, tail, stream_time)

@@ -24,10 +24,10 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.core import store as of_table
-from vt_dagster.core.arrival import by_partition
-from vt_dagster.core.log import log_columns, log_schema, view_schema
-from vt_dagster.core.records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, home_of
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core.arrival_order import by_partition
+from vt_dagster.core.log_columns import log_columns, log_schema, view_schema
+from vt_dagster.core.source_records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE, home_of
 from vt_dagster.errors import ConcurrentRunError, ContractError
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Uncounted

@@ -25,10 +25,10 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import store as of_table
-from vt_dagster.core import versioned
-from vt_dagster.core.arrival import Fate, by_partition
-from vt_dagster.core.records import REASON, prepare
+from vt_dagster.core import table_store as of_table
+from vt_dagster.core import versioned_table
+from vt_dagster.core.arrival_order import Fate, by_partition
+from vt_dagster.core.source_records import REASON, prepare
 from vt_dagster.errors import ContractError
 from vt_dagster.testing.memory import MemoryStore, Records, to_value
 from vt_dagster.topology.model import VersionedTable
@@ -90,7 +90,7 @@ class VersionedStore:
             dated = of_table.as_read(node, view).join(
                 calls_.where(F.col(_AT).isNotNull()), list(node.key)
             )
-            then = versioned.get_as_of(dated, F.col(_AT), self._horizon())
+            then = versioned_table.get_as_of(dated, F.col(_AT), self._horizon())
             found = {r.pop(ARRIVAL): r for r in now.unionByName(then).toArrow().to_pylist()}
         for row in found.values():
             del row[_AT]
@@ -101,8 +101,8 @@ class VersionedStore:
         values = tuple(self._key(key).values())
         with self._session():
             view = of_table.as_read(self._node, self._store.view())
-            own = versioned.key_range(view, key=self._node.key, lower=values, upper=values)
-            return versioned.history(own, key=self._node.key).toArrow().to_pylist()
+            own = versioned_table.key_range(view, key=self._node.key, lower=values, upper=values)
+            return versioned_table.history(own, key=self._node.key).toArrow().to_pylist()
 
     def put(
         self, key: Any, value: Any, timestamp: datetime | int
@@ -161,7 +161,7 @@ class VersionedStore:
         with self._session():
             asked = replace(node, tombstone=None)
             requests = prepare(Records(store, records).read(store.spark, asked), asked)
-            found = versioned.delete(
+            found = versioned_table.delete(
                 requests.select(*node.key, TIMESTAMP, PARTITION, ARRIVAL),
                 of_table.as_read(node, store.view()),
                 key=node.key,

@@ -29,7 +29,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival import Fate, union
+from vt_dagster.core.arrival_order import Fate, union
 
 LEFT, RIGHT = "left", "right"
 TAKEN = "_taken"

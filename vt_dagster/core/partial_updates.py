@@ -30,7 +30,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, StructField, StructType
 
 from vt_dagster.columns import CARRIED, FATE, GIVEN, IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
-from vt_dagster.core.arrival import Fate, gathered, union
+from vt_dagster.core.arrival_order import Fate, gathered, union
 
 np: Any = numpy
 pa: Any = pyarrow

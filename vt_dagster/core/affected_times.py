@@ -19,9 +19,9 @@ from vt_dagster.columns import (
     TIMESTAMP,
     VALID_FROM,
 )
-from vt_dagster.core.arrival import by_partition, union
-from vt_dagster.core.changes import columns, match_columns, match_names
+from vt_dagster.core.arrival_order import by_partition, union
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
+from vt_dagster.core.table_changes import columns, match_columns, match_names
 
 FROM, TO, UNTIL, EDGE, BY, ANSWER = "_from", "_to", "_until", "_edge", "_by", "_answer"
 _NEW, _SEEN = "_new", "_seen_from"

@@ -27,14 +27,14 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import Fate, duration, over_all_partitions, union, with_columns
+from vt_dagster.core.arrival_order import Fate, duration, over_all_partitions, union, with_columns
 from vt_dagster.core.as_of_join import FOUND, as_of_join
-from vt_dagster.core.partial import filled
-from vt_dagster.core.records import START
-from vt_dagster.core.repeats import with_version_before
+from vt_dagster.core.new_version_on import with_version_before
+from vt_dagster.core.partial_updates import filled
+from vt_dagster.core.plain_table import NEWEST, with_old, with_row_before
 from vt_dagster.core.source_order import SO_FAR, SourceOrder
+from vt_dagster.core.source_records import START
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
-from vt_dagster.core.table import NEWEST, with_old, with_row_before
 from vt_dagster.topology.durations import Duration
 
 FIRST = "_first"
@@ -84,7 +84,8 @@ def put(
         of_rejected: columns that are null in what is applied.
         tie_break, rivals: see :func:`without_lost_ties`; None = the last that arrives counts.
         begun: see :func:`without_covered`.
-        parts: see :func:`core.partial.filled`, to which ``rivals`` are the versions; none: each record
+        parts: see :func:`core.partial_updates.filled`, to which ``rivals`` are the versions; none: each
+            record
             says its whole row.
         by_source: what the order of the source decides; None = nothing. Not together with ``parts``.
 
@@ -213,7 +214,7 @@ def fold(
         log: log rows, ``key columns, value columns, timestamp, partition, offset, is_tombstone``,
             after those that made ``versions``; rows that are in there already change nothing.
         horizon: after these log rows.
-        new_version_on: adds ``old``, see ``core.repeats``; None = not.
+        new_version_on: adds ``old``, see ``core.new_version_on``; None = not.
 
     Source: KIP-889 "validity interval", FORMAT 4.1.3, section 7; kip889-validity-interval,
     kip889-put-replaces-same-timestamp.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from pyspark.sql import Column, DataFrame
 
-from vt_dagster.core import store
-from vt_dagster.core.arrival import by_partition
-from vt_dagster.core.as_known import Past
+from vt_dagster.core import table_store
+from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.as_of_join import Way
 from vt_dagster.core.stream_time import Bounds
+from vt_dagster.core.system_time_join import Past
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Known:
         rivals: of a table whose records meet its versions (``tie_break``, ``only_columns``), those that
             end after the oldest record of the run; None = none.
         begun: of a run that takes a snapshot to start with, by key the first time of a record in the
-            log, ``core.versioned.FIRST``; None = there is no log yet, or no such snapshot.
+            log, ``core.versioned_table.FIRST``; None = there is no log yet, or no such snapshot.
         last: of a table that follows its source's order, of keys with a record older than the table
             remembers, the largest time in the log, ``core.source_order.LAST``; None = there is none.
     """
@@ -68,7 +68,7 @@ class Known:
     stream_time_after: Column
     released: Column
     released_after: Column
-    hold: store.Hold | None = None
+    hold: table_store.Hold | None = None
     bounds: Bounds | None = None
     in_time: bool = False
     marks: Mapping[str, Column] = field(default_factory=dict[str, Column])

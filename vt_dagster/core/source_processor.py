@@ -8,13 +8,13 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, CARRIED, FATE, PARTITION, RECORDED_AT
-from vt_dagster.core import store
-from vt_dagster.core.arrival import FINE, Fate, InPlace, number, with_columns
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import log_columns, parts_of
+from vt_dagster.core import table_store
+from vt_dagster.core.arrival_order import FINE, Fate, InPlace, number, with_columns
+from vt_dagster.core.log_columns import log_columns, parts_of
 from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.records import RAW, RAW_KEY, START
+from vt_dagster.core.run_context import Input, Known
 from vt_dagster.core.source_order import carries, follows_source, restates
+from vt_dagster.core.source_records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -23,7 +23,7 @@ STARTED, START_IN, START_BAD = "_started", "_start_in", "_start_bad"
 
 
 class SourceProcessor(Processor[None]):
-    """Puts a source's prepared records (``records.prepare``) into its stream or table.
+    """Puts a source's prepared records (``source_records.prepare``) into its stream or table.
 
     A stream and a plain table apply every record; a versioned table refuses those older than its
     history retention, and those that lose a tie. One that follows its source's order refuses none as
@@ -38,8 +38,8 @@ class SourceProcessor(Processor[None]):
 
     @property
     def _fates(self) -> tuple[str, ...]:
-        ties = () if store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
-        starts = () if store.start_of(self.node) is None else (Fate.COVERED,)
+        ties = () if table_store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
+        starts = () if table_store.start_of(self.node) is None else (Fate.COVERED,)
         again = (Fate.NOTHING_NEW,) if restates(self.node) else ()
         return (Fate.APPLIED, *self._carried, Fate.LATE, *ties, *starts, *again, Fate.QUARANTINED)
 
@@ -62,7 +62,7 @@ class SourceProcessor(Processor[None]):
             rejected = F.col(FATE).isNotNull()
             kept = with_columns(records, {c: F.when(rejected, F.col(c)) for c in raw})
             return kept.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
-        return store.put(
+        return table_store.put(
             node,
             records,
             known.view,

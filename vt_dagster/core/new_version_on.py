@@ -24,7 +24,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import over_all_partitions
+from vt_dagster.core.arrival_order import over_all_partitions
 
 _PEER, _LAST, _FIRST, _VERSION, _ROW = "_peer", "_last", "_first", "_of_version", "row"
 _REPEATS, _END, _LAST_END = "_repeats", "_end", "_last_end"

@@ -11,14 +11,14 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, ORDER, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import micros, union, with_columns
-from vt_dagster.core.changes import columns, match_columns
-from vt_dagster.core.grace import moves_stream_time
-from vt_dagster.core.known import Input, Known
-from vt_dagster.core.log import value_columns
+from vt_dagster.core.arrival_order import micros, union, with_columns
+from vt_dagster.core.grace_buffer import moves_stream_time
+from vt_dagster.core.largest_times import largest_by_chunk, largest_in_time, with_largest
+from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.side_times import largest_by_chunk, largest_in_time, with_largest
-from vt_dagster.core.within import (
+from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.table_changes import columns, match_columns
+from vt_dagster.core.window_match import (
     AT,
     END,
     HIGH,

@@ -9,7 +9,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_LATEST, IS_TOMBSTONE, OLD, TIMESTAMP
-from vt_dagster.core.arrival import Fate, over_all_partitions, union, with_columns
+from vt_dagster.core.arrival_order import Fate, over_all_partitions, union, with_columns
 
 BEFORE, NEWEST = "_before", "_newest"
 _SEEN, _LAST = "_seen", "_last"

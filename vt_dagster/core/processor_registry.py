@@ -14,7 +14,7 @@ from vt_dagster.core.map_values import MapValuesProcessor
 from vt_dagster.core.merge import MergeProcessor
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.select_key import SelectKeyProcessor
-from vt_dagster.core.source import SourceProcessor
+from vt_dagster.core.source_processor import SourceProcessor
 from vt_dagster.core.stream_aggregate import StreamAggregateProcessor
 from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor

@@ -25,7 +25,7 @@ from vt_dagster.columns import (
     RIGHT_PARTITION,
     SEQUENCE,
 )
-from vt_dagster.core.arrival import micros
+from vt_dagster.core.arrival_order import micros
 from vt_dagster.topology.durations import Duration
 
 LEFT, RIGHT = "left", "right"

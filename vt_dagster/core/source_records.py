@@ -10,8 +10,8 @@ from pyspark.sql.types import ArrayType, DateType, StringType, TimestampNTZType,
 
 from vt_dagster import rules
 from vt_dagster.columns import FATE, GIVEN, IS_TOMBSTONE, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival import Fate, has_key
-from vt_dagster.core.log import parts_of
+from vt_dagster.core.arrival_order import Fate, has_key
+from vt_dagster.core.log_columns import parts_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 REASON = "_reason"

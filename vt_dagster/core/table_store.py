@@ -12,9 +12,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import VALID_TO
-from vt_dagster.core import repeats, table, versioned
-from vt_dagster.core.arrival import by_partition, duration, union
-from vt_dagster.core.log import parts_of, value_columns
+from vt_dagster.core import new_version_on, plain_table, versioned_table
+from vt_dagster.core.arrival_order import by_partition, duration, union
+from vt_dagster.core.log_columns import parts_of, value_columns
 from vt_dagster.core.source_order import SourceOrder
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -38,7 +38,7 @@ def put(
     begun: DataFrame | None = None,
     last: DataFrame | None = None,
 ) -> DataFrame:
-    """What a table's store makes of records: see ``versioned.put`` and ``table.put``.
+    """What a table's store makes of records: see ``versioned_table.put`` and ``plain_table.put``.
 
     Args:
         hold: holds the records, where they meet few keys of many: of the view's rows only theirs are
@@ -56,7 +56,7 @@ def put(
         view = view.join(keys, list(node.key), "left_semi")
         rivals = None if rivals is None else rivals.join(keys, list(node.key), "left_semi")
     if isinstance(node, VersionedTable):
-        return versioned.put(
+        return versioned_table.put(
             records,
             view,
             key=node.key,
@@ -73,11 +73,13 @@ def put(
             parts=parts_of(node),
             by_source=SourceOrder.of(node, last),
         )
-    return table.put(records, view, key=node.key, values=values, order=order, of_rejected=of_rejected)
+    return plain_table.put(
+        records, view, key=node.key, values=values, order=order, of_rejected=of_rejected
+    )
 
 
 def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Column) -> DataFrame:
-    """The rows of a table after more of its log: see ``versioned.fold`` and ``table.fold``.
+    """The rows of a table after more of its log: see ``versioned_table.fold`` and ``plain_table.fold``.
 
     Args:
         view: the rows before; None = none.
@@ -87,8 +89,8 @@ def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Colum
     """
     if isinstance(node, VersionedTable):
         horizon, on = horizon_of(node, stream_time), node.new_version_on
-        return versioned.fold(view, log, key=node.key, horizon=horizon, new_version_on=on)
-    return table.fold(view, log, key=node.key)
+        return versioned_table.fold(view, log, key=node.key, horizon=horizon, new_version_on=on)
+    return plain_table.fold(view, log, key=node.key)
 
 
 def fold_few(node: Table, view: DataFrame, log: DataFrame, stream_time: Column) -> DataFrame:
@@ -99,7 +101,7 @@ def fold_few(node: Table, view: DataFrame, log: DataFrame, stream_time: Column) 
     keys = F.broadcast(log.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
     met, others = (view.join(keys, list(node.key), how) for how in ("left_semi", "left_anti"))
     if isinstance(node, VersionedTable):
-        others = versioned.remembered(others, horizon_of(node, stream_time))
+        others = versioned_table.remembered(others, horizon_of(node, stream_time))
     # A view from before a column was added to the log has not got it.
     return union(others, fold(node, met, log, stream_time))
 
@@ -109,7 +111,7 @@ def current(node: Table, view: DataFrame) -> DataFrame:
 
     Source: FORMAT 4.1.3, 4.6.
     """
-    return versioned.latest(view) if isinstance(node, VersionedTable) else view
+    return versioned_table.latest(view) if isinstance(node, VersionedTable) else view
 
 
 def rows_of(node: Table, current: DataFrame) -> DataFrame:
@@ -117,7 +119,7 @@ def rows_of(node: Table, current: DataFrame) -> DataFrame:
 
     Source: FORMAT 4.1.4, 4.6; kip889-tombstone-is-null.
     """
-    return versioned.get(current) if isinstance(node, VersionedTable) else current
+    return versioned_table.get(current) if isinstance(node, VersionedTable) else current
 
 
 def as_read(node: Stream, view: DataFrame) -> DataFrame:
@@ -130,8 +132,8 @@ def as_read(node: Stream, view: DataFrame) -> DataFrame:
     if not isinstance(node, VersionedTable):
         return view
     if node.new_version_on is not None:
-        view = repeats.collapsed(view, node.key, node.new_version_on)
-    return view if node.valid_until is None else versioned.clipped(view, node.valid_until)
+        view = new_version_on.collapsed(view, node.key, node.new_version_on)
+    return view if node.valid_until is None else versioned_table.clipped(view, node.valid_until)
 
 
 def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
@@ -142,10 +144,10 @@ def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) ->
     """
     rows = rows_of(node, current)
     if isinstance(node, VersionedTable) and node.new_version_on is not None:
-        rows = repeats.opened(rows, node.new_version_on)
+        rows = new_version_on.opened(rows, node.new_version_on)
     if not isinstance(node, VersionedTable) or node.valid_until is None:
         return rows
-    rows = versioned.clipped(rows, node.valid_until)
+    rows = versioned_table.clipped(rows, node.valid_until)
     return rows.where(F.col(VALID_TO).isNull() | (F.col(VALID_TO) > by_partition(stream_time)))
 
 

@@ -25,8 +25,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import ARRIVAL, ORDER, PARTITION, TIMESTAMP, TURN, WINDOW_END, WINDOW_START
-from vt_dagster.core.arrival import gathered, micros, union
-from vt_dagster.core.sessions import CLOSED, FRESH, HORIZON, KEYED, KIND, MERGED, STATE, merger
+from vt_dagster.core.arrival_order import gathered, micros, union
+from vt_dagster.core.session_windows import CLOSED, FRESH, HORIZON, KEYED, KIND, MERGED, STATE, merger
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.topology.accumulators import Accumulator
 from vt_dagster.topology.windows import SlidingWindow

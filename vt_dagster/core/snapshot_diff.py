@@ -9,8 +9,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.core.arrival import has_key, in_order_of_keys
-from vt_dagster.core.records import DELETED, POSITION, REASON, SOURCE, Reason
+from vt_dagster.core.arrival_order import has_key, in_order_of_keys
+from vt_dagster.core.source_records import DELETED, POSITION, REASON, SOURCE, Reason
 
 _GIVEN, _HELD, _THERE = "_given", "_held", "_there"
 

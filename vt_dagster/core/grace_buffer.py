@@ -19,7 +19,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import FATE, IS_TOMBSTONE, TIMESTAMP
-from vt_dagster.core.arrival import Fate, has_key, union
+from vt_dagster.core.arrival_order import Fate, has_key, union
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.operators import JoinKind

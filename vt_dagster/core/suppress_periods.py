@@ -17,9 +17,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, LongType, StructType
 
 from vt_dagster.columns import ORDER, PARTITION
-from vt_dagster.core.arrival import gathered
-from vt_dagster.core.emit_early import AT, FRESH, PLACE, RANK, RELEASED
+from vt_dagster.core.arrival_order import gathered
 from vt_dagster.core.stream_time import STREAM_TIME
+from vt_dagster.core.suppress_emit_early import AT, FRESH, PLACE, RANK, RELEASED
 
 pa: Any = pyarrow
 

@@ -21,10 +21,10 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core import store
-from vt_dagster.core.arrival import has_key, union, with_columns
-from vt_dagster.core.as_known import ANSWER, CUT, PLACES, Past, at_place, by_log
+from vt_dagster.core import table_store
+from vt_dagster.core.arrival_order import has_key, union, with_columns
 from vt_dagster.core.stream_table_join import INSTANT, cut_of
+from vt_dagster.core.system_time_join import ANSWER, CUT, PLACES, Past, at_place, by_log
 from vt_dagster.topology.feature_views import FeatureView
 
 _AT, _SIDE, _HORIZON = "_at", "_side", "_horizon"
@@ -51,7 +51,7 @@ class Feature:
         return F.lit(INSTANT if self.view.at == "before" else timedelta(0))
 
 
-def with_features(spine: DataFrame, features: Sequence[Feature], hold: store.Hold) -> DataFrame:
+def with_features(spine: DataFrame, features: Sequence[Feature], hold: table_store.Hold) -> DataFrame:
     """The rows of a spine, once each, with the columns of each feature.
 
     Among the versions known at the row's cut that of its time is chosen, see ``as_known_join``; a null
@@ -100,7 +100,7 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
     )
     for i, f in features.items():
         kept = [VALID_FROM, VALID_TO, RECORDED_AT, IS_TOMBSTONE, *_values(f)]
-        horizon = store.horizon_of(f.view.table, f.stream_time).alias(_HORIZON)
+        horizon = table_store.horizon_of(f.view.table, f.stream_time).alias(_HORIZON)
         versions = f.rows.select(
             *[F.col(f"`{k}`").alias(n) for k, n in zip(f.view.table.key, keys, strict=True)],
             (F.col(VALID_FROM) + f.strictly).alias(_AT),

@@ -29,7 +29,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival import has_key
+from vt_dagster.core.arrival_order import has_key
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 
 CUT = "_cut"

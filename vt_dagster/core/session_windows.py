@@ -24,7 +24,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from vt_dagster.columns import ORDER, PARTITION, TURN, WINDOW_END, WINDOW_START
-from vt_dagster.core.arrival import gathered
+from vt_dagster.core.arrival_order import gathered
 from vt_dagster.topology.accumulators import Accumulator
 
 pa: Any = pyarrow

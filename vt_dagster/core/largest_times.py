@@ -10,7 +10,7 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, ORDER, PARTITION
-from vt_dagster.core.arrival import FINE, with_columns
+from vt_dagster.core.arrival_order import FINE, with_columns
 
 _CHUNK = "_chunk"
 

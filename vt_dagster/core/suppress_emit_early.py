@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, LongType, StructType
 
 from vt_dagster.columns import ORDER, PARTITION
-from vt_dagster.core.arrival import by_partition, gathered
+from vt_dagster.core.arrival_order import by_partition, gathered
 from vt_dagster.core.stream_time import STREAM_TIME
 from vt_dagster.topology.operators import Limit
 

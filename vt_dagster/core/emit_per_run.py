@@ -32,7 +32,7 @@ from vt_dagster.columns import (
     SEQUENCE,
     TURN,
 )
-from vt_dagster.core.arrival import Fate, with_columns
+from vt_dagster.core.arrival_order import Fate, with_columns
 
 _EXACT = (
     BinaryType,
