@@ -58,7 +58,9 @@ ORDER = {
         foreign_key_join history_join table_aggregate stream_aggregate merge select_key flat_map_values
         to_stream to_table windowed_aggregate processor_registry feature_join
         """,
-    "spark": "settings small_runs jars lacking launch session server",
+    "spark": """
+        scoped_settings small_run_settings jars session_requirements launch session server
+        """,
     "storage": """
         damage delta places whole_files positions file_offsets kept commits values folding names lookup
         replaced differing intervals evolution transaction parquet segments offsets progress view

@@ -28,7 +28,7 @@ from vt_dagster.conformance.versioned_store import StoreRun, answer_rest, store_
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.errors import BufferFullError, ContractError
 from vt_dagster.runs import known as of_runs
-from vt_dagster.spark.small_runs import small_run
+from vt_dagster.spark.small_run_settings import small_run
 from vt_dagster.storage import view as of_views
 from vt_dagster.storage.positions import Commit, Offsets
 from vt_dagster.storage.store import AssetStore

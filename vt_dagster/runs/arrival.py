@@ -12,7 +12,7 @@ from vt_dagster.core.arrival_order import CHUNK, Fate
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned, Whole
-from vt_dagster.spark.small_runs import is_small
+from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage.positions import Commit, Offsets, Ranges
 from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.storage.store import shape_of

@@ -30,7 +30,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.pin import looks_back
-from vt_dagster.spark.small_runs import is_small
+from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.commits import last_that
 from vt_dagster.storage.file_offsets import file_before

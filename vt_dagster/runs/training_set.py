@@ -25,7 +25,7 @@ from vt_dagster.runs.commit import recorded
 from vt_dagster.runs.export import head_in, require_outside
 from vt_dagster.runs.past import TablePast, recorded_if
 from vt_dagster.runs.ready import not_ready
-from vt_dagster.spark.small_runs import is_small
+from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.kept import consumed, require_same
 from vt_dagster.storage.places import address

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from vt_dagster.errors import SparkUnavailableError
 from vt_dagster.spark.jars import PYSPARK_SERIES, one_line, resolve_jars
-from vt_dagster.spark.lacking import (
+from vt_dagster.spark.launch import not_started, quiet_start
+from vt_dagster.spark.session_requirements import (
     CATALOG,
     DELTA_CATALOG,
     DELTA_EXTENSION,
@@ -28,7 +29,6 @@ from vt_dagster.spark.lacking import (
     TIME_ZONE,
     lacking,
 )
-from vt_dagster.spark.launch import not_started, quiet_start
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

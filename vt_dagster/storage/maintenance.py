@@ -17,7 +17,7 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from vt_dagster.spark.settings import settings
+from vt_dagster.spark.scoped_settings import settings
 from vt_dagster.storage import commits, delta
 from vt_dagster.storage.places import address
 from vt_dagster.storage.positions import Commit

@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.spark.small_runs import is_small, small_run
+from vt_dagster.spark.small_run_settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.damage import gone_before_commit
 from vt_dagster.storage.lookup import asset_names

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from pyspark.sql import SparkSession
 
-from vt_dagster.spark.settings import settings
+from vt_dagster.spark.scoped_settings import settings
 
 SETTINGS = {
     # Compiling, shuffling and re-planning cost more than computing.
