@@ -25,7 +25,7 @@ from vt_dagster.cli.run import execute
 from vt_dagster.columns import OFFSET, PARTITION
 from vt_dagster.errors import VtDagsterError
 from vt_dagster.spark.session import FEW_QUERIES, build_session
-from vt_dagster.storage.lookup import head_of
+from vt_dagster.storage.arrow_reader import head_of
 
 LANDINGS = ((1, 2), (3,))
 """Months of 2013 that land before each run."""

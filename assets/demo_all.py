@@ -16,7 +16,7 @@ from assets.landing import LateWeather
 from resources import spark, warehouse
 from vt_dagster.columns import IS_LATE, IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.orchestration.resource import session_of
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
 
 LANDINGS = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13))
 """Months that land before each run; 13 is January 2014, when the last flights of 2013 are known."""

@@ -16,9 +16,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.snapshot import Head, Snapshot
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.log_snapshot import Head, Snapshot
 from vt_dagster.topology.model import VersionedTable
 
 KEYS = 10_000

@@ -23,7 +23,7 @@ from vt_dagster import Stream, VersionedTable
 from vt_dagster.kafka import KafkaCluster, KafkaSource
 from vt_dagster.runs.run import run_once
 from vt_dagster.spark.jars import resolve_maven_jars
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing_kafka import KafkaBroker
 
 PARTITIONS = 4

@@ -15,7 +15,7 @@ from pathlib import Path
 from measure import Outputs, Result, compare, take_turns
 
 from vt_dagster.spark import server
-from vt_dagster.storage.lookup import head_of
+from vt_dagster.storage.arrow_reader import head_of
 
 BIN = Path(sys.executable).parent
 RECORDS = 1_000

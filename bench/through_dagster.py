@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from vt_dagster import SparkResource, build_asset
 from vt_dagster.orchestration.factory import build_resources
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 
 ALONE = "the same run without Dagster"

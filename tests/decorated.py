@@ -10,7 +10,7 @@ import pandas as pd
 
 from tests.market import RECORD
 from vt_dagster import SparkResource, build_definitions, versioned_table
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
 
 
 @dg.asset

@@ -26,7 +26,7 @@ from vt_dagster import (
     VersionedTable,
 )
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.model import topological
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)

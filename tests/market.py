@@ -25,7 +25,7 @@ from vt_dagster import (
     build_resources,
 )
 from vt_dagster.orchestration.asset import DATA_VERSION, data_version
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
 
 RECORD = StructType(
     [

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from tests.core.random_scenarios import scenarios
 from tests.storage.random_runs import RandomChain, RandomRuns, random_chain
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 
 SHORT = 24
 """Records of a sequence at most."""

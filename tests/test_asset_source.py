@@ -21,7 +21,7 @@ from vt_dagster import (
     build_asset,
     build_definitions,
 )
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
 
 
 @pytest.fixture

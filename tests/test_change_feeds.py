@@ -23,7 +23,7 @@ from vt_dagster.components.assets import CONCEPTS
 from vt_dagster.orchestration.decorators import VersionedTableAttributes
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.testing import TopologyTestDriver
 
 DAY = timedelta(days=1)

@@ -17,8 +17,8 @@ from tests.market import Market, checks, messages, record, run
 from vt_dagster import TopologyError, build_asset, build_freshness_check
 from vt_dagster.orchestration import freshness
 from vt_dagster.runs import audit
-from vt_dagster.storage.snapshot import Snapshot
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.log_snapshot import Snapshot
 
 
 def at(text: str) -> Any:

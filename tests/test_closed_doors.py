@@ -52,8 +52,8 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import SchemaRegistry
 from vt_dagster.runs import replay
 from vt_dagster.runs.run import Run, run_once
+from vt_dagster.storage.asset_store import AssetStore, asset_names, stores_of
 from vt_dagster.storage.maintenance import maintain
-from vt_dagster.storage.store import AssetStore, asset_names, stores_of
 
 pa: Any = pyarrow
 pq: Any = pyarrow.parquet

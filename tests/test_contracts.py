@@ -25,7 +25,7 @@ from vt_dagster.errors import ContractError
 from vt_dagster.runs.audit import _in_one_pass, _rules
 from vt_dagster.runs.invariants import CHECKS
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.operators import UntilWindowCloses
 from vt_dagster.topology.windows import TumblingWindow
 

@@ -24,7 +24,7 @@ from tests import reference
 from tests.reference import WEATHER_VALUES, as_of_join
 from vt_dagster import lateness, read
 from vt_dagster.cli import app
-from vt_dagster.storage.lookup import head_of
+from vt_dagster.storage.arrow_reader import head_of
 
 pytestmark = [
     pytest.mark.slow,

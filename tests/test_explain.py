@@ -21,7 +21,7 @@ from vt_dagster.cli.app import app
 from vt_dagster.errors import StorageError
 from vt_dagster.provenance.values import Explanation
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Table, topological
 

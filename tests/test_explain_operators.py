@@ -37,7 +37,7 @@ from vt_dagster.provenance.explain import Explainer
 from vt_dagster.provenance.values import Explanation
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 
 ROWS = 40
 IN_ORDER = [("partition", "ascending"), ("offset", "ascending")]

@@ -32,7 +32,7 @@ from vt_dagster.provenance import in_order
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.logs import Log, as_time
 from vt_dagster.provenance.values import Explanation, Record
-from vt_dagster.storage.lookup import look_up
+from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.topology.node_settings import with_settings
 
 EVIL = "<script>alert('k')</script>\"&"

@@ -30,7 +30,7 @@ from vt_dagster.columns import OFFSET, RECORDED_AT
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 

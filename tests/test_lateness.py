@@ -36,7 +36,7 @@ from vt_dagster.provenance.choices import Choice, Lateness
 from vt_dagster.provenance.late_joins import LateJoin, Records
 from vt_dagster.provenance.versions import Match, Versions
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing.memory import MemoryStore
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)

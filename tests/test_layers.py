@@ -62,9 +62,10 @@ ORDER = {
         scoped_settings small_run_settings jars session_requirements launch session server
         """,
     "storage": """
-        damage delta places whole_files positions file_offsets kept commits values folding names lookup
-        replaced differing intervals evolution transaction parquet segments offsets progress view
-        snapshot shapes reader store maintenance erasing
+        damage_errors delta shared_paths file_integrity commit_log file_offsets log_truncation
+        commit_history value_texts arrow_fold arrow_renames arrow_reader replaced_tables log_diff
+        stale_reads schema_evolution schema_transaction parquet view_segments offset_conditions progress
+        view log_snapshot shape_check spark_reader asset_store maintenance erase_files
         """,
     "sources": """
         base by_name directory values nested options first_bytes lines path_columns json_text csv_text
@@ -100,7 +101,7 @@ DEMO = {("cli", "assets")}
 """`vt-dagster demo` runs the worked example, where it is there."""
 
 LATE_IMPORTS = {
-    "vt_dagster.storage.lookup": {"pyarrow": "its datasets take pandas with them, half a second"},
+    "vt_dagster.storage.arrow_reader": {"pyarrow": "its datasets take pandas with them, half a second"},
     "vt_dagster.runs.pandera_checks": {"pandera": "half a second, of no use to who has no contract"},
     "vt_dagster.orchestration.resource": {
         "dagster_pyspark": "0.2 s, of no use to a run without news",

@@ -43,8 +43,8 @@ from vt_dagster import (
 from vt_dagster.kafka import KafkaCluster, KafkaSource
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.lookup import look_up
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 HOUR = timedelta(hours=1)

@@ -37,8 +37,8 @@ from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.lookup import look_up
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 RETENTION = timedelta(seconds=40)

@@ -20,8 +20,8 @@ from vt_dagster.runs.cut import cut_logs
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
-from vt_dagster.storage.intervals import UNTOLD
 from vt_dagster.storage.maintenance import maintain
+from vt_dagster.storage.stale_reads import UNTOLD
 from vt_dagster.topology.durations import parse_time
 
 EVERY = [day(n) for n in range(2, 8)]

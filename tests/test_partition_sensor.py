@@ -18,7 +18,7 @@ from vt_dagster import SparkResource, build_asset, build_partition_sensor, build
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.io_manager import READS
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 
 DAYS = dg.DailyPartitionsDefinition("2024-01-01", end_date="2024-03-01")
 AS_OF = {"vt_dagster/as_of": "partition_end"}

@@ -26,8 +26,8 @@ from vt_dagster.errors import RefusedRecordsError, StorageError
 from vt_dagster.runs.ready import _partitioned_alike
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.training_set import TrainingRun
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.feature_views import TrainingSet
 
 DAY = timedelta(days=1)

@@ -20,7 +20,7 @@ from vt_dagster.errors import SourceError, StorageError, TopologyError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 
 LATE = "2020-01-01T00:04:00Z"
 """The time of the table record that comes late."""

@@ -15,7 +15,7 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 
 from tests.market import lines, messages, run
 from vt_dagster import FilesSource, Table, VersionedTable, build_asset
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.testing import TopologyTestDriver
 
 SCHEMA = StructType(

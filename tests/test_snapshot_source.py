@@ -28,7 +28,7 @@ from vt_dagster import (
 from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 
 ROW = StructType(
     [

@@ -33,7 +33,7 @@ ALLOWED = {
     "orchestration/resource.py": {"sparkContext"},  # where it is not remote
     "testing/driver.py": {"newSession"},  # else the user's own session
 }
-SURE = {"core/arrival_order.py", "storage/evolution.py"}
+SURE = {"core/arrival_order.py", "storage/schema_evolution.py"}
 """Where ``withColumns`` is called only with columns."""
 LATER = {
     "runs/audit.py: _order",
@@ -73,10 +73,10 @@ LATER = {
     "sources/lines.py: _decoded",
     "sources/lines.py: _decoder",
     "sources/lines.py: file_name",
-    "storage/erasing.py: condition",
-    "storage/offsets.py: at_or_after",
-    "storage/offsets.py: before",
-    "storage/segments.py: segment_of",
+    "storage/erase_files.py: condition",
+    "storage/offset_conditions.py: at_or_after",
+    "storage/offset_conditions.py: before",
+    "storage/view_segments.py: segment_of",
     "testing/versioned_store.py: _stream_time",
     "testing/versioned_store.py: get_each",
 }

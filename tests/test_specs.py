@@ -29,9 +29,9 @@ from vt_dagster.errors import StorageError
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.replay import compare, replay, swap
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.lookup import asset_names
+from vt_dagster.storage.arrow_reader import asset_names
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.maintenance import maintain_all
-from vt_dagster.storage.store import AssetStore, stores_of
 
 
 class Catalog(TopologyTranslator):

@@ -37,7 +37,7 @@ from vt_dagster.errors import ContractError, SourceError
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 
 DAY = timedelta(days=1)
 BEGIN = datetime(2024, 1, 1, tzinfo=timezone.utc)

@@ -18,7 +18,7 @@ from vt_dagster.components.assets import CONCEPTS
 from vt_dagster.conformance.scenario import read_scenarios
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 
 SCENARIOS = Path(__file__).parent / "conformance" / "streams"

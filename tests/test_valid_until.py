@@ -30,8 +30,8 @@ from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.join_way import tiles_of
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.lookup import look_up
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 from vt_dagster.topology.model import Table
 

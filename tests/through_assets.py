@@ -30,8 +30,8 @@ from vt_dagster.errors import BufferFullError, ContractError
 from vt_dagster.runs import known as of_runs
 from vt_dagster.spark.small_run_settings import small_run
 from vt_dagster.storage import view as of_views
-from vt_dagster.storage.positions import Commit, Offsets
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.model import topological
 

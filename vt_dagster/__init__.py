@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vt_dagster.sources.files import FilesSource
     from vt_dagster.sources.frames import AssetSource
     from vt_dagster.sources.snapshots import SnapshotSource
-    from vt_dagster.storage.lookup import read
+    from vt_dagster.storage.arrow_reader import read
     from vt_dagster.topology.feature_views import FeatureView
     from vt_dagster.topology.model import Stream, Table, VersionedTable
     from vt_dagster.topology.operators import (
@@ -96,7 +96,7 @@ _HOMES = {
     "contract": "vt_dagster.contracts",
     "explain": "vt_dagster.provenance.explain",
     "lateness": "vt_dagster.provenance.lateness",
-    "read": "vt_dagster.storage.lookup",
+    "read": "vt_dagster.storage.arrow_reader",
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",

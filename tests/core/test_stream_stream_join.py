@@ -28,7 +28,7 @@ from vt_dagster.core import arrival_order, largest_times
 from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
 from vt_dagster.runs import arrival as arrivals
 from vt_dagster.runs import gate
-from vt_dagster.storage.store import shape_of
+from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.testing import TopologyTestDriver
 
 Entry = dict[str, Any]

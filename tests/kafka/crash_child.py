@@ -11,7 +11,7 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka import KafkaSource
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage import parquet
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from tests.kafka.topics import Topics
 from tests.market import checks, materialized, messages, run, unchanged
 from vt_dagster import Stream, WarehouseResource, build_asset, build_checks, build_sensor
 from vt_dagster.kafka import KafkaSource
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit
 
 
 @dataclass

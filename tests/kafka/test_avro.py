@@ -15,7 +15,7 @@ from vt_dagster import Stream, Table
 from vt_dagster.errors import StorageError
 from vt_dagster.kafka import Avro, KafkaSource, SchemaRegistry
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 
 V1 = {
     "type": "record",

@@ -18,7 +18,7 @@ from vt_dagster import Stream, Table
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import KafkaSource, Raw
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 
 OLD = int(datetime(2024, 5, 1, tzinfo=timezone.utc).timestamp() * 1000)
 

@@ -19,8 +19,8 @@ from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.kafka import Raw
 from vt_dagster.runs.replay import compare, replay, swap
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.commits import commits
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.commit_history import commits
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.kafka_cluster import TopicState
 from vt_dagster.sources.kafka_sink import Publication
-from vt_dagster.storage.store import stores_of
+from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing_kafka import KafkaBroker
 
 REPOSITORY = Path(__file__).parents[2]

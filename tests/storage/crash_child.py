@@ -18,8 +18,8 @@ from typing import Any
 from tests.storage.topology import Topology
 from vt_dagster.runs.erase import erase
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage import erasing, parquet
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage import erase_files, parquet
+from vt_dagster.storage.asset_store import AssetStore
 
 
 def die() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     if function in ("log", "view", "quarantine"):
         arm(parquet, "write", when, lambda rows, path, **_: path.endswith(function))
     elif function == "purge":
-        arm(erasing, function, when, lambda *_: True)
+        arm(erase_files, function, when, lambda *_: True)
     else:
         arm(AssetStore, function, when, lambda *_, **__: True)
     spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})

@@ -24,7 +24,7 @@ from tests.through_assets import ThroughAssets
 from vt_dagster.conformance.scenario import Scenario, read_scenarios
 from vt_dagster.conformance.steps import inputs_of
 from vt_dagster.spark.session import build_session
-from vt_dagster.storage.positions import Offsets
+from vt_dagster.storage.commit_log import Offsets
 
 Config = dict[str, Any]
 DRAWN, LONGEST = 5, 12

@@ -13,8 +13,8 @@ from tests.market import RECORD, lines, messages, record, run
 from vt_dagster import FilesSource, VersionedTable, build_asset
 from vt_dagster.errors import ContractError, StorageError
 from vt_dagster.runs.audit import audit
-from vt_dagster.storage.offsets import MANY, at_or_after
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.offset_conditions import MANY, at_or_after
 from vt_dagster.topology.durations import length_at
 
 HOUR = timedelta(hours=1)

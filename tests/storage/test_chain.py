@@ -15,7 +15,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.storage.chain import RECORDS, Chain, node_of, view_digest
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.topology.model import Table
 
 KILLS = 10

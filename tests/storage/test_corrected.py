@@ -18,8 +18,8 @@ from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.what_if import what_if
-from vt_dagster.storage.lookup import look_up
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.view import View
 
 

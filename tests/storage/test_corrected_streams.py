@@ -22,9 +22,9 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
-from vt_dagster.storage.commits import commits
-from vt_dagster.storage.lookup import look_up
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.commit_history import commits
 from vt_dagster.topology.durations import in_utc
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)

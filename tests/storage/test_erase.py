@@ -32,12 +32,12 @@ from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.out_of_reach import in_statistics
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.storage import delta, erasing
-from vt_dagster.storage.commits import commits
-from vt_dagster.storage.erasing import Key
-from vt_dagster.storage.lookup import head_of, look_up
-from vt_dagster.storage.positions import Commit, Shape
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage import delta, erase_files
+from vt_dagster.storage.arrow_reader import head_of, look_up
+from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.commit_history import commits
+from vt_dagster.storage.commit_log import Commit, Shape
+from vt_dagster.storage.erase_files import Key
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Table
 
@@ -345,8 +345,8 @@ def test_killed_it_goes_on(shop: Shop, spark: SparkSession, monkeypatch: pytest.
         with monkeypatch.context() as patch:
             steps = iter(range(100))
             for owner, name in (
-                (erasing, "rewrite"),
-                (erasing, "purge"),
+                (erase_files, "rewrite"),
+                (erase_files, "purge"),
                 (erasure, "_forget_attempts"),
             ):
                 patch.setattr(owner, name, armed(getattr(owner, name), place, steps))
@@ -372,17 +372,17 @@ def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.M
         run.commit(results)
     # and the other way round: the erase is refused, and can be made again
     shop.land("orders", "9.jsonl", [{"customer": "ada", "note": "late", "timestamp": 70}])
-    find = erasing.find
+    find = erase_files.find
 
     def beside(*args: Any) -> Any:
         found = find(*args)
         with monkeypatch.context() as patch:
-            patch.setattr(erasing, "find", find)
+            patch.setattr(erase_files, "find", find)
             run_once(shop.orders, stores)
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(erasing, "find", beside)
+        patch.setattr(erase_files, "find", beside)
         with pytest.raises(ConcurrentRunError):
             shop.erase(spark, shop.orders, key=["bob"])
     assert shop.erase(spark, shop.orders, key=["bob"]).finished

@@ -25,7 +25,7 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.evolution import evolve, evolved, widens
+from vt_dagster.storage.schema_evolution import evolve, evolved, widens
 
 
 def columns(**kinds: DataType) -> StructType:

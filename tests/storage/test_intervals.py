@@ -13,10 +13,10 @@ from pyspark.sql import SparkSession
 import vt_dagster
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.sources.files import FilesSource
-from vt_dagster.storage import intervals, segments, view
-from vt_dagster.storage.intervals import Position, Read, wrong_since
-from vt_dagster.storage.lookup import head_of
-from vt_dagster.storage.positions import Offsets, horizons
+from vt_dagster.storage import stale_reads, view, view_segments
+from vt_dagster.storage.arrow_reader import head_of
+from vt_dagster.storage.commit_log import Offsets, horizons
+from vt_dagster.storage.stale_reads import Position, Read, wrong_since
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import VersionedTable
 
@@ -50,10 +50,10 @@ def test_random_arrivals(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Late, replaced, deleted, forgotten; in several partitions; with a view that is behind or not."""
-    monkeypatch.setattr(segments, "SEGMENT_ROWS", 5)
+    monkeypatch.setattr(view_segments, "SEGMENT_ROWS", 5)
     monkeypatch.setattr(view, "EACH_RUN", 0)
     monkeypatch.setattr(view, "SHARE", 0.4)
-    monkeypatch.setattr(intervals, "_ROWS", 4)
+    monkeypatch.setattr(stale_reads, "_ROWS", 4)
     dice, topology = random.Random(seed), Topology(tmp_path)
     topology.rates = VersionedTable(
         "rates",

@@ -31,8 +31,8 @@ from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
 from vt_dagster.runs.what_if import what_if
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.positions import Commit, Cut, Shape
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.commit_log import Commit, Cut, Shape
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 
 RETENTION = timedelta(minutes=8)

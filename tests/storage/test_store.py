@@ -24,7 +24,7 @@ from vt_dagster.runs import join_way
 from vt_dagster.runs.results import Results
 from vt_dagster.runs.run import Run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from vt_dagster.columns import RECORDED_AT
 from vt_dagster.runs.results import Receipt
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files import FilesSource
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 
 SCHEMA = StructType(

@@ -20,8 +20,8 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.lookup import asset_names, look_up
-from vt_dagster.storage.values import texts
+from vt_dagster.storage.arrow_reader import asset_names, look_up
+from vt_dagster.storage.value_texts import texts
 
 Warehouse = Annotated[
     str,

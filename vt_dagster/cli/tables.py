@@ -22,7 +22,7 @@ from vt_dagster.runs import restate as restatement
 from vt_dagster.sources.kafka_messages import as_offsets
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage import delta
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.topology.durations import parse_time
 from vt_dagster.topology.model import Stream, topological
 

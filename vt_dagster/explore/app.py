@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from vt_dagster.errors import VtDagsterError
 from vt_dagster.explore.pages import Pages
-from vt_dagster.storage.lookup import asset_names
+from vt_dagster.storage.arrow_reader import asset_names
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

@@ -13,7 +13,7 @@ from vt_dagster.provenance.choices import Lateness
 from vt_dagster.provenance.lateness import lateness
 from vt_dagster.provenance.lateness_picture import share
 from vt_dagster.provenance.logs import Log
-from vt_dagster.storage.lookup import head_of
+from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.topology.durations import parse_length
 
 MOST = 2_000_000

@@ -12,7 +12,7 @@ from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIM
 from vt_dagster.provenance.in_order import cut
 from vt_dagster.provenance.logs import Condition, Log
 from vt_dagster.provenance.values import Record
-from vt_dagster.storage.folding import arrival_order, micros
+from vt_dagster.storage.arrow_fold import arrival_order, micros
 
 MOST = 200
 """So many records are shown at most."""

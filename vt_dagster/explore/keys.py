@@ -24,9 +24,9 @@ from vt_dagster.provenance.history import horizons_of
 from vt_dagster.provenance.logs import Condition, Log, as_micros, between, both
 from vt_dagster.provenance.origins import rejected
 from vt_dagster.provenance.values import Record, Rejected
-from vt_dagster.storage.folding import fold, micros
-from vt_dagster.storage.lookup import asset_names, head_of, of_key
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.arrow_fold import fold, micros
+from vt_dagster.storage.arrow_reader import asset_names, head_of, of_key
+from vt_dagster.storage.commit_log import Commit
 
 LOOKUPS = 60
 """So many lookups of each join are drawn."""

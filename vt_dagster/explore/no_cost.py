@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vt_dagster.storage.positions import Shape
+from vt_dagster.storage.commit_log import Shape
 
 _COUNTS = {
     "late": "late records",

@@ -26,7 +26,7 @@ from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.lateness_picture import share
 from vt_dagster.provenance.logs import Condition, Log, as_micros, both
 from vt_dagster.provenance.values import Record
-from vt_dagster.storage.lookup import asset_names, of_key
+from vt_dagster.storage.arrow_reader import asset_names, of_key
 from vt_dagster.topology.durations import in_utc, parse_time
 
 NEWEST, MADE_OF = 50, 8

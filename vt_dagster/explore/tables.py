@@ -10,8 +10,8 @@ from typing import Any
 from vt_dagster.errors import StorageError, VtDagsterError
 from vt_dagster.explore.no_cost import NoCost, no_cost
 from vt_dagster.storage import delta
-from vt_dagster.storage.lookup import asset_names, head_of
-from vt_dagster.storage.positions import Checkpoint
+from vt_dagster.storage.arrow_reader import asset_names, head_of
+from vt_dagster.storage.commit_log import Checkpoint
 
 KINDS = {"stream": "stream", "table": "table", "versioned": "versioned table"}
 RUNS = 200

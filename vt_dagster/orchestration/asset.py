@@ -29,8 +29,8 @@ from vt_dagster.runs.run import Run
 from vt_dagster.sources.base import delivered
 from vt_dagster.sources.frames import FrameSource
 from vt_dagster.sources.kafka_pinned import PinnedTopics
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream
 
 DATA_VERSION = "dagster/data_version"

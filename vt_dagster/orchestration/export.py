@@ -12,7 +12,7 @@ from vt_dagster.orchestration.metadata import column_schema, positions_of
 from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.runs.export import Export, ExportRun, export_of, exported_rows
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream
 
 What = Literal["current", "versions", "log"]

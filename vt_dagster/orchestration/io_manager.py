@@ -8,10 +8,10 @@ import dagster as dg
 
 from vt_dagster.errors import ContractError, ExecutorError
 from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_for, warehouse_of
-from vt_dagster.storage.commits import left_out_by_clock
-from vt_dagster.storage.intervals import Read
-from vt_dagster.storage.lookup import Into, as_frame, head_of, look_up
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.arrow_reader import Into, as_frame, head_of, look_up
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_history import left_out_by_clock
+from vt_dagster.storage.stale_reads import Read
 from vt_dagster.topology.durations import parse_time
 
 READ = "vt_dagster/read"

@@ -11,9 +11,9 @@ import dagster as dg
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, READ, READS
 from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
-from vt_dagster.storage.intervals import UNTOLD, Position, Read, Wrong, wrong_since
-from vt_dagster.storage.lookup import head_of
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.arrow_reader import head_of
+from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.stale_reads import UNTOLD, Position, Read, Wrong, wrong_since
 from vt_dagster.topology.model import Stream, VersionedTable
 
 _PAGE, _AT_ONCE = 1000, 500

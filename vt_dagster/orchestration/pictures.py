@@ -46,9 +46,9 @@ from vt_dagster.orchestration.glance import (
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.results import Receipt
 from vt_dagster.storage import delta
-from vt_dagster.storage.lookup import look_up
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.arrow_reader import look_up
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream, VersionedTable
 
 SAMPLE = 20_000

@@ -15,8 +15,8 @@ from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_o
 from vt_dagster.runs.pin import source_of, start_waits
 from vt_dagster.sources.base import News, Watched
 from vt_dagster.sources.frames import FrameSource
-from vt_dagster.storage.snapshot import Head
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.log_snapshot import Head
 from vt_dagster.topology.model import Stream
 
 _UNFINISHED = [

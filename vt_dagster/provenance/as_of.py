@@ -14,8 +14,8 @@ from vt_dagster.provenance.history import AROUND, History, Version, horizons_of
 from vt_dagster.provenance.logs import Log, as_micros, as_time, at_time, both
 from vt_dagster.provenance.values import Candidate, Record, Told
 from vt_dagster.storage import delta
-from vt_dagster.storage.commits import last_that
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_history import last_that
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from vt_dagster.columns import OFFSET, TIMESTAMP
 from vt_dagster.provenance.logs import Condition, Log, as_micros, at_time, both
 from vt_dagster.provenance.values import Candidate, Record, Told
-from vt_dagster.storage.folding import micros
-from vt_dagster.storage.positions import Commit, Offsets
+from vt_dagster.storage.arrow_fold import micros
+from vt_dagster.storage.commit_log import Commit, Offsets
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from vt_dagster.provenance.suppressed import held, suppress
 from vt_dagster.provenance.table_joins import foreign_key, of_histories, table_table
 from vt_dagster.provenance.values import Explanation, Record, Told
 from vt_dagster.provenance.windows import too_late, windowed_aggregate
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 
 SOURCE = "source"

@@ -22,8 +22,8 @@ from vt_dagster.columns import (
 )
 from vt_dagster.provenance.logs import Condition, Log, Place, as_micros, as_time, both
 from vt_dagster.provenance.values import Record, Told
-from vt_dagster.storage.folding import clipped, fold, micros, values_by_partition
-from vt_dagster.storage.positions import Commit, horizons
+from vt_dagster.storage.arrow_fold import clipped, fold, micros, values_by_partition
+from vt_dagster.storage.commit_log import Commit, horizons
 
 AROUND = 2
 """So many versions before and after one are shown."""

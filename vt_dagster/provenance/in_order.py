@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vt_dagster.storage.positions import EVER, Offsets
+from vt_dagster.storage.commit_log import EVER, Offsets
 
 CHUNK = 2_000_000
 """So many records are held at once."""

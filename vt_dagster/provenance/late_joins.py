@@ -26,9 +26,9 @@ from vt_dagster.provenance.in_order import cut, running_time
 from vt_dagster.provenance.logs import Log, both
 from vt_dagster.provenance.versions import Match, Versions
 from vt_dagster.storage import delta
-from vt_dagster.storage.commits import commits
-from vt_dagster.storage.folding import micros
-from vt_dagster.storage.positions import EVER, Commit
+from vt_dagster.storage.arrow_fold import micros
+from vt_dagster.storage.commit_history import commits
+from vt_dagster.storage.commit_log import EVER, Commit
 from vt_dagster.topology.durations import printed
 
 _ONE = timedelta(microseconds=1)

@@ -19,8 +19,8 @@ from vt_dagster.provenance.in_order import cut, running_time
 from vt_dagster.provenance.logs import Log, both
 from vt_dagster.provenance.origins import quarantine
 from vt_dagster.rules import LATE
-from vt_dagster.storage.commits import commits
-from vt_dagster.storage.folding import micros
+from vt_dagster.storage.arrow_fold import micros
+from vt_dagster.storage.commit_history import commits
 
 _ONE = timedelta(microseconds=1)
 _ALL = np.iinfo(np.int64).max

@@ -16,8 +16,8 @@ from vt_dagster.provenance.logs import Log
 from vt_dagster.provenance.values import Origin, Record, Rejected
 from vt_dagster.rules import NOTHING_NEW
 from vt_dagster.storage import delta
-from vt_dagster.storage.lookup import rows_of
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.arrow_reader import rows_of
+from vt_dagster.storage.commit_log import Commit
 
 NAMED = 20
 """So many files, or rejected rows, are named at most."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from vt_dagster.provenance.asked import Asked, Made
 from vt_dagster.provenance.logs import Log, at_time, both
 from vt_dagster.provenance.values import Record, Told
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
 
 
 @dataclass(frozen=True)

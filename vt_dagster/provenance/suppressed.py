@@ -10,7 +10,7 @@ from vt_dagster.provenance.asked import Asked, Made
 from vt_dagster.provenance.logs import Log, as_time
 from vt_dagster.provenance.values import Record, Told
 from vt_dagster.provenance.windows import bounds_of, left_out
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
 
 
 def suppress(asked: Asked) -> Made:

@@ -13,7 +13,7 @@ from vt_dagster.provenance.asked import Arrivals, Asked, Made, Update, which
 from vt_dagster.provenance.expressions import evaluate, split, used
 from vt_dagster.provenance.logs import Condition, Log, as_micros
 from vt_dagster.provenance.values import Record
-from vt_dagster.storage.values import texts
+from vt_dagster.storage.value_texts import texts
 
 Key = tuple[Any, ...]
 """A foreign key; null in a component: none."""

@@ -24,7 +24,7 @@ from vt_dagster.provenance.asked import Arrivals, Asked, Made
 from vt_dagster.provenance.expressions import Group, named, split
 from vt_dagster.provenance.logs import Log, Place, as_micros, as_time, between, both
 from vt_dagster.provenance.values import Candidate, Record, Told
-from vt_dagster.storage.values import as_key
+from vt_dagster.storage.value_texts import as_key
 
 _MILLISECOND = 1000
 Bounds = tuple[int, int]

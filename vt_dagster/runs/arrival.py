@@ -13,9 +13,9 @@ from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned, Whole
 from vt_dagster.spark.small_run_settings import is_small
-from vt_dagster.storage.positions import Commit, Offsets, Ranges
-from vt_dagster.storage.snapshot import Head, Snapshot
-from vt_dagster.storage.store import shape_of
+from vt_dagster.storage.asset_store import shape_of
+from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
+from vt_dagster.storage.log_snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream
 
 _FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000

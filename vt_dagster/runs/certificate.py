@@ -17,8 +17,8 @@ from pyspark.sql.types import StringType, StructType
 
 from vt_dagster.columns import OLD
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.erasing import Key
-from vt_dagster.storage.lookup import asset_names
+from vt_dagster.storage.arrow_reader import asset_names
+from vt_dagster.storage.erase_files import Key
 
 FOLDER = "erased.certificates"
 """Of a warehouse: no asset has such a name."""

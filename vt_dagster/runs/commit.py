@@ -20,10 +20,10 @@ from vt_dagster.runs.gate import Passed
 from vt_dagster.runs.ready import after_run
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Pinned
-from vt_dagster.storage.kept import consumed
-from vt_dagster.storage.positions import AHEAD, Commit, Started
+from vt_dagster.storage.asset_store import shape_of
+from vt_dagster.storage.commit_log import AHEAD, Commit, Started
+from vt_dagster.storage.log_truncation import consumed
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.store import shape_of
 from vt_dagster.topology.durations import in_utc
 
 _SPANS = 8

@@ -42,15 +42,15 @@ from vt_dagster.runs.erase_plan import (
 from vt_dagster.runs.erased_times import erasures
 from vt_dagster.runs.foretold import Tell, foretell
 from vt_dagster.runs.out_of_reach import in_statistics, unreachable
-from vt_dagster.storage import delta, erasing
-from vt_dagster.storage.erasing import Found, Marked
-from vt_dagster.storage.kept import bases_of
+from vt_dagster.storage import delta, erase_files
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Checkpoint, Commit
+from vt_dagster.storage.erase_files import Found, Marked
+from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.log_truncation import bases_of
 from vt_dagster.storage.maintenance import is_older
-from vt_dagster.storage.places import address
-from vt_dagster.storage.positions import Checkpoint, Commit
-from vt_dagster.storage.replaced import forget_replaced
-from vt_dagster.storage.snapshot import Head
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.replaced_tables import forget_replaced
+from vt_dagster.storage.shared_paths import address
 from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -186,7 +186,7 @@ class _Erase:
         self.done.save()
 
     def _log(self, store: AssetStore, head: Head, one: Places, marked: Marked) -> Commit:
-        found = erasing.find(self.spark, store.log_path, head.version, marked, log_schema(one.node))
+        found = erase_files.find(self.spark, store.log_path, head.version, marked, log_schema(one.node))
         attempt, commit = store.new_attempt(), head.commit
         try:
             self._stage(store, head, one, marked, attempt)
@@ -204,7 +204,7 @@ class _Erase:
         again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
         before = commit.counts.get(_ROWS, 0) if again else 0
         after.counts[_ROWS] = found.rows + before
-        erasing.rewrite(
+        erase_files.rewrite(
             self.spark,
             store.log_path,
             head.version,
@@ -226,7 +226,7 @@ class _Erase:
             hit = marked(store.log({}, head)).where("_hit")
             state = processor_of(one.node).state_without(state, hit)
             if {*one.columns.values()} <= {*state.columns}:
-                state = erasing.without(state, marked)
+                state = erase_files.without(state, marked)
             store.stage_state(attempt, state)
         if head.commit.files:
             store.stage_files(attempt, store.consumed_files(head))
@@ -286,13 +286,13 @@ class _Erase:
         there = delta.last_commit(path)
         assert there is not None
         like = stored_as(one.node, store.log_path)
-        found = erasing.find(self.spark, path, there.version, marked, like)
+        found = erase_files.find(self.spark, path, there.version, marked, like)
         of_base = path != store.view_path
         if found.places:
             then = Checkpoint.model_validate(there.document)
             about = {"batch": after.batch, "attempt": uuid4().hex, "log_attempt": after.attempt}
             about |= {"written": int(time.time() * 1e6)}
-            erasing.rewrite(
+            erase_files.rewrite(
                 self.spark,
                 path,
                 there.version,
@@ -309,7 +309,7 @@ class _Erase:
     def _quarantine(self, store: AssetStore, after: Commit) -> None:
         there = delta.last_commit(store.quarantine_path)
         assert there is not None
-        found = erasing.find(self.spark, store.quarantine_path, there.version, self.key.in_text)
+        found = erase_files.find(self.spark, store.quarantine_path, there.version, self.key.in_text)
         if found.places:
             then = Checkpoint.model_validate(there.document)
             rows = store.quarantine()
@@ -319,7 +319,7 @@ class _Erase:
             for row in hits:
                 erased[row["reason"]] = erased.get(row["reason"], 0) + row["count"]
             about = {"batch": after.batch, "attempt": after.attempt, "erased": erased}
-            erasing.rewrite(
+            erase_files.rewrite(
                 self.spark,
                 store.quarantine_path,
                 there.version,
@@ -341,7 +341,7 @@ class _Erase:
             self.done.kept[path] = KEPT_EXPORT
             return
         marked = one.marked(self.key)
-        found = erasing.find(self.spark, path, there.version, marked)
+        found = erase_files.find(self.spark, path, there.version, marked)
         then = Commit.model_validate(there.document)
         about = {
             "batch": then.batch + 1,
@@ -350,7 +350,7 @@ class _Erase:
             "taken": {},
             "counts": {"in": 0},
         }
-        erasing.rewrite(
+        erase_files.rewrite(
             self.spark,
             path,
             there.version,
@@ -366,7 +366,7 @@ class _Erase:
         self.done.save()
 
     def _purge(self, path: str, batch: int, one: Places) -> int:
-        removed = erasing.purge(path, batch)
+        removed = erase_files.purge(path, batch)
         columns = {} if path.endswith("/quarantine") else one.columns
         left = in_statistics(self.spark, path, self.key, columns)
         self.done.statistics[path.removeprefix(f"{self.warehouse.rstrip('/')}/")] = left

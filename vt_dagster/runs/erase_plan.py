@@ -16,11 +16,11 @@ from vt_dagster.columns import LOG_COLUMNS
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.erasing import Key, Marked, Way
-from vt_dagster.storage.lookup import asset_names, head_of
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.store import AssetStore
-from vt_dagster.storage.values import as_key
+from vt_dagster.storage.arrow_reader import asset_names, head_of
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.erase_files import Key, Marked, Way
+from vt_dagster.storage.value_texts import as_key
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 KEPT = (
@@ -66,7 +66,7 @@ class Places:
         return [c for c in self.node.schema.names if c not in (*self.node.key, *LOG_COLUMNS)]
 
     def marked(self, key: Key) -> Marked:
-        """See ``erasing.find``."""
+        """See ``erase_files.find``."""
 
         def marked(rows: DataFrame) -> DataFrame:
             return key.within(rows, self.columns)

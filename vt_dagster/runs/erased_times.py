@@ -8,10 +8,10 @@ from pyspark.sql import Window
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
-from vt_dagster.storage.erasing import Found, Marked
-from vt_dagster.storage.positions import Commit, Erasure
-from vt_dagster.storage.snapshot import Head
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, Erasure
+from vt_dagster.storage.erase_files import Found, Marked
+from vt_dagster.storage.log_snapshot import Head
 from vt_dagster.topology.model import VersionedTable
 
 SPANS, ERASURES = 16, 64

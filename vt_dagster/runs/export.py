@@ -24,10 +24,10 @@ from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.spark.jars import one_line
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.kept import consumed, require_kept, require_same
-from vt_dagster.storage.places import address
-from vt_dagster.storage.positions import Commit, choose
-from vt_dagster.storage.store import AssetStore, Snapshot, shape_of
+from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
+from vt_dagster.storage.commit_log import Commit, choose
+from vt_dagster.storage.log_truncation import consumed, require_kept, require_same
+from vt_dagster.storage.shared_paths import address
 from vt_dagster.topology.model import Stream, Table
 
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")

@@ -17,11 +17,11 @@ from pyspark.sql import functions as F
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.runs.certificate import Certificate, Searched
 from vt_dagster.runs.erase_plan import KEPT, KEPT_EXPORT, Places
-from vt_dagster.storage import delta, erasing, parquet
-from vt_dagster.storage.erasing import Found, Key
-from vt_dagster.storage.kept import bases_of
-from vt_dagster.storage.snapshot import Head
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage import delta, erase_files, parquet
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.erase_files import Found, Key
+from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.log_truncation import bases_of
 from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Table
 
@@ -62,14 +62,14 @@ def foretell(
             for table, told in _asset(store, head, one, key, of_source=one is plan[0]):
                 note(f"{one.name}/{table}", told)
             rows = parquet.read(spark, store.log_path, head.version, like=log_schema(one.node))
-            left[one.name] = erasing.without(rows, one.marked(key), one.way_of_log, one.values)
+            left[one.name] = erase_files.without(rows, one.marked(key), one.way_of_log, one.values)
     for path, one in exports.items():
         if not one.in_export(path):
             done.kept[path] = KEPT_EXPORT
             continue
         there = delta.last_commit(path)
         assert there is not None
-        note(path, _told(erasing.find(spark, path, there.version, one.marked(key))))
+        note(path, _told(erase_files.find(spark, path, there.version, one.marked(key))))
     for name, why in done.kept.items():
         say(f"! {name}: {why}")
     return left
@@ -80,7 +80,7 @@ def _asset(
 ) -> Iterator[tuple[str, Searched]]:
     """What is found in the tables of one asset, by table."""
     spark, marked = store.spark, one.marked(key)
-    log = erasing.find(spark, store.log_path, head.version, marked, log_schema(one.node))
+    log = erase_files.find(spark, store.log_path, head.version, marked, log_schema(one.node))
     yield "log", _told(log)
     if isinstance(one.node, Table):
         like = stored_as(one.node, store.log_path)
@@ -93,11 +93,11 @@ def _asset(
         for path in (*([store.view_path] if is_there else []), *bases_of(store.root)):
             there = delta.last_commit(path)
             assert there is not None
-            found = erasing.find(spark, path, there.version, marked, like)
+            found = erase_files.find(spark, path, there.version, marked, like)
             yield "view" if path == store.view_path else "base", _told(found)
     rejected = delta.last_commit(store.quarantine_path) if of_source else None
     if rejected is not None and one.node.operator is None and key.values:
-        found = erasing.find(spark, store.quarantine_path, rejected.version, key.in_text)
+        found = erase_files.find(spark, store.quarantine_path, rejected.version, key.in_text)
         yield "quarantine", _told(found)
 
 

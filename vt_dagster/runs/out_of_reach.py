@@ -23,9 +23,9 @@ from vt_dagster.sources.base import read_by_all_names
 from vt_dagster.sources.directory import FileInfo, Memory
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.storage import delta
-from vt_dagster.storage.erasing import Key
-from vt_dagster.storage.lookup import asset_names, head_of
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.arrow_reader import asset_names, head_of
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.erase_files import Key
 
 _NAMED = 20
 _LONGEST = 32

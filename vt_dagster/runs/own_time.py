@@ -14,7 +14,7 @@ from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, Known
 from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
 
 
 def timed(

@@ -17,11 +17,11 @@ from vt_dagster.runs.ready import upstream
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.starting import pin_start
-from vt_dagster.storage.damage import unreadable
-from vt_dagster.storage.kept import require_kept, require_same
-from vt_dagster.storage.places import unseen
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.snapshot import Head, Snapshot
+from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.damage_errors import unreadable
+from vt_dagster.storage.log_snapshot import Head, Snapshot
+from vt_dagster.storage.log_truncation import require_kept, require_same
+from vt_dagster.storage.shared_paths import unseen
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream, Table
 

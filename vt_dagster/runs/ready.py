@@ -20,7 +20,7 @@ from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store import Stores
 from vt_dagster.sources.base import Pinned
-from vt_dagster.storage.positions import Commit, Offsets, horizons
+from vt_dagster.storage.commit_log import Commit, Offsets, horizons
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream, VersionedTable, topological
 

@@ -9,9 +9,9 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import StorageError
-from vt_dagster.storage.kept import require_kept
-from vt_dagster.storage.positions import Commit, horizons
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, horizons
+from vt_dagster.storage.log_truncation import require_kept
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
 

@@ -28,10 +28,10 @@ from vt_dagster.runs.run import run_once
 from vt_dagster.runs.store import Stores
 from vt_dagster.sources.files import FilesSource
 from vt_dagster.sources.kafka import KafkaSource
-from vt_dagster.storage import commits, delta
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.snapshot import Head
-from vt_dagster.storage.store import AssetStore, stores_of
+from vt_dagster.storage import commit_history, delta
+from vt_dagster.storage.asset_store import AssetStore, stores_of
+from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.log_snapshot import Head
 from vt_dagster.topology.asset_names import require_name, require_path
 from vt_dagster.topology.model import Stream
 
@@ -122,7 +122,7 @@ def _runs_of(
     """What is asked of a source so that runs take what those of an asset took, oldest first, and when
     that was recorded; and then all that is left."""
     source: Any = live.node.source
-    then = commits.commits(live.root) if keep_recorded else iter(())
+    then = commit_history.commits(live.root) if keep_recorded else iter(())
     if isinstance(source, KafkaSource):
         for commit in (*(one for one in then if one.batch < head.commit.batch), head.commit):
             yield as_far_as(source, commit), commit.recorded_at if keep_recorded else None

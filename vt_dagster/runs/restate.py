@@ -11,7 +11,7 @@ gone, and such a table has only its present.
 
 **How it takes place.** The new logs are made beside the old ones, in a folder of the warehouse; then
 they change places, inputs first; the old ones of a versioned table stay for a while, for whoever asks
-what they said (``storage.replaced``). Each step is found done or is done again, so that a killed
+what they said (``storage.replaced_tables``). Each step is found done or is done again, so that a killed
 restatement goes on where it stopped. Nothing else may run meanwhile.
 """
 
@@ -33,9 +33,9 @@ from vt_dagster.runs.replay import as_far_as
 from vt_dagster.runs.restate_plan import Plan, Planner, Step, path_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.positions import Checkpoint, Commit
-from vt_dagster.storage.replaced import put_aside
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Checkpoint, Commit
+from vt_dagster.storage.replaced_tables import put_aside
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import Stream, topological
 

@@ -15,10 +15,10 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.remembered import require_history, require_logs
 from vt_dagster.storage import delta
-from vt_dagster.storage.kept import require_kept
-from vt_dagster.storage.lookup import asset_names, head_of
-from vt_dagster.storage.positions import Commit, Offsets, horizons
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.arrow_reader import asset_names, head_of
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, Offsets, horizons
+from vt_dagster.storage.log_truncation import require_kept
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
 

@@ -13,7 +13,7 @@ from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.run_context import Known
 from vt_dagster.errors import ContractError
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.progress import in_words
 from vt_dagster.topology.model import Stream
 

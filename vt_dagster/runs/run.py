@@ -51,7 +51,7 @@ from vt_dagster.runs.store import Store, Stores
 from vt_dagster.runs.told import steps_of, with_times
 from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.small_run_settings import is_small
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.progress import in_words
 from vt_dagster.topology.model import Stream
 

@@ -1,4 +1,5 @@
-"""What a run needs of an asset's tables: on Delta (``storage.store``) or in memory (``testing``)."""
+"""What a run needs of an asset's tables: on Delta (``storage.asset_store``) or in memory
+(``testing``)."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import Any, Protocol
 
 from pyspark.sql import DataFrame, SparkSession
 
-from vt_dagster.storage.positions import Commit, Offsets
+from vt_dagster.storage.commit_log import Commit, Offsets
+from vt_dagster.storage.log_snapshot import Head, Snapshot
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream
 
 

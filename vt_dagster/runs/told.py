@@ -22,7 +22,7 @@ from vt_dagster.core.stream_time import running_max
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Recorded
-from vt_dagster.storage.positions import Commit, Step
+from vt_dagster.storage.commit_log import Commit, Step
 
 _MOST = 1_000
 """So many times at most are told apart in a run: its commit lists them."""

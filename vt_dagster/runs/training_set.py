@@ -27,11 +27,11 @@ from vt_dagster.runs.past import TablePast, recorded_if
 from vt_dagster.runs.ready import not_ready
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.kept import consumed, require_same
-from vt_dagster.storage.places import address
-from vt_dagster.storage.positions import Commit, Offsets
-from vt_dagster.storage.snapshot import Snapshot
-from vt_dagster.storage.store import AssetStore, shape_of
+from vt_dagster.storage.asset_store import AssetStore, shape_of
+from vt_dagster.storage.commit_log import Commit, Offsets
+from vt_dagster.storage.log_snapshot import Snapshot
+from vt_dagster.storage.log_truncation import consumed, require_same
+from vt_dagster.storage.shared_paths import address
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream
 

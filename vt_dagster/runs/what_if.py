@@ -22,7 +22,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.runs.remembered import require_history, require_logs
 from vt_dagster.runs.replay import as_json, comparable, differing_rows, make_anew
 from vt_dagster.storage import delta
-from vt_dagster.storage.store import AssetStore, shape_of
+from vt_dagster.storage.asset_store import AssetStore, shape_of
 from vt_dagster.topology.model import Stream, topological
 
 EXAMPLES = 10

@@ -32,7 +32,7 @@ from vt_dagster.sources.options import UTF_8, encoding_of
 from vt_dagster.sources.path_columns import fault_of_path, said_by
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.evolution import widens
+from vt_dagster.storage.schema_evolution import widens
 from vt_dagster.topology.column_renames import earlier_names, was
 from vt_dagster.topology.schema import differences
 

@@ -13,8 +13,8 @@ from pyspark.sql.types import StructField, StructType, TimestampType
 
 from vt_dagster.core.source_records import TOLD_AT
 from vt_dagster.errors import SourceError, TopologyError
-from vt_dagster.storage.evolution import by_newest_names
-from vt_dagster.storage.positions import Commit, Offsets, Ranges
+from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
+from vt_dagster.storage.schema_evolution import by_newest_names
 from vt_dagster.topology.column_renames import named, was
 from vt_dagster.topology.model import Stream
 

@@ -23,7 +23,7 @@ from vt_dagster.sources.delta_log import Change, ForeignTable
 from vt_dagster.sources.dumps import UNREAD, Limits, buckets_of, records_of
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Commit, Offsets
+from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import differences
 

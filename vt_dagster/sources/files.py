@@ -43,8 +43,8 @@ from vt_dagster.sources.nested import require_units
 from vt_dagster.sources.options import checked
 from vt_dagster.sources.values import Reading, Timestamps
 from vt_dagster.spark.jars import one_line
-from vt_dagster.storage.places import address, unseen
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.shared_paths import address, unseen
 from vt_dagster.topology.model import Stream
 
 FILES = "files"

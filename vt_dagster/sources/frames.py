@@ -22,7 +22,7 @@ from vt_dagster.errors import SourceError
 from vt_dagster.sources.any_frame import Frame, frame_of
 from vt_dagster.sources.base import Uncounted, require_limits
 from vt_dagster.sources.local_frames import ROW
-from vt_dagster.storage.positions import Commit, Ranges
+from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.model import Stream
 
 _DELIVERIES = "deliveries"

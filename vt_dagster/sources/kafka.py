@@ -36,7 +36,7 @@ from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
 from vt_dagster.sources.kafka_pinned import APPEND_TIME, WORDS, PinnedTopics
 from vt_dagster.sources.nested import require_units
-from vt_dagster.storage.positions import Commit, Offsets, Ranges
+from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 """The type of a column that takes a record's headers."""

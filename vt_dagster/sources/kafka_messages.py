@@ -14,7 +14,7 @@ from vt_dagster.columns import ARRIVAL, PARTITION
 from vt_dagster.core.source_records import POSITION, RECORD_TIME, SOURCE
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
-from vt_dagster.storage.positions import Commit, Offsets, Ranges
+from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 
 _MESSAGE = (
     "key binary, value binary, topic string, partition int, offset long, timestamp timestamp, "

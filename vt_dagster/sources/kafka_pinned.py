@@ -17,7 +17,7 @@ from vt_dagster.errors import SourceError
 from vt_dagster.sources.base import End, read_by_all_names, with_told
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.kafka_messages import reached
-from vt_dagster.storage.positions import Commit, Offsets, Ranges
+from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.topology.model import Stream
 
 _TRUNCATED = "vt_dagster: truncated in one of several partitions"

@@ -26,10 +26,10 @@ from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import read_messages
 from vt_dagster.sources.kafka_producer import advice_for, producing
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.kept import consumed, require_kept, require_same
-from vt_dagster.storage.positions import Commit, Offsets, Shape
-from vt_dagster.storage.snapshot import Head
-from vt_dagster.storage.store import AssetStore
+from vt_dagster.storage.asset_store import AssetStore
+from vt_dagster.storage.commit_log import Commit, Offsets, Shape
+from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.log_truncation import consumed, require_kept, require_same
 from vt_dagster.topology.model import Stream
 
 HEADER = "vt_dagster"

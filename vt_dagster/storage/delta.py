@@ -20,7 +20,7 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from vt_dagster.columns import OFFSET, PARTITION, SEGMENT, TIMESTAMP
 from vt_dagster.errors import StorageError
 from vt_dagster.spark.jars import one_line
-from vt_dagster.storage.damage import cut_off, unreadable_log
+from vt_dagster.storage.damage_errors import cut_off, unreadable_log
 
 MARK = "vt_dagster"
 """The key under which a commit's ``userMetadata`` carries our document."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from vt_dagster.storage.commit_log import Offsets
 from vt_dagster.storage.delta import File, Wanted
-from vt_dagster.storage.positions import Offsets
 
 
 def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:

@@ -18,11 +18,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from vt_dagster.spark.scoped_settings import settings
-from vt_dagster.storage import commits, delta
-from vt_dagster.storage.places import address
-from vt_dagster.storage.positions import Commit
-from vt_dagster.storage.replaced import forget_replaced
-from vt_dagster.storage.store import AssetStore, asset_names
+from vt_dagster.storage import commit_history, delta
+from vt_dagster.storage.asset_store import AssetStore, asset_names
+from vt_dagster.storage.commit_log import Commit
+from vt_dagster.storage.replaced_tables import forget_replaced
+from vt_dagster.storage.shared_paths import address
 
 KEEP = timedelta(days=7)
 """How long a file that is in no current table version is kept: longer than any run takes."""
@@ -113,7 +113,7 @@ def forget_commits(path: str, keep: timedelta) -> int:
     if gone and posixpath.basename(path) == "log":
         # What was known when is told by them.
         there = [int(version) for version, _ in gone]
-        commits.keep(posixpath.dirname(path), [v for v in delta.versions(path) if v in there])
+        commit_history.keep(posixpath.dirname(path), [v for v in delta.versions(path) if v in there])
     for _, name in gone:
         with contextlib.suppress(FileNotFoundError):  # by another maintenance
             fs.rm_file(posixpath.join(folder, name))

@@ -43,10 +43,10 @@ from vt_dagster.storage.delta import (
     open_table,
     require_table,
 )
-from vt_dagster.storage.evolution import by_newest_names, evolved, without_earlier_names
-from vt_dagster.storage.places import address, require_seen
-from vt_dagster.storage.transaction import commit_with_columns
-from vt_dagster.storage.whole_files import require_files, require_rows, require_written
+from vt_dagster.storage.file_integrity import require_files, require_rows, require_written
+from vt_dagster.storage.schema_evolution import by_newest_names, evolved, without_earlier_names
+from vt_dagster.storage.schema_transaction import commit_with_columns
+from vt_dagster.storage.shared_paths import address, require_seen
 from vt_dagster.topology.column_renames import noted
 from vt_dagster.topology.schema import nullable
 

@@ -19,12 +19,12 @@ from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import ConcurrentRunError
 from vt_dagster.spark.small_run_settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.commits import is_of_log
+from vt_dagster.storage.commit_history import is_of_log
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, horizons
 from vt_dagster.storage.delta import current
-from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
-from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, horizons
+from vt_dagster.storage.log_truncation import base_of, base_path, lacks, require_history
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.segments import plan, segment_of
+from vt_dagster.storage.view_segments import plan, segment_of
 from vt_dagster.topology.column_renames import with_all_names
 from vt_dagster.topology.durations import in_micros, in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable

@@ -31,9 +31,9 @@ from vt_dagster.core.source_records import DELETED, POSITION, RAW, REASON, RECOR
 from vt_dagster.errors import ConcurrentRunError, ContractError
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Uncounted
-from vt_dagster.storage.positions import Commit, Offsets
+from vt_dagster.storage.commit_log import Commit, Offsets
+from vt_dagster.storage.log_snapshot import Head, Snapshot
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream, Table
 
 _SAID = "_said_partition"

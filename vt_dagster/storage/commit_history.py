@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from vt_dagster.errors import ClockWarning, StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import AHEAD, Checkpoint, Commit, Cut
+from vt_dagster.storage.commit_log import AHEAD, Checkpoint, Commit, Cut
 from vt_dagster.topology.durations import in_utc
 
 _KEPT = re.compile(r"(\d{20})-(\d{10})\.json\.gz")

@@ -28,13 +28,13 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.storage import delta
-from vt_dagster.storage.differing import differing
+from vt_dagster.storage.arrow_fold import fold, micros
+from vt_dagster.storage.arrow_reader import AssetRows, rows_of
+from vt_dagster.storage.arrow_renames import names_of
+from vt_dagster.storage.commit_log import Commit, Offsets, choose, horizons
 from vt_dagster.storage.file_offsets import file_at_or_after, file_before
-from vt_dagster.storage.folding import fold, micros
-from vt_dagster.storage.lookup import AssetRows, rows_of
-from vt_dagster.storage.names import names_of
-from vt_dagster.storage.positions import Commit, Offsets, choose, horizons
-from vt_dagster.storage.replaced import find_replaced
+from vt_dagster.storage.log_diff import differing
+from vt_dagster.storage.replaced_tables import find_replaced
 from vt_dagster.topology.durations import in_utc, parse_time
 
 _ROWS = 2_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.view import Base
 
 

@@ -24,16 +24,16 @@ from vt_dagster.core.affected_times import with_finality
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import StorageError
-from vt_dagster.storage import commits, delta, parquet
-from vt_dagster.storage.evolution import Evolution, kept_by_newest_names
+from vt_dagster.storage import commit_history, delta, parquet
+from vt_dagster.storage.arrow_reader import head_of
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, choose, require_remembered
 from vt_dagster.storage.file_offsets import file_at_or_after, file_before
-from vt_dagster.storage.lookup import head_of
-from vt_dagster.storage.offsets import at_or_after, before
-from vt_dagster.storage.places import address
-from vt_dagster.storage.positions import Checkpoint, Commit, Offsets, choose, require_remembered
+from vt_dagster.storage.log_snapshot import Head, Snapshot
+from vt_dagster.storage.offset_conditions import at_or_after, before
 from vt_dagster.storage.progress import Progress
-from vt_dagster.storage.shapes import columns_of, require_shape, shape_of
-from vt_dagster.storage.snapshot import Head, Snapshot
+from vt_dagster.storage.schema_evolution import Evolution, kept_by_newest_names
+from vt_dagster.storage.shape_check import columns_of, require_shape, shape_of
+from vt_dagster.storage.shared_paths import address
 from vt_dagster.storage.view import Base, View
 from vt_dagster.topology.asset_names import require_path
 from vt_dagster.topology.durations import parse_time
@@ -113,7 +113,7 @@ class AssetReader:
 
     def commits(self) -> Iterator[Commit]:
         """The commits of the log, oldest first, as far as they are known. Without Spark."""
-        return commits.commits(self.root)
+        return commit_history.commits(self.root)
 
     def log(
         self, start: Offsets, head: Head, after: int | None = None, counted: bool = True
@@ -162,7 +162,7 @@ class AssetReader:
     def attempt_of(self, batch: int) -> str | None:
         """The attempt that wrote a batch of the log; None = there is none, or it is not known any more.
         Does not use Spark."""
-        return commits.attempt_at(self.root, batch)
+        return commit_history.attempt_at(self.root, batch)
 
     # -- what a run left for the next one --------------------------------------------------------
 
@@ -248,7 +248,9 @@ class AssetReader:
         at = self.snapshot()
         if at.head is None or at.head.commit.recorded_at <= moment:
             return at
-        return self.as_of(commits.known_at(self.root, self.node.name, moment, at.head.commit.cut))
+        return self.as_of(
+            commit_history.known_at(self.root, self.node.name, moment, at.head.commit.cut)
+        )
 
     def as_of(self, commit: Commit) -> Snapshot:
         """The asset as of one of its commits, which says what is cut off by now. Without Spark."""

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from deltalake.transaction import AddAction
 
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.storage.damage import asset_of, damaged, gone_before_commit, way_out
+from vt_dagster.storage.damage_errors import asset_of, damaged, gone_before_commit, way_out
 from vt_dagster.storage.delta import File, files_of, filesystem, require_table
 
 _AT_ONCE = 16

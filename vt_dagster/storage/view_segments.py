@@ -14,8 +14,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import TIMESTAMP, VALID_TO
+from vt_dagster.storage.commit_log import Segments
 from vt_dagster.storage.delta import File, Wanted, current, everything
-from vt_dagster.storage.positions import Segments
 
 SEGMENT_ROWS = 100_000
 """A segment is closed when it may hold so many versions, or a hundredth of the table's."""

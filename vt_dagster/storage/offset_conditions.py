@@ -7,7 +7,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, PARTITION
 from vt_dagster.core.arrival_order import by_partition
-from vt_dagster.storage.positions import Offsets
+from vt_dagster.storage.commit_log import Offsets
 
 MANY = 64
 """Of so many different offsets each is not worth a part of the plan."""

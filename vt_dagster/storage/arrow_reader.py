@@ -20,14 +20,21 @@ import pyarrow.fs as pafs
 from vt_dagster.columns import FINAL, IS_TOMBSTONE, OFFSET, SEGMENT, VALID_FROM, VALID_TO
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.commits import is_of_log, known_at
+from vt_dagster.storage.arrow_fold import clipped, fold, micros, values_by_partition, with_finality
+from vt_dagster.storage.arrow_renames import by_newest_names, names_of, seen_as
+from vt_dagster.storage.commit_history import is_of_log, known_at
+from vt_dagster.storage.commit_log import (
+    Checkpoint,
+    Commit,
+    Shape,
+    choose,
+    horizons,
+    require_remembered,
+)
+from vt_dagster.storage.file_integrity import require_files
 from vt_dagster.storage.file_offsets import file_at_or_after, file_before
-from vt_dagster.storage.folding import clipped, fold, micros, values_by_partition, with_finality
-from vt_dagster.storage.kept import base_of, base_path, lacks, require_history
-from vt_dagster.storage.names import by_newest_names, names_of, seen_as
-from vt_dagster.storage.positions import Checkpoint, Commit, Shape, choose, horizons, require_remembered
-from vt_dagster.storage.values import as_key, type_name
-from vt_dagster.storage.whole_files import require_files
+from vt_dagster.storage.log_truncation import base_of, base_path, lacks, require_history
+from vt_dagster.storage.value_texts import as_key, type_name
 from vt_dagster.topology.durations import parse_time
 
 _DEEPEST = 3
@@ -100,7 +107,7 @@ def _by_spark(
             "into another library"
         )
     # Not with the others: it takes seconds to import, and nobody else needs it.
-    store = import_module("vt_dagster.storage.store").AssetStore.open(warehouse, name, session)
+    store = import_module("vt_dagster.storage.asset_store").AssetStore.open(warehouse, name, session)
     rows = store.read(what, as_of, partial, as_known_at)
     if key is None:
         return rows

@@ -21,9 +21,9 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.storage import delta
-from vt_dagster.storage.folding import clipped, codes_of, micros, null_codes, values_by_partition
-from vt_dagster.storage.lookup import AssetRows, columns_of, rows_of
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.arrow_fold import clipped, codes_of, micros, null_codes, values_by_partition
+from vt_dagster.storage.arrow_reader import AssetRows, columns_of, rows_of
+from vt_dagster.storage.commit_log import Commit
 
 MOST = 5_000_000
 """So many rows of both are compared at most: they are in memory."""

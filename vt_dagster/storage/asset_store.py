@@ -24,13 +24,13 @@ from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.spark.small_run_settings import is_small, small_run
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.damage import gone_before_commit
-from vt_dagster.storage.lookup import asset_names
-from vt_dagster.storage.places import require_seen
-from vt_dagster.storage.positions import Checkpoint, Commit, Offsets
-from vt_dagster.storage.reader import AssetReader
-from vt_dagster.storage.shapes import shape_of
-from vt_dagster.storage.snapshot import Head, Snapshot
+from vt_dagster.storage.arrow_reader import asset_names
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets
+from vt_dagster.storage.damage_errors import gone_before_commit
+from vt_dagster.storage.log_snapshot import Head, Snapshot
+from vt_dagster.storage.shape_check import shape_of
+from vt_dagster.storage.shared_paths import require_seen
+from vt_dagster.storage.spark_reader import AssetReader
 from vt_dagster.storage.view import Base
 from vt_dagster.topology.column_renames import noted
 from vt_dagster.topology.model import Stream, Table

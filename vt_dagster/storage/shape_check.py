@@ -11,9 +11,9 @@ from vt_dagster.core import table_store as of_table
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta, parquet
-from vt_dagster.storage.evolution import Evolution, evolved, mentions, never_null, require_said
-from vt_dagster.storage.positions import Shape
-from vt_dagster.storage.snapshot import Head
+from vt_dagster.storage.commit_log import Shape
+from vt_dagster.storage.log_snapshot import Head
+from vt_dagster.storage.schema_evolution import Evolution, evolved, mentions, never_null, require_said
 from vt_dagster.topology.durations import in_micros
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.positions import Checkpoint, Commit, Consumed, Cut, Offsets
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Consumed, Cut, Offsets
 from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
 
 

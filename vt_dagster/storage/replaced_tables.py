@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 from vt_dagster.storage import delta
-from vt_dagster.storage.lookup import asset_names
-from vt_dagster.storage.positions import Commit
+from vt_dagster.storage.arrow_reader import asset_names
+from vt_dagster.storage.commit_log import Commit
 
 _SINCE = "replaced"
 """A file among them, written as they came there."""
