@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 

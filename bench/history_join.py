@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import IS_TOMBSTONE, VALID_FROM, VALID_TO
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import VersionedTable
 

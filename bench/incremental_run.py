@@ -15,7 +15,7 @@ from measure import Outputs, Result, compare, take_turns
 from pyspark.sql import DataFrame, SparkSession
 
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.log_snapshot import Head, Snapshot

@@ -26,7 +26,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses

@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream
 

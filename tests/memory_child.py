@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType, TimestampType
 
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, VersionedTable

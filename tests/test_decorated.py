@@ -33,7 +33,7 @@ from vt_dagster import (
 from vt_dagster.errors import SourceError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.frames import Delivery, Given
+from vt_dagster.sources.frame_sources import Delivery, Given
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.testing import TopologyTestDriver
 

@@ -40,9 +40,9 @@ from tests.market import Market, messages, record
 from tests.test_quarantine import ROW, read, write
 from vt_dagster import FilesSource, SnapshotSource
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.directory import Memory, files_in, matches, remembered
-from vt_dagster.sources.formats import Json
-from vt_dagster.sources.options import FOLLOWED, REFUSED
+from vt_dagster.sources.consumed_files import Memory, files_in, matches, remembered
+from vt_dagster.sources.message_formats import Json
+from vt_dagster.sources.text_options import FOLLOWED, REFUSED
 from vt_dagster.topology.schema import differences, same_types
 
 # -- which files are there ---------------------------------------------------------------------------

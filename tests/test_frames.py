@@ -18,8 +18,8 @@ from pyspark.sql import functions as F
 from vt_dagster import Stream
 from vt_dagster.core.source_records import REASON
 from vt_dagster.errors import ContractError
-from vt_dagster.sources.any_frame import frame_of
-from vt_dagster.sources.frames import Delivery, FunctionSource, Given
+from vt_dagster.sources.frame_conversion import frame_of
+from vt_dagster.sources.frame_sources import Delivery, FunctionSource, Given
 from vt_dagster.sources.local_frames import LocalFrame, local_frame
 
 SCHEMA = T.StructType(

@@ -68,10 +68,12 @@ ORDER = {
         view log_snapshot shape_check spark_reader asset_store maintenance erase_files
         """,
     "sources": """
-        base by_name directory values nested options first_bytes lines path_columns json_text csv_text
-        bad_files file_rows files dumps snapshots delta_log delta_versions delta_table starting
-        kafka_cluster registry protobuf_text protobuf avro serialized unavailable formats kafka_messages
-        kafka_pinned kafka kafka_producer kafka_sink local_frames any_frame frames
+        base match_by_name consumed_files value_reader nested_values text_options file_signatures
+        text_lines path_columns json_text csv_text bad_files file_rows files_source dump_limits
+        snapshot_source delta_log pinned_versions delta_source start_snapshot kafka_cluster
+        schema_registry protobuf_text protobuf avro kafka_serializers unavailable_values message_formats
+        kafka_messages pinned_topics kafka_source kafka_producer kafka_sink local_frames
+        frame_conversion frame_sources
         """,
     "provenance": """
         values logs expressions asked history origins row_by_row table_joins aggregates windows
@@ -107,7 +109,7 @@ LATE_IMPORTS = {
         "dagster_pyspark": "0.2 s, of no use to a run without news",
     },
     "vt_dagster.cli.tables": {"assets": "see DEMO"},
-    "vt_dagster.sources.registry": {
+    "vt_dagster.sources.schema_registry": {
         "confluent_kafka": "an extra",
     },
     "vt_dagster.sources.avro": {"pyspark": "needs the JVM's Avro package, of an extra"},
@@ -116,7 +118,7 @@ LATE_IMPORTS = {
         "pandas": "half a second that a run without news need not wait",
     },
     "vt_dagster.sources.protobuf_text": {"google": "an extra, which Spark's workers have"},
-    "vt_dagster.sources.lines": {
+    "vt_dagster.sources.text_lines": {
         "pandas": "a function that Spark's workers run by itself; half a second, of no use for UTF-8",
     },
     "vt_dagster.sources.kafka_cluster": {"confluent_kafka": "an extra"},

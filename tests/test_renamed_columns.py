@@ -33,7 +33,7 @@ from vt_dagster.runs.audit import audit
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import view
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.storage.commit_history import commits

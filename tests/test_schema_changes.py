@@ -35,7 +35,7 @@ import vt_dagster
 from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError, TopologyError
 from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.scoped_settings import settings
 from vt_dagster.storage import schema_transaction, view
 from vt_dagster.storage.asset_store import AssetStore, stores_of

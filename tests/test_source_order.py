@@ -440,7 +440,7 @@ class Topic(Records):
     partitions: int = 1
 
     def pinned(self, node: Stream) -> Any:
-        from vt_dagster.sources.kafka_pinned import PinnedTopics
+        from vt_dagster.sources.pinned_topics import PinnedTopics
 
         source: Any = node.source
         taken = {"x": dict.fromkeys(range(self.partitions), (0, 99))}
@@ -475,7 +475,7 @@ Take = Callable[..., tuple[dict[int, str], list[Any], dict[str, int]]]
 def topic(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Take:
     """Gives current rows, versions and counts of a table of some messages, taken in some runs."""
     from vt_dagster.kafka import Debezium, Json, KafkaCluster, KafkaSource
-    from vt_dagster.sources import kafka
+    from vt_dagster.sources import kafka_source
 
     def take(
         *messages: tuple[Any, Any],
@@ -500,7 +500,7 @@ def topic(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Take:
             kinds += [("partition", pa.int32()), ("offset", pa.int64())]
             kinds += [("timestamp", pa.timestamp("us", "UTC")), ("timestampType", pa.int32())]
             table = pa.Table.from_pylist(rows[start : start + size], pa.schema(kinds))
-            monkeypatch.setattr(kafka, "read_messages", lambda *_, t=table, **__: store.frame(t))
+            monkeypatch.setattr(kafka_source, "read_messages", lambda *_, t=table, **__: store.frame(t))
             receipt = run_once(node, lambda _: store, Topic(store, [{}], partitions))
             assert receipt.commit is not None
             totals = receipt.commit.totals

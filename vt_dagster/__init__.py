@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.provenance.explain import explain
     from vt_dagster.provenance.lateness import lateness
-    from vt_dagster.sources.delta_table import DeltaSource
-    from vt_dagster.sources.files import FilesSource
-    from vt_dagster.sources.frames import AssetSource
-    from vt_dagster.sources.snapshots import SnapshotSource
+    from vt_dagster.sources.delta_source import DeltaSource
+    from vt_dagster.sources.files_source import FilesSource
+    from vt_dagster.sources.frame_sources import AssetSource
+    from vt_dagster.sources.snapshot_source import SnapshotSource
     from vt_dagster.storage.arrow_reader import read
     from vt_dagster.topology.feature_views import FeatureView
     from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -72,15 +72,15 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Aggregator": "vt_dagster.topology.operators",
-    "AssetSource": "vt_dagster.sources.frames",
-    "DeltaSource": "vt_dagster.sources.delta_table",
+    "AssetSource": "vt_dagster.sources.frame_sources",
+    "DeltaSource": "vt_dagster.sources.delta_source",
     "FeatureView": "vt_dagster.topology.feature_views",
-    "FilesSource": "vt_dagster.sources.files",
+    "FilesSource": "vt_dagster.sources.files_source",
     "HoppingWindow": "vt_dagster.topology.windows",
     "Materialized": "vt_dagster.topology.operators",
     "SessionWindow": "vt_dagster.topology.windows",
     "SlidingWindow": "vt_dagster.topology.windows",
-    "SnapshotSource": "vt_dagster.sources.snapshots",
+    "SnapshotSource": "vt_dagster.sources.snapshot_source",
     "SparkResource": "vt_dagster.orchestration.resource",
     "Stream": "vt_dagster.topology.model",
     "StreamTableJoin": "vt_dagster.topology.operators",

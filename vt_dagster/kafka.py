@@ -26,10 +26,10 @@ consumed the old log refuses to go on with the new one until it is replayed too.
 """
 
 from vt_dagster.orchestration.factory import build_publication
-from vt_dagster.sources.formats import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
-from vt_dagster.sources.kafka import HEADERS, KafkaSource
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.kafka_sink import KafkaSink
+from vt_dagster.sources.kafka_source import HEADERS, KafkaSource
+from vt_dagster.sources.message_formats import Avro, Debezium, Json, Protobuf, Raw, SchemaRegistry
 
 __all__ = [
     "HEADERS",

@@ -17,7 +17,7 @@ from vt_dagster.core.log_columns import log_schema, view_schema
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.run_context import Input, Known
 from vt_dagster.core.snapshot_diff import difference
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import UntilWindowCloses
 from vt_dagster.topology.windows import TumblingWindow

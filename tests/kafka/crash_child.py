@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.kafka.topics import Topics
 from tests.storage.crash_child import arm
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.kafka import KafkaSource
+from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage import parquet
 from vt_dagster.storage.asset_store import stores_of

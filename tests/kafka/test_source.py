@@ -19,7 +19,7 @@ from tests.kafka.topics import SCHEMA, Topics, record, records
 from vt_dagster import Stream, Table, TopologyError, VersionedTable
 from vt_dagster.errors import SourceError
 from vt_dagster.kafka import KafkaSource, Raw
-from vt_dagster.sources.kafka import HEADERS
+from vt_dagster.sources.kafka_source import HEADERS
 
 MOMENT = datetime(2024, 5, 1, 12, 0, tzinfo=timezone.utc)
 

@@ -16,7 +16,7 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType, Tim
 
 from vt_dagster.columns import OLD, RECORDED_AT
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.spark.session import build_session
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological

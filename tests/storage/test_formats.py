@@ -32,7 +32,7 @@ from vt_dagster.kafka import (
     Raw,
     SchemaRegistry,
 )
-from vt_dagster.sources.formats import Format
+from vt_dagster.sources.message_formats import Format
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 ROW = StructType().add("id", "long").add("name", "string")

@@ -19,7 +19,7 @@ from tests.storage.topology import EPOCH, SCHEMA, Topology
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.audit import audit
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import delta, parquet, view, view_segments
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Shape

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 import vt_dagster
 from tests.storage.topology import EPOCH, Topology
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import stale_reads, view, view_segments
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.storage.commit_log import Offsets, horizons

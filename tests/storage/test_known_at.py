@@ -27,7 +27,7 @@ from vt_dagster.columns import RECORDED_AT
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.replay import replay
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import arrow_reader, commit_history, delta, view, view_segments
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Shape

@@ -25,7 +25,7 @@ import vt_dagster
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import view, view_segments
 from vt_dagster.storage.asset_store import AssetStore, stores_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable

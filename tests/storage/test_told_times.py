@@ -26,7 +26,7 @@ from vt_dagster.errors import TopologyError
 from vt_dagster.runs import told
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.run import run_once
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import commit_history, delta
 from vt_dagster.storage.asset_store import AssetStore, shape_of, stores_of
 from vt_dagster.storage.commit_log import Commit

@@ -39,8 +39,8 @@ from pyspark.sql.types import (
 
 from vt_dagster.kafka import Avro, Json, Protobuf, Raw
 from vt_dagster.sources.csv_text import one_record, read_record
-from vt_dagster.sources.formats import Format
-from vt_dagster.sources.values import Reading
+from vt_dagster.sources.message_formats import Format
+from vt_dagster.sources.value_reader import Reading
 
 UNREADABLE = "unreadable"
 NAMES = (

@@ -26,14 +26,22 @@ from vt_dagster.components.parts import (
 )
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.sensors import build_sensor, has_sensor
-from vt_dagster.sources.delta_table import DeltaSource
-from vt_dagster.sources.files import FilesSource
-from vt_dagster.sources.formats import Avro, Debezium, Format, Json, Protobuf, Raw, SchemaRegistry
-from vt_dagster.sources.frames import AssetSource
-from vt_dagster.sources.kafka import KafkaSource
+from vt_dagster.sources.delta_source import DeltaSource
+from vt_dagster.sources.files_source import FilesSource
+from vt_dagster.sources.frame_sources import AssetSource
 from vt_dagster.sources.kafka_cluster import KafkaCluster
-from vt_dagster.sources.snapshots import SnapshotSource
-from vt_dagster.sources.values import Unit
+from vt_dagster.sources.kafka_source import KafkaSource
+from vt_dagster.sources.message_formats import (
+    Avro,
+    Debezium,
+    Format,
+    Json,
+    Protobuf,
+    Raw,
+    SchemaRegistry,
+)
+from vt_dagster.sources.snapshot_source import SnapshotSource
+from vt_dagster.sources.value_reader import Unit
 from vt_dagster.topology.grouping import GroupedStream, GroupedTable, WindowedStream
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Materialized, UntilTimeLimit, UntilWindowCloses

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import dagster as dg
 
 from vt_dagster.errors import SourceError, TopologyError
-from vt_dagster.sources.frames import AssetSource, Delivery, FrameSource, FunctionSource, Given
+from vt_dagster.sources.frame_sources import AssetSource, Delivery, FrameSource, FunctionSource, Given
 from vt_dagster.topology.model import Stream
 
 TAKE_AGAIN = "vt_dagster/take_again"

@@ -38,7 +38,7 @@ from vt_dagster.orchestration.glance import told
 from vt_dagster.orchestration.steps import steps_of
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.results import Receipt
-from vt_dagster.sources.kafka_pinned import PinnedTopics
+from vt_dagster.sources.pinned_topics import PinnedTopics
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken

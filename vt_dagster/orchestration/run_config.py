@@ -5,11 +5,11 @@ from typing import Any
 import dagster as dg
 
 from vt_dagster.runs.ready import waits
-from vt_dagster.sources.delta_table import DeltaSource
-from vt_dagster.sources.files import FilesSource
-from vt_dagster.sources.kafka import KafkaSource
+from vt_dagster.sources.delta_source import DeltaSource
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_messages import as_ranges
-from vt_dagster.sources.snapshots import SnapshotSource
+from vt_dagster.sources.kafka_source import KafkaSource
+from vt_dagster.sources.snapshot_source import SnapshotSource
 from vt_dagster.topology.model import Stream
 
 

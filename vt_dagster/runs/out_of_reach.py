@@ -20,8 +20,8 @@ from vt_dagster.errors import SourceError
 from vt_dagster.runs.audit import checks_of
 from vt_dagster.runs.erase_plan import Places, published
 from vt_dagster.sources.base import read_by_all_names
-from vt_dagster.sources.directory import FileInfo, Memory
-from vt_dagster.sources.files import FilesSource
+from vt_dagster.sources.consumed_files import FileInfo, Memory
+from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore

@@ -16,7 +16,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.ready import upstream
 from vt_dagster.runs.store import Store, Stores
 from vt_dagster.sources.base import Pinned, Source, Whole
-from vt_dagster.sources.starting import pin_start
+from vt_dagster.sources.start_snapshot import pin_start
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.damage_errors import unreadable
 from vt_dagster.storage.log_snapshot import Head, Snapshot

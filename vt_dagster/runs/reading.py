@@ -48,7 +48,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.difference import difference
 from vt_dagster.runs.store import Store
 from vt_dagster.sources.base import Comparing, Pinned, Whole
-from vt_dagster.sources.frames import PinnedFrames
+from vt_dagster.sources.frame_sources import PinnedFrames
 from vt_dagster.storage.commit_log import horizons
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import same

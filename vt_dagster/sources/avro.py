@@ -21,8 +21,8 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.nested import any_of
-from vt_dagster.sources.values import (
+from vt_dagster.sources.nested_values import any_of
+from vt_dagster.sources.value_reader import (
     FLOATS,
     INTEGERS,
     NAMED_UNITS,

@@ -16,9 +16,9 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason
+from vt_dagster.sources.consumed_files import FileInfo
 from vt_dagster.sources.csv_text import header_of, nullable
-from vt_dagster.sources.directory import FileInfo
-from vt_dagster.sources.first_bytes import (
+from vt_dagster.sources.file_signatures import (
     HEAD,
     byte_order,
     chunks_of,
@@ -27,9 +27,9 @@ from vt_dagster.sources.first_bytes import (
     is_compressed,
     known,
 )
-from vt_dagster.sources.lines import first_lines
-from vt_dagster.sources.options import UTF_8, encoding_of
 from vt_dagster.sources.path_columns import fault_of_path, said_by
+from vt_dagster.sources.text_lines import first_lines
+from vt_dagster.sources.text_options import UTF_8, encoding_of
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.schema_evolution import widens
@@ -54,7 +54,7 @@ def faults_of_text(
 
     Args:
         format: ``jsonl`` or ``csv``.
-        options: see ``sources.options``.
+        options: see ``sources.text_options``.
         optional: columns that a file may lack.
         path_columns: whether the path of a file gives columns.
     """

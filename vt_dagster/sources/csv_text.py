@@ -11,10 +11,10 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, StringType, StructField, StructType
 
-from vt_dagster.sources.directory import FileInfo
-from vt_dagster.sources.lines import LINE_OPTIONS, first_lines
-from vt_dagster.sources.nested import read_row
-from vt_dagster.sources.values import Reading, of_text
+from vt_dagster.sources.consumed_files import FileInfo
+from vt_dagster.sources.nested_values import read_row
+from vt_dagster.sources.text_lines import LINE_OPTIONS, first_lines
+from vt_dagster.sources.value_reader import Reading, of_text
 from vt_dagster.topology.column_renames import earlier_names
 
 _CORRUPT = "_corrupt"

@@ -12,10 +12,11 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, Reason
+from vt_dagster.sources.consumed_files import FileInfo
 from vt_dagster.sources.csv_text import header_of, one_record, read_record
-from vt_dagster.sources.directory import FileInfo
 from vt_dagster.sources.json_text import parse, read_object
-from vt_dagster.sources.lines import (
+from vt_dagster.sources.path_columns import with_path_columns
+from vt_dagster.sources.text_lines import (
     FILE,
     LINE_OPTIONS,
     START,
@@ -24,8 +25,7 @@ from vt_dagster.sources.lines import (
     numbered_lines,
     running_start,
 )
-from vt_dagster.sources.path_columns import with_path_columns
-from vt_dagster.sources.values import Reading, is_no_text
+from vt_dagster.sources.value_reader import Reading, is_no_text
 from vt_dagster.storage import delta
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
@@ -76,7 +76,7 @@ def text_rows(
 ) -> DataFrame:
     """The rows of JSON lines and CSV, as ``FilesSource.read`` gives them.
 
-    Plan: two scans, see ``lines.numbered_lines``; no shuffle of rows.
+    Plan: two scans, see ``text_lines.numbered_lines``; no shuffle of rows.
     """
     options = how.options
     numbered = numbered_lines(spark, files, options)

@@ -23,8 +23,8 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from vt_dagster.sources.nested import any_of, read_row, texts_of
-from vt_dagster.sources.values import (
+from vt_dagster.sources.nested_values import any_of, read_row, texts_of
+from vt_dagster.sources.value_reader import (
     FLOATS,
     INTEGERS,
     NAMED_UNITS,

@@ -9,9 +9,9 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, MapType, StructType
 
-from vt_dagster.sources.directory import FileInfo
-from vt_dagster.sources.lines import FILE
-from vt_dagster.sources.values import Reading, of_text
+from vt_dagster.sources.consumed_files import FileInfo
+from vt_dagster.sources.text_lines import FILE
+from vt_dagster.sources.value_reader import Reading, of_text
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
 """What Hive and Spark call the directory of rows that have null there."""

@@ -20,7 +20,7 @@ from pyspark.sql.types import (
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.json_text import NUMBER
 from vt_dagster.sources.protobuf_text import TEXT, is_value, is_wrapper, reader
-from vt_dagster.sources.values import (
+from vt_dagster.sources.value_reader import (
     TIMES,
     Reading,
     of_boolean,

@@ -19,8 +19,8 @@ from pyspark.sql.types import StructType
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.sources.base import End, News, Uncounted, require_limits
-from vt_dagster.sources.directory import files_in, require_untouched
-from vt_dagster.sources.dumps import (
+from vt_dagster.sources.consumed_files import files_in, require_untouched
+from vt_dagster.sources.dump_limits import (
     UNREAD,
     Dump,
     Limits,
@@ -29,8 +29,8 @@ from vt_dagster.sources.dumps import (
     records_of,
     require_past,
 )
-from vt_dagster.sources.files import FileFormat, FilesSource
-from vt_dagster.sources.values import Timestamps
+from vt_dagster.sources.files_source import FileFormat, FilesSource
+from vt_dagster.sources.value_reader import Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit

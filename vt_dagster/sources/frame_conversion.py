@@ -11,9 +11,9 @@ from pyspark.sql.types import DataType, DecimalType, StructType
 
 from vt_dagster.core.source_records import RAW, REASON, Reason
 from vt_dagster.errors import ContractError
-from vt_dagster.sources.by_name import by_name
 from vt_dagster.sources.local_frames import ROW, local_frame, require_columns, wrong_type
-from vt_dagster.sources.values import is_no_text
+from vt_dagster.sources.match_by_name import by_name
+from vt_dagster.sources.value_reader import is_no_text
 from vt_dagster.topology.model import Stream
 from vt_dagster.topology.schema import differences
 

@@ -17,10 +17,10 @@ from vt_dagster.core.change_feed import BUCKETS, CHANGE, VERSION, changes
 from vt_dagster.core.source_records import DELETED, POSITION, RAW, REASON, RECORD_TIME, SOURCE
 from vt_dagster.errors import RecordsGoneError, SourceError
 from vt_dagster.sources.base import End, Uncounted
-from vt_dagster.sources.by_name import by_name
 from vt_dagster.sources.csv_text import nullable
 from vt_dagster.sources.delta_log import Change, ForeignTable
-from vt_dagster.sources.dumps import UNREAD, Limits, buckets_of, records_of
+from vt_dagster.sources.dump_limits import UNREAD, Limits, buckets_of, records_of
+from vt_dagster.sources.match_by_name import by_name
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_log import Commit, Offsets

@@ -28,7 +28,7 @@ from vt_dagster.sources.base import (
     require_told,
     with_told,
 )
-from vt_dagster.sources.directory import (
+from vt_dagster.sources.consumed_files import (
     FileInfo,
     Memory,
     chosen,
@@ -39,9 +39,9 @@ from vt_dagster.sources.directory import (
     written_at,
 )
 from vt_dagster.sources.file_rows import FileFormat, parquet_rows, text_rows
-from vt_dagster.sources.nested import require_units
-from vt_dagster.sources.options import checked
-from vt_dagster.sources.values import Reading, Timestamps
+from vt_dagster.sources.nested_values import require_units
+from vt_dagster.sources.text_options import checked
+from vt_dagster.sources.value_reader import Reading, Timestamps
 from vt_dagster.spark.jars import one_line
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.shared_paths import address, unseen
@@ -62,7 +62,7 @@ class PinnedFiles(Uncounted):
     Args:
         source: their directory.
         files: in order of arrival.
-        before: the files consumed by earlier runs, see ``directory.Memory``.
+        before: the files consumed by earlier runs, see ``consumed_files.Memory``.
         left: the names of those that wait for later runs.
     """
 
@@ -279,7 +279,7 @@ class FilesSource:
         """The files that have not been consumed yet, by name, as many as a run may take.
 
         Args:
-            consumed: those that have, see ``directory.Memory``.
+            consumed: those that have, see ``consumed_files.Memory``.
             only: names to choose from; None = all.
 
         Raises:

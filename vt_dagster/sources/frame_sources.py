@@ -19,8 +19,8 @@ from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.arrival_order import CHUNK
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE, time_of
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.any_frame import Frame, frame_of
 from vt_dagster.sources.base import Uncounted, require_limits
+from vt_dagster.sources.frame_conversion import Frame, frame_of
 from vt_dagster.sources.local_frames import ROW
 from vt_dagster.storage.commit_log import Commit, Ranges
 from vt_dagster.topology.model import Stream

@@ -13,9 +13,9 @@ from pyspark.sql.types import StringType
 
 from vt_dagster.columns import ARRIVAL
 from vt_dagster.core.source_records import POSITION, RAW
-from vt_dagster.sources.directory import FileInfo
-from vt_dagster.sources.first_bytes import byte_order, chunks_of
-from vt_dagster.sources.options import UTF_8, WIDE, encoding_of
+from vt_dagster.sources.consumed_files import FileInfo
+from vt_dagster.sources.file_signatures import byte_order, chunks_of
+from vt_dagster.sources.text_options import UTF_8, WIDE, encoding_of
 from vt_dagster.storage import delta
 
 FILE, UNDECODED = "_file", "_undecoded"

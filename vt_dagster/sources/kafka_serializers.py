@@ -8,7 +8,7 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import BinaryType, DataType, StringType
 
-from vt_dagster.sources.values import (
+from vt_dagster.sources.value_reader import (
     Reading,
     of_boolean,
     of_bytes,

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructField, StructType
 
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.values import TIMES, Unit, of_text
+from vt_dagster.sources.value_reader import TIMES, Unit, of_text
 
 Leaf = Callable[[Column, DataType, tuple[str, ...]], Column]
 

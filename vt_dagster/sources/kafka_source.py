@@ -31,11 +31,11 @@ from vt_dagster.core.source_records import (
 )
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
 from vt_dagster.sources.base import News, require_limits, require_told
-from vt_dagster.sources.formats import Decoded, Format, Json
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
-from vt_dagster.sources.kafka_pinned import APPEND_TIME, WORDS, PinnedTopics
-from vt_dagster.sources.nested import require_units
+from vt_dagster.sources.message_formats import Decoded, Format, Json
+from vt_dagster.sources.nested_values import require_units
+from vt_dagster.sources.pinned_topics import APPEND_TIME, WORDS, PinnedTopics
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))

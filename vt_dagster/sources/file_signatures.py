@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vt_dagster.sources.directory import FileInfo
+from vt_dagster.sources.consumed_files import FileInfo
 from vt_dagster.storage import delta
 
 HEAD = 512

@@ -26,7 +26,7 @@ from vt_dagster.core.source_records import (
     Reason,
 )
 from vt_dagster.errors import ContractError, SourceError, TopologyError
-from vt_dagster.sources.directory import FileInfo
+from vt_dagster.sources.consumed_files import FileInfo
 from vt_dagster.storage import delta
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream

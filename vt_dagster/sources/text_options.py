@@ -1,7 +1,8 @@
 """Spark's options of JSON and CSV: each has its effect, or is refused when definitions load.
 
-Files are read line by line, values by ``sources.values``, and what is bad goes to quarantine. An option
-of Spark that asks for something else would be without effect, so it is an error that says what to do.
+Files are read line by line, values by ``sources.value_reader``, and what is bad goes to quarantine. An
+option of Spark that asks for something else would be without effect, so it is an error that says what
+to do.
 """
 
 from __future__ import annotations

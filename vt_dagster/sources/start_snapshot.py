@@ -6,9 +6,9 @@ import posixpath
 
 from vt_dagster.errors import SourceError
 from vt_dagster.sources.base import Whole
-from vt_dagster.sources.delta_table import DeltaSource
-from vt_dagster.sources.delta_versions import PinnedState
-from vt_dagster.sources.snapshots import SnapshotSource
+from vt_dagster.sources.delta_source import DeltaSource
+from vt_dagster.sources.pinned_versions import PinnedState
+from vt_dagster.sources.snapshot_source import SnapshotSource
 
 
 def pin_start(source: SnapshotSource | DeltaSource) -> Whole | None:

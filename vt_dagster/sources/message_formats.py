@@ -22,13 +22,13 @@ from vt_dagster.errors import SourceError
 from vt_dagster.sources import avro, protobuf
 from vt_dagster.sources.avro import READ, read_avro, row_of
 from vt_dagster.sources.json_text import SCHEMA_OF, parse, read_object, value_of
-from vt_dagster.sources.nested import once, read_row, require_units, texts_of
-from vt_dagster.sources.options import checked
+from vt_dagster.sources.kafka_serializers import Serializer, serialized
+from vt_dagster.sources.nested_values import once, read_row, require_units, texts_of
 from vt_dagster.sources.protobuf import message_class_of, protobuf_reader
-from vt_dagster.sources.registry import SchemaRegistry
-from vt_dagster.sources.serialized import Serializer, serialized
-from vt_dagster.sources.unavailable import all_null, unchanged_in
-from vt_dagster.sources.values import Reading, Timestamps, Unit
+from vt_dagster.sources.schema_registry import SchemaRegistry
+from vt_dagster.sources.text_options import checked
+from vt_dagster.sources.unavailable_values import all_null, unchanged_in
+from vt_dagster.sources.value_reader import Reading, Timestamps, Unit
 
 _FRAME = 5
 """Bytes before a message in Confluent's framing: a zero and the schema's number (big endian)."""
