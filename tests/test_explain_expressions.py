@@ -7,7 +7,7 @@ from datetime import timedelta
 import pyarrow as pa
 import pytest
 
-from vt_dagster.provenance.expressions import evaluate, length, named, split
+from vt_dagster.provenance.expression_parser import evaluate, length, named, split
 
 
 def test_texts_of_commits() -> None:

@@ -28,10 +28,10 @@ from vt_dagster.errors import StorageError
 from vt_dagster.explore import costs, differences, found, keys, timeline, upstream
 from vt_dagster.explore.app import application
 from vt_dagster.explore.no_cost import came_late
-from vt_dagster.provenance import in_order
+from vt_dagster.provenance import arrival_batches
 from vt_dagster.provenance.explain import explain
-from vt_dagster.provenance.logs import Log, as_time
-from vt_dagster.provenance.values import Explanation, Record
+from vt_dagster.provenance.explanation import Explanation, Record
+from vt_dagster.provenance.log_reader import Log, as_time
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.topology.node_settings import with_settings
 
@@ -166,7 +166,7 @@ def test_a_key_as_of_and_as_known_at(warehouse: Path) -> None:
 def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
     """Of random records, whatever part of them is shown, and however they are read in parts."""
     chance = random.Random(seed)
-    monkeypatch.setattr(in_order, "CHUNK", chance.choice([3, 7, 1000]))
+    monkeypatch.setattr(arrival_batches, "CHUNK", chance.choice([3, 7, 1000]))
     monkeypatch.setitem(found.newest.__kwdefaults__, "most", 6)
     retention = timedelta(minutes=chance.choice([20, 10_000]))
     prices = Written(tmp_path, retention=retention)

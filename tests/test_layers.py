@@ -76,9 +76,11 @@ ORDER = {
         frame_conversion frame_sources
         """,
     "provenance": """
-        values logs expressions asked history origins row_by_row table_joins aggregates windows
-        suppressed stream_joins as_of corrected question explain choices key_codes in_order versions
-        late_joins late_windows late_records lateness lateness_picture
+        explanation log_reader expression_parser explain_request version_history source_origins
+        explain_row_by_row explain_table_joins explain_aggregates explain_windows explain_suppress
+        explain_stream_joins explain_stream_table_join explain_corrected_join record_selection explain
+        lateness_results key_codes arrival_batches bulk_lookup join_lateness window_lateness
+        retention_lateness lateness lateness_picture
         """,
     "runs": """
         arrival own_time pandera_checks invariants store past told audit join_way gate ready commit pin

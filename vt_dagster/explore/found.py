@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.provenance.in_order import cut
-from vt_dagster.provenance.logs import Condition, Log
-from vt_dagster.provenance.values import Record
+from vt_dagster.provenance.arrival_batches import cut
+from vt_dagster.provenance.explanation import Record
+from vt_dagster.provenance.log_reader import Condition, Log
 from vt_dagster.storage.arrow_fold import arrival_order, micros
 
 MOST = 200

@@ -23,9 +23,9 @@ from vt_dagster.explore.keys import key_history
 from vt_dagster.explore.no_cost import came_late
 from vt_dagster.explore.tables import facts, overview, require_asset, runs
 from vt_dagster.provenance.explain import explain
+from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.lateness_picture import share
-from vt_dagster.provenance.logs import Condition, Log, as_micros, both
-from vt_dagster.provenance.values import Record
+from vt_dagster.provenance.log_reader import Condition, Log, as_micros, both
 from vt_dagster.storage.arrow_reader import asset_names, of_key
 from vt_dagster.topology.durations import in_utc, parse_time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vt_dagster.provenance.values import Explanation
+from vt_dagster.provenance.explanation import Explanation
 
 DEEP, WIDE = 3, 6
 """So many steps upstream are drawn, and so many records that one was made of."""

@@ -13,21 +13,21 @@ from typing import Any
 
 from vt_dagster import rules
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance import as_of
-from vt_dagster.provenance.aggregates import stream_aggregate, table_aggregate
-from vt_dagster.provenance.asked import Asked, Made
-from vt_dagster.provenance.corrected import corrected
-from vt_dagster.provenance.expressions import split
-from vt_dagster.provenance.history import place_of
-from vt_dagster.provenance.logs import Log, as_micros, as_time, written
-from vt_dagster.provenance.origins import origin, rejected
-from vt_dagster.provenance.question import asked_for, in_micros
-from vt_dagster.provenance.row_by_row import PASSING, row_by_row
-from vt_dagster.provenance.stream_joins import corrected_streams, stream_stream
-from vt_dagster.provenance.suppressed import held, suppress
-from vt_dagster.provenance.table_joins import foreign_key, of_histories, table_table
-from vt_dagster.provenance.values import Explanation, Record, Told
-from vt_dagster.provenance.windows import too_late, windowed_aggregate
+from vt_dagster.provenance import explain_stream_table_join
+from vt_dagster.provenance.explain_aggregates import stream_aggregate, table_aggregate
+from vt_dagster.provenance.explain_corrected_join import corrected
+from vt_dagster.provenance.explain_request import Asked, Made
+from vt_dagster.provenance.explain_row_by_row import PASSING, row_by_row
+from vt_dagster.provenance.explain_stream_joins import corrected_streams, stream_stream
+from vt_dagster.provenance.explain_suppress import held, suppress
+from vt_dagster.provenance.explain_table_joins import foreign_key, of_histories, table_table
+from vt_dagster.provenance.explain_windows import too_late, windowed_aggregate
+from vt_dagster.provenance.explanation import Explanation, Record, Told
+from vt_dagster.provenance.expression_parser import split
+from vt_dagster.provenance.log_reader import Log, as_micros, as_time, written
+from vt_dagster.provenance.record_selection import asked_for, in_micros
+from vt_dagster.provenance.source_origins import origin, rejected
+from vt_dagster.provenance.version_history import place_of
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.durations import spoken
 
@@ -38,7 +38,7 @@ MOST, _MOST_IN_ALL = 20, 200
 
 KINDS: Mapping[str, Callable[[Asked], Made]] = {
     **dict.fromkeys(PASSING, row_by_row),
-    "StreamTableJoin": as_of.stream_table,
+    "StreamTableJoin": explain_stream_table_join.stream_table,
     "CorrectedJoin": corrected,
     "TableTableJoin": table_table,
     "ForeignKeyJoin": foreign_key,
@@ -259,7 +259,7 @@ def _tell_not_joined(log: Log, name: str, record: Record, told: Told) -> None:
         told.decide(rules.DROPPED, f"{record} has no value")
     elif released is not None and as_micros(record.timestamp) > released:
         now = log.commit.stream_time[record.partition]
-        grace = as_of.grace_of(log.commit, record.partition)
+        grace = explain_stream_table_join.grace_of(log.commit, record.partition)
         told.decide(
             rules.WAITING,
             f"{record} of {record.timestamp} waits since run {commit.batch}, until stream time, which "

@@ -12,12 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.as_of import grace_of
-from vt_dagster.provenance.choices import Choice, Lateness
-from vt_dagster.provenance.late_joins import LateJoin
-from vt_dagster.provenance.late_records import LateRecords
-from vt_dagster.provenance.late_windows import LateWindows
-from vt_dagster.provenance.logs import Log
+from vt_dagster.provenance.explain_stream_table_join import grace_of
+from vt_dagster.provenance.join_lateness import LateJoin
+from vt_dagster.provenance.lateness_results import Choice, Lateness
+from vt_dagster.provenance.log_reader import Log
+from vt_dagster.provenance.retention_lateness import LateRecords
+from vt_dagster.provenance.window_lateness import LateWindows
 from vt_dagster.topology.durations import parse_length, spoken
 
 GRACES = ("0s", "1m", "10m", "1h", "6h", "1d")

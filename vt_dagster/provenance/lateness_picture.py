@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, svg, text
-from vt_dagster.provenance.choices import Choice, Lateness
+from vt_dagster.provenance.lateness_results import Choice, Lateness
 from vt_dagster.topology.durations import spoken
 
 _ROW, _TOP, _LEFT, _BAR = 26, 34, 130, 330

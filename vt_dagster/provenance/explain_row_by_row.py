@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vt_dagster.provenance.asked import Asked, Made
-from vt_dagster.provenance.logs import Log, at_time, both
-from vt_dagster.provenance.values import Record, Told
+from vt_dagster.provenance.explain_request import Asked, Made
+from vt_dagster.provenance.explanation import Record, Told
+from vt_dagster.provenance.log_reader import Log, at_time, both
 from vt_dagster.storage.commit_log import Commit
 
 

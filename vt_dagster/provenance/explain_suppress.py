@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from vt_dagster import rules
 from vt_dagster.columns import WINDOW_END
-from vt_dagster.provenance.asked import Asked, Made
-from vt_dagster.provenance.logs import Log, as_time
-from vt_dagster.provenance.values import Record, Told
-from vt_dagster.provenance.windows import bounds_of, left_out
+from vt_dagster.provenance.explain_request import Asked, Made
+from vt_dagster.provenance.explain_windows import bounds_of, left_out
+from vt_dagster.provenance.explanation import Record, Told
+from vt_dagster.provenance.log_reader import Log, as_time
 from vt_dagster.storage.commit_log import Commit
 
 

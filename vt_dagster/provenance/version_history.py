@@ -20,8 +20,8 @@ from vt_dagster.columns import (
     TIMESTAMP,
     VALID_TO,
 )
-from vt_dagster.provenance.logs import Condition, Log, Place, as_micros, as_time, both
-from vt_dagster.provenance.values import Record, Told
+from vt_dagster.provenance.explanation import Record, Told
+from vt_dagster.provenance.log_reader import Condition, Log, Place, as_micros, as_time, both
 from vt_dagster.storage.arrow_fold import clipped, fold, micros, values_by_partition
 from vt_dagster.storage.commit_log import Commit, horizons
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.choices import Choice, Delay
-from vt_dagster.provenance.in_order import cut, running_time
-from vt_dagster.provenance.logs import Log, both
-from vt_dagster.provenance.versions import Match, Versions
+from vt_dagster.provenance.arrival_batches import cut, running_time
+from vt_dagster.provenance.bulk_lookup import Match, Versions
+from vt_dagster.provenance.lateness_results import Choice, Delay
+from vt_dagster.provenance.log_reader import Log, both
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_fold import micros
 from vt_dagster.storage.commit_history import commits

@@ -23,7 +23,7 @@ from vt_dagster.columns import (
     RECORDED_AT,
     TIMESTAMP,
 )
-from vt_dagster.provenance.values import Record, Written
+from vt_dagster.provenance.explanation import Record, Written
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_fold import micros, values_by_partition
 from vt_dagster.storage.arrow_reader import asset_names, columns_of, head_of, of_key, rows_of

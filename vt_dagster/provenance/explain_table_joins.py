@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from vt_dagster import rules
 from vt_dagster.columns import OFFSET, PARTITION
-from vt_dagster.provenance.asked import Arrivals, Asked, Made, Update, which
-from vt_dagster.provenance.expressions import evaluate, split, used
-from vt_dagster.provenance.logs import Condition, Log, as_micros
-from vt_dagster.provenance.values import Record
+from vt_dagster.provenance.explain_request import Arrivals, Asked, Made, Update, which
+from vt_dagster.provenance.explanation import Record
+from vt_dagster.provenance.expression_parser import evaluate, split, used
+from vt_dagster.provenance.log_reader import Condition, Log, as_micros
 from vt_dagster.storage.value_texts import texts
 
 Key = tuple[Any, ...]

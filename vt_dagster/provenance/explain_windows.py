@@ -19,11 +19,11 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.provenance.aggregates import cannot_be_told, keys_of, members, narrow
-from vt_dagster.provenance.asked import Arrivals, Asked, Made
-from vt_dagster.provenance.expressions import Group, named, split
-from vt_dagster.provenance.logs import Log, Place, as_micros, as_time, between, both
-from vt_dagster.provenance.values import Candidate, Record, Told
+from vt_dagster.provenance.explain_aggregates import cannot_be_told, keys_of, members, narrow
+from vt_dagster.provenance.explain_request import Arrivals, Asked, Made
+from vt_dagster.provenance.explanation import Candidate, Record, Told
+from vt_dagster.provenance.expression_parser import Group, named, split
+from vt_dagster.provenance.log_reader import Log, Place, as_micros, as_time, between, both
 from vt_dagster.storage.value_texts import as_key
 
 _MILLISECOND = 1000

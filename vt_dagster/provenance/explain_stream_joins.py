@@ -16,10 +16,10 @@ from vt_dagster.columns import (
     RIGHT_OFFSET,
     RIGHT_PARTITION,
 )
-from vt_dagster.provenance.asked import Arrivals, Asked, Made
-from vt_dagster.provenance.expressions import length, plain, split
-from vt_dagster.provenance.logs import Condition, Log, as_micros, between, both
-from vt_dagster.provenance.values import Candidate, Record
+from vt_dagster.provenance.explain_request import Arrivals, Asked, Made
+from vt_dagster.provenance.explanation import Candidate, Record
+from vt_dagster.provenance.expression_parser import length, plain, split
+from vt_dagster.provenance.log_reader import Condition, Log, as_micros, between, both
 from vt_dagster.topology.durations import spoken
 
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))

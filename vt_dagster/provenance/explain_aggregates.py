@@ -17,10 +17,10 @@ from vt_dagster.columns import (
     RECORDED_AT,
     TIMESTAMP,
 )
-from vt_dagster.provenance.asked import Arrivals, Asked, Made, which
-from vt_dagster.provenance.expressions import Group, named, replaced_rows
-from vt_dagster.provenance.logs import Log, Place, as_micros
-from vt_dagster.provenance.values import Record
+from vt_dagster.provenance.explain_request import Arrivals, Asked, Made, which
+from vt_dagster.provenance.explanation import Record
+from vt_dagster.provenance.expression_parser import Group, named, replaced_rows
+from vt_dagster.provenance.log_reader import Log, Place, as_micros
 from vt_dagster.storage.arrow_fold import values_by_partition
 
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)

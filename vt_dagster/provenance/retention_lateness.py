@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow.compute as pc
 
 from vt_dagster.columns import CARRIED, OFFSET, PARTITION, TIMESTAMP
-from vt_dagster.provenance.choices import Choice
-from vt_dagster.provenance.in_order import cut, running_time
-from vt_dagster.provenance.logs import Log, both
-from vt_dagster.provenance.origins import quarantine
+from vt_dagster.provenance.arrival_batches import cut, running_time
+from vt_dagster.provenance.lateness_results import Choice
+from vt_dagster.provenance.log_reader import Log, both
+from vt_dagster.provenance.source_origins import quarantine
 from vt_dagster.rules import LATE
 from vt_dagster.storage.arrow_fold import micros
 from vt_dagster.storage.commit_history import commits

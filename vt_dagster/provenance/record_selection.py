@@ -11,9 +11,9 @@ import numpy as np
 
 from vt_dagster.columns import OFFSET, PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.expressions import used
-from vt_dagster.provenance.logs import Condition, Log, as_time, both
-from vt_dagster.provenance.values import Record
+from vt_dagster.provenance.explanation import Record
+from vt_dagster.provenance.expression_parser import used
+from vt_dagster.provenance.log_reader import Condition, Log, as_time, both
 from vt_dagster.storage.arrow_fold import arrival_order, micros
 from vt_dagster.topology.durations import parse_time
 

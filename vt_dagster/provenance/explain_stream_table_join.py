@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from vt_dagster import rules
-from vt_dagster.provenance.asked import Asked, Made
-from vt_dagster.provenance.expressions import length
-from vt_dagster.provenance.history import AROUND, History, Version, horizons_of
-from vt_dagster.provenance.logs import Log, as_micros, as_time, at_time, both
-from vt_dagster.provenance.values import Candidate, Record, Told
+from vt_dagster.provenance.explain_request import Asked, Made
+from vt_dagster.provenance.explanation import Candidate, Record, Told
+from vt_dagster.provenance.expression_parser import length
+from vt_dagster.provenance.log_reader import Log, as_micros, as_time, at_time, both
+from vt_dagster.provenance.version_history import AROUND, History, Version, horizons_of
 from vt_dagster.storage import delta
 from vt_dagster.storage.commit_history import last_that
 from vt_dagster.storage.commit_log import Commit

@@ -8,10 +8,10 @@ import pyarrow as pa
 
 from vt_dagster import rules
 from vt_dagster.columns import CAUSE, IS_TOMBSTONE, LEFT_OFFSET, LEFT_PARTITION, REVISION
-from vt_dagster.provenance.as_of import answered, looked_up
-from vt_dagster.provenance.asked import Asked, Made
-from vt_dagster.provenance.logs import Place
-from vt_dagster.provenance.values import Record
+from vt_dagster.provenance.explain_request import Asked, Made
+from vt_dagster.provenance.explain_stream_table_join import answered, looked_up
+from vt_dagster.provenance.explanation import Record
+from vt_dagster.provenance.log_reader import Place
 
 
 def corrected(asked: Asked) -> Made:

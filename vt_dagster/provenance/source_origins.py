@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from vt_dagster.columns import CARRIED, PARTITION
-from vt_dagster.provenance.logs import Log
-from vt_dagster.provenance.values import Origin, Record, Rejected
+from vt_dagster.provenance.explanation import Origin, Record, Rejected
+from vt_dagster.provenance.log_reader import Log
 from vt_dagster.rules import NOTHING_NEW
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import rows_of

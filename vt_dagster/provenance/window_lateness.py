@@ -17,10 +17,10 @@ import pyarrow as pa
 
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.choices import Choice
-from vt_dagster.provenance.in_order import cut, running_time
+from vt_dagster.provenance.arrival_batches import cut, running_time
 from vt_dagster.provenance.key_codes import NONE, KeyCodes
-from vt_dagster.provenance.logs import Log, both
+from vt_dagster.provenance.lateness_results import Choice
+from vt_dagster.provenance.log_reader import Log, both
 from vt_dagster.storage.arrow_fold import micros
 from vt_dagster.storage.commit_history import commits
 from vt_dagster.storage.commit_log import EVER
