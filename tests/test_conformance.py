@@ -22,8 +22,8 @@ from vt_dagster.core.as_of_join import Way
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import SourceError
 from vt_dagster.runs import arrival as arrivals
-from vt_dagster.runs import gate, looking
-from vt_dagster.runs.join_way import tiles_of
+from vt_dagster.runs import gate, temporal_lookup
+from vt_dagster.runs.join_strategy import tiles_of
 from vt_dagster.topology.model import Table
 
 SCENARIOS = Path(__file__).parent / "conformance"
@@ -152,7 +152,7 @@ def test_the_other_ways_to_join_are_identical_too(
         asked.append(chosen)
         return chosen, "forced"
 
-    monkeypatch.setattr(looking, "way_of", way_of)
+    monkeypatch.setattr(temporal_lookup, "way_of", way_of)
     lines: list[str] = []
     report = run(
         [SCENARIOS / "worked"],

@@ -83,10 +83,11 @@ ORDER = {
         retention_lateness lateness lateness_picture
         """,
     "runs": """
-        arrival own_time pandera_checks invariants store past told audit join_way gate ready commit pin
-        results looking difference reading deterministic known run remembered replay what_if
-        restate_plan restate export training_set erase_plan certificate erased_times out_of_reach
-        foretold erase cut
+        arrival advance_stream_time pandera_checks invariants store_protocol system_time_history
+        record_times audit join_strategy gate readiness commit_document pin results temporal_lookup
+        snapshot_read read_source udf_determinism run_inputs run retention_guard replay what_if
+        restate_plan restate export training_set_run erase_plan erase_certificate erased_validity
+        erase_residuals erase_dry_run erase truncate_log
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """

@@ -45,8 +45,8 @@ from vt_dagster.orchestration.partition_sensor import _require_reader
 from vt_dagster.orchestration.pictures import Lane, _add_versions
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.cut import cut_logs
 from vt_dagster.runs.run import run_once
+from vt_dagster.runs.truncate_log import cut_logs
 from vt_dagster.storage import view_segments
 from vt_dagster.storage.arrow_fold import fold
 from vt_dagster.storage.arrow_reader import look_up

@@ -16,10 +16,10 @@ from pyspark.sql import SparkSession
 from tests.market import lines, record
 from tests.test_partition_sensor import Reports, day
 from vt_dagster.orchestration.io_manager import READS
-from vt_dagster.runs.cut import cut_logs
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
+from vt_dagster.runs.truncate_log import cut_logs
 from vt_dagster.storage.maintenance import maintain
 from vt_dagster.storage.stale_reads import UNTOLD
 from vt_dagster.topology.durations import parse_time

@@ -24,7 +24,7 @@ from vt_dagster.core.feature_join import Feature, with_features
 from vt_dagster.core.log_columns import log_schema, view_schema
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.run import run_once
-from vt_dagster.runs.training_set import TrainingRun, manifest_of, read_manifest
+from vt_dagster.runs.training_set_run import TrainingRun, manifest_of, read_manifest
 from vt_dagster.storage.asset_store import stores_of
 from vt_dagster.topology.feature_views import TrainingSet
 

@@ -28,7 +28,7 @@ from vt_dagster.core.as_of_join import as_of_join
 from vt_dagster.core.versioned_table import clipped
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.join_way import tiles_of
+from vt_dagster.runs.join_strategy import tiles_of
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.arrow_reader import look_up
 from vt_dagster.storage.asset_store import stores_of

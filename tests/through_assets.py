@@ -27,7 +27,7 @@ from vt_dagster.conformance.topology import by_scenario, ms, record_of
 from vt_dagster.conformance.versioned_store import StoreRun, answer_rest, store_differences
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.errors import BufferFullError, ContractError
-from vt_dagster.runs import known as of_runs
+from vt_dagster.runs import run_inputs as of_runs
 from vt_dagster.spark.small_run_settings import small_run
 from vt_dagster.storage import view as of_views
 from vt_dagster.storage.asset_store import AssetStore

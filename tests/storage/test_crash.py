@@ -15,8 +15,8 @@ from pyspark.sql import SparkSession
 
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.certificate import FOLDER
 from vt_dagster.runs.erase import erase
+from vt_dagster.runs.erase_certificate import FOLDER
 
 pytestmark = pytest.mark.slow
 

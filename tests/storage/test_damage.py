@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 
 from tests.storage.topology import Topology
 from vt_dagster.errors import ClockWarning, ConcurrentRunError, StorageError
-from vt_dagster.runs import commit as run_commit
+from vt_dagster.runs import commit_document as run_commit
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.run import run_once

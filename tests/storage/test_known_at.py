@@ -399,7 +399,7 @@ def test_a_clock_that_is_behind(tmp_path: Path, spark: SparkSession) -> None:
     topology.land("rates", "1.jsonl", [("a", 1, 1)])
     ahead = 4_102_444_800 * 10**9  # 2100
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("vt_dagster.runs.commit.time.time_ns", lambda: ahead)
+        patched.setattr("vt_dagster.runs.commit_document.time.time_ns", lambda: ahead)
         topology.run("rates", spark)
     topology.land("rates", "2.jsonl", [("a", 2, 2)])
     topology.run("rates", spark)

@@ -22,13 +22,13 @@ from vt_dagster.columns import RECORDED_AT
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError, TopologyError
 from vt_dagster.runs.audit import audit
-from vt_dagster.runs.cut import cut_logs
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.export import ExportRun, export_of
 from vt_dagster.runs.pin import require_reach
 from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
+from vt_dagster.runs.truncate_log import cut_logs
 from vt_dagster.runs.what_if import what_if
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of

@@ -23,7 +23,7 @@ from vt_dagster.columns import ARRIVAL, FATE, PARTITION, RECORDED_AT
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.source_records import TOLD_AT
 from vt_dagster.errors import TopologyError
-from vt_dagster.runs import told
+from vt_dagster.runs import record_times
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.run import run_once
 from vt_dagster.sources.files_source import FilesSource
@@ -220,7 +220,7 @@ def test_times_of_rows_do_not_go_back_and_are_few(
 ) -> None:
     """Neither in their partition, across what tasks take at a time, nor before the last commit, nor
     after the run; where more than so many are told apart, each counts as one that is not earlier."""
-    monkeypatch.setattr(told, "_MOST", 3)
+    monkeypatch.setattr(record_times, "_MOST", 3)
     topology = Topology(tmp_path)
     store = topology.store("orders", spark)
     rows = [(0, 0, 5), (0, 1, 9), (0, 100_001, 2), (1, 2, 3), (1, 3, 20), (1, 4, 1), (0, 200_000, None)]
@@ -234,7 +234,7 @@ def test_times_of_rows_do_not_go_back_and_are_few(
     before = Commit(asset="orders", batch=1, attempt="a", shape=shape, recorded_at=1)
     source: Any = object()
     arrival = Arrival(topology.orders, Head(0, before), "attempt", source=source)
-    timed, end = told.with_times(read, arrival, store, 12)
+    timed, end = record_times.with_times(read, arrival, store, 12)
     found = [r[0] for r in timed.orderBy(ARRIVAL).select(F.unix_micros(RECORDED_AT)).collect()]
     for held in arrival.held:
         store.release(held)

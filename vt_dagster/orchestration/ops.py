@@ -46,10 +46,10 @@ from vt_dagster.orchestration.types import (
     results_type,
 )
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.cut import cut_logs
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Results
 from vt_dagster.runs.run import Run
+from vt_dagster.runs.truncate_log import cut_logs
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.topology.model import Stream, topological

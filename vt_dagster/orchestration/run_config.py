@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from vt_dagster.runs.ready import waits
+from vt_dagster.runs.readiness import waits
 from vt_dagster.sources.delta_source import DeltaSource
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_messages import as_ranges

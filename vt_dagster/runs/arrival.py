@@ -46,7 +46,7 @@ class Arrival:
         rows_read: how many rows of tables the run reads, as far as one knows before it.
         state_bytes: of what an operator keeps from run to run.
         held: rows that are held until the commit.
-        ready: of each input where its log stood when it became ready, see ``ready.upstream``.
+        ready: of each input where its log stood when it became ready, see ``readiness.upstream``.
         not_ready: the tables that a join looks into and that are not ready; it then takes nothing,
             unless it was told to.
         waiting: how many records it does not take for that reason.

@@ -28,8 +28,9 @@ from vt_dagster.core.arrival_order import Fate, by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.runs.certificate import Certificate, Searched, begun, elsewhere, unwritten
-from vt_dagster.runs.commit import recorded
+from vt_dagster.runs.commit_document import recorded
+from vt_dagster.runs.erase_certificate import Certificate, Searched, begun, elsewhere, unwritten
+from vt_dagster.runs.erase_dry_run import Tell, foretell
 from vt_dagster.runs.erase_plan import (
     KEPT,
     KEPT_EXPORT,
@@ -39,9 +40,8 @@ from vt_dagster.runs.erase_plan import (
     key_of,
     require_free,
 )
-from vt_dagster.runs.erased_times import erasures
-from vt_dagster.runs.foretold import Tell, foretell
-from vt_dagster.runs.out_of_reach import in_statistics, unreachable
+from vt_dagster.runs.erase_residuals import in_statistics, unreachable
+from vt_dagster.runs.erased_validity import erasures
 from vt_dagster.storage import delta, erase_files
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Checkpoint, Commit
@@ -87,7 +87,7 @@ def erase(
         exports: the directories of exports of any of these (``build_export``).
         tell: is told what was found, in a line each.
         runs: of Dagster, whose events have the key (``runs_with``); None = nobody has looked.
-        dry_run: changes nothing, and tells what would be erased now: see ``runs.foretold``.
+        dry_run: changes nothing, and tells what would be erased now: see ``runs.erase_dry_run``.
 
     Returns:
         the certificate, which is also in the warehouse, in ``erased.certificates/``; of a dry run

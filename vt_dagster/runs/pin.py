@@ -13,8 +13,8 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.table_store import start_of
 from vt_dagster.errors import ConcurrentRunError, SourceError, StorageError
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.ready import upstream
-from vt_dagster.runs.store import Store, Stores
+from vt_dagster.runs.readiness import upstream
+from vt_dagster.runs.store_protocol import Store, Stores
 from vt_dagster.sources.base import Pinned, Source, Whole
 from vt_dagster.sources.start_snapshot import pin_start
 from vt_dagster.storage.commit_log import Commit

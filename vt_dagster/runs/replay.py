@@ -25,7 +25,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.errors import SourceError, StorageError
 from vt_dagster.runs.run import run_once
-from vt_dagster.runs.store import Stores
+from vt_dagster.runs.store_protocol import Stores
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.sources.kafka_source import KafkaSource
 from vt_dagster.storage import commit_history, delta

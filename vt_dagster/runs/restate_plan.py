@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import StorageError
-from vt_dagster.runs.remembered import require_history, require_logs
+from vt_dagster.runs.retention_guard import require_history, require_logs
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore

@@ -29,8 +29,9 @@ from vt_dagster.core.arrival_order import Fate, by_partition
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.run_context import Input, Known
+from vt_dagster.runs.advance_stream_time import bounds_of, timed
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.commit import (
+from vt_dagster.runs.commit_document import (
     document,
     ends_of,
     of_source,
@@ -38,17 +39,16 @@ from vt_dagster.runs.commit import (
     stage_rejected,
     told_by_clock,
 )
-from vt_dagster.runs.deterministic import require_deterministic_functions
 from vt_dagster.runs.gate import Passed, gate
-from vt_dagster.runs.known import inputs_of, known_of, logs_of
-from vt_dagster.runs.looking import look_up
-from vt_dagster.runs.own_time import bounds_of, timed
 from vt_dagster.runs.pin import explained, from_logs, from_source
-from vt_dagster.runs.reading import met_twice, records_of, with_past
-from vt_dagster.runs.ready import require_covered
+from vt_dagster.runs.read_source import met_twice, records_of, with_past
+from vt_dagster.runs.readiness import require_covered
+from vt_dagster.runs.record_times import steps_of, with_times
 from vt_dagster.runs.results import Judged, Receipt, Results, judge, nothing_of, require_same
-from vt_dagster.runs.store import Store, Stores
-from vt_dagster.runs.told import steps_of, with_times
+from vt_dagster.runs.run_inputs import inputs_of, known_of, logs_of
+from vt_dagster.runs.store_protocol import Store, Stores
+from vt_dagster.runs.temporal_lookup import look_up
+from vt_dagster.runs.udf_determinism import require_deterministic_functions
 from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage.commit_log import Commit

@@ -6,7 +6,7 @@ Definitions load without Spark, so the text is taken apart here as Spark's lexer
 string, in a comment or of a column is no call.
 
 What this module does not know are functions of the user's own; ``unknown_functions`` names them, and a
-first run asks Spark (``vt_dagster.runs.deterministic``).
+first run asks Spark (``vt_dagster.runs.udf_determinism``).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from pyspark.sql.types import StructField, StructType, TimestampType
 from vt_dagster.columns import TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.reading import unheard
-from vt_dagster.runs.store import Store
+from vt_dagster.runs.read_source import unheard
+from vt_dagster.runs.store_protocol import Store
 from vt_dagster.topology.deterministic_sql import Expression, expressions_of, unknown_functions
 from vt_dagster.topology.model import Stream
 

@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core.log_columns import log_schema
-from vt_dagster.runs.certificate import Certificate, Searched
+from vt_dagster.runs.erase_certificate import Certificate, Searched
 from vt_dagster.runs.erase_plan import KEPT, KEPT_EXPORT, Places
 from vt_dagster.storage import delta, erase_files, parquet
 from vt_dagster.storage.asset_store import AssetStore

@@ -15,10 +15,10 @@ from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Known, Lookup
 from vt_dagster.core.table_store import Hold
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.join_way import way_of
-from vt_dagster.runs.past import TablePast, recorded_if
+from vt_dagster.runs.join_strategy import way_of
 from vt_dagster.runs.results import Judged
-from vt_dagster.runs.store import Stores
+from vt_dagster.runs.store_protocol import Stores
+from vt_dagster.runs.system_time_history import TablePast, recorded_if
 from vt_dagster.topology.model import VersionedTable
 
 

@@ -28,7 +28,7 @@ from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.runs.commit import recorded
+from vt_dagster.runs.commit_document import recorded
 from vt_dagster.runs.pin import looks_back
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet

@@ -20,7 +20,7 @@ from vt_dagster.core.arrival_order import Fate, arrival_chunk
 from vt_dagster.core.source_records import SOURCE, TOLD_AT
 from vt_dagster.core.stream_time import running_max
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.store import Store
+from vt_dagster.runs.store_protocol import Store
 from vt_dagster.sources.base import Recorded
 from vt_dagster.storage.commit_log import Commit, Step
 

@@ -14,11 +14,11 @@ from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, Known
 from vt_dagster.core.table_store import Hold
+from vt_dagster.runs.advance_stream_time import known_marks, oldest
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.own_time import known_marks, oldest
-from vt_dagster.runs.past import recorded_if
-from vt_dagster.runs.reading import begun_of
-from vt_dagster.runs.store import Store, Stores
+from vt_dagster.runs.read_source import begun_of
+from vt_dagster.runs.store_protocol import Store, Stores
+from vt_dagster.runs.system_time_history import recorded_if
 from vt_dagster.storage.view import MANY_ROWS
 from vt_dagster.topology.model import Stream, Table
 

@@ -6,7 +6,7 @@ from pyspark.sql import DataFrame
 
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.log_columns import view_schema
-from vt_dagster.runs.store import Store
+from vt_dagster.runs.store_protocol import Store
 from vt_dagster.sources.base import Comparing
 from vt_dagster.topology.model import Stream, Table
 

@@ -21,10 +21,10 @@ from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, TIMESTAMP
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.feature_join import Feature, with_features
 from vt_dagster.errors import StorageError
-from vt_dagster.runs.commit import recorded
+from vt_dagster.runs.commit_document import recorded
 from vt_dagster.runs.export import head_in, require_outside
-from vt_dagster.runs.past import TablePast, recorded_if
-from vt_dagster.runs.ready import not_ready
+from vt_dagster.runs.readiness import not_ready
+from vt_dagster.runs.system_time_history import TablePast, recorded_if
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, shape_of

@@ -45,8 +45,8 @@ from vt_dagster.core.table_store import meets_versions
 from vt_dagster.core.versioned_table import FIRST
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.difference import difference
-from vt_dagster.runs.store import Store
+from vt_dagster.runs.snapshot_read import difference
+from vt_dagster.runs.store_protocol import Store
 from vt_dagster.sources.base import Comparing, Pinned, Whole
 from vt_dagster.sources.frame_sources import PinnedFrames
 from vt_dagster.storage.commit_log import horizons

@@ -17,8 +17,8 @@ from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURC
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.gate import Passed
-from vt_dagster.runs.ready import after_run
-from vt_dagster.runs.store import Store
+from vt_dagster.runs.readiness import after_run
+from vt_dagster.runs.store_protocol import Store
 from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started

@@ -18,7 +18,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.table_store import start_of
 from vt_dagster.errors import RefusedRecordsError
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.store import Stores
+from vt_dagster.runs.store_protocol import Stores
 from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.commit_log import Commit, Offsets, horizons
 from vt_dagster.topology.durations import in_utc, spoken
