@@ -15,7 +15,7 @@ from assets.topology import PUBLISHED, aircraft
 from resources import spark, warehouse
 from vt_dagster import read
 from vt_dagster.columns import CAUSE, OFFSET, OLD, PARTITION, RECORDED_AT, REVISION, TIMESTAMP
-from vt_dagster.orchestration.resource import session_of
+from vt_dagster.orchestration.resources import session_of
 from vt_dagster.runs.erase import erase
 
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from assets.demo import console, fresh_instance, land, materialize, plain, say, 
 from assets.landing import LateWeather
 from resources import spark, warehouse
 from vt_dagster.columns import IS_LATE, IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM, VALID_TO
-from vt_dagster.orchestration.resource import session_of
+from vt_dagster.orchestration.resources import session_of
 from vt_dagster.storage.asset_store import AssetStore
 
 LANDINGS = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from vt_dagster import WarehouseResource
-from vt_dagster.orchestration.resource import warehouse_of
+from vt_dagster.orchestration.resources import warehouse_of
 
 ROOT = Path(__file__).parent.parent
 

@@ -91,9 +91,9 @@ ORDER = {
         """,
     "testing": "memory kafka versioned_store driver",
     "orchestration": """
-        resource glance steps metadata events io_manager partition_sensor pictures types checks
-        freshness lateness sensors deliveries decorators translator run_config asset export training_set
-        operator_ops ops factory
+        resources text_timeline op_names metadata event_search io_manager partition_sensor run_pictures
+        dagster_types checks freshness_check lateness_check sensors dataframe_inputs decorators
+        translator run_config asset export_asset training_set_asset operator_ops ops factory
         """,
     "explore": "no_cost tables found keys timeline upstream costs differences pages app",
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
@@ -108,7 +108,7 @@ DEMO = {("cli", "assets")}
 LATE_IMPORTS = {
     "vt_dagster.storage.arrow_reader": {"pyarrow": "its datasets take pandas with them, half a second"},
     "vt_dagster.runs.pandera_checks": {"pandera": "half a second, of no use to who has no contract"},
-    "vt_dagster.orchestration.resource": {
+    "vt_dagster.orchestration.resources": {
         "dagster_pyspark": "0.2 s, of no use to a run without news",
     },
     "vt_dagster.cli.tables": {"assets": "see DEMO"},

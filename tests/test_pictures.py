@@ -14,9 +14,16 @@ import pytest
 
 from tests.market import Market, materialized, record, unchanged
 from vt_dagster.drawing import BLUE, RED
-from vt_dagster.orchestration import pictures
-from vt_dagster.orchestration.glance import LABELS, SHOWN_AT_ONCE, Lane, sketch, told, told_lateness
-from vt_dagster.orchestration.pictures import histogram, timeline
+from vt_dagster.orchestration import run_pictures
+from vt_dagster.orchestration.run_pictures import histogram, timeline
+from vt_dagster.orchestration.text_timeline import (
+    LABELS,
+    SHOWN_AT_ONCE,
+    Lane,
+    sketch,
+    told,
+    told_lateness,
+)
 from vt_dagster.storage import parquet
 
 HOUR = 3_600_000_000
@@ -138,7 +145,7 @@ def test_of_many_files_and_records(
     market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = market.copy(tmp_path / "copy")
-    monkeypatch.setattr(pictures, "SAMPLE", 100)
+    monkeypatch.setattr(run_pictures, "SAMPLE", 100)
     monkeypatch.setattr(parquet, "ROWS_OF_A_FILE", 50)
     hours = [record("a", f"h{n}", f"{3 + n // 24} {n % 24:02d}:00") for n in range(240)]
     copy.land("prices", "3.jsonl", *hours)
@@ -156,7 +163,7 @@ def test_of_many_files_and_records(
 
 def test_a_crowd_is_drawn_evenly() -> None:
     crowd = [(n, n in (7, 8)) for n in range(240)]
-    shown = pictures._spread(crowd)
+    shown = run_pictures._spread(crowd)
     assert len(shown) == 60
     assert {(7, True), (8, True)} <= set(shown)
     assert max(b[0] - a[0] for a, b in pairwise(shown)) <= 6
@@ -169,7 +176,7 @@ def test_they_never_fail_a_run(market: Market, tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("no ink")
 
     copy = market.copy(tmp_path / "copy")
-    monkeypatch.setattr(pictures, "_draw", broken)
+    monkeypatch.setattr(run_pictures, "_draw", broken)
     copy.land("prices", "3.jsonl", record("a", "p5", "2 06:00"))
     result = copy.run([copy.prices])
     assert result.success

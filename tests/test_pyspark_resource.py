@@ -19,7 +19,7 @@ from tests.market import Market, checks, lines, materialized, messages, record
 from tests.test_executor import INSTANCE, ROOT
 from vt_dagster import TopologyError, build_definitions, build_resources
 from vt_dagster.errors import SparkUnavailableError
-from vt_dagster.orchestration.resource import session_of
+from vt_dagster.orchestration.resources import session_of
 from vt_dagster.spark.session_requirements import TIME_ZONE, lacking
 
 KINDS = (PySparkResource, LazyPySparkResource)
@@ -116,7 +116,7 @@ NO_JARS = """
 from dagster_pyspark import LazyPySparkResource
 from vt_dagster import SparkResource
 from vt_dagster.errors import SparkUnavailableError
-from vt_dagster.orchestration.resource import session_of
+from vt_dagster.orchestration.resources import session_of
 
 whole = SparkResource(master="local[1]").pyspark_config()
 jars = whole.pop("spark.jars")

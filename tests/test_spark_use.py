@@ -30,7 +30,7 @@ LACKING = {
 """What Spark Connect has not got."""
 ALLOWED = {
     "spark/session.py": {"sparkContext", "_jvm"},  # of a session of this process
-    "orchestration/resource.py": {"sparkContext"},  # where it is not remote
+    "orchestration/resources.py": {"sparkContext"},  # where it is not remote
     "testing/driver.py": {"newSession"},  # else the user's own session
 }
 SURE = {"core/arrival_order.py", "storage/schema_evolution.py"}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vt_dagster.contracts import contract
     from vt_dagster.errors import TopologyError, VtDagsterError
     from vt_dagster.orchestration.decorators import stream, table, versioned_table
-    from vt_dagster.orchestration.export import build_export
+    from vt_dagster.orchestration.export_asset import build_export
     from vt_dagster.orchestration.factory import (
         build_asset,
         build_checks,
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
         build_maintenance,
         build_resources,
     )
-    from vt_dagster.orchestration.freshness import build_freshness_check
+    from vt_dagster.orchestration.freshness_check import build_freshness_check
     from vt_dagster.orchestration.io_manager import tables_io_manager
-    from vt_dagster.orchestration.lateness import build_lateness_check
+    from vt_dagster.orchestration.lateness_check import build_lateness_check
     from vt_dagster.orchestration.partition_sensor import build_partition_sensor
-    from vt_dagster.orchestration.resource import SparkResource, WarehouseResource
+    from vt_dagster.orchestration.resources import SparkResource, WarehouseResource
     from vt_dagster.orchestration.sensors import build_sensor
-    from vt_dagster.orchestration.training_set import build_training_set
+    from vt_dagster.orchestration.training_set_asset import build_training_set
     from vt_dagster.orchestration.translator import TopologyTranslator
     from vt_dagster.provenance.explain import explain
     from vt_dagster.provenance.lateness import lateness
@@ -81,7 +81,7 @@ _HOMES = {
     "SessionWindow": "vt_dagster.topology.windows",
     "SlidingWindow": "vt_dagster.topology.windows",
     "SnapshotSource": "vt_dagster.sources.snapshot_source",
-    "SparkResource": "vt_dagster.orchestration.resource",
+    "SparkResource": "vt_dagster.orchestration.resources",
     "Stream": "vt_dagster.topology.model",
     "StreamTableJoin": "vt_dagster.topology.operators",
     "Table": "vt_dagster.topology.model",
@@ -92,7 +92,7 @@ _HOMES = {
     "UntilWindowCloses": "vt_dagster.topology.operators",
     "VersionedTable": "vt_dagster.topology.model",
     "VtDagsterError": "vt_dagster.errors",
-    "WarehouseResource": "vt_dagster.orchestration.resource",
+    "WarehouseResource": "vt_dagster.orchestration.resources",
     "contract": "vt_dagster.contracts",
     "explain": "vt_dagster.provenance.explain",
     "lateness": "vt_dagster.provenance.lateness",
@@ -100,14 +100,14 @@ _HOMES = {
     "build_asset": "vt_dagster.orchestration.factory",
     "build_checks": "vt_dagster.orchestration.factory",
     "build_definitions": "vt_dagster.orchestration.factory",
-    "build_export": "vt_dagster.orchestration.export",
-    "build_freshness_check": "vt_dagster.orchestration.freshness",
-    "build_lateness_check": "vt_dagster.orchestration.lateness",
+    "build_export": "vt_dagster.orchestration.export_asset",
+    "build_freshness_check": "vt_dagster.orchestration.freshness_check",
+    "build_lateness_check": "vt_dagster.orchestration.lateness_check",
     "build_maintenance": "vt_dagster.orchestration.factory",
     "build_partition_sensor": "vt_dagster.orchestration.partition_sensor",
     "build_resources": "vt_dagster.orchestration.factory",
     "build_sensor": "vt_dagster.orchestration.sensors",
-    "build_training_set": "vt_dagster.orchestration.training_set",
+    "build_training_set": "vt_dagster.orchestration.training_set_asset",
     "stream": "vt_dagster.orchestration.decorators",
     "table": "vt_dagster.orchestration.decorators",
     "tables_io_manager": "vt_dagster.orchestration.io_manager",

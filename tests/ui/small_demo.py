@@ -20,7 +20,7 @@ def main() -> None:
     from assets.landing import LateWeather, write_landing
     from resources import LANDING, spark, warehouse
     from vt_dagster.cli.check import run_checks
-    from vt_dagster.orchestration.resource import session_of
+    from vt_dagster.orchestration.resources import session_of
 
     job = defs.resolve_job_def("main")
     quiet = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}

@@ -18,7 +18,7 @@ from vt_dagster.errors import DefinitionsError, VtDagsterError
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.factory import build_asset, build_maintenance, build_resources
 from vt_dagster.orchestration.partition_sensor import build_partition_sensor
-from vt_dagster.orchestration.resource import SparkResource
+from vt_dagster.orchestration.resources import SparkResource
 from vt_dagster.orchestration.sensors import build_sensor, has_sensor
 from vt_dagster.topology.model import Stream
 

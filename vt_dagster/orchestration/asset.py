@@ -15,13 +15,13 @@ from typing_extensions import Unpack
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
-from vt_dagster.orchestration.deliveries import Inputs, given, partitions_of
+from vt_dagster.orchestration.dagster_types import RESULTS, misfit
+from vt_dagster.orchestration.dataframe_inputs import Inputs, given, partitions_of
 from vt_dagster.orchestration.metadata import lag_metadata, positions_of, run_metadata
-from vt_dagster.orchestration.pictures import pictures
-from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for, tables_key
+from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for, tables_key
 from vt_dagster.orchestration.run_config import config_of
+from vt_dagster.orchestration.run_pictures import pictures
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
-from vt_dagster.orchestration.types import RESULTS, misfit
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Receipt

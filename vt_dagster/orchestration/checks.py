@@ -6,7 +6,7 @@ from typing import Any
 
 import dagster as dg
 
-from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for
+from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for
 from vt_dagster.runs.audit import Finding, audit, checks_of
 from vt_dagster.topology.model import Stream
 

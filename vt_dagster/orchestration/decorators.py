@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import dagster as dg
 from typing_extensions import Required, TypedDict, Unpack
 
-from vt_dagster.orchestration.deliveries import function_parameters
+from vt_dagster.orchestration.dataframe_inputs import function_parameters
 from vt_dagster.sources.frame_sources import FunctionSource
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import Ready, Stream, Table, VersionedTable

@@ -15,7 +15,7 @@ from vt_dagster.orchestration import ops
 from vt_dagster.orchestration.asset import build_asset
 from vt_dagster.orchestration.checks import build_checks
 from vt_dagster.orchestration.io_manager import OP_MEMORY_IO_MANAGER, tables_io_manager
-from vt_dagster.orchestration.resource import (
+from vt_dagster.orchestration.resources import (
     PREFIX,
     PySpark,
     SparkResource,

@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 
 from vt_dagster.errors import ContractError, ExecutorError
-from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_for, warehouse_of
+from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, warehouse_of
 from vt_dagster.storage.arrow_reader import Into, as_frame, head_of, look_up
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_history import left_out_by_clock

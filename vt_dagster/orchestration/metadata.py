@@ -34,8 +34,8 @@ from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.table_store import tie_break_of
-from vt_dagster.orchestration.glance import told
-from vt_dagster.orchestration.steps import steps_of
+from vt_dagster.orchestration.op_names import steps_of
+from vt_dagster.orchestration.text_timeline import told
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.results import Receipt
 from vt_dagster.sources.pinned_topics import PinnedTopics

@@ -17,9 +17,9 @@ from vt_dagster.columns import FATE
 from vt_dagster.core.arrival_order import Fate, union
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import TopologyError
-from vt_dagster.orchestration.resource import PREFIX, keys_of, stores_for
-from vt_dagster.orchestration.steps import KINDS, steps_of
-from vt_dagster.orchestration.types import ArrivalType, considered_type, log_type, results_type
+from vt_dagster.orchestration.dagster_types import ArrivalType, considered_type, log_type, results_type
+from vt_dagster.orchestration.op_names import KINDS, steps_of
+from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for
 from vt_dagster.runs.results import Results
 from vt_dagster.runs.run import Run
 from vt_dagster.topology.model import Stream

@@ -26,9 +26,16 @@ from vt_dagster.orchestration.asset import (
     to_be_told,
     unchanged,
 )
+from vt_dagster.orchestration.dagster_types import (
+    ArrivalType,
+    considered_type,
+    log_type,
+    records_type,
+    results_type,
+)
 from vt_dagster.orchestration.metadata import publication_metadata
 from vt_dagster.orchestration.operator_ops import OP_MEMORY, input_nodes, log_nodes
-from vt_dagster.orchestration.resource import (
+from vt_dagster.orchestration.resources import (
     PREFIX,
     keys_of,
     spark_for,
@@ -38,13 +45,6 @@ from vt_dagster.orchestration.resource import (
 )
 from vt_dagster.orchestration.run_config import SourceConfig, config_of
 from vt_dagster.orchestration.translator import SpecAttributes, TopologyTranslator, asset_arguments
-from vt_dagster.orchestration.types import (
-    ArrivalType,
-    considered_type,
-    log_type,
-    records_type,
-    results_type,
-)
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Results

@@ -10,7 +10,7 @@ import dagster as dg
 
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, READ, READS
-from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
+from vt_dagster.orchestration.resources import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.stale_reads import UNTOLD, Position, Read, Wrong, wrong_since

@@ -11,7 +11,7 @@ from typing import Any, cast
 import dagster as dg
 
 from vt_dagster.errors import RecordsGoneError, SourceError, VtDagsterError
-from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
+from vt_dagster.orchestration.resources import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.runs.pin import source_of, start_waits
 from vt_dagster.sources.base import News, Watched
 from vt_dagster.sources.frame_sources import FrameSource

@@ -9,7 +9,7 @@ import dagster as dg
 
 from vt_dagster.drawing import image
 from vt_dagster.errors import TopologyError
-from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
+from vt_dagster.orchestration.resources import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.provenance.lateness import lateness, parse_share
 from vt_dagster.provenance.lateness_picture import picture, share
 from vt_dagster.provenance.lateness_results import Choice, Lateness

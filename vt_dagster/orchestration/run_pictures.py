@@ -32,7 +32,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.log_columns import parts_of
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
-from vt_dagster.orchestration.glance import (
+from vt_dagster.orchestration.text_timeline import (
     EDGES,
     LABELS,
     Lane,

@@ -8,7 +8,7 @@ import dagster as dg
 
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.metadata import as_time
-from vt_dagster.orchestration.resource import PREFIX, warehouse_key, warehouse_of
+from vt_dagster.orchestration.resources import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from vt_dagster.orchestration.asset import data_version, to_be_told, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of
-from vt_dagster.orchestration.resource import PREFIX, keys_of, spark_for, tables_key, warehouse_of
+from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
 from vt_dagster.runs.export import Export, ExportRun, export_of, exported_rows
 from vt_dagster.storage.commit_log import Commit
