@@ -25,9 +25,16 @@ from tests.market import Market
 from tests.written import MICROS, Written, document, moment
 from vt_dagster import FilesSource, SessionWindow, SlidingWindow, Stream, VersionedTable
 from vt_dagster.errors import StorageError
-from vt_dagster.explore import costs, differences, found, keys, timeline, upstream
+from vt_dagster.explore import (
+    key_history,
+    lateness_curves,
+    lineage_drawing,
+    record_search,
+    table_diff,
+    timeline,
+)
 from vt_dagster.explore.app import application
-from vt_dagster.explore.no_cost import came_late
+from vt_dagster.explore.lateness_unsupported import came_late
 from vt_dagster.provenance import arrival_batches
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.explanation import Explanation, Record
@@ -167,7 +174,7 @@ def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: An
     """Of random records, whatever part of them is shown, and however they are read in parts."""
     chance = random.Random(seed)
     monkeypatch.setattr(arrival_batches, "CHUNK", chance.choice([3, 7, 1000]))
-    monkeypatch.setitem(found.newest.__kwdefaults__, "most", 6)
+    monkeypatch.setitem(record_search.newest.__kwdefaults__, "most", 6)
     retention = timedelta(minutes=chance.choice([20, 10_000]))
     prices = Written(tmp_path, retention=retention)
     for run in range(1, 4):
@@ -182,7 +189,7 @@ def test_answers_are_those_of_reading(seed: int, tmp_path: Path, monkeypatch: An
         asked = None if known is None else moment(known).isoformat()
         about = (as_of, known, chance.choice([None, chance.randrange(60)]))
         micros = [None if one is None else MICROS + one * 60_000_000 for one in about]
-        history = keys.key_history(str(tmp_path), "prices", [key], *micros)
+        history = key_history.key_history(str(tmp_path), "prices", [key], *micros)
         answer = history.answer
         told = [] if answer is None or answer.record.is_tombstone else [answer]
         when = None if as_of is None else moment(as_of).isoformat()
@@ -217,7 +224,7 @@ def test_it_says_what_it_left_out(tmp_path: Path) -> None:
     assert listed.count("<tr") == 50 + 1
     assert "50 of 500 that are there" in pages.get("/table/prices?find=k%3Dapple").text
     log = Log.open(str(tmp_path), "prices")
-    some = found.newest(log, log.of_key(["apple"]), looked_at=100)
+    some = record_search.newest(log, log.of_key(["apple"]), looked_at=100)
     assert (some.count, some.looked_at, some.of, some.whole) == (60, 100, 540, False)
 
 
@@ -246,15 +253,15 @@ def test_two_tables_compared(warehouse: Path) -> None:
         "versions: 5 in the first, 5 in the second; 1 in the first alone, 1 in the second alone" in page
     )
     assert re.findall(r"<td class=differs>(\w)</td>", page) == ["4"]
-    then = differences.Side("prices", moment(150).isoformat())
-    known = differences.differences(str(warehouse), then, differences.Side("prices"))
+    then = table_diff.Side("prices", moment(150).isoformat())
+    known = table_diff.differences(str(warehouse), then, table_diff.Side("prices"))
     assert known.rows == (3, 5)
     assert known.only == (2, 4)  # two versions end earlier, a version and a tombstone came
 
 
 def test_what_is_too_large_for_a_page_names_the_command(warehouse: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(costs, "MOST", 4)
-    monkeypatch.setattr(differences, "MOST", 4)
+    monkeypatch.setattr(lateness_curves, "MOST", 4)
+    monkeypatch.setattr(table_diff, "MOST", 4)
     pages = client(warehouse)
     assert "run vt-dagster lateness prices instead" in pages.get("/lateness/prices").text
     page = pages.get("/compare?one=prices&other=prices_new").text
@@ -267,7 +274,7 @@ def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
     assert rows[:3] == ["0 s", "10 min", "1 h"]
     assert "3,650 d (declared)" in rows
     with pytest.raises(StorageError, match="expected a join"):
-        costs.costs(str(warehouse), "evil", [], None)
+        lateness_curves.costs(str(warehouse), "evil", [], None)
 
 
 DAY = timedelta(days=1)
@@ -323,7 +330,7 @@ def test_where_no_cost_is_told_the_page_says_why_and_what_to_use(
         text = "when_recorded" if setting == "as_known" else "2h"
         with_settings(node, {setting: text})
     with pytest.raises(StorageError):  # nor has the command line a number
-        costs.costs(str(tmp_path), "made", [], None)
+        lateness_curves.costs(str(tmp_path), "made", [], None)
 
 
 def test_what_came_late_is_counted_where_no_cost_is_told() -> None:
@@ -338,11 +345,11 @@ def test_what_came_late_is_counted_where_no_cost_is_told() -> None:
 def test_a_large_explanation_is_drawn_in_part() -> None:
     part = explain_of("up", 1)
     many = explain_of("down", 0, [explain_of("up", n) for n in range(20)], 243)
-    drawn = upstream.drawing(many)
-    assert len(drawn.boxes) == 1 + upstream.WIDE
-    assert drawn.left_out == 243 - upstream.WIDE
+    drawn = lineage_drawing.drawing(many)
+    assert len(drawn.boxes) == 1 + lineage_drawing.WIDE
+    assert drawn.left_out == 243 - lineage_drawing.WIDE
     assert len({(box.x, box.y) for box in drawn.boxes}) == len(drawn.boxes)
-    twice = upstream.drawing(explain_of("down", 0, [part, explain_of("mid", 2, [part], 1)], 2))
+    twice = lineage_drawing.drawing(explain_of("down", 0, [part, explain_of("mid", 2, [part], 1)], 2))
     assert [box.asset for box in twice.boxes] == ["down", "up", "mid"]
     assert len(twice.lines) == 3
 
@@ -375,7 +382,9 @@ def test_every_page_of_a_warehouse_that_runs_have_made(market: Market) -> None:
 def test_a_joins_lookups_and_candidates(market: Market) -> None:
     log = Log.open(str(market.warehouse), "priced")
     record = next(one for one in log.records(lambda _: None) if one.values["price"] is not None)
-    history = keys.key_history(str(market.warehouse), "prices", [record.values["k"]], None, None, None)
+    history = key_history.key_history(
+        str(market.warehouse), "prices", [record.values["k"]], None, None, None
+    )
     drawn = timeline.of_key(history, None)
     assert drawn is not None
     assert [lane.label for lane in drawn.lanes] == ["prices", "priced"]

@@ -95,7 +95,10 @@ ORDER = {
         dagster_types checks freshness_check lateness_check sensors dataframe_inputs decorators
         translator run_config asset export_asset training_set_asset operator_ops ops factory
         """,
-    "explore": "no_cost tables found keys timeline upstream costs differences pages app",
+    "explore": """
+        lateness_unsupported warehouse_overview record_search key_history timeline lineage_drawing
+        lateness_curves table_diff pages app
+        """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
     "components": "parts columns assets topology",
     "cli": "init lookup explain lateness explore tables what_if check run spark app",

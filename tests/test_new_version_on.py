@@ -40,7 +40,7 @@ from vt_dagster import (
 from vt_dagster.core import new_version_on, versioned_table
 from vt_dagster.core.log_columns import view_schema
 from vt_dagster.errors import StorageError
-from vt_dagster.explore.keys import key_history
+from vt_dagster.explore.key_history import key_history
 from vt_dagster.orchestration.partition_sensor import _require_reader
 from vt_dagster.orchestration.run_pictures import Lane, _add_versions
 from vt_dagster.orchestration.translator import code_version

@@ -17,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from vt_dagster.errors import StorageError
-from vt_dagster.explore import costs, differences, timeline, upstream
-from vt_dagster.explore.found import LOOKED_AT, newest
-from vt_dagster.explore.keys import key_history
-from vt_dagster.explore.no_cost import came_late
-from vt_dagster.explore.tables import facts, overview, require_asset, runs
+from vt_dagster.explore import lateness_curves, lineage_drawing, table_diff, timeline
+from vt_dagster.explore.key_history import key_history
+from vt_dagster.explore.lateness_unsupported import came_late
+from vt_dagster.explore.record_search import LOOKED_AT, newest
+from vt_dagster.explore.warehouse_overview import facts, overview, require_asset, runs
 from vt_dagster.provenance.explain import explain
 from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.lateness_picture import share
@@ -120,7 +120,7 @@ class Pages:
             "row.html",
             name=name,
             found=found,
-            upstream=upstream.drawing(found),
+            upstream=lineage_drawing.drawing(found),
             drawn=bars,
             key=log.key,
             known=asked.get("known", ""),
@@ -142,11 +142,11 @@ class Pages:
         return self.page(
             "lateness.html",
             name=name,
-            costs=costs.costs(self._warehouse, name, more, at_most),
+            costs=lateness_curves.costs(self._warehouse, name, more, at_most),
             grace=asked.get("grace", ""),
             at_most=at_most or "",
-            width=costs.WIDTH,
-            height=costs.HEIGHT,
+            width=lateness_curves.WIDTH,
+            height=lateness_curves.HEIGHT,
         )
 
     def compare(self, request: Request) -> Response:
@@ -154,13 +154,13 @@ class Pages:
         asked, found = request.query_params, None
         one, other = asked.get("one", ""), asked.get("other", "")
         sides = [
-            differences.Side(name, asked.get(known) or None)
+            table_diff.Side(name, asked.get(known) or None)
             for name, known in ((one, "known_one"), (other, "known_other"))
         ]
         if one and other:
             require_asset(self._warehouse, one)
             require_asset(self._warehouse, other)
-            found = differences.differences(self._warehouse, *sides)
+            found = table_diff.differences(self._warehouse, *sides)
         return self.page(
             "compare.html",
             names=asset_names(self._warehouse),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vt_dagster.explore.keys import KeyHistory, Lookups
+from vt_dagster.explore.key_history import KeyHistory, Lookups
 from vt_dagster.provenance.explanation import Candidate, Record
 from vt_dagster.provenance.log_reader import as_micros, as_time
 

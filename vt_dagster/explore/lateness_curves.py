@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import lru_cache
 
 from vt_dagster.errors import StorageError
-from vt_dagster.explore.tables import GRACED
+from vt_dagster.explore.warehouse_overview import GRACED
 from vt_dagster.provenance.lateness import lateness
 from vt_dagster.provenance.lateness_picture import share
 from vt_dagster.provenance.lateness_results import Lateness

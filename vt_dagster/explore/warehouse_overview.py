@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vt_dagster.errors import StorageError, VtDagsterError
-from vt_dagster.explore.no_cost import NoCost, no_cost
+from vt_dagster.explore.lateness_unsupported import NoCost, no_cost
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.commit_log import Checkpoint

@@ -18,8 +18,8 @@ from vt_dagster.columns import (
     TIMESTAMP,
     VALID_TO,
 )
-from vt_dagster.explore.found import Found, newest
-from vt_dagster.explore.tables import Files
+from vt_dagster.explore.record_search import Found, newest
+from vt_dagster.explore.warehouse_overview import Files
 from vt_dagster.provenance.explanation import Record, Rejected
 from vt_dagster.provenance.log_reader import Condition, Log, as_micros, between, both
 from vt_dagster.provenance.source_origins import rejected
