@@ -37,7 +37,7 @@ from vt_dagster.provenance.join_lateness import LateJoin, Records
 from vt_dagster.provenance.lateness_results import Choice, Lateness
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
-from vt_dagster.testing.memory import MemoryStore
+from vt_dagster.testing.memory_store import MemoryStore
 
 EPOCH = datetime(2020, 1, 1, tzinfo=timezone.utc)
 START, MINUTE = int(EPOCH.timestamp()) * 1_000_000, 60_000_000

@@ -89,7 +89,7 @@ ORDER = {
         restate_plan restate export training_set_run erase_plan erase_certificate erased_validity
         erase_residuals erase_dry_run erase truncate_log
         """,
-    "testing": "memory kafka versioned_store driver",
+    "testing": "memory_store kafka versioned_store driver",
     "orchestration": """
         resources text_timeline op_names metadata event_search io_manager partition_sensor run_pictures
         dagster_types checks freshness_check lateness_check sensors dataframe_inputs decorators

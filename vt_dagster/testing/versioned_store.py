@@ -30,7 +30,7 @@ from vt_dagster.core import versioned_table
 from vt_dagster.core.arrival_order import Fate, by_partition
 from vt_dagster.core.source_records import REASON, prepare
 from vt_dagster.errors import ContractError
-from vt_dagster.testing.memory import MemoryStore, Records, to_value
+from vt_dagster.testing.memory_store import MemoryStore, Records, to_value
 from vt_dagster.topology.model import VersionedTable
 
 Row = dict[str, Any]
