@@ -100,7 +100,7 @@ ORDER = {
         lateness_curves table_diff pages app
         """,
     "conformance": "scenario topology streams steps versioned_store side_by_side runner",
-    "components": "parts columns assets topology",
+    "components": "yaml_models yaml_columns yaml_assets topology_component",
     "cli": "init lookup explain lateness explore tables what_if check run spark app",
 }
 """Of each package: its modules, top to bottom; the package's own ``__init__`` stands below them."""

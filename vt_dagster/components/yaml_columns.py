@@ -11,7 +11,7 @@ import pandera.pyspark as pa
 import pyspark.sql.types as T
 from pydantic import BeforeValidator, Field, create_model
 
-from vt_dagster.components.parts import Part, optional
+from vt_dagster.components.yaml_models import Part, optional
 from vt_dagster.errors import TopologyError
 
 _TYPES: dict[str, type[T.DataType]] = {

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from vt_dagster.components.columns import Column, contract
-from vt_dagster.components.parts import (
+from vt_dagster.components.yaml_columns import Column, contract
+from vt_dagster.components.yaml_models import (
     Choice,
     DurationText,
     Part,
