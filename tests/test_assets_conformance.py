@@ -16,7 +16,7 @@ from tests.through_assets import StoreThroughAssets, ThroughAssets, leave_views_
 from vt_dagster.conformance.scenario import Scenario, read_scenarios
 from vt_dagster.conformance.side_by_side import cut
 from vt_dagster.conformance.steps import layout, nodes_of, supported
-from vt_dagster.conformance.versioned_store import store_of
+from vt_dagster.conformance.store_scenarios import store_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.audit import audit
 

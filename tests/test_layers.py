@@ -99,7 +99,9 @@ ORDER = {
         lateness_unsupported warehouse_overview record_search key_history timeline lineage_drawing
         lateness_curves table_diff pages app
         """,
-    "conformance": "scenario topology streams steps versioned_store side_by_side runner",
+    "conformance": """
+        scenario scenario_topology stream_scenarios steps store_scenarios side_by_side runner
+        """,
     "components": "yaml_models yaml_columns yaml_assets topology_component",
     "cli": "init lookup explain lateness explore tables what_if check run spark app",
 }

@@ -21,10 +21,10 @@ from tests.core.reference_model import complete
 from tests.market import messages, run
 from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
 from vt_dagster.conformance.scenario import Entry, Scenario
+from vt_dagster.conformance.scenario_topology import by_scenario, ms, record_of
 from vt_dagster.conformance.side_by_side import CameOut, cut, differences, dropped, entry, sources
 from vt_dagster.conformance.steps import Layout, layout, nodes_of
-from vt_dagster.conformance.topology import by_scenario, ms, record_of
-from vt_dagster.conformance.versioned_store import StoreRun, answer_rest, store_differences
+from vt_dagster.conformance.store_scenarios import StoreRun, answer_rest, store_differences
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.errors import BufferFullError, ContractError
 from vt_dagster.runs import run_inputs as of_runs

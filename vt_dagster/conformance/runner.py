@@ -24,7 +24,7 @@ from vt_dagster.conformance.scenario import (
 )
 from vt_dagster.conformance.side_by_side import side_by_side
 from vt_dagster.conformance.steps import layout, nodes_of, supported
-from vt_dagster.conformance.versioned_store import store_of, versioned_stores
+from vt_dagster.conformance.store_scenarios import store_of, versioned_stores
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.spark.session import build_session
 

@@ -21,8 +21,8 @@ from vt_dagster.conformance.scenario import (
     compare_state,
     settle,
 )
+from vt_dagster.conformance.scenario_topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.conformance.steps import Config, Layout, Shape, inputs_of, layout, nodes_of
-from vt_dagster.conformance.topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import RefusedRecordsError, VtDagsterError

@@ -15,9 +15,9 @@ from typing import Any
 
 from pyspark.sql.types import StringType, StructField, StructType
 
-from vt_dagster.conformance import streams
+from vt_dagster.conformance import stream_scenarios
 from vt_dagster.conformance.scenario import Scenario
-from vt_dagster.conformance.topology import ms, source
+from vt_dagster.conformance.scenario_topology import ms, source
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import Aggregator, Materialized, UntilTimeLimit, UntilWindowCloses
@@ -117,7 +117,7 @@ def layout(scenario: Scenario) -> Layout:
 def _steps_of(operator: str, config: Config) -> Iterator[Config]:
     """The steps of a chain that does what an operator does."""
     if operator.startswith("stream_") and operator != "stream_table_join":
-        yield from streams.steps_of(operator, config)
+        yield from stream_scenarios.steps_of(operator, config)
         return
     result = {"id": "result", **config, "materialize": config.get("materialize_result")}
     if "left" in config:
@@ -145,8 +145,8 @@ def _steps_of(operator: str, config: Config) -> Iterator[Config]:
 def _kind(step: Config) -> Shape:
     """What makes a step another node than a step of the same ``op``."""
     op = step["op"]
-    if op in streams.OPS:
-        return streams.kind_of(step)
+    if op in stream_scenarios.OPS:
+        return stream_scenarios.kind_of(step)
     materialize = step.get("materialize")
     stored = materialize and ("versioned" if materialize["versioned"] else "plain")
     if op not in ("filter", "map_values") and stored == "plain":
@@ -222,8 +222,10 @@ class _Node:
             return self._windows(inputs[0])
         if op == "stream_table_join":
             return self._stream_join(*inputs)
-        if op in streams.OPS:
-            return streams.node_of(step, name, inputs, self.steps, self._by_scenario, self._lengths)
+        if op in stream_scenarios.OPS:
+            return stream_scenarios.node_of(
+                step, name, inputs, self.steps, self._by_scenario, self._lengths
+            )
         stored = self._materialized()
         if op == "filter":
             make = inputs[0].filter_not if step["negate"] else inputs[0].filter
@@ -246,7 +248,7 @@ class _Node:
         return join(
             right,
             name=name,
-            select=(streams.JOINED,),
+            select=(stream_scenarios.JOINED,),
             materialized=stored,
             monotone_timestamps=False,
             **more,
@@ -266,7 +268,7 @@ class _Node:
         grace = self._any["grace"]
         period = self._lengths(lambda s: s["grace"]) if grace else None if grace is None else ms(0)
         join = stream.join if self._any["kind"] == "inner" else stream.left_join
-        return join(table, name=self.name, select=(streams.JOINED,), grace_period=period)
+        return join(table, name=self.name, select=(stream_scenarios.JOINED,), grace_period=period)
 
     def _aggregate(self, table: Table, stored: Materialized | None) -> Table:
         kind = self._any["aggregate"]

@@ -17,7 +17,7 @@ from vt_dagster.conformance.scenario import (
     compare_state,
     settle,
 )
-from vt_dagster.conformance.topology import (
+from vt_dagster.conformance.scenario_topology import (
     by_scenario,
     final_store,
     millis,
