@@ -13,7 +13,7 @@ from pyspark.sql.types import DoubleType, LongType, StringType, StructField, Str
 from vt_dagster import HoppingWindow, Stream, Table, TumblingWindow
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.sources.files_source import FilesSource
 from vt_dagster.testing import TopologyTestDriver
 
@@ -103,6 +103,6 @@ def test_floating_point_numbers_are_summed_in_order(
     node = grouped.aggregate({"it": aggregate}, name="it", emit="per_run")
     orders = Input(spark.createDataFrame([], log_schema(node.operator.inputs[0])))
     processor = processor_of(node, few=True)
-    rows: Any = processor.process(processor.in_order([orders]), [orders], Known.nothing())
+    rows: Any = processor.process(processor.in_order([orders]), [orders], RunContext.nothing())
     plan: str = rows._jdf.queryExecution().executedPlan().toString()
     assert ("HashAggregate(keys=[g" in plan) is exact, plan

@@ -49,7 +49,7 @@ from vt_dagster.core.as_of_join import FOUND
 from vt_dagster.core.grace_buffer import moves_stream_time
 from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import Counts
-from vt_dagster.core.run_context import Input, Known, Lookup
+from vt_dagster.core.run_context import Input, Lookup, RunContext
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_table_join import MATCHED, StreamTableJoinProcessor, answered
 from vt_dagster.core.table_changes import columns, match_names
@@ -122,7 +122,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     def reads_own(self, marks: Mapping[str, Mapping[int, int]]) -> bool:
         return bool(self.operator.key or marks.get(_CHANGED))
 
-    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+    def own_time(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         stream, table = (one.rows for one in inputs)
         at, nothing = F.unix_micros(TIMESTAMP), F.lit(None).cast("long")
         moved = stream.where(moves_stream_time(self.operator.left.key))
@@ -155,19 +155,19 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     ) -> DataFrame:
         return super().waiting([logs[0].where(has_key(self.operator.key))], released, state)
 
-    def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+    def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         (stream, table), named = inputs, has_key(self.operator.key)
         earlier = None if stream.earlier is None else stream.earlier.where(named)
-        new = super().judge([replace(stream, earlier=earlier)], known)
+        new = super().judge([replace(stream, earlier=earlier)], context)
         joined = F.col(FATE).isin(Fate.APPLIED, Fate.LATE, Fate.WAITING)
         new = new.withColumn(FATE, F.when(joined & ~named, Fate.DROPPED).otherwise(F.col(FATE)))
         changes = table.rows.select(PARTITION, F.lit(Fate.CHANGE).alias(FATE))
-        if earlier is None or known.since is None or known.view is None:
+        if earlier is None or context.since is None or context.view is None:
             return union(new, changes)
-        again = self._again(earlier, table, known)
-        return union(union(new, again if known.hold is None else known.hold(again)), changes)
+        again = self._again(earlier, table, context)
+        return union(union(new, again if context.hold is None else context.hold(again)), changes)
 
-    def _again(self, earlier: DataFrame, table: Input, known: Known) -> DataFrame:
+    def _again(self, earlier: DataFrame, table: Input, context: RunContext) -> DataFrame:
         """Records that have been joined already and that the table's new ones cover: those to be joined
         anew, with their rows, and those that they came too late for."""
         operator, right = self.operator, self.operator.right
@@ -177,19 +177,19 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             key=right.key,
             values=sorted({*right.key, *operator.projection().right_columns()}),
             promised=micros(operator.corrected_for),
-            stream_time=known.marks.get(_TABLE, _nothing()),
+            stream_time=context.marks.get(_TABLE, _nothing()),
             chunk=None if table.few else arrival_chunk(),
             few=table.few,
         )
         times = F.broadcast(times) if table.few else times
         joined = earlier.where(
-            moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= known.released)
+            moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= context.released)
         )
         at = F.col(TIMESTAMP)
         within = (at >= F.col(FROM)) & (F.col(TO).isNull() | (at < F.col(TO)))
         for k, n in zip(operator.left.key, match_names(right.key), strict=True):
             within = within & (F.col(f"`{k}`") == F.col(n))
-        final = F.greatest(known.marks.get(FINAL, _nothing()), F.col(EDGE))
+        final = F.greatest(context.marks.get(FINAL, _nothing()), F.col(EDGE))
         late = F.coalesce(F.unix_micros(TIMESTAMP) < final, F.lit(False))
         cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
         met = joined.join(times, within & (~late | F.col(UNTIL).isNull() | (at < F.col(UNTIL))))
@@ -201,30 +201,30 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             cause.cast(POSITION_TYPE).alias(CAUSE),
             ANSWER,
         )
-        return self._with_rows(self._first_refused(met, known), known)
+        return self._with_rows(self._first_refused(met, context), context)
 
-    def _first_refused(self, met: DataFrame, known: Known) -> DataFrame:
+    def _first_refused(self, met: DataFrame, context: RunContext) -> DataFrame:
         """Without those that a table's record has come too late for before: each is told once."""
-        if known.refused is None:
+        if context.refused is None:
             return met
-        told = known.refused.where(F.col("reason") == Fate.TOO_LATE)
+        told = context.refused.where(F.col("reason") == Fate.TOO_LATE)
         told = told.select(F.col(PARTITION).alias(_TOLD_OF), F.col("position").alias(_TOLD))
         same_record = (F.col(PARTITION) == F.col(_TOLD_OF)) & (F.col(OFFSET) == F.col(_TOLD))
         found = met.join(told, F.col(_TOO_OLD) & same_record, "left").where(F.col(_TOLD).isNull())
         return found.drop(_TOLD_OF, _TOLD)
 
-    def _with_rows(self, records: DataFrame, known: Known) -> DataFrame:
+    def _with_rows(self, records: DataFrame, context: RunContext) -> DataFrame:
         """With the row of each record, and if it has been deleted, how often that was corrected."""
         operator, node = self.operator, self.node
         own = operator.key or (PARTITION, OFFSET)
-        assert known.view is not None
-        rows = known.view.where(F.col(TIMESTAMP) > F.timestamp_micros(F.lit(known.since)))
+        assert context.view is not None
+        rows = context.view.where(F.col(TIMESTAMP) > F.timestamp_micros(F.lit(context.since)))
         position = F.col(LEFT_OFFSET).alias(_RECORD)
         kept = [*columns(value_columns(node)), TIMESTAMP, REVISION, PARTITION, position]
         records = beside(records, own, rows, node.key, F.struct(*kept), _ROW)
-        if known.state is None:
+        if context.state is None:
             return records
-        return beside(records, own, known.state, node.key, F.col(REVISION), _GONE)
+        return beside(records, own, context.state, node.key, F.col(REVISION), _GONE)
 
     # -- what comes out --------------------------------------------------------------------------
 
@@ -236,10 +236,10 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         carried = [(c, f"left.`{c}`") for c in _CARRIED if c in judged.columns]
         return [*self.operator.columns, (_RECORD, f"left.`{OFFSET}`"), *carried]
 
-    def look_up(self, judged: DataFrame, lookup: Lookup, known: Known) -> DataFrame:
+    def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
         again = F.col(FATE).isin(Fate.AGAIN, Fate.TOO_LATE)
         told = judged.withColumn(_AGAIN, again)
-        found = super().look_up(told, lookup, known)
+        found = super().look_up(told, lookup, context)
         if ANSWER in judged.columns:
             has = told.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
             found = found.unionByName(answered(has, told.columns, ANSWER, self.chosen(told)))
@@ -247,7 +247,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         if not self.operator.key:
             return found
         asked = judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE, Fate.AGAIN))
-        return self._with_twice(found, asked, known)
+        return self._with_twice(found, asked, context)
 
     def _decided(self, rows: DataFrame) -> DataFrame:
         """What becomes of each answer: a row, an update of one, its end, or nothing."""
@@ -296,7 +296,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         told = {REASON: F.lit(Fate.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
         return [c.alias(name) for name, c in told.items()]
 
-    def _with_twice(self, rows: DataFrame, judged: DataFrame, known: Known) -> DataFrame:
+    def _with_twice(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
         """With whether another record has a row of the same key.
 
         Plan: one shuffle and sort by key, and a join of the rows that there were by key.
@@ -304,8 +304,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         key = list(self.node.key)
         of_key = F.sum(F.col(_PRODUCED).cast("int")).over(W.partitionBy(*columns(key)))
         twice = of_key > 1
-        if known.view is not None:
-            there = known.view.select(*columns(key))
+        if context.view is not None:
+            there = context.view.select(*columns(key))
             if self.few:
                 asked = F.broadcast(judged.select(*columns(key)).distinct())
                 there = there.join(asked, key, "left_semi")
@@ -316,7 +316,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         told = F.coalesce(F.col(_PRODUCED) & twice, F.lit(False))
         return rows.withColumns({_TWICE: told, LEFT_OFFSET: F.col(_RECORD)}).drop(_SEEN)
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         """Of an inner join: rows that have been deleted and may come back, with their last revision."""
         if self.operator.kind != "inner":
             return None
@@ -324,10 +324,10 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         updated = rows.where((F.col(FATE) == Fate.APPLIED) & F.col(_AGAIN))
         kept = [*columns(key), F.col(REVISION), F.col(TIMESTAMP), F.col(PARTITION)]
         gone = updated.where(IS_TOMBSTONE).select(*kept)
-        if known.state is None:
+        if context.state is None:
             return gone
-        final = known.marks_after.get(FINAL, _nothing())
-        young = known.state.where(F.coalesce(F.unix_micros(TIMESTAMP) >= final, F.lit(True)))
+        final = context.marks_after.get(FINAL, _nothing())
+        young = context.state.where(F.coalesce(F.unix_micros(TIMESTAMP) >= final, F.lit(True)))
         return union(young.join(updated.select(*columns(key)), key, "left_anti"), gone)
 
     @property

@@ -36,7 +36,7 @@ from vt_dagster.core.arrival_order import Fate, micros, with_columns
 from vt_dagster.core.corrected_join import CORRECTED
 from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import Counts
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
 from vt_dagster.core.stream_join_base import LOWEST, VALID, in_micros_at, nothing
 from vt_dagster.core.stream_stream_join import (
@@ -109,42 +109,42 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
                 return None
         return super().in_time(found, before, marks)
 
-    def judged(self, rows: DataFrame, known: Known) -> DataFrame:
+    def judged(self, rows: DataFrame, context: RunContext) -> DataFrame:
         # What is too late finds nothing, also what was so by a shorter promise: it would be at odds
         # with rows that are final.
         ahead = F.greatest(*map(micros, self.ahead))
-        edge = known.marks.get(FINAL, nothing()) + ahead
+        edge = context.marks.get(FINAL, nothing()) + ahead
         again = F.coalesce(F.col(AT) < edge, F.lit(False))
-        told = super().judged(rows, known)
+        told = super().judged(rows, context)
         return told.withColumns({LATE: F.col(LATE) | again, HORIZON: F.lit(_NEVER)})
 
-    def results(self, inputs: Sequence[Input], known: Known) -> DataFrame:
-        return self.process(self.in_order(inputs), inputs, known)
+    def results(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        return self.process(self.in_order(inputs), inputs, context)
 
     # -- what is said, and taken back ------------------------------------------------------------
 
-    def alone(self, rows: DataFrame, place: int, known: Known) -> list[DataFrame]:
+    def alone(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
         """Records without a match: those that leave now, and those that may find one still."""
         if _SAID not in rows.columns:
             rows = rows.withColumn(_SAID, F.lit(False))
         said = F.coalesce(F.col(_SAID), F.lit(False))
         over = F.col(AT) + micros(self.ahead[place]) + micros(self.operator.grace)
-        leaves = ~said & (F.col(ONCE) | self.is_over(over, known))
-        kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), known)).select(
+        leaves = ~said & (F.col(ONCE) | self.is_over(over, context))
+        kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), context)).select(
             *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Fate.KEPT).alias(FATE)),
             (said | leaves).alias(_SAID),
         )
         return [self.leaving(rows.where(leaves), F.col(ONCE), place), kept]
 
     def taken_back(
-        self, earlier: DataFrame | None, others: DataFrame, place: int, known: Known
+        self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
     ) -> list[DataFrame]:
         """The ends of rows without a match, by the first record that came in time and is one.
 
         Plan: of the records that have such a row, those that the run's records of the other side find,
         as in ``window_match.matches``, and one shuffle of these by place.
         """
-        there = self.without_match_yet(earlier, place, known)
+        there = self.without_match_yet(earlier, place, context)
         if there is None:
             return []
         on, operator = match_names(self.consumed[0].key), self.operator
@@ -242,7 +242,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def kept_of(self, state: DataFrame, place: int) -> DataFrame:
         return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET), _SAID)
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         return rows.where(F.col(FATE) == Fate.KEPT).select(SIDE, PARTITION, FROM, _SAID)
 
     def state_without(self, state: DataFrame, erased: DataFrame) -> DataFrame:

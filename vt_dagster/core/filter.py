@@ -14,7 +14,7 @@ from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMEST
 from vt_dagster.core.arrival_order import Fate, gathered, micros
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.table_changes import over_old
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.model import VersionedTable
@@ -33,7 +33,7 @@ class FilterProcessor(Processor[Filter]):
     def keeps_order(self) -> bool:
         return True
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, node = self.operator, self.node
         source = operator.source
         begins = isinstance(node, VersionedTable) and not source.versioned
@@ -49,9 +49,9 @@ class FilterProcessor(Processor[Filter]):
             return results
         return without_repeated_tombstones(
             results,
-            known.view,
+            context.view,
             key=node.key,
-            stream_time=known.stream_time,
+            stream_time=context.stream_time,
             history_retention=node.history_retention,
         )
 

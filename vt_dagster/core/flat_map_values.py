@@ -11,7 +11,7 @@ from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, 
 from vt_dagster.core.arrival_order import Fate, with_columns
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.errors import NullArrayError
 from vt_dagster.topology.operators import FlatMapValues
 
@@ -22,7 +22,7 @@ _NULL_ARRAYS = "null_arrays"
 class FlatMapValuesProcessor(Processor[FlatMapValues]):
     """See :func:`flat_map_values`."""
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator = self.operator
         # What a tombstone's other columns say is not its value.
         values = value_columns(operator.source)

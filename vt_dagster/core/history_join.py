@@ -25,7 +25,7 @@ from vt_dagster.columns import (
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import Fate, by_partition, union
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.table_changes import (
     LEFT,
     RIGHT,
@@ -56,7 +56,7 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
         times = [rows.select(F.unix_micros(TIMESTAMP).alias(_AT)) for rows in logs]
         return times[0].union(times[1]).agg(F.min(_AT) - 1)
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         left, right = (
             TableInput(
                 *(changes, one.table, node.key, value_columns(node), node.versioned),

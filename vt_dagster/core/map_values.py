@@ -11,7 +11,7 @@ from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, TIMESTAMP, TURN
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.table_changes import over_old
 from vt_dagster.topology.operators import MapValues
 
@@ -23,7 +23,7 @@ class MapValuesProcessor(Processor[MapValues]):
     def keeps_order(self) -> bool:
         return True
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         source = self.operator.source
         columns = self.operator.selection().columns
         return map_values(

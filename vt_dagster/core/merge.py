@@ -12,7 +12,7 @@ from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, 
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.topology.operators import Merge
 
 
@@ -21,7 +21,7 @@ class MergeProcessor(Processor[Merge]):
 
     merges = True
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         return merge(rows, columns=[*self.node.key, *value_columns(self.node)])
 
 

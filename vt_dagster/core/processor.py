@@ -41,7 +41,7 @@ from vt_dagster.core.arrival_order import (
 )
 from vt_dagster.core.emit_per_run import last_of_run
 from vt_dagster.core.log_columns import log_columns
-from vt_dagster.core.run_context import Input, Known, Lookup
+from vt_dagster.core.run_context import Input, Lookup, RunContext
 from vt_dagster.core.stream_time import (
     STREAM_TIME,
     Bounds,
@@ -195,7 +195,7 @@ class Processor(ABC, Generic[O]):
         """Whether its stream time is told by bounds: see ``stream_time.Bounds``."""
         return not self.few
 
-    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+    def own_time(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         """How its own stream time moves in a run, where it is not told by bounds.
 
         Returns:
@@ -205,7 +205,7 @@ class Processor(ABC, Generic[O]):
         timed = self.timed(inputs)
         rows = timed.rows.where(timed.moves)
         if self.tells_lateness:
-            return lateness(rows, known.stream_time, self.chunk)
+            return lateness(rows, context.stream_time, self.chunk)
         return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
 
     def bounds_of_time(self, inputs: Sequence[Input]) -> DataFrame | None:
@@ -250,7 +250,7 @@ class Processor(ABC, Generic[O]):
         return logs[0].limit(0)
 
     @abstractmethod
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         """The operator itself.
 
         Args:
@@ -262,14 +262,14 @@ class Processor(ABC, Generic[O]):
             needs.
         """
 
-    def results(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+    def results(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         """The results of a run with all that is counted, and what ``state_after`` needs.
 
         Returns:
             rows of ``process``, of tables with ``is_latest`` and ``old``: what the result's own store
             makes of them.
         """
-        rows = self.process(self.in_order(inputs), inputs, known)
+        rows = self.process(self.in_order(inputs), inputs, context)
         node, operator = self.node, self.node.operator
         if not isinstance(node, Table) or operator is None or not operator.stored:
             return rows
@@ -282,22 +282,22 @@ class Processor(ABC, Generic[O]):
         return table_store.put(
             node,
             pending,
-            known.view,
-            stream_time=known.stream_time,
+            context.view,
+            stream_time=context.stream_time,
             order=[*ORDER, TURN],
             chunk=self.result_chunk(self.few),
-            hold=known.hold,
+            hold=context.hold,
         )
 
-    def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame | None:
+    def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
         """Of what looks into a table as of times: the records with their fate, before it looks."""
         return None
 
-    def look_up(self, judged: DataFrame, lookup: Lookup, known: Known) -> DataFrame:
+    def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
         """The results of judged records, with the table as of their times."""
         raise AssertionError("only what judges records looks them up")
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         """What it keeps for its next run; None where it keeps nothing.
 
         Args:

@@ -37,7 +37,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Known:
+class RunContext:
     """What is known besides the inputs: from the runs before, and of this run's end.
 
     Args:
@@ -80,7 +80,7 @@ class Known:
     last: DataFrame | None = None
 
     @classmethod
-    def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> Known:
+    def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> RunContext:
         """What the first run knows, but for its end."""
         none = by_partition({})
         return cls(None, None, none, by_partition(stream_time_after), none, none)

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import FATE, PARTITION, TURN
 from vt_dagster.core.arrival_order import Fate, with_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import home_of
 from vt_dagster.topology.operators import SelectKey
 
@@ -20,7 +20,7 @@ class SelectKeyProcessor(Processor[SelectKey]):
 
     merges = True
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         columns = self.operator.keys().columns
         return select_key(rows[0], columns=columns, partition=home_of(self.node.key, self.node))
 

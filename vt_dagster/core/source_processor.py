@@ -12,7 +12,7 @@ from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import FINE, Fate, InPlace, number, with_columns
 from vt_dagster.core.log_columns import log_columns, parts_of
 from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_order import carries, follows_source, restates
 from vt_dagster.core.source_records import RAW, RAW_KEY, START
 from vt_dagster.core.stream_time import Timed, late_from
@@ -54,7 +54,7 @@ class SourceProcessor(Processor[None]):
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
         return [one.rows for one in inputs]
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         node, (records,) = self.node, rows
         # What a record was read from is of use only where it goes to quarantine.
         raw = [c for c in (RAW, RAW_KEY) if c in records.columns]
@@ -65,16 +65,16 @@ class SourceProcessor(Processor[None]):
         return table_store.put(
             node,
             records,
-            known.view,
-            stream_time=known.stream_time,
+            context.view,
+            stream_time=context.stream_time,
             order=[PARTITION, ARRIVAL],
-            chunk=self.chunk if known.bounds is None else self.fine_chunk,
-            hold=known.hold,
-            bounds=known.bounds,
+            chunk=self.chunk if context.bounds is None else self.fine_chunk,
+            hold=context.hold,
+            bounds=context.bounds,
             of_rejected=raw,
-            rivals=known.rivals,
-            begun=known.begun,
-            last=known.last,
+            rivals=context.rivals,
+            begun=context.begun,
+            last=context.last,
         )
 
     @property

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core.arrival_order import Fate, has_key, union
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.table_aggregate import ADD, TAKE, aggregate, refuse, state_after
 from vt_dagster.topology.model import VersionedTable
@@ -26,7 +26,7 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
     def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return bool(self.operator.group_key)
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, node = self.operator, self.node
         aggregates = operator.parsed()
         added = entries(
@@ -40,18 +40,18 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
             taken = F.col(FATE) == Fate.APPLIED
             decided = refuse(
                 added.where(taken).drop(FATE),
-                known.state,
+                context.state,
                 key=node.key,
-                stream_time=known.stream_time,
+                stream_time=context.stream_time,
                 history_retention=node.history_retention,
                 chunk=self.chunk,
             )
             added = union(decided, added.where(~taken))
         once = operator.emit == "per_run"
-        return aggregate(added, known.state, key=node.key, aggregates=aggregates, once=once)
+        return aggregate(added, context.state, key=node.key, aggregates=aggregates, once=once)
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
-        return state_after(rows, known.state, key=self.node.key)
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
+        return state_after(rows, context.state, key=self.node.key)
 
 
 def entries(

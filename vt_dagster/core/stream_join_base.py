@@ -16,7 +16,7 @@ from vt_dagster.core.grace_buffer import moves_stream_time
 from vt_dagster.core.largest_times import largest_by_chunk, largest_in_time, with_largest
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.table_changes import columns, match_columns
 from vt_dagster.core.window_match import (
     AT,
@@ -84,8 +84,8 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
                 found.append(let_go[p] - in_micros_at(ahead, p) - 1)
         return max(LOWEST, min(found)) if found else None
 
-    def own_time(self, inputs: Sequence[Input], known: Known) -> DataFrame:
-        rows = self.seen(self.in_order(inputs), known, slim=True)
+    def own_time(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        rows = self.seen(self.in_order(inputs), context, slim=True)
         newest = {told: F.max(name).alias(told) for name, told in {NOW: "time", **_TIMES}.items()}
         return rows.groupBy(PARTITION).agg(*newest.values())
 
@@ -125,7 +125,7 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         let_go = {p: look[p] - in_micros_at(promise, p) if p in look else LOWEST for p in seen}
         return {**marks, OPEN: let_go}
 
-    def seen(self, rows: Sequence[DataFrame], known: Known, slim: bool = False) -> DataFrame:
+    def seen(self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False) -> DataFrame:
         """The new records of both sides, with all times as of them; those that only what is late is
         told by are null where nothing is.
 
@@ -134,10 +134,10 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         """
         new = reduce(union, [self.record(r, i, slim) for i, r in enumerate(rows)])
         # They are merged by the largest time so far of their own log: nothing before them has a larger.
-        new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(known.stream_time)))
-        if known.in_time:
+        new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(context.stream_time)))
+        if context.in_time:
             return with_columns(new, {name: nothing() for name in _TIMES})
-        before = {name: known.marks.get(told, nothing()) for name, told in _TIMES.items()}
+        before = {name: context.marks.get(told, nothing()) for name, told in _TIMES.items()}
         look = F.when(F.col(VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
         moves = {LOOK: look}
         for i, name in enumerate(("_left", "_right")):
@@ -172,10 +172,10 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         at = F.col(AT)
         return rows.withColumns({LOW: at - back, HIGH: at + ahead, END: at + ahead + promise})
 
-    def judged(self, rows: DataFrame, known: Known) -> DataFrame:
+    def judged(self, rows: DataFrame, context: RunContext) -> DataFrame:
         """New records with what becomes of them."""
         once = F.col(END) < F.col(NOW)
-        if known.in_time:
+        if context.in_time:
             no = F.lit(False)
             told = {NEW: F.lit(True), LATE: no, HORIZON: nothing(), ONCE: once, EXPIRED: no}
             return with_columns(self.with_window(rows), told)

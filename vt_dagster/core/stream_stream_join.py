@@ -30,7 +30,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core.arrival_order import Fate, hour_of_arrival, union, with_columns
 from vt_dagster.core.processor import Counts
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.stream_join_base import (
     EXPIRED,
     LOOK_MARK,
@@ -76,11 +76,11 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
 
     # -- results ---------------------------------------------------------------------------------
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
-        new = self.judged(self.seen(rows, known), known)
-        once = known.in_time and not self.kept and all(one.earlier is None for one in inputs)
-        if known.hold is not None and not once:
-            new = known.hold(new)
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        new = self.judged(self.seen(rows, context), context)
+        once = context.in_time and not self.kept and all(one.earlier is None for one in inputs)
+        if context.hold is not None and not once:
+            new = context.hold(new)
         earlier = [self._earlier(one, i, new.schema) for i, one in enumerate(inputs)]
         sides = [new.where(F.col(VALID) & (F.col(SIDE) == i)) for i in (0, 1)]
         on, width = (
@@ -90,10 +90,10 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         found = self._results(matches(sides, earlier, on=on, width=width).withColumn(PHASE, F.lit(1)))
         parts = [found, self.rejected(new)]
         for i in self.kept:
-            records = union(sides[i], self.without_match_yet(earlier[i], i, known))
+            records = union(sides[i], self.without_match_yet(earlier[i], i, context))
             alone = without_match(records, sides[1 - i], earlier[1 - i], on=on, width=width)
-            parts += [*self.alone(alone, i, known), self._keyless(new, i)]
-            parts += self.taken_back(earlier[i], sides[1 - i], i, known)
+            parts += [*self.alone(alone, i, context), self._keyless(new, i)]
+            parts += self.taken_back(earlier[i], sides[1 - i], i, context)
         return reduce(union, parts)
 
     def _earlier(self, one: Input, place: int, like: StructType) -> DataFrame | None:
@@ -111,25 +111,25 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         return with_columns(rows, missing).select(*[F.col(f"`{c}`") for c in like.names])
 
     def without_match_yet(
-        self, earlier: DataFrame | None, place: int, known: Known
+        self, earlier: DataFrame | None, place: int, context: RunContext
     ) -> DataFrame | None:
         """Records of earlier runs that may still find their first match."""
-        if earlier is None or known.state is None:
+        if earlier is None or context.state is None:
             return None
-        kept = self.kept_of(known.state, place)
+        kept = self.kept_of(context.state, place)
         return earlier.join(kept, [PARTITION, OFFSET])
 
-    def alone(self, rows: DataFrame, place: int, known: Known) -> list[DataFrame]:
+    def alone(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
         """Records without a match: those that leave, and those that wait for one."""
-        over = self.is_over(F.col(END), known)
+        over = self.is_over(F.col(END), context)
         wait = rows.where(~F.col(ONCE) & ~over).select(
             SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Fate.KEPT).alias(FATE)
         )
         return [self.leaving(rows.where(F.col(ONCE) | over), F.col(ONCE), place), wait]
 
-    def is_over(self, moment: Column, known: Known) -> Column:
+    def is_over(self, moment: Column, context: RunContext) -> Column:
         """Whether stream time is past it when unmatched records are let go in the run."""
-        return F.coalesce(moment < known.marks_after.get(LOOK_MARK, nothing()), F.lit(False))
+        return F.coalesce(moment < context.marks_after.get(LOOK_MARK, nothing()), F.lit(False))
 
     def leaving(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
         """The results of records that leave without a match.
@@ -143,7 +143,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         return self._results(self.with_nothing(with_columns(told, first), place), matched=False)
 
     def taken_back(
-        self, earlier: DataFrame | None, others: DataFrame, place: int, known: Known
+        self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
     ) -> list[DataFrame]:
         """What was said of records without a match and is not so any more: nothing is, here."""
         return []
@@ -207,7 +207,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         fate = F.when(dropped, Fate.DROPPED).when(F.col(LATE) & F.col(VALID), Fate.LATE)
         return new.select(PARTITION, fate.alias(FATE)).where(F.col(FATE).isNotNull())
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         if not self.kept:
             return None
         return rows.where(F.col(FATE) == Fate.KEPT).select(SIDE, PARTITION, FROM)

@@ -26,7 +26,7 @@ from vt_dagster.core import grace_buffer, table_store
 from vt_dagster.core.arrival_order import Fate, arrival_chunk, by_partition
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.run_context import Input, Known, Lookup
+from vt_dagster.core.run_context import Input, Lookup, RunContext
 from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.core.system_time_join import CUT, Past, as_known_join
 from vt_dagster.topology.durations import length_at
@@ -114,11 +114,11 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             logs[0], key=self.operator.left.key, released=by_partition(released)
         )
 
-    def judge(self, inputs: Sequence[Input], known: Known) -> DataFrame:
+    def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, (stream,) = self.operator, inputs
         earlier = stream.earlier
         if earlier is not None:
-            earlier = grace_buffer.waiting(earlier, key=operator.left.key, released=known.released)
+            earlier = grace_buffer.waiting(earlier, key=operator.left.key, released=context.released)
             earlier = earlier.withColumn(ARRIVAL, F.col(OFFSET))
         return grace_buffer.hold(
             stream.rows.withColumn(ARRIVAL, F.col(OFFSET)),
@@ -126,10 +126,10 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             key=operator.left.key,
             kind=operator.kind,
             grace=operator.grace_period if operator.waits else None,
-            before=known.stream_time,
-            released=known.released_after,
-            chunk=self.chunk if known.bounds is None else self.fine_chunk,
-            bounds=known.bounds,
+            before=context.stream_time,
+            released=context.released_after,
+            chunk=self.chunk if context.bounds is None else self.fine_chunk,
+            bounds=context.bounds,
         )
 
     @property
@@ -141,7 +141,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         """What a lookup gives: (name, SQL expression over ``left.*`` and ``right.*``)."""
         return self.operator.projection().columns
 
-    def look_up(self, judged: DataFrame, lookup: Lookup, known: Known) -> DataFrame:
+    def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
         operator, right = self.operator, self.operator.right
         projection = operator.projection()
         horizon = None
@@ -171,7 +171,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     def keeps_order(self) -> bool:
         return not self.operator.waits
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         raise AssertionError("a stream-table join judges its records, then looks them up")
 
     @property

@@ -33,7 +33,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival_order import Fate, gathered, hour_of_arrival, micros, union
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.stream_time import STREAM_TIME, Timed, with_stream_time
 from vt_dagster.core.suppress_emit_early import AT as _AT
 from vt_dagster.core.suppress_emit_early import BYTES, NTH, PLACE, emit_early, most
@@ -76,18 +76,18 @@ class SuppressProcessor(Processor[Suppress]):
     def timed(self, inputs: Sequence[Input]) -> Timed:
         return Timed(self.in_order(inputs)[0], F.lit(True))
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, until = self.operator, self.operator.until
         window = operator.window
         return suppress(
             rows[0].withColumn(TURN, F.lit(0)),
-            known.state,
+            context.state,
             key=list(operator.source.key),
             values=value_columns(operator.source),
             until="time_limit" if isinstance(until, UntilTimeLimit) else "window_closes",
             duration=operator.period,
-            before=known.stream_time,
-            after=known.stream_time_after,
+            before=context.stream_time,
+            after=context.stream_time_after,
             window_end_inclusive=window is not None and window.end_inclusive,
             open_when_due=window is not None and window.open_when_due,
             max_records=until.max_records,
@@ -96,7 +96,7 @@ class SuppressProcessor(Processor[Suppress]):
             chunk=self.chunk,
         )
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
         source = self.operator.source
         return buffer_after(rows, key=list(source.key), values=value_columns(source))
 

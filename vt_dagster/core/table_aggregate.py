@@ -28,7 +28,7 @@ from vt_dagster.core.arrival_order import Fate, duration, gathered, union, with_
 from vt_dagster.core.emit_per_run import folded, is_exact, is_last
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.stream_time import STREAM_TIME, with_stream_time
 from vt_dagster.core.table_changes import over_old
@@ -62,7 +62,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
     merges = True
     goes_forward = True
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, node = self.operator, self.node
         source, chosen = operator.source, operator.aggregates
         if isinstance(chosen, Aggregator):
@@ -81,9 +81,9 @@ class TableAggregateProcessor(Processor[TableAggregate]):
         if isinstance(node, VersionedTable):
             changes = refuse(
                 changes,
-                known.state,
+                context.state,
                 key=node.key,
-                stream_time=known.stream_time,
+                stream_time=context.stream_time,
                 history_retention=node.history_retention,
                 chunk=self.chunk,
             )
@@ -92,11 +92,11 @@ class TableAggregateProcessor(Processor[TableAggregate]):
         if not isinstance(chosen, Aggregator):
             once = operator.emit == "per_run"
             return aggregate(
-                changes, known.state, key=node.key, aggregates=operator.parsed(), once=once
+                changes, context.state, key=node.key, aggregates=operator.parsed(), once=once
             )
         return aggregate_by(
             changes,
-            known.state,
+            context.state,
             key=node.key,
             names=value_columns(node),
             initializer=chosen.initializer,
@@ -105,8 +105,8 @@ class TableAggregateProcessor(Processor[TableAggregate]):
             schema=chosen.schema,
         )
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
-        return state_after(rows, known.state, key=self.node.key)
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
+        return state_after(rows, context.state, key=self.node.key)
 
 
 def entries(

@@ -45,7 +45,7 @@ def put(
             then shuffled.
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in what is applied.
-        rivals, begun, last: see ``Known``.
+        rivals, begun, last: see ``RunContext``.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """

@@ -13,7 +13,7 @@ from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import Fate, union
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import home_of
 from vt_dagster.core.table_changes import (
     LEFT,
@@ -45,7 +45,7 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
     def goes_forward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.operator.monotone
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         sides: list[TableInput] = []
         for node, changes, one in zip(self.consumed, rows, inputs, strict=True):
             there = None
@@ -54,7 +54,7 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
             sides.append(TableInput(changes, there, node.key, value_columns(node), node.versioned))
         left, right = sides
         joined = self.at_home(self.joined(left, right))
-        return monotone(joined, known.state, self.node.key) if self.operator.monotone else joined
+        return monotone(joined, context.state, self.node.key) if self.operator.monotone else joined
 
     def at_home(self, joined: DataFrame) -> DataFrame:
         """All results of a key in one partition, also where the sides have it in different ones: the
@@ -68,8 +68,8 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
         operator = self.operator
         return join(left, right, kind=operator.kind, columns=operator.projection().columns)
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame | None:
-        return last_times(rows, known.state, self.node.key) if self.operator.monotone else None
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
+        return last_times(rows, context.state, self.node.key) if self.operator.monotone else None
 
 
 def join(

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import FATE, TURN
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.topology.operators import ToStream
 
 
@@ -21,7 +21,7 @@ class ToStreamProcessor(Processor[ToStream]):
     def keeps_order(self) -> bool:
         return True
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         return to_stream(rows[0].withColumn(TURN, F.lit(0)))
 
 

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import FATE, PARTITION, TURN
 from vt_dagster.core.arrival_order import Fate, has_key
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import home_of
 from vt_dagster.topology.operators import ToTable
 
@@ -22,7 +22,7 @@ class ToTableProcessor(Processor[ToTable]):
     def keeps_order(self) -> bool:
         return self.operator.partitioning is not None
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         made = to_table(rows[0].withColumn(TURN, F.lit(0)), key=self.operator.source.key)
         if self.operator.partitioning is not None:
             return made

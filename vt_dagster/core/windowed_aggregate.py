@@ -32,7 +32,7 @@ from vt_dagster.core.arrival_order import Fate, gathered, has_key, micros, union
 from vt_dagster.core.emit_per_run import folded, is_exact
 from vt_dagster.core.fixed_windows import closes_at, ends, placed, starts
 from vt_dagster.core.processor import Counts, Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.session_windows import FRESH, GAP, HORIZON, KEYED, KIND
 from vt_dagster.core.sliding_windows import HIDDEN, LENGTH, YOUNG
 from vt_dagster.core.source_records import home_of
@@ -102,30 +102,30 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
     def keeps_order(self) -> bool:
         return not self.merges and isinstance(self.operator.window, TumblingWindow)
 
-    def process(self, rows: list[DataFrame], inputs: Sequence[Input], known: Known) -> DataFrame:
+    def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         accumulators = self.operator.parsed().accumulators
         # Before the records get their new key: a key column hides no column of its name.
         given = with_columns(rows[0], {a.name: F.expr(a.expression) for a in accumulators})
         return aggregate(
             self._regrouped(given),
-            known.state,
+            context.state,
             key=self._key,
             window=self.operator.window,
             aggregates=self.operator.parsed(),
-            before=known.stream_time,
+            before=context.stream_time,
             chunk=self.chunk,
             fine_chunk=self.fine_chunk,
-            bounds=known.bounds,
+            bounds=context.bounds,
             once=self.operator.emit == "per_run",
         )
 
-    def state_after(self, rows: DataFrame, known: Known) -> DataFrame:
+    def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame:
         return state_after(
             rows,
             key=self._key,
             window=self.operator.window,
             aggregates=self.operator.parsed(),
-            after=known.stream_time_after,
+            after=context.stream_time_after,
         )
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:

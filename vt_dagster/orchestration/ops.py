@@ -16,7 +16,7 @@ import dagster as dg
 from pyspark.sql import DataFrame
 from typing_extensions import TypedDict, Unpack
 
-from vt_dagster.core.run_context import Known
+from vt_dagster.core.run_context import RunContext
 from vt_dagster.errors import ExecutorError, SourceError, TopologyError
 from vt_dagster.orchestration.asset import (
     DATA_VERSION,
@@ -201,7 +201,7 @@ def write_op(
     )
     def write(context: dg.OpExecutionContext, results: Any, arrival: Any) -> dg.Output[None]:
         stores = stores_for(context, resource_prefix)
-        given = Results(results, Known.nothing()) if is_source else results
+        given = Results(results, RunContext.nothing()) if is_source else results
         receipt = Run(arrival, stores).commit(given, context.run_id)
         return _output(materialized(context, stores(node), arrival, receipt))
 

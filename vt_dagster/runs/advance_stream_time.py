@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from vt_dagster.columns import PARTITION
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.stream_time import Bounds, mean_and_most
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.storage.commit_log import Commit
@@ -21,7 +21,7 @@ def timed(
     arrival: Arrival,
     processor: Processor[Any],
     inputs: Sequence[Input],
-    known: Known,
+    context: RunContext,
     spark: SparkSession,
 ) -> Arrival:
     """With the operator's stream time at the end of the run, the time up to which what waits has gone
@@ -29,7 +29,7 @@ def timed(
 
     Args:
         inputs: what the run has read.
-        known: what the operator knew before.
+        context: what the operator knew before.
     """
     before = arrival.before
     times, bounds = dict(before.stream_time), None
@@ -42,7 +42,7 @@ def timed(
             found = processor.in_time(chunks.collect(), before.stream_time, before.marks)
         in_time = found is not None
         if found is None:
-            found = processor.own_time(inputs, known).collect()
+            found = processor.own_time(inputs, context).collect()
         moved = {r[PARTITION]: r["time"] for r in found if r["time"] is not None}
         times |= {p: max(times.get(p, moment), moment) for p, moment in moved.items()}
         late = mean_and_most(found) if processor.tells_lateness else None

@@ -28,7 +28,7 @@ from vt_dagster.columns import ARRIVAL, FATE, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Fate, by_partition, with_columns
 from vt_dagster.core.log_columns import value_columns
-from vt_dagster.core.run_context import Known
+from vt_dagster.core.run_context import RunContext
 from vt_dagster.core.source_order import LAST, follows_source
 from vt_dagster.core.source_records import (
     REASON,
@@ -129,21 +129,21 @@ def met_twice(records: DataFrame, arrival: Arrival) -> bool:
 
 
 def with_past(
-    records: DataFrame, arrival: Arrival, store: Store, known: Known
-) -> tuple[DataFrame, Known]:
+    records: DataFrame, arrival: Arrival, store: Store, context: RunContext
+) -> tuple[DataFrame, RunContext]:
     """A source's records by what the table has, and what they meet of its past.
 
     Args:
         records: prepared and held.
     """
     node = arrival.node
-    records = _without_truncations(records, arrival, known.view)
-    records = _with_unchanged(records, arrival, known.view)
+    records = _without_truncations(records, arrival, context.view)
+    records = _with_unchanged(records, arrival, context.view)
     if arrival.previous is not None and meets_versions(node):
-        known = replace(known, rivals=_rivals_of(records, store))
+        context = replace(context, rivals=_rivals_of(records, store))
     if arrival.previous is not None and follows_source(node):
-        known = replace(known, last=_last_of(records, arrival, store))
-    return records, known
+        context = replace(context, last=_last_of(records, arrival, store))
+    return records, context
 
 
 def _without_truncations(records: DataFrame, arrival: Arrival, view: DataFrame | None) -> DataFrame:

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, FATE, HOME, INPUT, PARTITION, SEQUENCE, TIMESTAMP, TURN
 from vt_dagster.core.arrival_order import Fate
 from vt_dagster.core.log_columns import log_schema
-from vt_dagster.core.run_context import Known
+from vt_dagster.core.run_context import RunContext
 from vt_dagster.errors import ContractError
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.progress import in_words
@@ -42,7 +42,7 @@ class Results:
     """What an operator made of a run, before the commit: its rows with their fate, lazy."""
 
     rows: DataFrame
-    known: Known
+    context: RunContext
     judged: Judged = field(default_factory=Judged)
 
 

@@ -28,7 +28,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival_order import Fate, by_partition
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.runs.advance_stream_time import bounds_of, timed
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit_document import (
@@ -45,7 +45,7 @@ from vt_dagster.runs.read_source import met_twice, records_of, with_past
 from vt_dagster.runs.readiness import require_covered
 from vt_dagster.runs.record_times import steps_of, with_times
 from vt_dagster.runs.results import Judged, Receipt, Results, judge, nothing_of, require_same
-from vt_dagster.runs.run_inputs import inputs_of, known_of, logs_of
+from vt_dagster.runs.run_inputs import inputs_of, logs_of, run_context_of
 from vt_dagster.runs.store_protocol import Store, Stores
 from vt_dagster.runs.temporal_lookup import look_up
 from vt_dagster.runs.udf_determinism import require_deterministic_functions
@@ -117,7 +117,7 @@ class Run:
                 self.arrival,
                 self.processor,
                 self._inputs(self.read()),
-                self._known(),
+                self._context(),
                 self.store.spark,
             )
 
@@ -154,27 +154,27 @@ class Run:
         Args:
             read: of :meth:`read`, or what an op in between made of it.
         """
-        known, processor = self._known(with_tables=True), self.processor
+        context, processor = self._context(with_tables=True), self.processor
         if self.arrival.empty:
-            return Results(nothing_of(self.node, self.store.spark), known)
+            return Results(nothing_of(self.node, self.store.spark), context)
         require_deterministic_functions(self.arrival, self.store)
         if self.arrival.source is not None and (processor.bounded or met_twice(read[0], self.arrival)):
             # They are looked at twice, and reading them is the most of it.
             with self._explained():
                 read = [self.store.hold(rows) for rows in read]
                 self.arrival.held.extend(read)
-                rows, known = with_past(read[0], self.arrival, self.store, known)
+                rows, context = with_past(read[0], self.arrival, self.store, context)
                 read = [rows]
         if self.arrival.source is not None and processor.bounded:
             with self._explained():
                 before, spark = self.arrival.before.stream_time, self.store.spark
                 bounds = bounds_of(processor, self._inputs(read), before, spark)
-                known = replace(known, bounds=bounds)
+                context = replace(context, bounds=bounds)
         inputs = self._inputs(read)
-        judged = self._judged(inputs, known)
+        judged = self._judged(inputs, context)
         if judged is None:
-            return Results(processor.results(inputs, known), known)
-        return self._joined(judged, known)
+            return Results(processor.results(inputs, context), context)
+        return self._joined(judged, context)
 
     def buffer(self, read: Sequence[DataFrame]) -> DataFrame:
         """The first half of :meth:`operate`, of a join with a grace period: which records go out, and
@@ -184,7 +184,7 @@ class Run:
         Returns:
             the records of the run and those that waited before it, with ``_fate``.
         """
-        judged = self._judged(self._inputs(read), self._known(with_tables=True))
+        judged = self._judged(self._inputs(read), self._context(with_tables=True))
         assert judged is not None
         if self.arrival.empty:
             return judged
@@ -199,28 +199,32 @@ class Run:
         Raises:
             ContractError: there are more or fewer records of a fate than :meth:`buffer` gave.
         """
-        known = self._known(with_tables=True)
+        context = self._context(with_tables=True)
         if self.arrival.empty:
-            return Results(nothing_of(self.node, self.store.spark), known)
-        results = self._joined(buffered, known)
+            return Results(nothing_of(self.node, self.store.spark), context)
+        results = self._joined(buffered, context)
         require_same(self.node, self.arrival.buffered, results.judged.counts)
         return results
 
-    def _judged(self, inputs: Sequence[Input], known: Known) -> DataFrame | None:
+    def _judged(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
         own = self.arrival.view_rows if self.processor.reads_own(self.arrival.marks) else 0
         with self.store.tuned(self._small(Judged(rows_read=own))):
-            return self.processor.judge(inputs, known)
+            return self.processor.judge(inputs, context)
 
-    def _joined(self, judged: DataFrame, known: Known) -> Results:
+    def _joined(self, judged: DataFrame, context: RunContext) -> Results:
         processor = self.processor
         with self.store.tuned(self.arrival.small):
             told = judge(judged)
         with self.store.tuned(self._small(told)):
-            rows, told = look_up(self.arrival, processor, self.stores, judged, told, self._hold, known)
-        return Results(rows, known, told)
+            rows, told = look_up(
+                self.arrival, processor, self.stores, judged, told, self._hold, context
+            )
+        return Results(rows, context, told)
 
-    def _known(self, with_tables: bool = False) -> Known:
-        return known_of(self.arrival, self.processor, self.store, self._hold if with_tables else None)
+    def _context(self, with_tables: bool = False) -> RunContext:
+        return run_context_of(
+            self.arrival, self.processor, self.store, self._hold if with_tables else None
+        )
 
     def _hold(self, rows: DataFrame) -> DataFrame:
         """Computes rows at once: two builders of Spark's cache can wait for each other for ever."""
@@ -301,7 +305,7 @@ class Run:
         processor.check(passed.by_partition)
         counts = processor.counts(arrival.new_records - arrival.erased, passed.counts, judged.counts)
         counts |= {"erased": arrival.erased} if arrival.erased else {}
-        state = processor.state_after(rows, results.known)
+        state = processor.state_after(rows, results.context)
         buffer = processor.fullness(state)
         gauges = dict(arrival.gauges)
         if buffer is not None:

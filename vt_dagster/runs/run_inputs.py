@@ -12,7 +12,7 @@ from vt_dagster.columns import OFFSET, RECORDED_AT
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Input, Known
+from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.table_store import Hold
 from vt_dagster.runs.advance_stream_time import known_marks, oldest
 from vt_dagster.runs.arrival import Arrival
@@ -72,9 +72,9 @@ def inputs_of(
     return found
 
 
-def known_of(
+def run_context_of(
     arrival: Arrival, processor: Processor[Any], store: Store, hold: Hold | None = None
-) -> Known:
+) -> RunContext:
     """What a run knows.
 
     Args:
@@ -92,7 +92,7 @@ def known_of(
     since = processor.reaches_back(0, arrival.marks)
     asked = with_tables and since is not None and processor.refuses
     many = arrival.few and arrival.view_rows > MANY_ROWS
-    return Known(
+    return RunContext(
         hold=hold if many or processor.holds else None,
         state=state,
         view=view,

@@ -12,7 +12,7 @@ from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import view_schema
 from vt_dagster.core.processor import Processor
-from vt_dagster.core.run_context import Known, Lookup
+from vt_dagster.core.run_context import Lookup, RunContext
 from vt_dagster.core.table_store import Hold
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.join_strategy import way_of
@@ -29,7 +29,7 @@ def look_up(
     records: DataFrame,
     judged: Judged,
     hold: Hold,
-    known: Known,
+    context: RunContext,
 ) -> tuple[DataFrame, Judged]:
     """The results of judged records, by the versions of the table that answer for them.
 
@@ -44,13 +44,13 @@ def look_up(
     store, at = stores(table), arrival.tables.get(table.name)
     if at is None or at.head is None or judged.span is None:
         empty = recorded_if(processor.by_record, store.spark.createDataFrame([], view_schema(table)))
-        return processor.look_up(records, Lookup(empty, by_partition({})), known), judged
+        return processor.look_up(records, Lookup(empty, by_partition({})), context), judged
     since = judged.span[0] - processor.looks_before // timedelta(microseconds=1)
     rows = of_table.as_read(table, recorded_if(processor.by_record, store.view_at(at, since)))
     way, strategy = way_of(table, rows, arrival.few, at.total, (since, judged.span[1]))
     past = None
     if processor.by_record and isinstance(table, VersionedTable):
         past = TablePast(table, store, at.head, hold)
-    found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), known)
+    found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
     told = strategy if past is None else f"{strategy}; {past.told}"
     return found, replace(judged, rows_read=at.reach(since), strategy=told)
