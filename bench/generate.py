@@ -14,15 +14,15 @@ from pyspark.sql.types import DoubleType, LongType, StringType, StructField, Str
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     IS_TOMBSTONE,
     OFFSET,
+    OUTCOME,
     PARTITION,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 
 DATA = Path(__file__).parent / ".data"
 LAYOUT = 2
@@ -91,7 +91,7 @@ def stream(spark: SparkSession, rows: int, keys: int, hot: bool = False) -> Path
         F.timestamp_micros(F.lit(START) + F.col("id") * step - late).alias(TIMESTAMP),
         (noise(4, "id") % keys % PARTITIONS).cast("int").alias(PARTITION),
         F.col("id").alias(ARRIVAL),
-        F.lit(Fate.APPLIED).alias(FATE),
+        F.lit(Outcome.APPLIED).alias(OUTCOME),
     )
     return cached(f"stream-{rows}-{keys}{'-hot' if hot else ''}", records)
 
@@ -143,7 +143,7 @@ def arrivals(spark: SparkSession, rows: int, keys: int) -> Path:
         partition_of("key").alias(PARTITION),
         F.col("id").alias(ARRIVAL),
         F.lit(False).alias(IS_TOMBSTONE),
-        F.lit(None).cast("string").alias(FATE),
+        F.lit(None).cast("string").alias(OUTCOME),
     )
     return cached(f"arrivals-{rows}-{keys}", prepared)
 

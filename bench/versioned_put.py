@@ -15,19 +15,19 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import (
     ARRIVAL,
     CARRIED,
-    FATE,
     GIVEN,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
     OLD,
+    OUTCOME,
     PARTITION,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
 from vt_dagster.core import versioned_table
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 
 KEYS = 10_000
 SORTED = "Delta append of the same rows, sorted"
@@ -62,7 +62,7 @@ def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
         history_retention=RETENTION,
         parts=dict.fromkeys(parts, ()),
     )
-    accepted = put.where(F.col(FATE) == Fate.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))
+    accepted = put.where(F.col(OUTCOME) == Outcome.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))
     return accepted.select(*COLUMNS, IS_LATEST, OLD, *([GIVEN, CARRIED] if parts else []))
 
 

@@ -23,7 +23,7 @@ from vt_dagster import (
     build_definitions,
     ops,
 )
-from vt_dagster.columns import FATE, RECORDED_AT
+from vt_dagster.columns import OUTCOME, RECORDED_AT
 from vt_dagster.core.processor_registry import PROCESSORS
 from vt_dagster.orchestration.op_names import KINDS, steps_of
 from vt_dagster.runs.run import run_once
@@ -166,8 +166,8 @@ def test_a_graph_commits_what_the_asset_commits(spark: SparkSession, tmp_path: P
     seen: list[tuple[int, int, set[str]]] = []
 
     def look(released: DataFrame, waiting: DataFrame) -> DataFrame:
-        fates = {row[FATE] for row in released.select(FATE).distinct().collect()}
-        seen.append((released.count(), waiting.count(), fates))
+        outcomes = {row[OUTCOME] for row in released.select(OUTCOME).distinct().collect()}
+        seen.append((released.count(), waiting.count(), outcomes))
         return waiting
 
     for name in WAITING:

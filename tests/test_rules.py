@@ -20,7 +20,7 @@ from vt_dagster import (
     VersionedTable,
 )
 from vt_dagster.conformance.scenario import read_scenarios
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.source_records import Reason
 from vt_dagster.orchestration.metadata import definition_metadata
 from vt_dagster.rules import METRICS, RULES, Rule
@@ -90,7 +90,7 @@ def test_each_rule_is_shown() -> None:
     assert set(SHOWN.values()) - scenarios - tests == set()
 
 
-@pytest.mark.parametrize("names", [Fate, Reason])
+@pytest.mark.parametrize("names", [Outcome, Reason])
 def test_fates_and_reasons_are_rules(names: type) -> None:
     told = {value for name, value in vars(names).items() if name.isupper()}
     assert told

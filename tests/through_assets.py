@@ -25,7 +25,7 @@ from vt_dagster.conformance.scenario_topology import by_scenario, ms, record_of
 from vt_dagster.conformance.side_by_side import CameOut, cut, differences, dropped, entry, sources
 from vt_dagster.conformance.steps import Layout, layout, nodes_of
 from vt_dagster.conformance.store_scenarios import StoreRun, answer_rest, store_differences
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.errors import BufferFullError, ContractError
 from vt_dagster.runs import run_inputs as of_runs
 from vt_dagster.spark.small_run_settings import small_run
@@ -295,7 +295,8 @@ class ThroughAssets:
         return [
             f"  waiting in {step}: expected {expected} / got {got}"
             for step, expected in still_waiting(each).items()
-            if expected != (got := self._fates(self.node(each, step).name, number).get(Fate.WAITING, 0))
+            if expected
+            != (got := self._fates(self.node(each, step).name, number).get(Outcome.WAITING, 0))
         ]
 
 

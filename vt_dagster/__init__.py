@@ -13,7 +13,8 @@ What the words mean, here and in messages:
 - *history retention*: how far behind stream time a table remembers, and still accepts records.
 - *grace period*: how far stream time goes past a record, or a window's end, before that is final.
 - *late*: behind stream time by more than that.
-- *fate* of a record: *applied*, *late*, *waiting* (held back, by a grace period or a buffer), *dropped*
+- *outcome* of a record: *applied*, *late*, *waiting* (held back, by a grace period or a buffer),
+*dropped*
   (no use for it, counted), *quarantined* (bad; kept aside), or *no result* (had nothing to say).
 - *released*: held records that went out, and the time up to which they did.
 - *arrival*: what a run takes, pinned when it starts.

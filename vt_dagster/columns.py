@@ -75,8 +75,8 @@ ORDER = (ARRIVAL, INPUT, HOME, SEQUENCE)
 """The order in which a run takes its records; total."""
 TURN = "_turn"
 """The order among several results of one record; any type that can be ordered. Only inside a run."""
-FATE = "_fate"
-"""What became of a record in a run, one of the ``Fate`` names. Only inside a run."""
+OUTCOME = "_outcome"
+"""What became of a record in a run, one of the ``Outcome`` names. Only inside a run."""
 
 LOG_COLUMNS = (TIMESTAMP, PARTITION, OFFSET, IS_TOMBSTONE)
 RESERVED = frozenset(

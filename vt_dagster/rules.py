@@ -1,5 +1,5 @@
 """The rules that decide something, each with its name and a sentence: one vocabulary for what becomes
-of a record (``core.arrival_order.Fate``), the reasons of the quarantine, explanations and the
+of a record (``core.arrival_order.Outcome``), the reasons of the quarantine, explanations and the
 documentation.
 """
 
@@ -33,7 +33,7 @@ def _rule(name: str, says: str) -> Rule:
     return RULES[name]
 
 
-# -- what becomes of a record: each has one of these fates ---------------------------------------
+# -- what becomes of a record: each has one of these outcomes ---------------------------------------
 
 APPLIED = _rule("applied", "it is in the log; of a join: it was joined, at once or out of the buffer")
 LATE = _rule(

@@ -69,7 +69,7 @@ def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
 def test_a_join_reads_and_sends_what_its_result_has(spark: SparkSession, way: Way) -> None:
     """Spark takes the structs of both sides apart only where all in them is cheap."""
     stream = spark.createDataFrame(
-        [], f"{SCHEMA.simpleString()[7:-1]},partition:int,_arrival:bigint,_fate:string"
+        [], f"{SCHEMA.simpleString()[7:-1]},partition:int,_arrival:bigint,_outcome:string"
     )
     versions = spark.createDataFrame([], view_schema(rates("rates")))
     joined = stream_table_join.join(
@@ -110,7 +110,7 @@ def test_a_join_of_histories_reads_each_once(spark: SparkSession) -> None:
 def test_each_window_is_computed_once(spark: SparkSession) -> None:
     """A versioned put: stream time, the newest time so far, what a record replaces."""
     table = rates("rates")
-    names = "partition:int,_arrival:bigint,is_tombstone:boolean,_fate:string"
+    names = "partition:int,_arrival:bigint,is_tombstone:boolean,_outcome:string"
     records = spark.createDataFrame([], f"{SCHEMA.simpleString()[7:-1]},{names}")
     put = processor_of(table, few=True).results([Input(records)], RunContext.nothing())
     assert count(plan(put)) == {"shuffles": 2, "sorts": 2, "windows": 3}

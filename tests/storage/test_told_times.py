@@ -19,8 +19,8 @@ from pyspark.sql.types import StructField, StructType, TimestampType
 import vt_dagster
 from tests.storage.test_known_at import START, answer, in_order, moment, questions
 from tests.storage.topology import EPOCH, SCHEMA, Topology
-from vt_dagster.columns import ARRIVAL, FATE, PARTITION, RECORDED_AT
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, RECORDED_AT
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.source_records import TOLD_AT
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs import record_times
@@ -228,7 +228,7 @@ def test_times_of_rows_do_not_go_back_and_are_few(
         PARTITION,
         ARRIVAL,
         F.timestamp_micros("told").alias(TOLD_AT),
-        F.when(F.col("told").isNull(), Fate.QUARANTINED).otherwise(Fate.APPLIED).alias(FATE),
+        F.when(F.col("told").isNull(), Outcome.QUARANTINED).otherwise(Outcome.APPLIED).alias(OUTCOME),
     )
     shape = shape_of(topology.orders)
     before = Commit(asset="orders", batch=1, attempt="a", shape=shape, recorded_at=1)

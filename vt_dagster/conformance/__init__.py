@@ -7,6 +7,6 @@ partition.
 """
 
 from vt_dagster.conformance.runner import conformance, run
-from vt_dagster.conformance.scenario import Granularity, Outcome, Report, Scenario
+from vt_dagster.conformance.scenario import Granularity, Report, Scenario, ScenarioOutcome
 
-__all__ = ["Granularity", "Outcome", "Report", "Scenario", "conformance", "run"]
+__all__ = ["Granularity", "Report", "Scenario", "ScenarioOutcome", "conformance", "run"]

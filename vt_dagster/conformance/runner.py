@@ -15,9 +15,9 @@ from vt_dagster.conformance.scenario import (
     OPERATORS,
     Granularity,
     Job,
-    Outcome,
     Report,
     Scenario,
+    ScenarioOutcome,
     compare,
     read_scenarios,
     settle,
@@ -70,7 +70,7 @@ def run(
             f"expected scenarios{f' of {operators}' if operators else ''}, found none in "
             f"{[str(p) for p in paths]}; name the files or the directory that holds them"
         )
-    results = {s: Outcome(s, "not supported") for s in chosen}
+    results = {s: ScenarioOutcome(s, "not supported") for s in chosen}
     built = [s for s in chosen if supported(s) and _builds(s, results)]
     jobs: list[Job] = []
     for operator in OPERATORS:
@@ -113,7 +113,7 @@ def conformance(
     raise typer.Exit(0 if report.ok else 1)
 
 
-def _builds(scenario: Scenario, results: Mapping[Scenario, Outcome]) -> bool:
+def _builds(scenario: Scenario, results: Mapping[Scenario, ScenarioOutcome]) -> bool:
     """Whether the scenario goes on to run; one that must be refused when it is built is done."""
     must_fail = scenario.error is not None and scenario.error["at"] == "build"
     try:

@@ -57,7 +57,7 @@ class Scenario:
 
 
 @dataclass
-class Outcome:
+class ScenarioOutcome:
     """What became of one scenario."""
 
     scenario: Scenario
@@ -81,7 +81,7 @@ class Job:
 class Report:
     """What became of every scenario."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[ScenarioOutcome]
 
     def _count(self, result: str, optional: bool = False) -> int:
         return sum(o.result == result and o.scenario.optional is optional for o in self.outcomes)
@@ -186,7 +186,7 @@ def compare(what: str, expected: Sequence[Any], got: Sequence[Any]) -> list[str]
     ]
 
 
-def settle(outcome: Outcome, differences: list[str]) -> None:
+def settle(outcome: ScenarioOutcome, differences: list[str]) -> None:
     outcome.result = "different" if differences else "identical"
     outcome.differences = differences
 

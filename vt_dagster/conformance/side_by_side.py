@@ -15,15 +15,15 @@ from vt_dagster.conformance.scenario import (
     Entry,
     Granularity,
     Job,
-    Outcome,
     Scenario,
+    ScenarioOutcome,
     compare,
     compare_state,
     settle,
 )
 from vt_dagster.conformance.scenario_topology import by_scenario, final_store, millis, record_of, text
 from vt_dagster.conformance.steps import Config, Layout, Shape, inputs_of, layout, nodes_of
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import RefusedRecordsError, VtDagsterError
 from vt_dagster.testing import TopologyTestDriver
@@ -31,7 +31,7 @@ from vt_dagster.topology.model import Stream, VersionedTable
 
 
 def side_by_side(
-    scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, Outcome]
+    scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, ScenarioOutcome]
 ) -> list[Job]:
     """Scenarios as partitions of as few topologies as pays.
 
@@ -193,11 +193,11 @@ def differences(
     return found + compare_state(each.scenario, final_store(out.store), out.dropped, out.failed_at)
 
 
-def dropped(node: Stream, fates: Mapping[str, int]) -> int:
+def dropped(node: Stream, outcomes: Mapping[str, int]) -> int:
     """What a node adds to Kafka's dropped-records-total, by what became of its records."""
     # Late records of a join with grace are joined at once.
-    late = fates.get(Fate.LATE, 0) if processor_of(node).drops_late else 0
-    return late + fates.get(Fate.QUARANTINED, 0) + fates.get(Fate.DROPPED, 0)
+    late = outcomes.get(Outcome.LATE, 0) if processor_of(node).drops_late else 0
+    return late + outcomes.get(Outcome.QUARANTINED, 0) + outcomes.get(Outcome.DROPPED, 0)
 
 
 class _Group:
@@ -212,7 +212,7 @@ class _Group:
         self.entries: dict[int, list[Entry]] = defaultdict(list)
         self.failed_at: dict[int, int] = {}
 
-    def run(self, results: Mapping[Scenario, Outcome]) -> None:
+    def run(self, results: Mapping[Scenario, ScenarioOutcome]) -> None:
         outputs = {self._node(e, e.output): e for e in self.layouts}
         for step in range(max(map(len, self.cuts))):
             cuts = {n: runs[step] for n, runs in enumerate(self.cuts) if step < len(runs)}

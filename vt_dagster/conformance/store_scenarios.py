@@ -11,8 +11,8 @@ from vt_dagster.conformance.scenario import (
     Entry,
     Granularity,
     Job,
-    Outcome,
     Scenario,
+    ScenarioOutcome,
     compare,
     compare_state,
     settle,
@@ -26,7 +26,7 @@ from vt_dagster.conformance.scenario_topology import (
     source,
     with_index,
 )
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.errors import ContractError
 from vt_dagster.testing import REFUSED, TopologyTestDriver, VersionedStore
 from vt_dagster.topology.model import VersionedTable
@@ -47,7 +47,7 @@ def store_of(scenario: Scenario) -> VersionedTable:
 
 
 def versioned_stores(
-    scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, Outcome]
+    scenarios: Sequence[Scenario], granularity: Granularity, results: Mapping[Scenario, ScenarioOutcome]
 ) -> list[Job]:
     """All store scenarios as partitions of one table.
 
@@ -70,7 +70,7 @@ def versioned_stores(
             _store_run(driver, runs)
         stores = by_scenario(driver.versions("table"))
         for r in runs:
-            dropped = driver.metrics("table", r.number).get(Fate.LATE, 0)
+            dropped = driver.metrics("table", r.number).get(Outcome.LATE, 0)
             settle(results[r.scenario], store_differences(r, granularity, stores[r.number], dropped))
 
     return [Job(max(len(s.records) for s in scenarios), job)]

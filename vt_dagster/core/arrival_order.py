@@ -37,8 +37,8 @@ _EXACT = "_exact"
 _PLACE, _BUCKET = "_place", "_bucket"
 
 
-class Fate:
-    """What became of a record in a run; every record has exactly one fate, see ``rules``."""
+class Outcome:
+    """What became of a record in a run; every record has exactly one outcome, see ``rules``."""
 
     APPLIED = rules.APPLIED.name
     LATE = rules.LATE.name

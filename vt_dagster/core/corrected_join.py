@@ -22,13 +22,13 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import (
     ARRIVAL,
     CAUSE,
-    FATE,
     FINAL,
     IS_LATEST,
     IS_TOMBSTONE,
     LEFT_OFFSET,
     OFFSET,
     OLD,
+    OUTCOME,
     PARTITION,
     REVISION,
     TIMESTAMP,
@@ -44,7 +44,7 @@ from vt_dagster.core.affected_times import (
     changed_times,
     same,
 )
-from vt_dagster.core.arrival_order import HOUR, Fate, arrival_chunk, has_key, micros, union
+from vt_dagster.core.arrival_order import HOUR, Outcome, arrival_chunk, has_key, micros, union
 from vt_dagster.core.as_of_join import FOUND
 from vt_dagster.core.grace_buffer import moves_stream_time
 from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
@@ -77,9 +77,9 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     """
 
     holds = True
-    refuses = (Fate.TOO_LATE,)
+    refuses = (Outcome.TOO_LATE,)
     counted = (
-        *("in", "out", "late", "dropped", _UNMATCHED, Fate.WAITING),
+        *("in", "out", "late", "dropped", _UNMATCHED, Outcome.WAITING),
         *(CORRECTED, TOO_LATE),
     )
 
@@ -159,9 +159,11 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         (stream, table), named = inputs, has_key(self.operator.key)
         earlier = None if stream.earlier is None else stream.earlier.where(named)
         new = super().judge([replace(stream, earlier=earlier)], context)
-        joined = F.col(FATE).isin(Fate.APPLIED, Fate.LATE, Fate.WAITING)
-        new = new.withColumn(FATE, F.when(joined & ~named, Fate.DROPPED).otherwise(F.col(FATE)))
-        changes = table.rows.select(PARTITION, F.lit(Fate.CHANGE).alias(FATE))
+        joined = F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE, Outcome.WAITING)
+        new = new.withColumn(
+            OUTCOME, F.when(joined & ~named, Outcome.DROPPED).otherwise(F.col(OUTCOME))
+        )
+        changes = table.rows.select(PARTITION, F.lit(Outcome.CHANGE).alias(OUTCOME))
         if earlier is None or context.since is None or context.view is None:
             return union(new, changes)
         again = self._again(earlier, table, context)
@@ -196,7 +198,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         met = met.select(
             *columns(earlier.columns),
             F.col(OFFSET).alias(ARRIVAL),
-            F.when(late, Fate.TOO_LATE).otherwise(Fate.AGAIN).alias(FATE),
+            F.when(late, Outcome.TOO_LATE).otherwise(Outcome.AGAIN).alias(OUTCOME),
             late.alias(_TOO_OLD),
             cause.cast(POSITION_TYPE).alias(CAUSE),
             ANSWER,
@@ -207,7 +209,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         """Without those that a table's record has come too late for before: each is told once."""
         if context.refused is None:
             return met
-        told = context.refused.where(F.col("reason") == Fate.TOO_LATE)
+        told = context.refused.where(F.col("reason") == Outcome.TOO_LATE)
         told = told.select(F.col(PARTITION).alias(_TOLD_OF), F.col("position").alias(_TOLD))
         same_record = (F.col(PARTITION) == F.col(_TOLD_OF)) & (F.col(OFFSET) == F.col(_TOLD))
         found = met.join(told, F.col(_TOO_OLD) & same_record, "left").where(F.col(_TOLD).isNull())
@@ -237,7 +239,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return [*self.operator.columns, (_RECORD, f"left.`{OFFSET}`"), *carried]
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
-        again = F.col(FATE).isin(Fate.AGAIN, Fate.TOO_LATE)
+        again = F.col(OUTCOME).isin(Outcome.AGAIN, Outcome.TOO_LATE)
         told = judged.withColumn(_AGAIN, again)
         found = super().look_up(told, lookup, context)
         if ANSWER in judged.columns:
@@ -246,7 +248,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         found = self._decided(found)
         if not self.operator.key:
             return found
-        asked = judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE, Fate.AGAIN))
+        asked = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE, Outcome.AGAIN))
         return self._with_twice(found, asked, context)
 
     def _decided(self, rows: DataFrame) -> DataFrame:
@@ -254,15 +256,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         node, values = self.node, value_columns(self.node)
         again = F.col(_AGAIN)
         has = F.col(MATCHED) | F.lit(self.operator.kind == "left")
-        fate = F.when(has, Fate.APPLIED).otherwise(Fate.NO_RESULT)
+        outcome = F.when(has, Outcome.APPLIED).otherwise(Outcome.NO_RESULT)
         old = F.when(F.lit(False), F.struct(*columns(values), TIMESTAMP))
         told = {REVISION: F.lit(0), CAUSE: F.lit(None).cast(POSITION_TYPE), _PRODUCED: has}
         if _ROW in rows.columns:
             row, types, existed = F.col(_ROW), dict(rows.dtypes), _has_row()
             alike = reduce(lambda so_far, v: so_far & same(v, types[v], row), values, has & existed)
-            corrected = F.when(F.col(_TOO_OLD), Fate.TOO_LATE)
-            corrected = corrected.when(alike | ~(has | existed), Fate.NO_RESULT)
-            fate = F.when(again, corrected.otherwise(Fate.APPLIED)).otherwise(fate)
+            corrected = F.when(F.col(_TOO_OLD), Outcome.TOO_LATE)
+            corrected = corrected.when(alike | ~(has | existed), Outcome.NO_RESULT)
+            outcome = F.when(again, corrected.otherwise(Outcome.APPLIED)).otherwise(outcome)
             before = [row.getField(c).alias(c) for c in (*values, TIMESTAMP)]
             old = F.when(existed, F.struct(*before))
             gone = F.col(_GONE) + 1 if _GONE in rows.columns else F.lit(0)
@@ -285,7 +287,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             ARRIVAL,
             MATCHED,
             again.alias(_AGAIN),
-            fate.alias(FATE),
+            outcome.alias(OUTCOME),
             F.col(_RECORD),
             *([_ROW, *self._place()] if _ROW in rows.columns else []),
         )
@@ -293,7 +295,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     def _place(self) -> list[Column]:
         """What the quarantine says of a row that is refused a correction: no value of anybody's."""
         source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
-        told = {REASON: F.lit(Fate.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
+        told = {REASON: F.lit(Outcome.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
         return [c.alias(name) for name, c in told.items()]
 
     def _with_twice(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
@@ -321,7 +323,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         if self.operator.kind != "inner":
             return None
         key = [f"{c}" for c in self.node.key]
-        updated = rows.where((F.col(FATE) == Fate.APPLIED) & F.col(_AGAIN))
+        updated = rows.where((F.col(OUTCOME) == Outcome.APPLIED) & F.col(_AGAIN))
         kept = [*columns(key), F.col(REVISION), F.col(TIMESTAMP), F.col(PARTITION)]
         gone = updated.where(IS_TOMBSTONE).select(*kept)
         if context.state is None:
@@ -348,7 +350,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         told = {
             _UNMATCHED: F.count_if(~F.col(MATCHED) & ~F.col(_AGAIN)),
-            CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(FATE) == Fate.APPLIED)),
+            CORRECTED: F.count_if(F.col(_AGAIN) & (F.col(OUTCOME) == Outcome.APPLIED)),
         }
         if _TWICE not in columns:
             return told
@@ -370,18 +372,18 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         )
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
-        counts = {"in": taken, **{fate: judged.get(fate, 0) for fate in fates}}
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
+        counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
         told = {name: found[name] for name in (_UNMATCHED, CORRECTED)}
-        told[TOO_LATE] = found[Fate.TOO_LATE]
-        counts |= {CHANGES: judged.get(Fate.CHANGE, 0), _AGAIN_COUNT: judged.get(Fate.AGAIN, 0)}
-        return {**counts, "out": found[Fate.APPLIED], **told}
+        told[TOO_LATE] = found[Outcome.TOO_LATE]
+        counts |= {CHANGES: judged.get(Outcome.CHANGE, 0), _AGAIN_COUNT: judged.get(Outcome.AGAIN, 0)}
+        return {**counts, "out": found[Outcome.APPLIED], **told}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        fates = (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.WAITING, CHANGES)
-        done = sum(totals.get(fate, 0) for fate in fates)
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING, CHANGES)
+        done = sum(totals.get(outcome, 0) for outcome in outcomes)
         inner = totals.get(_UNMATCHED, 0) if self.operator.kind == "inner" else 0
-        joined = totals.get(Fate.APPLIED, 0) + totals.get(Fate.LATE, 0) - inner
+        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
         out = totals.get("out", 0)
         return [
             ("records in = joined + dropped + waiting + of the table", totals.get("in", 0), done),

@@ -16,7 +16,6 @@ from pyspark.sql.types import DataType
 
 from vt_dagster.columns import (
     CAUSE,
-    FATE,
     FINAL,
     IS_LATE,
     IS_LATEST,
@@ -26,13 +25,14 @@ from vt_dagster.columns import (
     OFFSET,
     OLD,
     ORDER,
+    OUTCOME,
     PARTITION,
     REVISION,
     RIGHT_OFFSET,
     RIGHT_PARTITION,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival_order import Fate, micros, with_columns
+from vt_dagster.core.arrival_order import Outcome, micros, with_columns
 from vt_dagster.core.corrected_join import CORRECTED
 from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import Counts
@@ -75,8 +75,8 @@ _ROW = "_row"
 class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     """Adds when a record without a match is said to be one, and takes that back."""
 
-    refuses = (Fate.TOO_LATE,)
-    counted = ("in", "out", UNMATCHED, "late", "dropped", Fate.WAITING, CORRECTED)
+    refuses = (Outcome.TOO_LATE,)
+    counted = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING, CORRECTED)
 
     @property
     def operator(self) -> CorrectedStreamJoin:
@@ -131,7 +131,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         over = F.col(AT) + micros(self.ahead[place]) + micros(self.operator.grace)
         leaves = ~said & (F.col(ONCE) | self.is_over(over, context))
         kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), context)).select(
-            *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Fate.KEPT).alias(FATE)),
+            *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Outcome.KEPT).alias(OUTCOME)),
             (said | leaves).alias(_SAID),
         )
         return [self.leaving(rows.where(leaves), F.col(ONCE), place), kept]
@@ -173,7 +173,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             RANK: F.lit(0),
             FROM: F.col(offset),
             MATCHED: F.lit(True),
-            FATE: F.lit(Fate.APPLIED),
+            OUTCOME: F.lit(Outcome.APPLIED),
         }
         told = {OLD: self._row(at), REVISION: F.lit(1), CAUSE: by}
         return alone.select(
@@ -227,23 +227,25 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     def rejected(self, new: DataFrame) -> DataFrame:
         """What there is no use for, and what was late, with its place."""
-        fate = F.when(self.useless, Fate.DROPPED).when(F.col(LATE) & F.col(VALID), Fate.TOO_LATE)
+        outcome = F.when(self.useless, Outcome.DROPPED).when(
+            F.col(LATE) & F.col(VALID), Outcome.TOO_LATE
+        )
         names = [node.name for node in self.consumed]
         place = {
-            REASON: F.lit(Fate.TOO_LATE),
+            REASON: F.lit(Outcome.TOO_LATE),
             SOURCE: F.when(F.col(SIDE) == 0, names[0]).otherwise(names[1]),
             POSITION: F.col(OFFSET),
             RAW: F.lit(None).cast("string"),
             TIMESTAMP: F.timestamp_micros(AT),
         }
-        rows = new.select(PARTITION, fate.alias(FATE), *_named(place))
-        return rows.where(F.col(FATE).isNotNull())
+        rows = new.select(PARTITION, outcome.alias(OUTCOME), *_named(place))
+        return rows.where(F.col(OUTCOME).isNotNull())
 
     def kept_of(self, state: DataFrame, place: int) -> DataFrame:
         return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET), _SAID)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
-        return rows.where(F.col(FATE) == Fate.KEPT).select(SIDE, PARTITION, FROM, _SAID)
+        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, _SAID)
 
     def state_without(self, state: DataFrame, erased: DataFrame) -> DataFrame:
         """A record whose row is erased has none that could be taken back."""
@@ -266,14 +268,14 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         return {
             UNMATCHED: F.count_if(~F.col(MATCHED)),
-            Fate.WAITING: F.count_if((F.col(FATE) == Fate.KEPT) & ~F.col(_SAID)),
-            CORRECTED: F.count_if((F.col(FATE) == Fate.APPLIED) & (F.col(REVISION) > 0)),
+            Outcome.WAITING: F.count_if((F.col(OUTCOME) == Outcome.KEPT) & ~F.col(_SAID)),
+            CORRECTED: F.count_if((F.col(OUTCOME) == Outcome.APPLIED) & (F.col(REVISION) > 0)),
         }
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        told = (UNMATCHED, Fate.DROPPED, Fate.WAITING, CORRECTED)
-        counts = {"in": taken, "out": found[Fate.APPLIED], **{name: found[name] for name in told}}
-        return {**counts, Fate.LATE: found[Fate.TOO_LATE]}
+        told = (UNMATCHED, Outcome.DROPPED, Outcome.WAITING, CORRECTED)
+        counts = {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}
+        return {**counts, Outcome.LATE: found[Outcome.TOO_LATE]}
 
 
 def _named(told: Mapping[str, Column]) -> list[Column]:

@@ -25,14 +25,14 @@ from pyspark.sql.types import (
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     HOME,
     INPUT,
     ORDER,
+    OUTCOME,
     SEQUENCE,
     TURN,
 )
-from vt_dagster.core.arrival_order import Fate, with_columns
+from vt_dagster.core.arrival_order import Outcome, with_columns
 
 _EXACT = (
     BinaryType,
@@ -52,9 +52,9 @@ def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
 
     Plan: one shuffle and sort by key, those that an aggregate has made already.
     """
-    earlier = (F.col(FATE) == Fate.APPLIED) & ~is_last(key)
-    fate = F.when(earlier, Fate.NO_RESULT).otherwise(F.col(FATE))
-    return rows.withColumn(FATE, fate)
+    earlier = (F.col(OUTCOME) == Outcome.APPLIED) & ~is_last(key)
+    outcome = F.when(earlier, Outcome.NO_RESULT).otherwise(F.col(OUTCOME))
+    return rows.withColumn(OUTCOME, outcome)
 
 
 def is_last(key: Sequence[str]) -> Column:
@@ -62,7 +62,7 @@ def is_last(key: Sequence[str]) -> Column:
     in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
     so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
-    applied = F.col(FATE) == Fate.APPLIED
+    applied = F.col(OUTCOME) == Outcome.APPLIED
     updates = F.count(F.when(applied, 1))
     return applied & (updates.over(so_far) == updates.over(whole))
 

@@ -10,8 +10,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, StructField, StructType
 
-from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, ORDER, PARTITION, TIMESTAMP, TURN, VALID_TO
-from vt_dagster.core.arrival_order import Fate, gathered, micros
+from vt_dagster.columns import IS_TOMBSTONE, OLD, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN, VALID_TO
+from vt_dagster.core.arrival_order import Outcome, gathered, micros
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
@@ -75,7 +75,7 @@ def filter(
         versioned: whether the table is.
 
     Returns:
-        the change rows with ``_fate``; ``old`` is null where the row before did not pass.
+        the change rows with ``_outcome``; ``old`` is null where the row before did not pass.
 
     Source: KIP-914 "Filters", FORMAT 4.2.5, 4.2.6, section 7; kip914-probe-filter-tombstones-versioned.
     """
@@ -84,11 +84,11 @@ def filter(
     passes = F.expr(condition) & ~F.col(IS_TOMBSTONE)
     old = F.when(F.col("_old_passes"), F.col(OLD))
     goes_out = F.lit(True) if versioned else F.col("_passes") | F.col(OLD).isNotNull()
-    fate = F.when(goes_out, Fate.APPLIED).otherwise(Fate.NO_RESULT)
+    outcome = F.when(goes_out, Outcome.APPLIED).otherwise(Outcome.NO_RESULT)
     kept = {v: F.when(F.col("_passes"), F.col(f"`{v}`")) for v in values}
     return (
         seen.withColumns({"_passes": passes, OLD: old})
-        .withColumns({**kept, FATE: fate, IS_TOMBSTONE: ~F.col("_passes")})
+        .withColumns({**kept, OUTCOME: outcome, IS_TOMBSTONE: ~F.col("_passes")})
         .drop("_passes", "_old_passes")
     )
 
@@ -166,8 +166,8 @@ def without_repeated_tombstones(
 
     schema = StructType([*ordered.schema.fields, StructField(_REPEATED, BooleanType())])
     decided = cast(DataFrame, cast(Any, ordered).mapInArrow(run, schema))
-    fate = F.when(F.col(_REPEATED), Fate.NO_RESULT).otherwise(F.col(FATE))
-    return decided.withColumn(FATE, fate).select(*[F.col(f"`{c}`") for c in rows.columns])
+    outcome = F.when(F.col(_REPEATED), Outcome.NO_RESULT).otherwise(F.col(OUTCOME))
+    return decided.withColumn(OUTCOME, outcome).select(*[F.col(f"`{c}`") for c in rows.columns])
 
 
 def _plain() -> Callable[[Any], Any]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core.arrival_order import Fate, with_columns
+from vt_dagster.columns import IS_TOMBSTONE, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
+from vt_dagster.core.arrival_order import Outcome, with_columns
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.run_context import Input, RunContext
@@ -62,7 +62,7 @@ def flat_map_values(
         keep: columns that each record keeps.
 
     Returns:
-        ``keep, column, timestamp, partition, is_tombstone`` (the element is null), ``_fate``
+        ``keep, column, timestamp, partition, is_tombstone`` (the element is null), ``_outcome``
         (``no_result``: an empty or missing array)``, ORDER, _turn`` (the place in the array), and
         ``_missing``: there was no array.
 
@@ -86,7 +86,7 @@ def flat_map_values(
         TIMESTAMP,
         PARTITION,
         F.col(_ELEMENT).isNull().alias(IS_TOMBSTONE),
-        F.when(there, Fate.APPLIED).otherwise(Fate.NO_RESULT).alias(FATE),
+        F.when(there, Outcome.APPLIED).otherwise(Outcome.NO_RESULT).alias(OUTCOME),
         *ORDER,
         TURN,
         _MISSING,

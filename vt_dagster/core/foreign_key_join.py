@@ -11,14 +11,14 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     IS_TOMBSTONE,
     ORDER,
+    OUTCOME,
     PARTITION,
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival_order import Fate, union
+from vt_dagster.core.arrival_order import Outcome, union
 from vt_dagster.core.table_changes import (
     EXISTS,
     LEFT,
@@ -87,7 +87,7 @@ def join(
             columns among them. A missing right row is null.
 
     Returns:
-        ``columns, timestamp, partition`` (of the left row)``, is_tombstone, _fate, ORDER`` (of the
+        ``columns, timestamp, partition`` (of the left row)``, is_tombstone, _outcome, ORDER`` (of the
         record that caused it)``, _turn`` (the left key). One row a left change, one a result of a
         right change, one without a key for a right change that is dropped.
 
@@ -129,16 +129,16 @@ def _after_left(
     moments = rows.withColumn(_RIGHT_STATE, state_of(RIGHT, [*on, _SALT])).where(
         F.col(TAKEN).isNotNull() & (~comes_from(RIGHT) | ~F.col(TAKEN))
     )
-    fate, tombstone = _outcome(kind)
+    outcome, tombstone = _outcome(kind)
     found = F.col(_RIGHT_STATE).isNotNull()
     larger = F.greatest(F.col(TIMESTAMP), F.col(_RIGHT_STATE).getField(TIMESTAMP))
     return moments.select(
         _left_row(left, _NEW).alias(LEFT),
         F.when(found, _right_row(right, _RIGHT_STATE)).alias(RIGHT),
-        F.when(fate == Fate.APPLIED, larger).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
+        F.when(outcome == Outcome.APPLIED, larger).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
         PARTITION,
-        ((fate == Fate.APPLIED) & tombstone).alias(IS_TOMBSTONE),
-        fate.alias(FATE),
+        ((outcome == Outcome.APPLIED) & tombstone).alias(IS_TOMBSTONE),
+        outcome.alias(OUTCOME),
         *ORDER,
         F.col(_KEY).alias(TURN),
     )
@@ -149,17 +149,17 @@ def _outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column]:
     exists, existed = F.col(_NEW).isNotNull(), F.col(_OLD).isNotNull()
     refers, referred = F.col(_NEW_KEY).isNotNull(), F.col(_OLD_KEY).isNotNull()
     found = F.col(_RIGHT_STATE).isNotNull()
-    fate = F.when(~F.col(TAKEN), Fate.DROPPED)
+    outcome = F.when(~F.col(TAKEN), Outcome.DROPPED)
     if kind == "left":
-        return fate.when(exists | existed, Fate.APPLIED).otherwise(Fate.NO_RESULT), ~exists
+        return outcome.when(exists | existed, Outcome.APPLIED).otherwise(Outcome.NO_RESULT), ~exists
     moved = referred & (F.col(_NEW_KEY) != F.col(_OLD_KEY))
-    fate = (
-        fate.when(refers, F.when(found | moved, Fate.APPLIED).otherwise(Fate.NO_RESULT))
-        .when(referred, Fate.APPLIED)
-        .when(exists | existed, Fate.DROPPED)
-        .otherwise(Fate.NO_RESULT)
+    outcome = (
+        outcome.when(refers, F.when(found | moved, Outcome.APPLIED).otherwise(Outcome.NO_RESULT))
+        .when(referred, Outcome.APPLIED)
+        .when(exists | existed, Outcome.DROPPED)
+        .otherwise(Outcome.NO_RESULT)
     )
-    return fate, ~(refers & found)
+    return outcome, ~(refers & found)
 
 
 def _after_right(
@@ -186,7 +186,7 @@ def _after_right(
         TIMESTAMP,
         PARTITION,
         (F.lit(kind == "inner") & ~exists).alias(IS_TOMBSTONE),
-        F.lit(Fate.APPLIED).alias(FATE),
+        F.lit(Outcome.APPLIED).alias(OUTCOME),
         *ORDER,
         F.col(_KEY).alias(TURN),
     )

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_TOMBSTONE, TIMESTAMP
-from vt_dagster.core.arrival_order import Fate, has_key, union
+from vt_dagster.columns import IS_TOMBSTONE, OUTCOME, TIMESTAMP
+from vt_dagster.core.arrival_order import Outcome, has_key, union
 from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.operators import JoinKind
@@ -71,20 +71,22 @@ def hold(
         chunk, bounds: see ``passed``.
 
     Returns:
-        all of them with ``_fate``: ``applied`` (timestamp <= released), ``late`` (timestamp < stream
+        all of them with ``_outcome``: ``applied`` (timestamp <= released), ``late`` (timestamp < stream
         time - grace on arrival: joined at once), ``waiting``, or ``dropped`` (no value; no key in an
         inner join). A left join emits a record without a key at once.
 
     Source: KIP-923; kip923-dequeue-boundary, kip923-late-is-immediate, kip923-probe-left-null-key.
     """
-    keyless = Fate.APPLIED if kind == "left" else Fate.DROPPED
-    fate = F.when(F.col(IS_TOMBSTONE), Fate.DROPPED).when(~has_key(key), keyless)
+    keyless = Outcome.APPLIED if kind == "left" else Outcome.DROPPED
+    outcome = F.when(F.col(IS_TOMBSTONE), Outcome.DROPPED).when(~has_key(key), keyless)
     seen = arrived
     if grace is None:
-        fate = fate.otherwise(Fate.APPLIED)
+        outcome = outcome.otherwise(Outcome.APPLIED)
     else:
         counts, late = moves_stream_time(key), late_from(grace)
         seen = passed(arrived, late, before, counts, chunk=chunk, bounds=bounds)
-        fate = fate.when(F.col(PASSED), Fate.LATE).when(F.col(TIMESTAMP) <= released, Fate.APPLIED)
-        fate = fate.otherwise(Fate.WAITING)
-    return union(seen, waiting).withColumn(FATE, fate).drop(PASSED)
+        outcome = outcome.when(F.col(PASSED), Outcome.LATE).when(
+            F.col(TIMESTAMP) <= released, Outcome.APPLIED
+        )
+        outcome = outcome.otherwise(Outcome.WAITING)
+    return union(seen, waiting).withColumn(OUTCOME, outcome).drop(PASSED)

@@ -11,10 +11,10 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     HOME,
     INPUT,
     IS_TOMBSTONE,
+    OUTCOME,
     PARTITION,
     SEQUENCE,
     TIMESTAMP,
@@ -23,7 +23,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import Fate, by_partition, union
+from vt_dagster.core.arrival_order import Outcome, by_partition, union
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.table_changes import (
@@ -138,7 +138,7 @@ def join(
         F.when(there[1], side_row(right, F.col(RIGHT).getField(_STATE))).alias(RIGHT),
         F.col(_AT).alias(TIMESTAMP),
         (~F.col(_MATCHED)).alias(IS_TOMBSTONE),
-        F.when(F.col(_UNKNOWN), Fate.LATE).otherwise(Fate.APPLIED).alias(FATE),
+        F.when(F.col(_UNKNOWN), Outcome.LATE).otherwise(Outcome.APPLIED).alias(OUTCOME),
         F.unix_micros(_AT).alias(ARRIVAL),
         *[column.alias(name) for name, column in cause.items()],
         F.lit(0).alias(TURN),

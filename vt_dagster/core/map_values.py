@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_TOMBSTONE, OLD, TIMESTAMP, TURN
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.columns import IS_TOMBSTONE, OLD, OUTCOME, TIMESTAMP, TURN
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
@@ -61,5 +61,5 @@ def map_values(
         *[F.col(f"`{c}`") for c in others],
         *mapped,
         F.when(F.col(OLD).isNotNull(), old).alias(OLD),
-        F.lit(Fate.APPLIED).alias(FATE),
+        F.lit(Outcome.APPLIED).alias(OUTCOME),
     )

@@ -8,8 +8,8 @@ from functools import reduce
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.columns import IS_TOMBSTONE, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
@@ -39,4 +39,4 @@ def merge(streams: Sequence[DataFrame], *, columns: Sequence[str]) -> DataFrame:
     """
     names = [*[F.col(f"`{c}`") for c in columns], TIMESTAMP, PARTITION, IS_TOMBSTONE, *ORDER]
     rows = reduce(DataFrame.unionByName, [one.select(*names) for one in streams])
-    return rows.withColumns({FATE: F.lit(Fate.APPLIED), TURN: F.lit(0)})
+    return rows.withColumns({OUTCOME: F.lit(Outcome.APPLIED), TURN: F.lit(0)})

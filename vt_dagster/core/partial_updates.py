@@ -29,8 +29,8 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, StructField, StructType
 
-from vt_dagster.columns import CARRIED, FATE, GIVEN, IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
-from vt_dagster.core.arrival_order import Fate, gathered, union
+from vt_dagster.columns import CARRIED, GIVEN, IS_TOMBSTONE, OUTCOME, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.core.arrival_order import Outcome, gathered, union
 
 np: Any = numpy
 pa: Any = pyarrow
@@ -62,7 +62,8 @@ def filled(
     sorted.
 
     Args:
-        records: with their fate; those that are not applied are passed through. ``given_columns``: an
+        records: with their outcome; those that are not applied are passed through. ``given_columns``:
+            an
             array of names among ``parts``; null = all of them.
         versions: those that end after the oldest record of their key; None = none.
         values: the value columns; ``parts``: those of them that a record may leave out, each with the
@@ -73,7 +74,7 @@ def filled(
         the records with ``carried`` (INT, 0), and for each version that one changes a row of the
         version's time and values, of the record's place, with ``carried`` = 1, 2, … by time.
     """
-    kind = F.when(F.col(FATE) == Fate.APPLIED, _RECORD).otherwise(_OTHER)
+    kind = F.when(F.col(OUTCOME) == Outcome.APPLIED, _RECORD).otherwise(_OTHER)
     rows = records.withColumns({_KIND: kind, _END: F.lit(None).cast("timestamp")})
     if versions is not None:
         kept = [F.col(f"`{c}`") for c in (*key, *values, IS_TOMBSTONE, GIVEN)]

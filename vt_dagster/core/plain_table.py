@@ -8,8 +8,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_LATEST, IS_TOMBSTONE, OLD, TIMESTAMP
-from vt_dagster.core.arrival_order import Fate, over_all_partitions, union, with_columns
+from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OLD, OUTCOME, TIMESTAMP
+from vt_dagster.core.arrival_order import Outcome, over_all_partitions, union, with_columns
 
 BEFORE, NEWEST = "_before", "_newest"
 _SEEN, _LAST = "_seen", "_last"
@@ -29,22 +29,22 @@ def put(
     Plan: one shuffle and sort by key together with one row per key of ``current``.
 
     Args:
-        records: ``key columns, value columns, timestamp, is_tombstone, _fate, order columns``; those
-            without a fate are applied, those with another one are passed through.
+        records: ``key columns, value columns, timestamp, is_tombstone, _outcome, order columns``; those
+            without an outcome are applied, those with another one are passed through.
         current: the rows of the table before the run; None = none.
         order: columns in whose order a key's records are taken.
         of_rejected: columns that are null in what is applied.
 
     Returns:
-        the records with ``_fate``, ``is_latest`` (true) and ``old``.
+        the records with ``_outcome``, ``is_latest`` (true) and ``old``.
 
     Source: FORMAT 4.2.1; kip889-motivation-unversioned.
     """
-    rejected = F.col(FATE).isNotNull()
+    rejected = F.col(OUTCOME).isNotNull()
     records = with_columns(records, {c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(records, current, key=key, values=values)
-    applied = known.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
-    counts = F.col(FATE) == Fate.APPLIED
+    applied = known.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
+    counts = F.col(OUTCOME) == Outcome.APPLIED
     replaced = with_old(applied, counts, key=key, values=values, order=order)
     return replaced.withColumn(IS_LATEST, F.lit(True)).drop(NEWEST)
 

@@ -17,13 +17,13 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     HOME,
     INPUT,
     IS_LATEST,
     OFFSET,
     OLD,
     ORDER,
+    OUTCOME,
     PARTITION,
     SEQUENCE,
     TIMESTAMP,
@@ -32,8 +32,8 @@ from vt_dagster.columns import (
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import (
     FINE,
-    Fate,
     InPlace,
+    Outcome,
     arrival_chunk,
     hour_of_arrival,
     number,
@@ -71,7 +71,7 @@ class Processor(ABC, Generic[O]):
     reads_tables = False
     """Whether it looks into its inputs' tables, not only at their changes."""
     refuses: tuple[str, ...] = ()
-    """The fates of results that are kept in the quarantine."""
+    """The outcomes of results that are kept in the quarantine."""
     merges = False
     """Whether a result's partition has records of several logs or partitions."""
     goes_by_time = False
@@ -257,7 +257,7 @@ class Processor(ABC, Generic[O]):
             rows: the inputs' rows ``in_order``.
 
         Returns:
-            rows ``key columns, value columns, timestamp, partition, is_tombstone, _fate, ORDER,
+            rows ``key columns, value columns, timestamp, partition, is_tombstone, _outcome, ORDER,
             _turn``, of what has no store of its own also ``is_latest, old``; and what ``state_after``
             needs.
         """
@@ -275,9 +275,9 @@ class Processor(ABC, Generic[O]):
             return rows
         if operator.emit == "per_run":
             rows = last_of_run(rows, node.key)
-        with_result = rows.where(F.col(FATE) != Fate.NO_RESULT)
+        with_result = rows.where(F.col(OUTCOME) != Outcome.NO_RESULT)
         pending = with_result.drop(IS_LATEST, OLD).withColumn(
-            FATE, F.when(F.col(FATE) != Fate.APPLIED, F.col(FATE))
+            OUTCOME, F.when(F.col(OUTCOME) != Outcome.APPLIED, F.col(OUTCOME))
         )
         return table_store.put(
             node,
@@ -290,7 +290,7 @@ class Processor(ABC, Generic[O]):
         )
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
-        """Of what looks into a table as of times: the records with their fate, before it looks."""
+        """Of what looks into a table as of times: the records with their outcome, before it looks."""
         return None
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
@@ -334,7 +334,7 @@ class Processor(ABC, Generic[O]):
         Args:
             few: whether one task can well number them; ``in_place``: where they keep their log's order.
         """
-        results = rows.where(F.col(FATE) == Fate.APPLIED)
+        results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
         if in_place is not None and (in_place.complete or not few):
             numbered = number_in_place(results, first, in_place)
         else:
@@ -344,14 +344,14 @@ class Processor(ABC, Generic[O]):
     # -- what is counted and promised ------------------------------------------------------------
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        """Aggregates over its results that are counted besides their fates, by name."""
+        """Aggregates over its results that are counted besides their outcomes, by name."""
         return {}
 
     def check(self, found: Mapping[int, Counts]) -> None:
         """Refuses results that are to stop the run.
 
         Args:
-            found: by partition, results by fate and ``tallies``.
+            found: by partition, results by outcome and ``tallies``.
 
         Raises:
             RefusedRecordsError: there are some.
@@ -362,10 +362,11 @@ class Processor(ABC, Generic[O]):
 
         Args:
             taken: number of log rows that it took.
-            found: of its results, by fate, and ``tallies``; ``judged``: of the records that it judged.
+            found: of its results, by outcome, and ``tallies``; ``judged``: of the records that it
+                judged.
         """
-        refused = {fate: found[fate] for fate in (Fate.LATE, Fate.DROPPED)}
-        return {"in": taken, "out": found[Fate.APPLIED], **refused}
+        refused = {outcome: found[outcome] for outcome in (Outcome.LATE, Outcome.DROPPED)}
+        return {"in": taken, "out": found[Outcome.APPLIED], **refused}
 
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
         """How full its buffer is: ``partition, records, bytes``; None where it has none."""

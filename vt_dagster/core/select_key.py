@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, PARTITION, TURN
-from vt_dagster.core.arrival_order import Fate, with_columns
+from vt_dagster.columns import OUTCOME, PARTITION, TURN
+from vt_dagster.core.arrival_order import Outcome, with_columns
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import home_of
@@ -39,4 +39,4 @@ def select_key(
     Source: FORMAT 4.12.2; select-key-null-passes, select-key-too-short-value.
     """
     chosen = with_columns(records, {name: F.expr(sql) for name, sql in columns})
-    return chosen.withColumns({PARTITION: partition, FATE: F.lit(Fate.APPLIED), TURN: F.lit(0)})
+    return chosen.withColumns({PARTITION: partition, OUTCOME: F.lit(Outcome.APPLIED), TURN: F.lit(0)})

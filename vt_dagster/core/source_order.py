@@ -21,8 +21,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import CARRIED, FATE, IS_LATEST, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.columns import CARRIED, IS_LATEST, IS_TOMBSTONE, OUTCOME, TIMESTAMP, VALID_FROM
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.log_columns import parts_of
 from vt_dagster.core.plain_table import BEFORE, NEWEST, with_row_before
 from vt_dagster.core.source_records import RESTATES, START, time_of
@@ -115,7 +115,7 @@ class SourceOrder:
         """The records, of which those that say what is known are ``nothing_new``.
 
         Args:
-            records: with their fate.
+            records: with their outcome.
             newest: the current versions before the run; None = none.
         """
         if not self.follows or RESTATES not in records.columns:
@@ -146,7 +146,7 @@ class SourceOrder:
         """The records, and after each that takes the place of a newer version its row at that time.
 
         Args:
-            records: with their fate, ``_so_far`` and ``is_latest``.
+            records: with their outcome, ``_so_far`` and ``is_latest``.
             newest: the current versions before the run; None = none.
 
         Returns:
@@ -178,7 +178,7 @@ def _without_repeated(
     Plan: the shuffle by key is one that ``versioned_table.put`` needs.
 
     Args:
-        records: of ``with_row_before``, with their fate.
+        records: of ``with_row_before``, with their outcome.
         starts: see :class:`SourceOrder`.
     """
     kinds = dict(records.dtypes)
@@ -198,7 +198,7 @@ def _without_repeated(
         *[v.alias(n) for v, n in zip(held, names, strict=True)],
     )
     there = F.when(F.col(NEWEST).isNotNull(), there) if starts else there
-    applied = F.col(FATE) == Fate.APPLIED
+    applied = F.col(OUTCOME) == Outcome.APPLIED
     if START in records.columns:
         applied = applied & ~F.col(START)
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
@@ -211,8 +211,8 @@ def _without_repeated(
     )
     repeats = F.when(alive, same).otherwise(~F.col(_SEEN)["alive"])
     nothing = applied & F.coalesce(F.col(RESTATES), F.lit(False)) & repeats
-    fate = F.when(nothing, Fate.NOTHING_NEW).otherwise(F.col(FATE))
-    return rows.withColumn(FATE, fate).drop(_SEEN)
+    outcome = F.when(nothing, Outcome.NOTHING_NEW).otherwise(F.col(OUTCOME))
+    return rows.withColumn(OUTCOME, outcome).drop(_SEEN)
 
 
 def _yielding(
@@ -234,7 +234,7 @@ def _yielding(
     Plan: windows by key, in the order ``versioned_table.put`` needs.
 
     Args:
-        records: with their fate and ``is_latest``.
+        records: with their outcome and ``is_latest``.
         newest: the current versions before the run; None = none.
         own_time: of records or versions, when they say themselves that they were true; null = they do
             not say.
@@ -250,7 +250,7 @@ def _yielding(
         keys = [F.col(f"`{k}`") for k in key]
         held = newest.select(*keys, told.alias(_HELD_OWN), assumed.alias(_ASSUMED))
         own = own.join(held, list(key), "left")
-    applied = F.col(FATE) == Fate.APPLIED
+    applied = F.col(OUTCOME) == Outcome.APPLIED
     if START in records.columns:
         applied = applied & ~F.col(START)
     deletes = applied & F.col(IS_TOMBSTONE) & F.col(_OWN).isNull()
@@ -296,7 +296,7 @@ def _in_force_again(records: DataFrame, older: Column) -> DataFrame:
         the records with ``carried`` = 0, and these rows with ``carried`` = 1, which are their key's
         latest.
     """
-    older = (F.col(FATE) == Fate.APPLIED) & older
+    older = (F.col(OUTCOME) == Outcome.APPLIED) & older
     if START in records.columns:
         older = older & ~F.col(START)
     places = F.when(older, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(0)))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, CARRIED, FATE, PARTITION, RECORDED_AT
+from vt_dagster.columns import ARRIVAL, CARRIED, OUTCOME, PARTITION, RECORDED_AT
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import FINE, Fate, InPlace, number, with_columns
+from vt_dagster.core.arrival_order import FINE, InPlace, Outcome, number, with_columns
 from vt_dagster.core.log_columns import log_columns, parts_of
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.run_context import Input, RunContext
@@ -30,18 +30,26 @@ class SourceProcessor(Processor[None]):
     late. Records with a reason for quarantine are passed through.
     """
 
-    refuses = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED)
+    refuses = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED)
 
     @property
     def counted(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ("in", *self._fates)
+        return ("in", *self._outcomes)
 
     @property
-    def _fates(self) -> tuple[str, ...]:
-        ties = () if table_store.tie_break_of(self.node) is None else (Fate.LOST_TIE,)
-        starts = () if table_store.start_of(self.node) is None else (Fate.COVERED,)
-        again = (Fate.NOTHING_NEW,) if restates(self.node) else ()
-        return (Fate.APPLIED, *self._carried, Fate.LATE, *ties, *starts, *again, Fate.QUARANTINED)
+    def _outcomes(self) -> tuple[str, ...]:
+        ties = () if table_store.tie_break_of(self.node) is None else (Outcome.LOST_TIE,)
+        starts = () if table_store.start_of(self.node) is None else (Outcome.COVERED,)
+        again = (Outcome.NOTHING_NEW,) if restates(self.node) else ()
+        return (
+            Outcome.APPLIED,
+            *self._carried,
+            Outcome.LATE,
+            *ties,
+            *starts,
+            *again,
+            Outcome.QUARANTINED,
+        )
 
     @property
     def _carried(self) -> tuple[str, ...]:
@@ -59,9 +67,9 @@ class SourceProcessor(Processor[None]):
         # What a record was read from is of use only where it goes to quarantine.
         raw = [c for c in (RAW, RAW_KEY) if c in records.columns]
         if not isinstance(node, Table):
-            rejected = F.col(FATE).isNotNull()
+            rejected = F.col(OUTCOME).isNotNull()
             kept = with_columns(records, {c: F.when(rejected, F.col(c)) for c in raw})
-            return kept.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
+            return kept.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
         return table_store.put(
             node,
             records,
@@ -92,7 +100,7 @@ class SourceProcessor(Processor[None]):
     def timed(self, inputs: Sequence[Input]) -> Timed:
         node, (one,) = self.node, inputs
         assert isinstance(node, VersionedTable)
-        return Timed(one.rows, F.col(FATE).isNull(), late_from(node.history_retention))
+        return Timed(one.rows, F.col(OUTCOME).isNull(), late_from(node.history_retention))
 
     @property
     def result_order(self) -> list[Column]:
@@ -106,7 +114,7 @@ class SourceProcessor(Processor[None]):
         """As any other; where the source has told ``recorded_at``, with that."""
         if RECORDED_AT not in rows.columns:
             return super().produce(rows, first, few, in_place)
-        results = rows.where(F.col(FATE) == Fate.APPLIED)
+        results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
         numbered = number(results, first, self.result_order, self.result_chunk(few))
         return numbered.select(*log_columns(self.node), RECORDED_AT)
 
@@ -114,23 +122,26 @@ class SourceProcessor(Processor[None]):
         carried = {CARRIED: F.count_if(F.col(CARRIED) > 0)} if CARRIED in columns else {}
         if START not in columns:
             return carried
-        fates = {STARTED: Fate.APPLIED, START_BAD: Fate.QUARANTINED}
-        told = {name: F.count_if(F.col(START) & (F.col(FATE) == fate)) for name, fate in fates.items()}
+        outcomes = {STARTED: Outcome.APPLIED, START_BAD: Outcome.QUARANTINED}
+        told = {
+            name: F.count_if(F.col(START) & (F.col(OUTCOME) == outcome))
+            for name, outcome in outcomes.items()
+        }
         record = F.col(CARRIED) == 0 if carried else F.lit(True)
         return {**carried, **told, START_IN: F.count_if(F.col(START) & record)}
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
         carried = sum(found[name] for name in self._carried)
-        told = {fate: found[fate] for fate in self._fates}
-        applied = found[Fate.APPLIED] - carried
-        shown = {"in": found["in"] - carried, **told, Fate.APPLIED: applied}
+        told = {outcome: found[outcome] for outcome in self._outcomes}
+        applied = found[Outcome.APPLIED] - carried
+        shown = {"in": found["in"] - carried, **told, Outcome.APPLIED: applied}
         if parts_of(self.node):
             return shown
         # Rare where each record says its whole row.
-        return {n: c for n, c in shown.items() if c or n not in (CARRIED, Fate.NOTHING_NEW)}
+        return {n: c for n, c in shown.items() if c or n not in (CARRIED, Outcome.NOTHING_NEW)}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        fates = (*self.refuses, Fate.APPLIED, Fate.COVERED, Fate.NOTHING_NEW)
-        done = sum(totals.get(fate, 0) for fate in fates)
-        what = f"records in = {' + '.join(f for f in self._fates if f != CARRIED)}"
+        outcomes = (*self.refuses, Outcome.APPLIED, Outcome.COVERED, Outcome.NOTHING_NEW)
+        done = sum(totals.get(outcome, 0) for outcome in outcomes)
+        what = f"records in = {' + '.join(f for f in self._outcomes if f != CARRIED)}"
         return [(what, totals.get("in", 0), done)]

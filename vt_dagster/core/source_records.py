@@ -9,8 +9,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DateType, StringType, TimestampNTZType, TimestampType
 
 from vt_dagster import rules
-from vt_dagster.columns import FATE, GIVEN, IS_TOMBSTONE, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival_order import Fate, has_key
+from vt_dagster.columns import GIVEN, IS_TOMBSTONE, OUTCOME, PARTITION, TIMESTAMP
+from vt_dagster.core.arrival_order import Outcome, has_key
 from vt_dagster.core.log_columns import parts_of
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
@@ -92,7 +92,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     large), it is that record's fault: the expression is null there.
 
     Returns:
-        the rows with ``timestamp, partition, is_tombstone, _fate, _reason``; ``_fate`` is
+        the rows with ``timestamp, partition, is_tombstone, _outcome, _reason``; ``_outcome`` is
         ``quarantined`` where there is a reason, else null. Of a table whose records may say a part of
         their row also ``given_columns``: which; null = all.
 
@@ -152,8 +152,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
             chosen = _chosen(node.partition_by)
             reason = reason.when(has_key(node.key) & chosen.isNull(), Reason.NULL_PARTITION)
         timed = timed.withColumn(PARTITION, home_of(node.key, node))
-    fate = F.when(F.col(REASON).isNotNull(), Fate.QUARANTINED)
-    judged = timed.withColumn(REASON, reason).withColumn(FATE, fate)
+    outcome = F.when(F.col(REASON).isNotNull(), Outcome.QUARANTINED)
+    judged = timed.withColumn(REASON, reason).withColumn(OUTCOME, outcome)
     unwanted = {SOURCE_TIME: named, UNCHANGED: not takes_unchanged(node)}
     judged = judged.drop(*[column for column, is_so in unwanted.items() if is_so])
     return judged.withColumn(TIMESTAMP, F.when(sane, F.col(TIMESTAMP)))

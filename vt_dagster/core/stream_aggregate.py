@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
-from vt_dagster.core.arrival_order import Fate, has_key, union
+from vt_dagster.columns import IS_TOMBSTONE, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
+from vt_dagster.core.arrival_order import Outcome, has_key, union
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import home_of
@@ -37,9 +37,9 @@ class StreamAggregateProcessor(Processor[StreamAggregate]):
             rekeyed=operator.rekeyed,
         )
         if isinstance(node, VersionedTable):
-            taken = F.col(FATE) == Fate.APPLIED
+            taken = F.col(OUTCOME) == Outcome.APPLIED
             decided = refuse(
-                added.where(taken).drop(FATE),
+                added.where(taken).drop(OUTCOME),
                 context.state,
                 key=node.key,
                 stream_time=context.stream_time,
@@ -75,16 +75,17 @@ def entries(
         rekeyed: whether the records were brought to this key: then a null key is not counted.
 
     Returns:
-        ``key columns, _take`` (null), ``_add, timestamp, partition, _fate, ORDER, _turn``: ``applied``;
-        ``dropped`` without a value or a key; ``no_result`` without a key where they were rekeyed.
+        ``key columns, _take`` (null), ``_add, timestamp, partition, _outcome, ORDER, _turn``:
+        ``applied``; ``dropped`` without a value or a key; ``no_result`` without a key where they were
+        rekeyed.
 
     Source: FORMAT 4.12.4-4.12.6; merge-then-count-counts-both-and-drops-nulls,
     select-key-then-count-null-keys-vanish.
     """
     row = F.struct(*[F.expr(sql).alias(name) for name, sql in inputs])
-    nothing = Fate.NO_RESULT if rekeyed else Fate.DROPPED
-    fate = F.when(~has_key([name for name, _ in key]), nothing)
-    fate = fate.when(F.col(IS_TOMBSTONE), Fate.DROPPED).otherwise(Fate.APPLIED)
+    nothing = Outcome.NO_RESULT if rekeyed else Outcome.DROPPED
+    outcome = F.when(~has_key([name for name, _ in key]), nothing)
+    outcome = outcome.when(F.col(IS_TOMBSTONE), Outcome.DROPPED).otherwise(Outcome.APPLIED)
     rows = records.select(
         *[F.expr(sql).alias(name) for name, sql in key],
         F.when(F.lit(False), row).alias(TAKE),
@@ -95,4 +96,4 @@ def entries(
         *ORDER,
         F.lit(0).alias(TURN),
     )
-    return rows.withColumns({FATE: fate, PARTITION: partition}).drop(IS_TOMBSTONE)
+    return rows.withColumns({OUTCOME: outcome, PARTITION: partition}).drop(IS_TOMBSTONE)

@@ -17,18 +17,18 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     HOME,
     INPUT,
     IS_LATE,
     IS_TOMBSTONE,
     OFFSET,
     ORDER,
+    OUTCOME,
     PARTITION,
     SEQUENCE,
     TIMESTAMP,
 )
-from vt_dagster.core.arrival_order import Fate, hour_of_arrival, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, hour_of_arrival, union, with_columns
 from vt_dagster.core.processor import Counts
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.stream_join_base import (
@@ -72,7 +72,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
 
     drops_late = False
     holds = True
-    counted = ("in", "out", UNMATCHED, "late", "dropped", Fate.WAITING)
+    counted = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING)
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         """Records without a match: those that leave, and those that wait for one."""
         over = self.is_over(F.col(END), context)
         wait = rows.where(~F.col(ONCE) & ~over).select(
-            SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Fate.KEPT).alias(FATE)
+            SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Outcome.KEPT).alias(OUTCOME)
         )
         return [self.leaving(rows.where(F.col(ONCE) | over), F.col(ONCE), place), wait]
 
@@ -184,7 +184,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
             place.alias(RANK),
             FROM,
             F.lit(matched).alias(MATCHED),
-            F.lit(Fate.APPLIED).alias(FATE),
+            F.lit(Outcome.APPLIED).alias(OUTCOME),
             *self.told_besides(matched),
         )
 
@@ -204,13 +204,13 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         """What is counted: records without a key or a value, those that nothing later can find, and
         others that were late."""
         dropped = F.col(EXPIRED) | self.useless
-        fate = F.when(dropped, Fate.DROPPED).when(F.col(LATE) & F.col(VALID), Fate.LATE)
-        return new.select(PARTITION, fate.alias(FATE)).where(F.col(FATE).isNotNull())
+        outcome = F.when(dropped, Outcome.DROPPED).when(F.col(LATE) & F.col(VALID), Outcome.LATE)
+        return new.select(PARTITION, outcome.alias(OUTCOME)).where(F.col(OUTCOME).isNotNull())
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         if not self.kept:
             return None
-        return rows.where(F.col(FATE) == Fate.KEPT).select(SIDE, PARTITION, FROM)
+        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM)
 
     def waiting(
         self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
@@ -247,9 +247,9 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         return {
             UNMATCHED: F.count_if(~F.col(MATCHED)),
-            Fate.WAITING: F.count_if(F.col(FATE) == Fate.KEPT),
+            Outcome.WAITING: F.count_if(F.col(OUTCOME) == Outcome.KEPT),
         }
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        told = (UNMATCHED, Fate.LATE, Fate.DROPPED, Fate.WAITING)
-        return {"in": taken, "out": found[Fate.APPLIED], **{name: found[name] for name in told}}
+        told = (UNMATCHED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
+        return {"in": taken, "out": found[Outcome.APPLIED], **{name: found[name] for name in told}}

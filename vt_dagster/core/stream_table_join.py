@@ -12,10 +12,10 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     IS_LATE,
     IS_TOMBSTONE,
     OFFSET,
+    OUTCOME,
     PARTITION,
     RECORDED_AT,
     TIMESTAMP,
@@ -23,7 +23,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import grace_buffer, table_store
-from vt_dagster.core.arrival_order import Fate, arrival_chunk, by_partition
+from vt_dagster.core.arrival_order import Outcome, arrival_chunk, by_partition
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.run_context import Input, Lookup, RunContext
@@ -50,7 +50,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
 
     goes_by_time = True
     drops_late = False
-    counted = ("in", "out", "late", "dropped", _UNMATCHED, Fate.WAITING)
+    counted = ("in", "out", "late", "dropped", _UNMATCHED, Outcome.WAITING)
 
     @property
     def goes_forward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -149,7 +149,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         if isinstance(right, VersionedTable):
             horizon = table_store.horizon_of(right, lookup.stream_time)
             needed |= {VALID_FROM, VALID_TO}
-        records = judged.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE))
+        records = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE))
         if self.by_record:
             needed.add(RECORDED_AT)
             records = records.withColumn(CUT, cut_of(operator.as_known))
@@ -191,17 +191,17 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         return {_UNMATCHED: F.count_if(~F.col(MATCHED))}
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        fates = (Fate.APPLIED, Fate.LATE, Fate.WAITING, Fate.DROPPED)
-        counts = {"in": taken, **{fate: judged.get(fate, 0) for fate in fates}}
-        out, joined = found[Fate.APPLIED], counts[Fate.APPLIED] + counts[Fate.LATE]
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.WAITING, Outcome.DROPPED)
+        counts = {"in": taken, **{outcome: judged.get(outcome, 0) for outcome in outcomes}}
+        out, joined = found[Outcome.APPLIED], counts[Outcome.APPLIED] + counts[Outcome.LATE]
         unmatched = found[_UNMATCHED] if self.operator.kind == "left" else joined - out
         return {**counts, "out": out, _UNMATCHED: unmatched}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        fates = (Fate.APPLIED, Fate.LATE, Fate.DROPPED, Fate.WAITING)
-        done = sum(totals.get(fate, 0) for fate in fates)
+        outcomes = (Outcome.APPLIED, Outcome.LATE, Outcome.DROPPED, Outcome.WAITING)
+        done = sum(totals.get(outcome, 0) for outcome in outcomes)
         inner = totals.get(_UNMATCHED, 0) if self.operator.kind == "inner" else 0
-        joined = totals.get(Fate.APPLIED, 0) + totals.get(Fate.LATE, 0) - inner
+        joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
         return [
             ("records in = joined + dropped + waiting", totals.get("in", 0), done),
             ("records out = rows in the log", totals.get("out", 0), rows),
@@ -236,7 +236,7 @@ def join(
     Plan: versioned, that of ``as_of_join``; unversioned, a plain equi-join, which Spark may broadcast.
 
     Args:
-        stream: ``key columns, timestamp, partition, _arrival, _fate, …``: records that go out.
+        stream: ``key columns, timestamp, partition, _arrival, _outcome, …``: records that go out.
         table: a versioned table's versions, or an unversioned table's current rows.
         columns: the result's (name, SQL expression over ``left.*`` and ``right.*``).
         horizon: ``stream time - history retention`` of the table's partition; None = the table is
@@ -250,7 +250,7 @@ def join(
         before: of a versioned table, ``valid_from < timestamp``, else ``<=``.
 
     Returns:
-        ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _fate``:
+        ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _outcome``:
         one row a record, or for an inner join one for each that found something. The result's
         timestamp is the stream record's.
 
@@ -294,7 +294,7 @@ def answered(
         TIMESTAMP,
         PARTITION,
         ARRIVAL,
-        (F.col(FATE) == Fate.LATE).alias(IS_LATE),
+        (F.col(OUTCOME) == Outcome.LATE).alias(IS_LATE),
         FOUND,
     )
     return rows.select(
@@ -305,7 +305,7 @@ def answered(
         ARRIVAL,
         IS_LATE,
         F.col(FOUND).alias(MATCHED),
-        F.lit(Fate.APPLIED).alias(FATE),
+        F.lit(Outcome.APPLIED).alias(OUTCOME),
     )
 
 

@@ -18,11 +18,11 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     HOME,
     INPUT,
     IS_TOMBSTONE,
     ORDER,
+    OUTCOME,
     PARTITION,
     SEQUENCE,
     TIMESTAMP,
@@ -30,7 +30,7 @@ from vt_dagster.columns import (
     WINDOW_END,
     WINDOW_START,
 )
-from vt_dagster.core.arrival_order import Fate, gathered, hour_of_arrival, micros, union
+from vt_dagster.core.arrival_order import Outcome, gathered, hour_of_arrival, micros, union
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.run_context import Input, RunContext
@@ -101,7 +101,7 @@ class SuppressProcessor(Processor[Suppress]):
         return buffer_after(rows, key=list(source.key), values=value_columns(source))
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        return super().counts(taken, found, judged) | {"suppression_emit": found[Fate.APPLIED]}
+        return super().counts(taken, found, judged) | {"suppression_emit": found[Outcome.APPLIED]}
 
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
         return None if state is None else fullness(state)
@@ -198,7 +198,7 @@ def suppress(
         chunk: see ``with_stream_time``.
 
     Returns:
-        what goes out (``_fate`` is ``applied``), and what waits after the run (``kept``).
+        what goes out (``_outcome`` is ``applied``), and what waits after the run (``kept``).
 
         What goes out: ``key columns, value columns, timestamp, partition, is_tombstone,
         ORDER, _turn``, in the order in which record-by-record processing lets it go:
@@ -266,7 +266,7 @@ def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, tur
 
 def buffer_after(rows: DataFrame, *, key: Sequence[str], values: Sequence[str]) -> DataFrame:
     """The buffer after a run: see ``suppress``."""
-    waiting = rows.where(F.col(FATE) == Fate.KEPT)
+    waiting = rows.where(F.col(OUTCOME) == Outcome.KEPT)
     return waiting.select(*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE, PLACE, BYTES)
 
 
@@ -289,8 +289,8 @@ def _is_zero(duration: Duration) -> bool:
 
 
 def _judged(kept: Sequence[str], out: Column, place: Column) -> list[Column]:
-    fate = F.when(out, Fate.APPLIED).otherwise(Fate.KEPT)
-    return [*[F.col(c) for c in kept], place.alias(PLACE), fate.alias(FATE)]
+    outcome = F.when(out, Outcome.APPLIED).otherwise(Outcome.KEPT)
+    return [*[F.col(c) for c in kept], place.alias(PLACE), outcome.alias(OUTCOME)]
 
 
 def _together(

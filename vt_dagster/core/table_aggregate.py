@@ -15,16 +15,16 @@ from pyspark.sql.pandas.types import (
 from pyspark.sql.types import StructField, StructType
 
 from vt_dagster.columns import (
-    FATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OLD,
     ORDER,
+    OUTCOME,
     PARTITION,
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival_order import Fate, duration, gathered, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, duration, gathered, union, with_columns
 from vt_dagster.core.emit_per_run import folded, is_exact, is_last
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
@@ -88,7 +88,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
                 chunk=self.chunk,
             )
         else:
-            changes = changes.withColumn(FATE, F.lit(Fate.APPLIED))
+            changes = changes.withColumn(OUTCOME, F.lit(Outcome.APPLIED))
         if not isinstance(chosen, Aggregator):
             once = operator.emit == "per_run"
             return aggregate(
@@ -202,7 +202,7 @@ def aggregate(
     """
     kept = aggregates.accumulators
     names = [a.name for a in kept]
-    applied = F.col(FATE) == Fate.APPLIED
+    applied = F.col(OUTCOME) == Outcome.APPLIED
 
     def change(one: Accumulator) -> Column:
         added, taken = F.col(ADD)[one.name], F.col(TAKE)[one.name]
@@ -217,7 +217,7 @@ def aggregate(
     types = rows.agg(*[_MERGED[a.merge][0](F.col(ADD)[a.name]).alias(a.name) for a in kept]).schema
     if once and is_exact([f.dataType for f in types]):
         home = {TIMESTAMP: F.max(TIMESTAMP), PARTITION: F.max(PARTITION)}
-        changes = folded(changes, [*key, FATE], applied, merged | home)
+        changes = folded(changes, [*key, OUTCOME], applied, merged | home)
         merged, newest, last = {c: F.col(c) for c in merged}, F.col(TIMESTAMP), applied
     else:
         in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
@@ -237,7 +237,7 @@ def aggregate(
         *[total(a) for a in kept],
         F.greatest(newest, F.col(_BASE_TIME)).alias(TIMESTAMP),
         PARTITION,
-        FATE,
+        OUTCOME,
         *ORDER,
         TURN,
         last.alias(_LAST),
@@ -275,8 +275,8 @@ def refuse(
     # Results of a group never go back in time (kip914-aggregate-sum-unversioned).
     time = F.greatest(F.max(TIMESTAMP).over(so_far), F.col(_BASE_TIME))
     late = time < F.col(STREAM_TIME) - duration(history_retention)
-    fate = F.when(F.coalesce(late, F.lit(False)), Fate.LATE).otherwise(Fate.APPLIED)
-    return known.withColumn(FATE, fate).select(*rows.columns, FATE)
+    outcome = F.when(F.coalesce(late, F.lit(False)), Outcome.LATE).otherwise(Outcome.APPLIED)
+    return known.withColumn(OUTCOME, outcome).select(*rows.columns, OUTCOME)
 
 
 def _with_base(
@@ -347,7 +347,7 @@ def aggregate_by(
 
     arrow = cast(Any, to_arrow_schema(StructType([StructField("_acc", result)])))
     # The kernel goes to Spark's workers, which need not have this package: it takes plain values.
-    applied_fate = Fate.APPLIED
+    applied_fate = Outcome.APPLIED
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         acc: Aggregate | None = None
@@ -359,7 +359,7 @@ def aggregate_by(
                 if row[_FIRST]:
                     base, newest = row[_BASE], row[_BASE_TIME]
                     acc = None if base is None else base["_acc"]
-                if row[FATE] == applied_fate:
+                if row[OUTCOME] == applied_fate:
                     if acc is None and initializer is not None:
                         acc = initializer()
                     if row[TAKE] is not None and acc is not None:
@@ -376,6 +376,6 @@ def aggregate_by(
             yield out.append_column("_acc", pa.array(results, type=arrow.field("_acc").type))
 
     made = cast(Any, ordered).mapInArrow(run, StructType([*kept, StructField("_acc", result)]))
-    applied = F.col(FATE) == Fate.APPLIED
+    applied = F.col(OUTCOME) == Outcome.APPLIED
     columns = {f.name: F.when(applied, F.col("_acc")[f.name]) for f in result.fields}
     return made.withColumns({**columns, IS_TOMBSTONE: F.col("_acc").isNull()})

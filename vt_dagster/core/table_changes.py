@@ -20,16 +20,16 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OLD,
     ORDER,
+    OUTCOME,
     PARTITION,
     TIMESTAMP,
     TURN,
 )
-from vt_dagster.core.arrival_order import Fate, union
+from vt_dagster.core.arrival_order import Outcome, union
 
 LEFT, RIGHT = "left", "right"
 TAKEN = "_taken"
@@ -205,12 +205,12 @@ def result_rows(
     """The rows that a join returns.
 
     Args:
-        rows: ``left, right`` (structs), ``timestamp, partition, is_tombstone, _fate, ORDER, _turn``.
+        rows: ``left, right`` (structs), ``timestamp, partition, is_tombstone, _outcome, ORDER, _turn``.
         key: the left's key columns, which are the result's: every row has them.
         select: the result's (name, SQL expression over ``left.*`` and ``right.*``); values are null
             in tombstones and in rows that are no result.
     """
-    has_value = (F.col(FATE) == Fate.APPLIED) & ~F.col(IS_TOMBSTONE)
+    has_value = (F.col(OUTCOME) == Outcome.APPLIED) & ~F.col(IS_TOMBSTONE)
     return rows.select(
         *[
             (key[name] if name in key else F.when(has_value, F.expr(sql))).alias(name)
@@ -219,7 +219,7 @@ def result_rows(
         TIMESTAMP,
         PARTITION,
         IS_TOMBSTONE,
-        FATE,
+        OUTCOME,
         *ORDER,
         TURN,
     )

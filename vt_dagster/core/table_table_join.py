@@ -8,9 +8,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_TOMBSTONE, ORDER, PARTITION, TIMESTAMP, TURN
+from vt_dagster.columns import IS_TOMBSTONE, ORDER, OUTCOME, PARTITION, TIMESTAMP, TURN
 from vt_dagster.core import table_store
-from vt_dagster.core.arrival_order import Fate, union
+from vt_dagster.core.arrival_order import Outcome, union
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
@@ -95,7 +95,7 @@ def join(
             columns among them. A missing left row has its key alone, a missing right row is null.
 
     Returns:
-        one row a change: ``columns, timestamp, partition`` (the record's)``, is_tombstone, _fate``
+        one row a change: ``columns, timestamp, partition`` (the record's)``, is_tombstone, _outcome``
         (``applied``, ``no_result``, ``dropped``)``, ORDER, _turn``.
 
     Source: KIP-914 "Table-Table Joins".
@@ -133,10 +133,10 @@ def join(
         F.when(applied, F.greatest(TIMESTAMP, other)).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
         PARTITION,
         (applied & tombstone).alias(IS_TOMBSTONE),
-        F.when(~F.col(TAKEN), Fate.DROPPED)
-        .when(says, Fate.APPLIED)
-        .otherwise(Fate.NO_RESULT)
-        .alias(FATE),
+        F.when(~F.col(TAKEN), Outcome.DROPPED)
+        .when(says, Outcome.APPLIED)
+        .otherwise(Outcome.NO_RESULT)
+        .alias(OUTCOME),
         *order,
     )
     key = {k: F.col(n) for k, n in zip(left.key, on, strict=True)}
@@ -170,7 +170,7 @@ def monotone(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> Da
 
     Source: FORMAT section 7, "Join timestamps".
     """
-    applied = F.col(FATE) == Fate.APPLIED
+    applied = F.col(OUTCOME) == Outcome.APPLIED
     so_far = W.partitionBy(*key).orderBy(*ORDER, TURN).rowsBetween(W.unboundedPreceding, W.currentRow)
     if state is None:
         known = rows.withColumn(_LAST_TIME, F.lit(None).cast("timestamp"))
@@ -186,5 +186,5 @@ def last_times(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> 
 
     Source: FORMAT section 7, "Join timestamps".
     """
-    results = rows.where(F.col(FATE).isin(Fate.APPLIED, Fate.LATE)).select(*key, TIMESTAMP)
+    results = rows.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE)).select(*key, TIMESTAMP)
     return union(results, state).groupBy(*key).agg(F.max(TIMESTAMP).alias(TIMESTAMP))

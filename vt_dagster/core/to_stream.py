@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, TURN
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.columns import OUTCOME, TURN
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.topology.operators import ToStream
@@ -30,4 +30,4 @@ def to_stream(changes: DataFrame) -> DataFrame:
 
     Source: FORMAT 4.2.2; kip914-versioned-lost-by-to-table.
     """
-    return changes.withColumn(FATE, F.lit(Fate.APPLIED))
+    return changes.withColumn(OUTCOME, F.lit(Outcome.APPLIED))

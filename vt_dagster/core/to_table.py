@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, PARTITION, TURN
-from vt_dagster.core.arrival_order import Fate, has_key
+from vt_dagster.columns import OUTCOME, PARTITION, TURN
+from vt_dagster.core.arrival_order import Outcome, has_key
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import home_of
@@ -34,4 +34,6 @@ def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:
 
     Source: FORMAT 4.2.1, 4.3.1; kip914-versioned-kept-by-explicit-to-table.
     """
-    return records.withColumn(FATE, F.when(~has_key(key), Fate.DROPPED).otherwise(Fate.APPLIED))
+    return records.withColumn(
+        OUTCOME, F.when(~has_key(key), Outcome.DROPPED).otherwise(Outcome.APPLIED)
+    )

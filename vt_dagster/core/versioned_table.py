@@ -19,15 +19,15 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     CARRIED,
-    FATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OLD,
+    OUTCOME,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival_order import Fate, duration, over_all_partitions, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, duration, over_all_partitions, union, with_columns
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.new_version_on import with_version_before
 from vt_dagster.core.partial_updates import filled
@@ -74,8 +74,8 @@ def put(
     key together with one row per key of ``versions``.
 
     Args:
-        records: ``key columns, value columns, timestamp, partition, is_tombstone, _fate, …`` of one
-            run; those with a fate already (quarantined) are passed through and count for nothing.
+        records: ``key columns, value columns, timestamp, partition, is_tombstone, _outcome, …`` of one
+            run; those with an outcome already (quarantined) are passed through and count for nothing.
         versions: the versions before the run, of which those with ``valid_to`` null count;
             None = none.
         order: columns in whose order a key's records are taken.
@@ -90,7 +90,7 @@ def put(
         by_source: what the order of the source decides; None = nothing. Not together with ``parts``.
 
     Returns:
-        the records with ``_fate`` (``applied``, ``late``, ``lost_tie``, ``covered`` or
+        the records with ``_outcome`` (``applied``, ``late``, ``lost_tie``, ``covered`` or
         ``nothing_new``), ``is_latest``, and ``old``: the key's newest row before the record. With
         ``parts`` and ``by_source`` also ``carried`` (INT): 0 for a record, 1, 2, … for rows that follow
         from it.
@@ -99,13 +99,13 @@ def put(
     """
     starts, follows = START in records.columns, by_source is not None and by_source.follows
     if follows:
-        judged = records.withColumn(FATE, F.coalesce(FATE, F.lit(Fate.APPLIED)))
+        judged = records.withColumn(OUTCOME, F.coalesce(OUTCOME, F.lit(Outcome.APPLIED)))
     else:
-        late, moves = late_from(history_retention), F.col(FATE).isNull()
+        late, moves = late_from(history_retention), F.col(OUTCOME).isNull()
         seen = passed(records, late, stream_time, moves, chunk=chunk, bounds=bounds)
         refused = F.col(PASSED) & ~F.col(START) if starts else F.col(PASSED)
-        fate = F.when(refused, Fate.LATE).otherwise(Fate.APPLIED)
-        judged = seen.withColumn(FATE, F.coalesce(FATE, fate)).drop(PASSED)
+        outcome = F.when(refused, Outcome.LATE).otherwise(Outcome.APPLIED)
+        judged = seen.withColumn(OUTCOME, F.coalesce(OUTCOME, outcome)).drop(PASSED)
     newest = None if versions is None else versions.where(F.col(VALID_TO).isNull())
     if by_source is not None:
         judged = by_source.without_repeated(judged, newest, key=key, values=values, order=order)
@@ -116,17 +116,17 @@ def put(
     if parts:
         about: dict[str, Any] = {"key": key, "values": values, "parts": parts, "order": order}
         judged, order = filled(judged, rivals, **about), [*order, CARRIED]
-    rejected = F.col(FATE) != Fate.APPLIED
+    rejected = F.col(OUTCOME) != Outcome.APPLIED
     judged = with_columns(judged, {c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(judged, newest, key=key, values=values)
     if by_source is not None:
         known = by_source.with_last(known, key=key)
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
-    accepted = F.when(F.col(FATE) == Fate.APPLIED, F.col(TIMESTAMP))
+    accepted = F.when(F.col(OUTCOME) == Outcome.APPLIED, F.col(TIMESTAMP))
     so_far = F.greatest(F.max(accepted).over(before), F.col(NEWEST))
     known = known.withColumn(SO_FAR, so_far)
     in_order = F.coalesce(F.col(TIMESTAMP) >= F.col(SO_FAR), F.lit(True))
-    decided = known.withColumn(IS_LATEST, (F.col(FATE) == Fate.APPLIED) & in_order)
+    decided = known.withColumn(IS_LATEST, (F.col(OUTCOME) == Outcome.APPLIED) & in_order)
     if by_source is not None:
         decided = by_source.in_force_again(decided, newest, key=key, order=order)
         order = [*order, CARRIED]
@@ -144,17 +144,17 @@ def without_covered(records: DataFrame, begun: DataFrame | None, *, key: Sequenc
     Plan: a join by key with the log's keys; the shuffle by key is one that :func:`put` needs.
 
     Args:
-        records: with their fate and ``_start``.
+        records: with their outcome and ``_start``.
         begun: ``key columns, _first`` of the log; None = it is empty.
     """
-    told = F.when((F.col(FATE) == Fate.APPLIED) & ~F.col(START), F.col(TIMESTAMP))
+    told = F.when((F.col(OUTCOME) == Outcome.APPLIED) & ~F.col(START), F.col(TIMESTAMP))
     first = F.min(told).over(W.partitionBy(*key))
     if begun is not None:
         records = records.join(begun, list(key), "left")
         first = F.least(first, F.col(FIRST))
-    covered = F.col(START) & (F.col(FATE) == Fate.APPLIED) & (first <= F.col(TIMESTAMP))
-    fate = F.when(F.coalesce(covered, F.lit(False)), Fate.COVERED).otherwise(F.col(FATE))
-    return records.withColumn(FATE, fate).drop(FIRST)
+    covered = F.col(START) & (F.col(OUTCOME) == Outcome.APPLIED) & (first <= F.col(TIMESTAMP))
+    outcome = F.when(F.coalesce(covered, F.lit(False)), Outcome.COVERED).otherwise(F.col(OUTCOME))
+    return records.withColumn(OUTCOME, outcome).drop(FIRST)
 
 
 def without_lost_ties(
@@ -175,7 +175,7 @@ def without_lost_ties(
     Plan: a join with the versions; the shuffle by key is one that :func:`put` needs.
 
     Args:
-        records: with their fate; ``versions``: those that may have their keys and timestamps; None =
+        records: with their outcome; ``versions``: those that may have their keys and timestamps; None =
             none.
         tie_break: a value column.
     """
@@ -186,10 +186,12 @@ def without_lost_ties(
         held = versions.select(*keys, F.col(VALID_FROM).alias(TIMESTAMP), value.alias(_HELD))
         records, there = records.join(held, place, "left"), F.col(_HELD)
     before = W.partitionBy(*place).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
-    counts = F.col(FATE) == Fate.APPLIED
+    counts = F.col(OUTCOME) == Outcome.APPLIED
     largest = F.greatest(F.max(F.when(counts, value)).over(before), there)
     lost = counts & F.coalesce(largest > value, F.lit(False))
-    return records.withColumn(FATE, F.when(lost, Fate.LOST_TIE).otherwise(F.col(FATE))).drop(_HELD)
+    return records.withColumn(OUTCOME, F.when(lost, Outcome.LOST_TIE).otherwise(F.col(OUTCOME))).drop(
+        _HELD
+    )
 
 
 def fold(

@@ -16,10 +16,10 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from vt_dagster.columns import (
-    FATE,
     HOME,
     IS_TOMBSTONE,
     ORDER,
+    OUTCOME,
     PARTITION,
     SEQUENCE,
     TIMESTAMP,
@@ -28,7 +28,7 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.core import session_windows, sliding_windows
-from vt_dagster.core.arrival_order import Fate, gathered, has_key, micros, union, with_columns
+from vt_dagster.core.arrival_order import Outcome, gathered, has_key, micros, union, with_columns
 from vt_dagster.core.emit_per_run import folded, is_exact
 from vt_dagster.core.fixed_windows import closes_at, ends, placed, starts
 from vt_dagster.core.processor import Counts, Processor
@@ -130,7 +130,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         # A record that is no record for windows, for its null key or value, has no window either.
-        late = (F.col(FATE) == Fate.DROPPED) & has_key(self.node.key)
+        late = (F.col(OUTCOME) == Outcome.DROPPED) & has_key(self.node.key)
         return {
             _EXPIRED: F.count_if(late),
             _LATE: F.count_distinct(F.when(late, F.struct(HOME, SEQUENCE))),
@@ -192,7 +192,7 @@ def aggregate(
 
     Returns:
         ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
-        _fate, ORDER, _turn``, and what ``state_after`` needs. ``window_start`` inclusive;
+        _outcome, ORDER, _turn``, and what ``state_after`` needs. ``window_start`` inclusive;
         ``window_end`` exclusive; of a session the timestamp of its last record, of a sliding window
         its start + time difference, both inclusive. ``timestamp``: the
         largest in the window; of a session, also of the tombstone of one that has been merged, its
@@ -247,7 +247,7 @@ def state_after(
         closed = F.unix_micros(WINDOW_START) < least
     else:
         closed = end <= now - micros(window.grace)
-    counts = (F.col(FATE) == Fate.KEPT) | (F.col(FATE) == Fate.APPLIED)
+    counts = (F.col(OUTCOME) == Outcome.KEPT) | (F.col(OUTCOME) == Outcome.APPLIED)
     alive = rows.where(F.col(_LAST) & counts & ~F.coalesce(closed, F.lit(False)))
     names = [a.name for a in aggregates.accumulators]
     return alive.select(*key, WINDOW_START, WINDOW_END, PARTITION, *names, TIMESTAMP)
@@ -298,7 +298,11 @@ def _fixed(
     rows = with_columns(
         rows, {c: column.cast(rows.schema[c].dataType) for c, column in merged.items()} | {_LAST: last}
     )
-    fate = F.when(~F.col(FRESH), Fate.KEPT).when(F.col(_OPEN), Fate.APPLIED).otherwise(Fate.DROPPED)
+    outcome = (
+        F.when(~F.col(FRESH), Outcome.KEPT)
+        .when(F.col(_OPEN), Outcome.APPLIED)
+        .otherwise(Outcome.DROPPED)
+    )
     return rows.where(F.col(FRESH) | F.col(_LAST)).select(
         *key,
         WINDOW_START,
@@ -307,7 +311,7 @@ def _fixed(
         F.when(F.col(_OPEN), F.col(_MARK)).otherwise(F.col(TIMESTAMP)).alias(TIMESTAMP),
         PARTITION,
         F.lit(False).alias(IS_TOMBSTONE),
-        fate.alias(FATE),
+        outcome.alias(OUTCOME),
         *ORDER,
         F.unix_micros(WINDOW_START).alias(TURN),
         _LAST,
@@ -380,7 +384,7 @@ def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) ->
     """The results of a kernel; ``timestamp`` is in microseconds."""
     updated = F.col(KIND) == session_windows.MERGED
     kept = F.col(KIND) == session_windows.STATE
-    fate = F.when(kept, Fate.KEPT).when(F.col(KIND) == session_windows.CLOSED, Fate.DROPPED)
+    outcome = F.when(kept, Outcome.KEPT).when(F.col(KIND) == session_windows.CLOSED, Outcome.DROPPED)
     return merged.select(
         *key,
         *ends(key),
@@ -388,7 +392,7 @@ def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) ->
         F.timestamp_micros(TIMESTAMP).alias(TIMESTAMP),
         PARTITION,
         (F.col(KIND) == session_windows.REPLACED).alias(IS_TOMBSTONE),
-        fate.otherwise(Fate.APPLIED).alias(FATE),
+        outcome.otherwise(Outcome.APPLIED).alias(OUTCOME),
         *ORDER,
         TURN,
         kept.alias(_LAST),

@@ -12,7 +12,7 @@ from typing import Any, cast
 import dagster as dg
 from typing_extensions import Unpack
 
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
 from vt_dagster.orchestration.dagster_types import RESULTS, misfit
@@ -176,7 +176,7 @@ def materialized(
     shown: dict[str, Any] = {}
     if isinstance(arrival.source, PinnedTopics):
         shown |= lag_metadata(arrival.source)
-    bad = commit.counts.get(Fate.QUARANTINED, 0)
+    bad = commit.counts.get(Outcome.QUARANTINED, 0)
     if bad:
         context.log.warning(
             f"{node.name}: {bad:,} bad record(s) went to quarantine; which, and why: "

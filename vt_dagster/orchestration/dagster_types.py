@@ -9,8 +9,8 @@ import dagster as dg
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     IS_TOMBSTONE,
+    OUTCOME,
     PARTITION,
     TIMESTAMP,
 )
@@ -26,7 +26,7 @@ def _is_frame(value: Any) -> bool:
     return hasattr(value, "schema") and hasattr(value, "sparkSession")
 
 
-RESULTS = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, FATE)
+RESULTS = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, OUTCOME)
 """What rows on the way to the commit have besides the columns of their schema."""
 
 

@@ -29,7 +29,7 @@ from vt_dagster.columns import (
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.processor_registry import processor_of
@@ -265,14 +265,14 @@ def _told(node: Stream, name: str, state: Commit) -> bool:
     whatever its time.
     """
     waits = bool(getattr(node.operator, "waits", False))
-    if name == Fate.LATE:
+    if name == Outcome.LATE:
         promised = waits or isinstance(node, VersionedTable)
-    elif name == Fate.LOST_TIE:
+    elif name == Outcome.LOST_TIE:
         promised = tie_break_of(node) is not None
-    elif name == Fate.WAITING:
+    elif name == Outcome.WAITING:
         promised = waits
     else:
-        always = ("in", "out", Fate.APPLIED, Fate.QUARANTINED, "late_records_dropped", TOO_LATE)
+        always = ("in", "out", Outcome.APPLIED, Outcome.QUARANTINED, "late_records_dropped", TOO_LATE)
         promised = name in always
     return promised or state.totals.get(name, 0) > 0
 

@@ -13,8 +13,8 @@ import dagster as dg
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE
-from vt_dagster.core.arrival_order import Fate, union
+from vt_dagster.columns import OUTCOME
+from vt_dagster.core.arrival_order import Outcome, union
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import TopologyError
 from vt_dagster.orchestration.dagster_types import ArrivalType, considered_type, log_type, results_type
@@ -104,8 +104,8 @@ def grace_buffer_op(
 ) -> dg.OpDefinition:
     """Op ``(one DataFrame for each log, arrival) -> (released, waiting)``: the grace period of a join.
 
-    Both outputs are records of the stream with ``_fate``, computed once and held until the commit. Ops
-    in between may look at them; the join takes both as they are.
+    Both outputs are records of the stream with ``_outcome``, computed once and held until the commit.
+    Ops in between may look at them; the join takes both as they are.
 
     - ``released``: records with which the run is done: ``applied`` (timestamp <= stream time - grace at
       the run's end), ``late`` (timestamp < stream time - grace when they came: they did not wait) and
@@ -142,12 +142,14 @@ def grace_buffer_op(
         records = run.buffer([given[up.name] for up in consumed])
         counts = dict(run.arrival.buffered)
         if counts:
-            waits = counts.pop(Fate.WAITING, 0)
-            context.add_output_metadata({f"records_{fate}": n for fate, n in counts.items()}, _RELEASED)
+            waits = counts.pop(Outcome.WAITING, 0)
+            context.add_output_metadata(
+                {f"records_{outcome}": n for outcome, n in counts.items()}, _RELEASED
+            )
             context.add_output_metadata({"records_waiting": waits}, _WAITING)
-            done = ", ".join(f"{n:,} {fate}" for fate, n in sorted(counts.items())) or "none"
+            done = ", ".join(f"{n:,} {outcome}" for outcome, n in sorted(counts.items())) or "none"
             context.log.info(f"{node.name}: released: {done}; waiting: {waits:,}")
-        waits = F.col(FATE) == Fate.WAITING
+        waits = F.col(OUTCOME) == Outcome.WAITING
         return records.where(~waits), records.where(waits)
 
     return buffer

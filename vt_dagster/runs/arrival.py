@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pyspark.sql import DataFrame
 
-from vt_dagster.core.arrival_order import CHUNK, Fate
+from vt_dagster.core.arrival_order import CHUNK, Outcome
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import StorageError
 from vt_dagster.sources.base import Pinned, Whole
@@ -50,7 +50,8 @@ class Arrival:
         not_ready: the tables that a join looks into and that are not ready; it then takes nothing,
             unless it was told to.
         waiting: how many records it does not take for that reason.
-        buffered: where the grace period is an op of its own, how many records came out of it, by fate.
+        buffered: where the grace period is an op of its own, how many records came out of it, by
+            outcome.
     """
 
     node: Stream
@@ -120,7 +121,7 @@ class Arrival:
     @property
     def records(self) -> int:
         """The same, with those that waited."""
-        return self.new_records + self.before.counts.get(Fate.WAITING, 0)
+        return self.new_records + self.before.counts.get(Outcome.WAITING, 0)
 
     @property
     def _bytes(self) -> int | None:
@@ -140,7 +141,7 @@ class Arrival:
         of_each = Counter[int]()
         for ranges in self.taken.values():
             of_each.update({partition: end - start for partition, (start, end) in ranges.items()})
-        waiting = self.before.counts.get(Fate.WAITING, 0)
+        waiting = self.before.counts.get(Outcome.WAITING, 0)
         return max(of_each.values(), default=0) + waiting <= CHUNK
 
     def few_of(self, name: str) -> bool:

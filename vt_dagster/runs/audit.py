@@ -22,7 +22,7 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core.arrival_order import Fate, by_partition, has_key
+from vt_dagster.core.arrival_order import Outcome, by_partition, has_key
 from vt_dagster.core.log_columns import log_schema, parts_of
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import Reason
@@ -348,7 +348,7 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
         others = sum(rejected.values()) - late - lost_ties
         short += [
             ("late records in quarantine", totals.get("late", 0), late),
-            ("records that lost a tie in quarantine", totals.get(Fate.LOST_TIE, 0), lost_ties),
+            ("records that lost a tie in quarantine", totals.get(Outcome.LOST_TIE, 0), lost_ties),
             ("bad records in quarantine", totals.get("quarantined", 0), others),
         ]
         if scope.start:

@@ -9,8 +9,8 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, CAUSE, FATE, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival_order import Fate, InPlace
+from vt_dagster.columns import ARRIVAL, CAUSE, OUTCOME, PARTITION, TIMESTAMP
+from vt_dagster.core.arrival_order import InPlace, Outcome
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.source_processor import START_BAD, START_IN, STARTED
 from vt_dagster.core.source_records import POSITION, RAW, RAW_KEY, REASON, SOURCE, START, Reason
@@ -28,13 +28,13 @@ from vt_dagster.topology.durations import in_utc
 
 _SPANS = 8
 """So many times at most are remembered in which a clock was ahead."""
-_NOT_IN_LOG = (Fate.LATE, Fate.LOST_TIE, Fate.DROPPED, Fate.QUARANTINED, Fate.WAITING)
+_NOT_IN_LOG = (Outcome.LATE, Outcome.LOST_TIE, Outcome.DROPPED, Outcome.QUARANTINED, Outcome.WAITING)
 
 
-def stage_rejected(store: Store, attempt: str, rows: DataFrame, fates: Sequence[str]) -> None:
-    """Keeps what is not in the log: results of some fates."""
-    rejected = rows.where(F.col(FATE).isin(*fates))
-    refused = F.when(F.col(FATE) == Fate.LOST_TIE, Reason.LOST_TIE).otherwise(Reason.LATE)
+def stage_rejected(store: Store, attempt: str, rows: DataFrame, outcomes: Sequence[str]) -> None:
+    """Keeps what is not in the log: results of some outcomes."""
+    rejected = rows.where(F.col(OUTCOME).isin(*outcomes))
+    refused = F.when(F.col(OUTCOME) == Outcome.LOST_TIE, Reason.LOST_TIE).otherwise(Reason.LATE)
     store.stage_rejected(
         attempt,
         rejected.select(
@@ -57,10 +57,12 @@ def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str,
     Raises:
         ContractError: with some of them.
     """
-    bad, total = counts[Fate.QUARANTINED], counts["in"]
+    bad, total = counts[Outcome.QUARANTINED], counts["in"]
     if not total or bad / total <= source.max_bad_share:
         return
-    records = rows.where((F.col(FATE) == Fate.QUARANTINED) & (F.col(REASON) != Reason.UNREADABLE_FILE))
+    records = rows.where(
+        (F.col(OUTCOME) == Outcome.QUARANTINED) & (F.col(REASON) != Reason.UNREADABLE_FILE)
+    )
     files = bad - records.count()
     bad, total = bad - files, total - files
     if not total or bad / total <= source.max_bad_share:
@@ -88,7 +90,7 @@ def of_source(
     if start is not None:
         told = passed.counts
         own = {**counts, "in": counts["in"] - told[START_IN]}
-        own[Fate.QUARANTINED] -= told[START_BAD]
+        own[Outcome.QUARANTINED] -= told[START_BAD]
         rows = rows.where(~F.col(START))
     counts |= source.counts
     check_share(arrival.node.name, source, rows, own)
@@ -97,7 +99,7 @@ def of_source(
         return position
     offsets: dict[int, tuple[int, int]] = {}
     for partition, some in passed.by_partition.items():
-        end = arrival.before.next_offset.get(partition, 0) + some[Fate.APPLIED]
+        end = arrival.before.next_offset.get(partition, 0) + some[Outcome.APPLIED]
         if some[STARTED]:  # they come after all others
             offsets[partition] = (end - some[STARTED], end)
     batch = arrival.before.batch + 1
@@ -109,7 +111,7 @@ def places_of(arrival: Arrival, processor: Processor[Any], passed: Passed) -> In
     if arrival.source is not None or not processor.keeps_order:
         return None
     (taken,) = arrival.taken.values()
-    found = {p: some[Fate.APPLIED] for p, some in passed.by_partition.items()}
+    found = {p: some[Outcome.APPLIED] for p, some in passed.by_partition.items()}
     complete = all(found.get(p) == end - start for p, (start, end) in taken.items())
     return InPlace(taken, complete)
 
@@ -172,7 +174,7 @@ def document(
     arrival: Arrival,
     passed: Passed,
     counts: dict[str, int],
-    fates: Mapping[int, Mapping[str, int]],
+    outcomes: Mapping[int, Mapping[str, int]],
     *,
     inputs: dict[str, dict[int, int]],
     stream_time: Mapping[int, int],
@@ -182,7 +184,7 @@ def document(
 
     Args:
         passed: what the gate has seen.
-        fates: how many records had which fate, by partition.
+        outcomes: how many records had which outcome, by partition.
         inputs: how far the run comes in each input.
         stream_time: at the end of the run.
         more: other fields of ``Commit``.
@@ -190,8 +192,8 @@ def document(
     before = arrival.before
     offsets, times = dict(before.next_offset), dict(before.stream_time)
     for partition, some in passed.by_partition.items():
-        if some[Fate.APPLIED]:
-            offsets[partition] = offsets.get(partition, 0) + some[Fate.APPLIED]
+        if some[Outcome.APPLIED]:
+            offsets[partition] = offsets.get(partition, 0) + some[Outcome.APPLIED]
     for partition, moment in stream_time.items():
         times[partition] = max(times.get(partition, moment), moment)
     # A topic says all its partitions, and may have fewer than before.
@@ -199,10 +201,10 @@ def document(
         inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
     # Counts that a run leaves out where they are zero.
-    rare = (Fate.CARRIED, Fate.NOTHING_NEW)
+    rare = (Outcome.CARRIED, Outcome.NOTHING_NEW)
     totals |= {k: before.totals[k] for k in rare if k in before.totals and k not in counts}
-    if Fate.WAITING in counts:
-        totals[Fate.WAITING] = counts[Fate.WAITING]
+    if Outcome.WAITING in counts:
+        totals[Outcome.WAITING] = counts[Outcome.WAITING]
     inputs = {**before.inputs, **inputs}
     start = more.pop("start", before.start)
     so_far = inputs, arrival.ready, offsets, times, start is not None
@@ -228,7 +230,7 @@ def document(
         cut=before.cut,
         counts=counts,
         totals=totals,
-        totals_by_partition=_totals_by_partition(before, fates),
+        totals_by_partition=_totals_by_partition(before, outcomes),
         reads=arrival.reads,
         not_ready=arrival.not_ready,
         start=start,
@@ -238,16 +240,16 @@ def document(
 
 
 def _totals_by_partition(
-    before: Commit, fates: Mapping[int, Mapping[str, int]]
+    before: Commit, outcomes: Mapping[int, Mapping[str, int]]
 ) -> dict[int, dict[str, int]]:
     found = {p: dict(some) for p, some in before.totals_by_partition.items()}
     for some in found.values():
-        some.pop(Fate.WAITING, None)
-    for partition, some in fates.items():
+        some.pop(Outcome.WAITING, None)
+    for partition, some in outcomes.items():
         mine = found.setdefault(partition, {})
-        for fate in _NOT_IN_LOG:
-            if some.get(fate):
-                mine[fate] = mine.get(fate, 0) + some[fate]
+        for outcome in _NOT_IN_LOG:
+            if some.get(outcome):
+                mine[outcome] = mine.get(outcome, 0) + some[outcome]
     return {p: some for p, some in found.items() if some}
 
 

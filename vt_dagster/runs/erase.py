@@ -24,7 +24,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import OFFSET, TIMESTAMP
-from vt_dagster.core.arrival_order import Fate, by_partition
+from vt_dagster.core.arrival_order import Outcome, by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
@@ -235,14 +235,14 @@ class _Erase:
         """What the commit of the erase says: where the last one stood, and what is missing."""
         gone = found.by_partition if one.way_of_log == "remove" else {}
         counts, totals = dict.fromkeys(commit.counts, 0), dict(commit.totals)
-        waiting = commit.counts.get(Fate.WAITING, 0)
+        waiting = commit.counts.get(Outcome.WAITING, 0)
         run_id = f"erase:{self.done.id}"
         told = 0 if commit.run_id == run_id else self.done.waiting.get(one.name, 0)
         lost = min(waiting, told)
         if waiting:
-            counts[Fate.WAITING] = waiting - lost
+            counts[Outcome.WAITING] = waiting - lost
         if lost:
-            totals[Fate.WAITING] = totals.get(Fate.WAITING, 0) - lost
+            totals[Outcome.WAITING] = totals.get(Outcome.WAITING, 0) - lost
             totals["in"] = totals.get("in", 0) - lost
             totals["erased"] = totals.get("erased", 0) + lost
         ends = {p: commit.next_offset.get(p, 0) for p in gone}
@@ -269,7 +269,11 @@ class _Erase:
         """Counts, for the accounts of joins, the records that wait there and are about to go."""
         for other in self.plan:
             there = AssetStore(self.warehouse, other.node, self.spark).head()
-            if there is None or not there.commit.counts.get(Fate.WAITING) or not there.commit.released:
+            if (
+                there is None
+                or not there.commit.counts.get(Outcome.WAITING)
+                or not there.commit.released
+            ):
                 continue
             taken = there.commit.inputs.get(store.node.name)
             if taken is None:

@@ -9,8 +9,8 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, IS_LATE, IS_LATEST, OLD, PARTITION, TIMESTAMP
-from vt_dagster.core.arrival_order import CHUNK, Fate
+from vt_dagster.columns import IS_LATE, IS_LATEST, OLD, OUTCOME, PARTITION, TIMESTAMP
+from vt_dagster.core.arrival_order import CHUNK, Outcome
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.source_order import follows_source
 from vt_dagster.core.source_records import START
@@ -19,8 +19,8 @@ from vt_dagster.runs.invariants import decreasing, repeated_results
 from vt_dagster.runs.pandera_checks import Rule, contract_of, refuse, with_columns_of
 from vt_dagster.topology.model import Table, VersionedTable
 
-_REFUSED = (Fate.LATE, Fate.LOST_TIE, Fate.QUARANTINED, Fate.TOO_LATE)
-_COUNTED = (Fate.APPLIED, Fate.DROPPED, Fate.COVERED, Fate.NOTHING_NEW, *_REFUSED)
+_REFUSED = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED, Outcome.TOO_LATE)
+_COUNTED = (Outcome.APPLIED, Outcome.DROPPED, Outcome.COVERED, Outcome.NOTHING_NEW, *_REFUSED)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Passed:
     """What the gate has seen of rows that may be committed.
 
     Args:
-        counts: by fate, and the processor's tallies.
+        counts: by outcome, and the processor's tallies.
         by_partition: the same of each partition.
         times: of each partition, the largest timestamp of an applied row.
         earliest: the smallest timestamp of an applied row that is not its key's latest.
@@ -42,7 +42,7 @@ class Passed:
     @property
     def few(self) -> bool:
         """Whether one task can well put into order what is applied of a partition."""
-        return max((c[Fate.APPLIED] for c in self.by_partition.values()), default=0) <= CHUNK
+        return max((c[Outcome.APPLIED] for c in self.by_partition.values()), default=0) <= CHUNK
 
 
 def gate(processor: Processor[Any], rows: DataFrame, stream_time: Column) -> Passed:
@@ -57,11 +57,11 @@ def gate(processor: Processor[Any], rows: DataFrame, stream_time: Column) -> Pas
     node = processor.node
     rules, probes = contract_of(node, rows.columns)
     rules += invariants_before_commit(processor, rows.columns, stream_time)
-    applied = F.col(FATE) == Fate.APPLIED
+    applied = F.col(OUTCOME) == Outcome.APPLIED
     tallies = processor.tallies(rows.columns)
     wanted: dict[str, Column] = {
         "in": F.count(F.lit(1)),
-        **{fate: F.count_if(F.col(FATE) == fate) for fate in _COUNTED},
+        **{outcome: F.count_if(F.col(OUTCOME) == outcome) for outcome in _COUNTED},
         **tallies,
         "_time": F.max(F.when(applied, F.unix_micros(TIMESTAMP))),
         **{f"_rule{i}": F.count_if(applied & rule.violated) for i, rule in enumerate(rules)},
@@ -119,7 +119,7 @@ def invariants_before_commit(
         if not follows_source(node):  # which takes what a source holds, however old
             found.append(Rule("nothing_older_than_retention", old))
     # Rows that are not applied are not compared with those that are.
-    key = [FATE, PARTITION, *node.key]
+    key = [OUTCOME, PARTITION, *node.key]
     if processor.goes_forward and replaces is not None:
         found.append(Rule("timestamps_do_not_decrease", replaces))
     elif processor.goes_forward:

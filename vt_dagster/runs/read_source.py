@@ -24,9 +24,9 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from vt_dagster.columns import ARRIVAL, FATE, TIMESTAMP
+from vt_dagster.columns import ARRIVAL, OUTCOME, TIMESTAMP
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core.arrival_order import Fate, by_partition, with_columns
+from vt_dagster.core.arrival_order import Outcome, by_partition, with_columns
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.run_context import RunContext
 from vt_dagster.core.source_order import LAST, follows_source
@@ -158,15 +158,15 @@ def _without_truncations(records: DataFrame, arrival: Arrival, view: DataFrame |
     """
     if TRUNCATES not in records.columns:
         return records
-    events = records.where(F.col(TRUNCATES) & F.col(FATE).isNull())
-    rows = records.where(~F.col(TRUNCATES) | F.col(FATE).isNotNull()).drop(TRUNCATES)
+    events = records.where(F.col(TRUNCATES) & F.col(OUTCOME).isNull())
+    rows = records.where(~F.col(TRUNCATES) | F.col(OUTCOME).isNotNull()).drop(TRUNCATES)
     node = arrival.node
     if not isinstance(node, Table) or events.isEmpty():
         return rows
     keys, since = [F.col(f"`{k}`") for k in node.key], F.col(ARRIVAL)
     if START in rows.columns:
         since = F.when(F.col(START), -1).otherwise(since)
-    there = rows.where(F.col(FATE).isNull()).select(*keys, since.alias(_SINCE))
+    there = rows.where(F.col(OUTCOME).isNull()).select(*keys, since.alias(_SINCE))
     if view is not None:
         there = there.union(of_table.rows_of(node, view).select(*keys, F.lit(-1).cast("long")))
     there = there.groupBy(*keys).agg(F.min(_SINCE).alias(_SINCE))
@@ -187,7 +187,7 @@ def _with_unchanged(records: DataFrame, arrival: Arrival, view: DataFrame | None
     """
     if UNCHANGED not in records.columns:
         return records
-    node, good = arrival.node, F.col(FATE).isNull()
+    node, good = arrival.node, F.col(OUTCOME).isNull()
     if not isinstance(node, Table) or records.where(good & F.col(UNCHANGED).isNotNull()).isEmpty():
         return records.drop(UNCHANGED)
     key, values = [F.col(f"`{k}`") for k in node.key], value_columns(node)
@@ -208,7 +208,7 @@ def _with_unchanged(records: DataFrame, arrival: Arrival, view: DataFrame | None
         unknown = unknown | (good & absent & found.isNull())
         filled[name] = F.when(absent, found["value"]).otherwise(own)
     lost = {
-        FATE: F.when(unknown, Fate.QUARANTINED).otherwise(F.col(FATE)),
+        OUTCOME: F.when(unknown, Outcome.QUARANTINED).otherwise(F.col(OUTCOME)),
         REASON: F.when(unknown, Reason.UNREADABLE).otherwise(F.col(REASON)),
     }
     return with_columns(rows, {**filled, **lost}).drop(UNCHANGED, _HELD)
@@ -227,7 +227,7 @@ def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | 
     times = at.commit.stream_time
     ends = dict(zip(times, horizons(retention, times), strict=True))
     old = F.unix_micros(TIMESTAMP) < by_partition(ends, "long")
-    late = records.where(F.col(FATE).isNull() & old)
+    late = records.where(F.col(OUTCOME).isNull() & old)
     if late.isEmpty():
         return None
     key = [F.col(f"`{k}`") for k in arrival.node.key]

@@ -15,8 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import FATE, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.core.arrival_order import Fate, arrival_chunk
+from vt_dagster.columns import OUTCOME, PARTITION, RECORDED_AT, TIMESTAMP
+from vt_dagster.core.arrival_order import Outcome, arrival_chunk
 from vt_dagster.core.source_records import SOURCE, TOLD_AT
 from vt_dagster.core.stream_time import running_max
 from vt_dagster.runs.arrival import Arrival
@@ -50,7 +50,7 @@ def with_times(
     rows = store.hold(rows)
     arrival.held.append(rows)
     at = F.greatest(F.least(F.unix_micros(TOLD_AT), F.lit(last)), F.lit(first))
-    rows = rows.withColumn(TOLD_AT, F.when(F.col(FATE) != Fate.QUARANTINED, at))
+    rows = rows.withColumn(TOLD_AT, F.when(F.col(OUTCOME) != Outcome.QUARANTINED, at))
     (end,) = rows.agg(F.max(TOLD_AT)).collect()[0]
     return _by_row(rows), latest if end is None else end
 
@@ -98,7 +98,7 @@ def steps_of(rows: DataFrame, before: Commit, end: int) -> list[Step]:
         rows: results with ``recorded_at``.
         end: when the commit is recorded.
     """
-    applied = rows.where(F.col(FATE) == Fate.APPLIED)
+    applied = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
     of_each = applied.groupBy(F.unix_micros(RECORDED_AT).alias(RECORDED_AT), PARTITION)
     found = of_each.agg(
         F.count(F.lit(1)).alias("rows"), F.max(F.unix_micros(TIMESTAMP)).alias("time")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, FATE, HOME, INPUT, PARTITION, SEQUENCE, TIMESTAMP, TURN
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.columns import ARRIVAL, HOME, INPUT, OUTCOME, PARTITION, SEQUENCE, TIMESTAMP, TURN
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.run_context import RunContext
 from vt_dagster.errors import ContractError
@@ -23,7 +23,7 @@ class Judged:
     """The records of a run that looks into a table as of times.
 
     Args:
-        counts: by fate.
+        counts: by outcome.
         by_partition: the same of each partition.
         span: the smallest and the largest timestamp of those that it looks up; None = there are none.
         rows_read: how many rows of the table it reads, more or less.
@@ -39,7 +39,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Results:
-    """What an operator made of a run, before the commit: its rows with their fate, lazy."""
+    """What an operator made of a run, before the commit: its rows with their outcome, lazy."""
 
     rows: DataFrame
     context: RunContext
@@ -51,26 +51,26 @@ class Receipt:
     """What a run did: its commit, or None where there was nothing new.
 
     Args:
-        fates: how many records had which fate, by partition.
+        outcomes: how many records had which outcome, by partition.
     """
 
     commit: Commit | None
     log_version: int | None
     view_version: int | None = None
-    fates: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, dict[str, int]])
+    outcomes: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, dict[str, int]])
 
 
 def nothing_of(node: Stream, spark: SparkSession) -> DataFrame:
     """The results of a run that takes nothing: no rows."""
     places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
     empty = spark.createDataFrame([], log_schema(node))
-    return empty.withColumns({**places, FATE: F.lit(Fate.APPLIED)})
+    return empty.withColumns({**places, OUTCOME: F.lit(Outcome.APPLIED)})
 
 
 def judge(records: DataFrame) -> Judged:
-    """How many records have which fate, and from when to when those are that are looked up."""
+    """How many records have which outcome, and from when to when those are that are looked up."""
     found = (
-        records.groupBy(PARTITION, FATE)
+        records.groupBy(PARTITION, OUTCOME)
         .agg(
             F.count(F.lit(1)).alias("records"),
             F.min(F.unix_micros(TIMESTAMP)).alias("oldest"),
@@ -80,9 +80,9 @@ def judge(records: DataFrame) -> Judged:
     )
     counts, homes = dict[str, int](), dict[int, dict[str, int]]()
     for row in found:
-        counts[row[FATE]] = counts.get(row[FATE], 0) + row["records"]
-        homes.setdefault(row[PARTITION], {})[row[FATE]] = row["records"]
-    sought = [row for row in found if row[FATE] in (Fate.APPLIED, Fate.LATE)]
+        counts[row[OUTCOME]] = counts.get(row[OUTCOME], 0) + row["records"]
+        homes.setdefault(row[PARTITION], {})[row[OUTCOME]] = row["records"]
+    sought = [row for row in found if row[OUTCOME] in (Outcome.APPLIED, Outcome.LATE)]
     span = None
     if sought:
         span = min(row["oldest"] for row in sought), max(row["newest"] for row in sought)
@@ -93,7 +93,7 @@ def require_same(node: Stream, given: Mapping[str, int], got: Mapping[str, int])
     """Refuses records of a grace buffer that an op in between has added to, left out or changed.
 
     Raises:
-        ContractError: there are more or fewer records of a fate; both are counts by fate.
+        ContractError: there are more or fewer records of an outcome; both are counts by outcome.
     """
     if given != got:
         raise ContractError(

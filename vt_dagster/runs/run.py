@@ -25,7 +25,7 @@ from vt_dagster.columns import (
     PARTITION,
     RECORDED_AT,
 )
-from vt_dagster.core.arrival_order import Fate, by_partition
+from vt_dagster.core.arrival_order import Outcome, by_partition
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.run_context import Input, RunContext
@@ -182,7 +182,7 @@ class Run:
         lazy.
 
         Returns:
-            the records of the run and those that waited before it, with ``_fate``.
+            the records of the run and those that waited before it, with ``_outcome``.
         """
         judged = self._judged(self._inputs(read), self._context(with_tables=True))
         assert judged is not None
@@ -197,7 +197,7 @@ class Run:
         """The second half: what :meth:`buffer` gave, with the table as of the records' times.
 
         Raises:
-            ContractError: there are more or fewer records of a fate than :meth:`buffer` gave.
+            ContractError: there are more or fewer records of an outcome than :meth:`buffer` gave.
         """
         context = self._context(with_tables=True)
         if self.arrival.empty:
@@ -267,15 +267,15 @@ class Run:
                 new = self.processor.produce(rows, first, passed.few, in_place)
                 if RECORDED_AT not in new.columns:
                     new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
-                head = store.commit(new, commit, passed.counts[Fate.APPLIED])
+                head = store.commit(new, commit, passed.counts[Outcome.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.
             again = in_place is not None and in_place.complete and not arrival.few
             at = store.catch_up(head, written=new if again else None)
         self._release()
         store.forget(arrival.previous)
-        fates = results.judged.by_partition or passed.by_partition
-        return Receipt(head.commit, head.version, at.base and at.base.version, fates)
+        outcomes = results.judged.by_partition or passed.by_partition
+        return Receipt(head.commit, head.version, at.base and at.base.version, outcomes)
 
     @contextmanager
     def _explained(self) -> Generator[None]:
@@ -317,7 +317,7 @@ class Run:
         store.progress.done(f"decided: {in_words(counts)}")
         if state is not None:
             store.stage_state(arrival.attempt, state)
-        refused = any(passed.counts[fate] for fate in processor.refuses)
+        refused = any(passed.counts[outcome] for outcome in processor.refuses)
         if refused:
             stage_rejected(store, arrival.attempt, rows, processor.refuses)
         consumed = None if arrival.source is None else arrival.source.consumed()

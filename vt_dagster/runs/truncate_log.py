@@ -25,7 +25,7 @@ from pyspark.sql import SparkSession
 
 from vt_dagster.columns import PARTITION
 from vt_dagster.core import table_store as of_table
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit_document import recorded
@@ -247,8 +247,8 @@ class _Log:
     def _after(self, store: AssetStore, head: Head, cut: Cut, attempt: str) -> Commit:
         """What the commit of the cut says: where the last one stood, and what is gone."""
         commit = head.commit
-        waiting = commit.counts.get(Fate.WAITING, 0)
-        counts = {**dict.fromkeys(commit.counts, 0), **({Fate.WAITING: waiting} if waiting else {})}
+        waiting = commit.counts.get(Outcome.WAITING, 0)
+        counts = {**dict.fromkeys(commit.counts, 0), **({Outcome.WAITING: waiting} if waiting else {})}
         update = {
             "batch": commit.batch + 1,
             "attempt": attempt,

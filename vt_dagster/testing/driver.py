@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from vt_dagster.columns import OFFSET, TIMESTAMP, VALID_FROM
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.affected_times import with_finality
-from vt_dagster.core.arrival_order import Fate
+from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ContractError
 from vt_dagster.runs.results import Receipt
@@ -28,7 +28,7 @@ from vt_dagster.testing.memory_store import MemoryStore, Records
 from vt_dagster.testing.versioned_store import REFUSED, Row, VersionedStore
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
-_REFUSED = (Fate.LATE, Fate.LOST_TIE)
+_REFUSED = (Outcome.LATE, Outcome.LOST_TIE)
 """Records that are none of the log, though nothing is wrong with them."""
 
 
@@ -86,7 +86,7 @@ class TopologyTestDriver:
                 "source and read results of operators with read()"
             )
         before = {name: store.saved() for name, store in self._stores.items()}
-        fates = {name: some.copy() for name, some in self._fates.items()}
+        outcomes = {name: some.copy() for name, some in self._fates.items()}
         try:
             with self._session():
                 for name, node in self.nodes.items():
@@ -97,19 +97,25 @@ class TopologyTestDriver:
         except BaseException:
             for name, saved in before.items():
                 self._stores[name].restore(saved)
-            self._fates = fates
+            self._fates = outcomes
             raise
 
     def _store_of(self, node: Stream) -> MemoryStore:
         return self._stores[node.name]
 
     def _count(self, name: str, receipt: Receipt) -> None:
-        for partition, some in receipt.fates.items():
-            carried = some.get(Fate.CARRIED, 0)
-            told = {**some, Fate.APPLIED: some.get(Fate.APPLIED, 0) - carried}
-            for fate in (*_REFUSED, Fate.APPLIED, Fate.CARRIED, Fate.DROPPED, Fate.QUARANTINED):
-                if told.get(fate):
-                    self._fates[name][partition, fate] += told[fate]
+        for partition, some in receipt.outcomes.items():
+            carried = some.get(Outcome.CARRIED, 0)
+            told = {**some, Outcome.APPLIED: some.get(Outcome.APPLIED, 0) - carried}
+            for outcome in (
+                *_REFUSED,
+                Outcome.APPLIED,
+                Outcome.CARRIED,
+                Outcome.DROPPED,
+                Outcome.QUARANTINED,
+            ):
+                if told.get(outcome):
+                    self._fates[name][partition, outcome] += told[outcome]
 
     # -- results out -----------------------------------------------------------------------------
 
@@ -145,7 +151,7 @@ class TopologyTestDriver:
     def waiting(self, name: str) -> list[Row]:
         """The stream records that wait in a join's grace buffer, or for a match, by timestamp."""
         node, head = self._node(name), self._stores[name].head()
-        if head is None or not head.commit.counts.get(Fate.WAITING):
+        if head is None or not head.commit.counts.get(Outcome.WAITING):
             return []
         stores = [self._stores[up.name] for up in processor_of(node).consumed]
         with self._session():
@@ -154,14 +160,14 @@ class TopologyTestDriver:
             return rows.orderBy(TIMESTAMP, OFFSET).toArrow().to_pylist()
 
     def metrics(self, name: str, partition: int | None = None) -> dict[str, int]:
-        """Counts of a node's records since the start, by fate; also those waiting now.
+        """Counts of a node's records since the start, by outcome; also those waiting now.
 
         Args:
             partition: count those of one partition only.
 
         Returns:
             ``applied``, ``carried``, ``late``, ``lost_tie``, ``dropped``, ``quarantined`` and why
-            (``quarantined/null_key``, …), ``waiting``; a fate that nothing met is left
+            (``quarantined/null_key``, …), ``waiting``; an outcome that nothing met is left
             out, ``waiting`` never is. In a join, ``late`` records were joined at once; in a table they
             were refused.
         """
@@ -169,14 +175,14 @@ class TopologyTestDriver:
         store = self._stores[name]
         head = store.head()
         homes = {} if head is None else head.commit.totals_by_partition
-        found: Counter[str] = Counter({Fate.WAITING: 0})
-        every = [((p, Fate.WAITING), some.get(Fate.WAITING, 0)) for p, some in homes.items()]
+        found: Counter[str] = Counter({Outcome.WAITING: 0})
+        every = [((p, Outcome.WAITING), some.get(Outcome.WAITING, 0)) for p, some in homes.items()]
         every += self._fates[name].items()
         bad = [(p, why) for p, why in store.rejected if why not in _REFUSED]
-        every += [((p, f"{Fate.QUARANTINED}/{why}"), 1) for p, why in bad]
-        for (home, fate), n in every:
+        every += [((p, f"{Outcome.QUARANTINED}/{why}"), 1) for p, why in bad]
+        for (home, outcome), n in every:
             if partition is None or partition == home:
-                found[fate] += n
+                found[outcome] += n
         return dict(found)
 
     # -- inside ----------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from pyspark.sql.types import LongType, StructField, StructType, TimestampType
 
 from vt_dagster.columns import (
     ARRIVAL,
-    FATE,
     IS_TOMBSTONE,
+    OUTCOME,
     PARTITION,
     TIMESTAMP,
     VALID_FROM,
@@ -27,7 +27,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core import versioned_table
-from vt_dagster.core.arrival_order import Fate, by_partition
+from vt_dagster.core.arrival_order import Outcome, by_partition
 from vt_dagster.core.source_records import REASON, prepare
 from vt_dagster.errors import ContractError
 from vt_dagster.testing.memory_store import MemoryStore, Records, to_value
@@ -124,18 +124,18 @@ class VersionedStore:
         """The answers to many :meth:`put` calls, given as records for ``pipe``, made in one run."""
         self._pipe(self._node.name, *records)
         assert self._store.held is not None
-        fates = {r[ARRIVAL]: r for r in self._store.held.to_pylist()}
+        outcomes = {r[ARRIVAL]: r for r in self._store.held.to_pylist()}
         versions = self._valid_to()
         answers: list[datetime | Literal[Refused.REFUSED] | None] = []
         for i in range(len(records)):
-            row = fates[i]
-            if row[FATE] == Fate.QUARANTINED:
+            row = outcomes[i]
+            if row[OUTCOME] == Outcome.QUARANTINED:
                 raise ContractError(
                     f"{self._node.name}: expected a record with a key and a timestamp, got "
                     f"{dict(records[i])} ({row[REASON]}); give both"
                 )
             own = versions[tuple(_hashable(row[k]) for k in self._node.key)]
-            refused = row[FATE] in (Fate.LATE, Fate.LOST_TIE)
+            refused = row[OUTCOME] in (Outcome.LATE, Outcome.LOST_TIE)
             begun = [begin for begin in own if begin <= row[TIMESTAMP]]
             answers.append(REFUSED if refused else own[max(begun)] if begun else None)
         return answers
