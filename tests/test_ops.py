@@ -127,7 +127,7 @@ def told(market: Market, node: Stream) -> dict[str, Any]:
     head = market.store(node).head()
     assert head is not None
     commit = head.commit
-    fields = ("batch", "next_offset", "stream_time", "released", "counts", "totals", "marks")
+    fields = ("batch", "next_offset", "stream_time", "emitted_up_to", "counts", "totals", "watermarks")
     return {name: getattr(commit, name) for name in fields}
 
 

@@ -264,7 +264,7 @@ def test_through_assets(spark: SparkSession, tmp_path: Path) -> None:
     node = through.node(through.layouts[0], "result")
     commit = through.warehouse.commit(node.name)
     assert commit is not None
-    assert set(commit.marks) == {"left", "right", "look", "open"}
+    assert set(commit.watermarks) == {"left", "right", "look", "open"}
     assert node.operator is not None
     wider = replace(node, operator=replace(node.operator, before=HOUR))
     with pytest.raises(StorageError, match=r"before was .*, is '1:00:00'\. .* make it anew .*replay"):

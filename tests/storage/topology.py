@@ -122,7 +122,7 @@ class Topology:
             commit.inputs,
             commit.next_offset,
             commit.stream_time,
-            commit.marks,
+            commit.watermarks,
             commit.totals,
         ]
         return found

@@ -143,15 +143,15 @@ def same(name: str, kind: str, row: Column) -> Column:
     return one.eqNullSafe(other)
 
 
-def with_finality(rows: DataFrame, marks: Mapping[str, Mapping[int, int]]) -> DataFrame:
+def with_finality(rows: DataFrame, watermarks: Mapping[str, Mapping[int, int]]) -> DataFrame:
     """The rows of a table, of a corrected join with ``is_final``: whether a row can no longer change.
 
     A row exactly as old as the promise is not final. Where none of its partition is, it is false.
 
     Args:
-        marks: of the commit that the rows are as of, see ``Commit``.
+        watermarks: of the commit that the rows are as of, see ``Commit``.
     """
-    if FINAL not in marks:
+    if FINAL not in watermarks:
         return rows
-    final = F.unix_micros(TIMESTAMP) < by_partition(marks[FINAL], "long")
+    final = F.unix_micros(TIMESTAMP) < by_partition(watermarks[FINAL], "long")
     return rows.withColumn(IS_FINAL, F.coalesce(final, F.lit(False)))

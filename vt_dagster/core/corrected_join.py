@@ -110,17 +110,17 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         self,
         place: int,
         stream_time: Mapping[int, int],
-        released: Mapping[int, int],
-        marks: Mapping[str, Mapping[int, int]],
+        emitted_up_to: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
     ) -> int | None:
-        return None if place else super().look_back(place, stream_time, released, marks)
+        return None if place else super().look_back(place, stream_time, emitted_up_to, watermarks)
 
-    def reaches_back(self, place: int, marks: Mapping[str, Mapping[int, int]]) -> int | None:
-        changed = marks.get(_CHANGED)
+    def reaches_back(self, place: int, watermarks: Mapping[str, Mapping[int, int]]) -> int | None:
+        changed = watermarks.get(_CHANGED)
         return min(changed.values()) - 1 if changed else None
 
-    def reads_own(self, marks: Mapping[str, Mapping[int, int]]) -> bool:
-        return bool(self.operator.key or marks.get(_CHANGED))
+    def reads_own(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
+        return bool(self.operator.key or watermarks.get(_CHANGED))
 
     def own_time(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         stream, table = (one.rows for one in inputs)
@@ -132,7 +132,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         newest, oldest = F.max(_TABLE).alias(_TABLE), F.min(_TABLE).alias(_CHANGED)
         return rows.groupBy(PARTITION).agg(F.max("time").alias("time"), newest, oldest)
 
-    def marks(
+    def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
     ) -> dict[str, dict[int, int]]:
         """Stream time of the table; the time that its records of the run reach back to; and where rows
@@ -151,9 +151,9 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     # -- what is looked up -----------------------------------------------------------------------
 
     def waiting(
-        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:
-        return super().waiting([logs[0].where(has_key(self.operator.key))], released, state)
+        return super().waiting([logs[0].where(has_key(self.operator.key))], emitted_up_to, state)
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         (stream, table), named = inputs, has_key(self.operator.key)
@@ -179,19 +179,19 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             key=right.key,
             values=sorted({*right.key, *operator.projection().right_columns()}),
             promised=micros(operator.corrected_for),
-            stream_time=context.marks.get(_TABLE, _nothing()),
+            stream_time=context.watermarks.get(_TABLE, _nothing()),
             chunk=None if table.few else arrival_chunk(),
             few=table.few,
         )
         times = F.broadcast(times) if table.few else times
         joined = earlier.where(
-            moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= context.released)
+            moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= context.emitted_up_to)
         )
         at = F.col(TIMESTAMP)
         within = (at >= F.col(FROM)) & (F.col(TO).isNull() | (at < F.col(TO)))
         for k, n in zip(operator.left.key, match_names(right.key), strict=True):
             within = within & (F.col(f"`{k}`") == F.col(n))
-        final = F.greatest(context.marks.get(FINAL, _nothing()), F.col(EDGE))
+        final = F.greatest(context.watermarks.get(FINAL, _nothing()), F.col(EDGE))
         late = F.coalesce(F.unix_micros(TIMESTAMP) < final, F.lit(False))
         cause = F.struct(F.lit(right.name).alias("table"), F.col(f"{BY}.*"))
         met = joined.join(times, within & (~late | F.col(UNTIL).isNull() | (at < F.col(UNTIL))))
@@ -328,7 +328,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         gone = updated.where(IS_TOMBSTONE).select(*kept)
         if context.state is None:
             return gone
-        final = context.marks_after.get(FINAL, _nothing())
+        final = context.watermarks_after.get(FINAL, _nothing())
         young = context.state.where(F.coalesce(F.unix_micros(TIMESTAMP) >= final, F.lit(True)))
         return union(young.join(updated.select(*columns(key)), key, "left_anti"), gone)
 

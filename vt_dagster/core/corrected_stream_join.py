@@ -83,7 +83,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         operator: Any = self.node.operator
         return operator
 
-    def marks(
+    def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
     ) -> dict[str, dict[int, int]]:
         """Those of the join, and where rows are final: that never goes back, also if the promise gets
@@ -94,26 +94,29 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
                 p = row[PARTITION]
                 at = row["time"] - in_micros_at(self.operator.promise, p) - self._ahead_at(p)
                 final[p] = max(final.get(p, at), at)
-        return {**super().marks(found, before), FINAL: final}
+        return {**super().watermarks(found, before), FINAL: final}
 
     def _ahead_at(self, partition: int) -> int:
         return max(in_micros_at(ahead, partition) for ahead in self.ahead)
 
     def in_time(
-        self, found: Sequence[Any], before: Mapping[int, int], marks: Mapping[str, Mapping[int, int]]
+        self,
+        found: Sequence[Any],
+        before: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
     ) -> list[dict[str, Any]] | None:
-        final = marks.get(FINAL, {})
+        final = watermarks.get(FINAL, {})
         for row in found:
             p = row[PARTITION]
             if p in final and row["oldest"] < final[p] + self._ahead_at(p):
                 return None
-        return super().in_time(found, before, marks)
+        return super().in_time(found, before, watermarks)
 
     def judged(self, rows: DataFrame, context: RunContext) -> DataFrame:
         # What is too late finds nothing, also what was so by a shorter promise: it would be at odds
         # with rows that are final.
         ahead = F.greatest(*map(micros, self.ahead))
-        edge = context.marks.get(FINAL, nothing()) + ahead
+        edge = context.watermarks.get(FINAL, nothing()) + ahead
         again = F.coalesce(F.col(AT) < edge, F.lit(False))
         told = super().judged(rows, context)
         return told.withColumns({LATE: F.col(LATE) | again, HORIZON: F.lit(_NEVER)})
@@ -260,10 +263,10 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return state.join(gone, [SIDE, PARTITION, FROM], "left_anti").select(state.columns)
 
     def waiting(
-        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:
         waits = None if state is None else state.where(~F.col(_SAID))
-        return super().waiting(logs, released, waits)
+        return super().waiting(logs, emitted_up_to, waits)
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         return {

@@ -33,16 +33,16 @@ def moves_stream_time(key: Sequence[str]) -> Column:
     return ~F.col(IS_TOMBSTONE) & has_key(key)
 
 
-def waiting(log: DataFrame, *, key: Sequence[str], released: Column) -> DataFrame:
+def waiting(log: DataFrame, *, key: Sequence[str], emitted_up_to: Column) -> DataFrame:
     """The records that wait, out of those that a join has consumed.
 
     Args:
         log: the consumed part of the stream's log.
-        released: the time up to which records had gone out after that part, of their partition.
+        emitted_up_to: the time up to which records had gone out after that part, of their partition.
 
     Source: FORMAT 4.5.1, 4.5.6; kip923-probe-left-in-buffer.
     """
-    return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > released))
+    return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > emitted_up_to))
 
 
 def hold(
@@ -53,7 +53,7 @@ def hold(
     kind: JoinKind,
     grace: Duration | None,
     before: Column,
-    released: Column,
+    emitted_up_to: Column,
     chunk: Column | None = None,
     bounds: Bounds | None = None,
 ) -> DataFrame:
@@ -67,7 +67,7 @@ def hold(
         waiting: those that waited before it; None = none.
         grace: None = nothing waits any longer.
         before: the buffer's stream time before the run, per partition.
-        released: the time up to which records go out at the end of the run, per partition.
+        emitted_up_to: the time up to which records go out at the end of the run, per partition.
         chunk, bounds: see ``passed``.
 
     Returns:
@@ -86,7 +86,7 @@ def hold(
         counts, late = moves_stream_time(key), late_from(grace)
         seen = passed(arrived, late, before, counts, chunk=chunk, bounds=bounds)
         outcome = outcome.when(F.col(PASSED), Outcome.LATE).when(
-            F.col(TIMESTAMP) <= released, Outcome.APPLIED
+            F.col(TIMESTAMP) <= emitted_up_to, Outcome.APPLIED
         )
         outcome = outcome.otherwise(Outcome.WAITING)
     return union(seen, waiting).withColumn(OUTCOME, outcome).drop(PASSED)

@@ -124,7 +124,7 @@ class Processor(ABC, Generic[O]):
         return timedelta(0)
 
     def look_back(
-        self, place: int, stream_time: Times, released: Times, marks: Mapping[str, Times]
+        self, place: int, stream_time: Times, emitted_up_to: Times, watermarks: Mapping[str, Times]
     ) -> int | None:
         """How far back it needs the log of an input again: rows with a larger timestamp (epoch
         microseconds); None = not at all.
@@ -132,18 +132,18 @@ class Processor(ABC, Generic[O]):
         Args:
             place: of the input.
             stream_time: by partition, before the run.
-            released: the time up to which records had gone out, likewise.
-            marks: likewise, see :meth:`marks`.
+            emitted_up_to: the time up to which records had gone out, likewise.
+            watermarks: likewise, see :meth:`watermarks`.
         """
         return None
 
-    def reaches_back(self, place: int, marks: Mapping[str, Times]) -> int | None:
-        """The same by what the run brings: its :meth:`marks`, empty until they are told."""
+    def reaches_back(self, place: int, watermarks: Mapping[str, Times]) -> int | None:
+        """The same by what the run brings: its :meth:`watermarks`, empty until they are told."""
         return None
 
-    def reads_own(self, marks: Mapping[str, Times]) -> bool:
+    def reads_own(self, watermarks: Mapping[str, Times]) -> bool:
         """Whether a run looks into the asset's own table, or at as much of its inputs' logs; by what it
-        brings, see :meth:`marks`."""
+        brings, see :meth:`watermarks`."""
         return True
 
     def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame | None:
@@ -200,7 +200,8 @@ class Processor(ABC, Generic[O]):
 
         Returns:
             ``partition`` (of the result), ``time`` (epoch microseconds); where lateness is told,
-            ``records, lateness`` (the sum) and ``most``, microseconds; and what ``marks`` are made of.
+            ``records, lateness`` (the sum) and ``most``, microseconds; and what ``watermarks`` are made
+            of.
         """
         timed = self.timed(inputs)
         rows = timed.rows.where(timed.moves)
@@ -213,13 +214,15 @@ class Processor(ABC, Generic[O]):
         return None
 
     def in_time(
-        self, found: Sequence[Any], before: Times, marks: Mapping[str, Times]
+        self, found: Sequence[Any], before: Times, watermarks: Mapping[str, Times]
     ) -> list[dict[str, Any]] | None:
         """The rows of ``own_time``, if by ``found``, those of ``bounds_of_time``, and stream time and
-        ``marks`` before the run no record is late."""
+        ``watermarks`` before the run no record is late."""
         return None
 
-    def marks(self, found: Sequence[Any], before: Mapping[str, Times]) -> dict[str, dict[int, int]]:
+    def watermarks(
+        self, found: Sequence[Any], before: Mapping[str, Times]
+    ) -> dict[str, dict[int, int]]:
         """Other times that it keeps from run to run, by name and partition: epoch microseconds; from
         the rows of ``own_time``, and what they were before."""
         return {}
@@ -236,16 +239,18 @@ class Processor(ABC, Generic[O]):
 
     # -- what it makes of it ---------------------------------------------------------------------
 
-    def released(self, stream_time: Times, released: Times) -> dict[int, int]:
+    def emitted_up_to(self, stream_time: Times, emitted_up_to: Times) -> dict[int, int]:
         """The time up to which held records go out, after a run that ends at a stream time."""
         return {}
 
-    def waiting(self, logs: Sequence[DataFrame], released: Times, state: DataFrame | None) -> DataFrame:
+    def waiting(
+        self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
+    ) -> DataFrame:
         """Of the log rows that it has consumed, those that it holds back; of what holds back records.
 
         Args:
             logs: of each input that it consumes; ``state``: what it has kept.
-            released: the time up to which records have gone out, by partition.
+            emitted_up_to: the time up to which records have gone out, by partition.
         """
         return logs[0].limit(0)
 

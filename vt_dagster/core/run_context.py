@@ -45,10 +45,10 @@ class RunContext:
         view: the current rows of the result; None = nothing yet.
         stream_time: before the run, of a row's partition of the result.
         stream_time_after: at the end of the run, where the processor has a stream time of its own.
-        released: of what is held back, the time up to which it had gone out before the run.
-        released_after: at the end of the run.
+        emitted_up_to: of what is held back, the time up to which it had gone out before the run.
+        emitted_up_to_after: at the end of the run.
         hold: holds the run's records; None: the view has not many more keys than these.
-        marks, marks_after: before and after the run, see ``Processor.marks``.
+        watermarks, watermarks_after: before and after the run, see ``Processor.watermarks``.
         bounds: of the processor's own stream time, where it was told by them.
         in_time: whether it was told that none of the run's records is late.
         refused: its quarantine, where the processor keeps one and reaches back; None = nothing.
@@ -66,13 +66,13 @@ class RunContext:
     view: DataFrame | None
     stream_time: Column
     stream_time_after: Column
-    released: Column
-    released_after: Column
+    emitted_up_to: Column
+    emitted_up_to_after: Column
     hold: table_store.Hold | None = None
     bounds: Bounds | None = None
     in_time: bool = False
-    marks: Mapping[str, Column] = field(default_factory=dict[str, Column])
-    marks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
+    watermarks: Mapping[str, Column] = field(default_factory=dict[str, Column])
+    watermarks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
     since: int | None = None
     refused: DataFrame | None = None
     rivals: DataFrame | None = None

@@ -37,11 +37,11 @@ from vt_dagster.topology.durations import Duration, length_at
 from vt_dagster.topology.operators import StreamStreamJoin
 
 SIDES = (LEFT, RIGHT)
-OPEN, LOOK_MARK = "open", "look"
+OPEN, LOOK_WATERMARK = "open", "look"
 LOWEST = -62_135_596_800_000_000
 """The year 1: no record is earlier."""
 VALID, EXPIRED = "_valid", "_expired"
-_TIMES = {"_left": LEFT, "_right": RIGHT, LOOK: LOOK_MARK}
+_TIMES = {"_left": LEFT, "_right": RIGHT, LOOK: LOOK_WATERMARK}
 _SEGMENT = 60_000
 
 
@@ -69,11 +69,11 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         self,
         place: int,
         stream_time: Mapping[int, int],
-        released: Mapping[int, int],
-        marks: Mapping[str, Mapping[int, int]],
+        emitted_up_to: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
     ) -> int | None:
         operator, ahead = self.operator, self.ahead[place]
-        own, let_go = marks.get(SIDES[place], {}), marks.get(OPEN, {})
+        own, let_go = watermarks.get(SIDES[place], {}), watermarks.get(OPEN, {})
         found: list[int] = []
         for p, now in stream_time.items():
             # What a record finds that is in time, one that is late, and what has no match yet.
@@ -96,7 +96,10 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(VALID))
 
     def in_time(
-        self, found: Sequence[Any], before: Mapping[int, int], marks: Mapping[str, Mapping[int, int]]
+        self,
+        found: Sequence[Any],
+        before: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
     ) -> list[dict[str, Any]] | None:
         promise = self.operator.promise
         newest = largest_in_time(found, SIDE, before, lambda p: in_micros_at(promise, p))
@@ -112,18 +115,18 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
             rows.append({PARTITION: p, "time": now, "look": look, **sides})
         return rows
 
-    def marks(
+    def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
     ) -> dict[str, dict[int, int]]:
-        marks = {name: dict(before.get(name, {})) for name in (LEFT, RIGHT, "look")}
+        watermarks = {name: dict(before.get(name, {})) for name in (LEFT, RIGHT, "look")}
         for row in found:
-            for name, newest in marks.items():
+            for name, newest in watermarks.items():
                 if row[name] is not None:
                     newest[row[PARTITION]] = row[name]
         seen = {*before.get(OPEN, {}), *(row[PARTITION] for row in found)}
-        promise, look = self.operator.promise, marks["look"]
+        promise, look = self.operator.promise, watermarks["look"]
         let_go = {p: look[p] - in_micros_at(promise, p) if p in look else LOWEST for p in seen}
-        return {**marks, OPEN: let_go}
+        return {**watermarks, OPEN: let_go}
 
     def seen(self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False) -> DataFrame:
         """The new records of both sides, with all times as of them; those that only what is late is
@@ -137,7 +140,7 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(context.stream_time)))
         if context.in_time:
             return with_columns(new, {name: nothing() for name in _TIMES})
-        before = {name: context.marks.get(told, nothing()) for name, told in _TIMES.items()}
+        before = {name: context.watermarks.get(told, nothing()) for name, told in _TIMES.items()}
         look = F.when(F.col(VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
         moves = {LOOK: look}
         for i, name in enumerate(("_left", "_right")):

@@ -33,7 +33,7 @@ from vt_dagster.core.processor import Counts
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.stream_join_base import (
     EXPIRED,
-    LOOK_MARK,
+    LOOK_WATERMARK,
     SIDES,
     VALID,
     TwoStreamsProcessor,
@@ -129,7 +129,9 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
 
     def is_over(self, moment: Column, context: RunContext) -> Column:
         """Whether stream time is past it when unmatched records are let go in the run."""
-        return F.coalesce(moment < context.marks_after.get(LOOK_MARK, nothing()), F.lit(False))
+        return F.coalesce(
+            moment < context.watermarks_after.get(LOOK_WATERMARK, nothing()), F.lit(False)
+        )
 
     def leaving(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
         """The results of records that leave without a match.
@@ -213,7 +215,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM)
 
     def waiting(
-        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:
         """``key columns`` (the left one's), ``timestamp, partition, offset, side`` of what has found no
         match and may still find one."""

@@ -80,13 +80,13 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         self,
         place: int,
         stream_time: Mapping[int, int],
-        released: Mapping[int, int],
-        marks: Mapping[str, Mapping[int, int]],
+        emitted_up_to: Mapping[int, int],
+        watermarks: Mapping[str, Mapping[int, int]],
     ) -> int | None:
-        held = any(stream_time[partition] > moment for partition, moment in released.items())
-        return min(released.values()) if held else None
+        held = any(stream_time[partition] > moment for partition, moment in emitted_up_to.items())
+        return min(emitted_up_to.values()) if held else None
 
-    def reads_own(self, marks: Mapping[str, Mapping[int, int]]) -> bool:
+    def reads_own(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
         return False
 
     def timed(self, inputs: Sequence[Input]) -> Timed:
@@ -100,25 +100,29 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     def bounded(self) -> bool:
         return not self.few and self.operator.waits
 
-    def released(self, stream_time: Mapping[int, int], released: Mapping[int, int]) -> dict[int, int]:
+    def emitted_up_to(
+        self, stream_time: Mapping[int, int], emitted_up_to: Mapping[int, int]
+    ) -> dict[int, int]:
         period = self.operator.grace_period or timedelta(0)
         one = timedelta(microseconds=1)
         passed = {p: moment - length_at(period, p) // one for p, moment in stream_time.items()}
         # It never goes back, also where the grace period has become longer.
-        return {p: max(moment, released.get(p, moment)) for p, moment in passed.items()}
+        return {p: max(moment, emitted_up_to.get(p, moment)) for p, moment in passed.items()}
 
     def waiting(
-        self, logs: Sequence[DataFrame], released: Mapping[int, int], state: DataFrame | None
+        self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:
         return grace_buffer.waiting(
-            logs[0], key=self.operator.left.key, released=by_partition(released)
+            logs[0], key=self.operator.left.key, emitted_up_to=by_partition(emitted_up_to)
         )
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, (stream,) = self.operator, inputs
         earlier = stream.earlier
         if earlier is not None:
-            earlier = grace_buffer.waiting(earlier, key=operator.left.key, released=context.released)
+            earlier = grace_buffer.waiting(
+                earlier, key=operator.left.key, emitted_up_to=context.emitted_up_to
+            )
             earlier = earlier.withColumn(ARRIVAL, F.col(OFFSET))
         return grace_buffer.hold(
             stream.rows.withColumn(ARRIVAL, F.col(OFFSET)),
@@ -127,7 +131,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             kind=operator.kind,
             grace=operator.grace_period if operator.waits else None,
             before=context.stream_time,
-            released=context.released_after,
+            emitted_up_to=context.emitted_up_to_after,
             chunk=self.chunk if context.bounds is None else self.fine_chunk,
             bounds=context.bounds,
         )

@@ -252,7 +252,7 @@ class Explainer:
 def _tell_not_joined(log: Log, name: str, record: Record, told: Told) -> None:
     """Tells what became of the stream's newest record of a key that has no result."""
     commit = log.taken_by(name, record.partition, record.offset)
-    released = log.commit.released.get(record.partition)
+    released = log.commit.emitted_up_to.get(record.partition)
     if commit is None:
         told.notes.append(f"no run of {log.name} has taken {record} yet")
     elif record.is_tombstone:

@@ -57,7 +57,7 @@ def streams_record(log: Log, stream: Log, name: str, record: Record, commit: Com
     start: dict[int, int] = {}
     keyless = any(record.values.get(c) is None for c in log.key)
     if before is not None and (
-        keyless or as_micros(record.timestamp) <= before.released.get(place, as_micros(_NEVER))
+        keyless or as_micros(record.timestamp) <= before.emitted_up_to.get(place, as_micros(_NEVER))
     ):
         start = {place: before.inputs.get(name, {}).get(place, 0)}  # what is older had gone out
     same = both(stream.same_key(record.values, log.key), at_time(record.timestamp))
@@ -109,7 +109,7 @@ def tell_waiting(
 
 def grace_of(commit: Commit, place: int) -> timedelta:
     """The grace period of a join, as a commit shows it: how far behind stream time records go out."""
-    released, now = commit.released.get(place), commit.stream_time.get(place)
+    released, now = commit.emitted_up_to.get(place), commit.stream_time.get(place)
     if released is None or now is None:
         return timedelta(0)
     return timedelta(microseconds=now - released)

@@ -132,7 +132,7 @@ def _inputs(log: Log, *places: str) -> list[Log]:
 
 def _declared_grace(log: Log) -> timedelta | None:
     commit = log.commit
-    told = {grace_of(commit, p) for p in commit.released}
+    told = {grace_of(commit, p) for p in commit.emitted_up_to}
     return told.pop() if len(told) == 1 else None
 
 

@@ -33,33 +33,38 @@ def timed(
     """
     before = arrival.before
     times, bounds = dict(before.stream_time), None
-    marks: dict[str, dict[int, int]] = {}
+    watermarks: dict[str, dict[int, int]] = {}
     in_time = False
     if not processor.bounded:
         chunks = processor.bounds_of_time(inputs)
         found = None
         if chunks is not None:
-            found = processor.in_time(chunks.collect(), before.stream_time, before.marks)
+            found = processor.in_time(chunks.collect(), before.stream_time, before.watermarks)
         in_time = found is not None
         if found is None:
             found = processor.own_time(inputs, context).collect()
         moved = {r[PARTITION]: r["time"] for r in found if r["time"] is not None}
         times |= {p: max(times.get(p, moment), moment) for p, moment in moved.items()}
         late = mean_and_most(found) if processor.tells_lateness else None
-        marks = processor.marks(found, before.marks)
+        watermarks = processor.watermarks(found, before.watermarks)
     else:
         bounds = bounds_of(processor, inputs, before.stream_time, spark)
         times |= bounds.stream_time
         late = bounds.lateness if processor.tells_lateness else None
     gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
-    released = processor.released(times, before.released)
-    told: dict[str, Any] = {"bounds": bounds, "gauges": gauges, "released": released, "marks": marks}
+    emitted_up_to = processor.emitted_up_to(times, before.emitted_up_to)
+    told: dict[str, Any] = {
+        "bounds": bounds,
+        "gauges": gauges,
+        "emitted_up_to": emitted_up_to,
+        "watermarks": watermarks,
+    }
     return replace(arrival, stream_time=times, in_time=in_time, **told)
 
 
-def known_marks(marks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
+def watermark_columns(watermarks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
     """The marks of an operator as columns of a row's own partition."""
-    return {name: by_partition(values, "long") for name, values in marks.items()}
+    return {name: by_partition(values, "long") for name, values in watermarks.items()}
 
 
 def bounds_of(

@@ -36,8 +36,8 @@ class Arrival:
         tables: of each table that is looked into, what it is looked at as of.
         taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
         stream_time: by partition, at the end of the run, where the operator has one of its own.
-        released: what is held back goes out up to this time, likewise.
-        marks: other times that an operator keeps, see ``Processor.marks``.
+        emitted_up_to: what is held back goes out up to this time, likewise.
+        watermarks: other times that an operator keeps, see ``Processor.watermarks``.
         bounds: how that moves, where it was told so; None = every record is looked at.
         in_time: whether it was told that no record is late.
         gauges: what pinning has told of the records.
@@ -63,8 +63,8 @@ class Arrival:
     tables: dict[str, Snapshot] = field(default_factory=dict[str, Snapshot])
     taken: Ranges = field(default_factory=Ranges)
     stream_time: dict[int, int] = field(default_factory=dict[int, int])
-    released: dict[int, int] = field(default_factory=dict[int, int])
-    marks: dict[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
+    emitted_up_to: dict[int, int] = field(default_factory=dict[int, int])
+    watermarks: dict[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
     bounds: Bounds | None = None
     in_time: bool = False
     gauges: dict[str, float] = field(default_factory=dict[str, float])

@@ -272,13 +272,13 @@ class _Erase:
             if (
                 there is None
                 or not there.commit.counts.get(Outcome.WAITING)
-                or not there.commit.released
+                or not there.commit.emitted_up_to
             ):
                 continue
             taken = there.commit.inputs.get(store.node.name)
             if taken is None:
                 continue
-            out = by_partition(there.commit.released, "long")
+            out = by_partition(there.commit.emitted_up_to, "long")
             waits = F.coalesce(F.unix_micros(TIMESTAMP) > out, F.lit(True))
             ours = F.col(OFFSET) < F.coalesce(by_partition(taken, "long"), F.lit(0))
             count = marked(store.log({}, head)).where("_hit").where(waits & ours).count()

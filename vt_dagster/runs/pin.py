@@ -190,10 +190,10 @@ def looks_back(processor: Processor[Any], up: Stream, before: Commit, last: Comm
     Args:
         last: the input's last commit.
     """
-    state = before.stream_time, before.released, before.marks
+    state = before.stream_time, before.emitted_up_to, before.watermarks
     places = [i for i, one in enumerate(processor.consumed) if one.name == up.name]
     found = [processor.look_back(i, *state) for i in places]
-    operator, final = processor.node.operator, before.marks.get(FINAL)
+    operator, final = processor.node.operator, before.watermarks.get(FINAL)
     reach = None if operator is None else operator.reads_back.get(up.name)
     if final and reach is not None and up.is_table:
         found.append(min(last.stream_time.values()) - reach // timedelta(microseconds=1) - 1)

@@ -173,12 +173,12 @@ class Planner:
         for found in delta.commits(self._live(node).log_path):
             commit = Commit.model_validate(found.document)
             ends = at(commit.reads)
-            if commit.batch > keep.batch or not commit.released:
+            if commit.batch > keep.batch or not commit.emitted_up_to:
                 continue
             if ends is None:
                 unknown += 1
                 continue
-            upto = max(commit.released.values())
+            upto = max(commit.emitted_up_to.values())
             joined += [(p, ends.get(p, 0), upto) for p in head.commit.next_offset]
         if unknown:
             self.say(f"! {node.name}: of {unknown} batches it is not known what {table.name} had then")

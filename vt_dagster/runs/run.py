@@ -207,7 +207,7 @@ class Run:
         return results
 
     def _judged(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
-        own = self.arrival.view_rows if self.processor.reads_own(self.arrival.marks) else 0
+        own = self.arrival.view_rows if self.processor.reads_own(self.arrival.watermarks) else 0
         with self.store.tuned(self._small(Judged(rows_read=own))):
             return self.processor.judge(inputs, context)
 

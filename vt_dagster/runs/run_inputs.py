@@ -14,7 +14,7 @@ from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.table_store import Hold
-from vt_dagster.runs.advance_stream_time import known_marks, oldest
+from vt_dagster.runs.advance_stream_time import oldest, watermark_columns
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.read_source import begun_of
 from vt_dagster.runs.store_protocol import Store, Stores
@@ -42,9 +42,9 @@ def _look_back(node: Stream, arrival: Arrival, processor: Processor[Any]) -> int
     """As far as any place that the log has among the inputs needs it."""
     before = arrival.before
     places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
-    state = before.stream_time, before.released, before.marks
+    state = before.stream_time, before.emitted_up_to, before.watermarks
     found = [processor.look_back(i, *state) for i in places]
-    found += [processor.reaches_back(i, arrival.marks) for i in places]
+    found += [processor.reaches_back(i, arrival.watermarks) for i in places]
     return min((after for after in found if after is not None), default=None)
 
 
@@ -86,10 +86,10 @@ def run_context_of(
     view = state = None
     if with_tables and arrival.previous is not None:
         state = store.state(arrival.previous)
-        own = isinstance(arrival.node, Table) and processor.reads_own(arrival.marks)
+        own = isinstance(arrival.node, Table) and processor.reads_own(arrival.watermarks)
         view = store.current() if own else None
         view = None if view is None else view.drop(RECORDED_AT)
-    since = processor.reaches_back(0, arrival.marks)
+    since = processor.reaches_back(0, arrival.watermarks)
     asked = with_tables and since is not None and processor.refuses
     many = arrival.few and arrival.view_rows > MANY_ROWS
     return RunContext(
@@ -98,12 +98,12 @@ def run_context_of(
         view=view,
         stream_time=by_partition(before.stream_time),
         stream_time_after=by_partition(arrival.stream_time),
-        released=by_partition(before.released),
-        released_after=by_partition(arrival.released),
+        emitted_up_to=by_partition(before.emitted_up_to),
+        emitted_up_to_after=by_partition(arrival.emitted_up_to),
         bounds=arrival.bounds,
         in_time=arrival.in_time,
-        marks=known_marks(before.marks),
-        marks_after=known_marks(arrival.marks),
+        watermarks=watermark_columns(before.watermarks),
+        watermarks_after=watermark_columns(arrival.watermarks),
         since=since,
         refused=store.quarantine() if asked else None,
         begun=begun_of(arrival, store) if with_tables else None,

@@ -148,7 +148,7 @@ def look_up(
     if moment is not None and not partial:
         require_remembered(name, shape.retention(), commit.stream_time, moment)
     rows = asset.table(what, moment)
-    return with_finality(rows, commit.marks[FINAL]) if FINAL in commit.marks else rows
+    return with_finality(rows, commit.watermarks[FINAL]) if FINAL in commit.watermarks else rows
 
 
 def head_of(warehouse: str, name: str) -> tuple[int, Commit]:

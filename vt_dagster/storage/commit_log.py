@@ -181,9 +181,9 @@ class Commit(BaseModel):
     """The first free offset of each partition of this log."""
     stream_time: dict[int, int] = Field(default_factory=dict)
     """Largest timestamp of each partition; of a join with grace, the buffer's own."""
-    released: dict[int, int] = Field(default_factory=dict)
+    emitted_up_to: dict[int, int] = Field(default_factory=dict)
     """Of a join: the largest timestamp up to which every record has been joined."""
-    marks: dict[str, dict[int, int]] = Field(default_factory=dict)
+    watermarks: dict[str, dict[int, int]] = Field(default_factory=dict)
     """Of a join of streams, by name and partition: the largest time of each side, and how far unmatched
     records have been let go."""
     strategy: str = ""

@@ -133,9 +133,9 @@ class TopologyTestDriver:
         with self._session():
             view = of_table.current(node, self._stores[name].view())
             head = self._stores[name].head()
-            marks = {} if head is None else head.commit.marks
+            watermarks = {} if head is None else head.commit.watermarks
             times = {} if head is None else head.commit.stream_time
-            return _rows_of(with_finality(of_table.rows_now(node, view, times), marks), node)
+            return _rows_of(with_finality(of_table.rows_now(node, view, times), watermarks), node)
 
     def versions(self, name: str) -> list[Row]:
         """All versions of a versioned table, tombstones included, by key and ``valid_from``."""
@@ -156,7 +156,7 @@ class TopologyTestDriver:
         stores = [self._stores[up.name] for up in processor_of(node).consumed]
         with self._session():
             logs, state = [one.frame(one.rows) for one in stores], self._stores[name].state(head)
-            rows = processor_of(node).waiting(logs, head.commit.released, state)
+            rows = processor_of(node).waiting(logs, head.commit.emitted_up_to, state)
             return rows.orderBy(TIMESTAMP, OFFSET).toArrow().to_pylist()
 
     def metrics(self, name: str, partition: int | None = None) -> dict[str, int]:
