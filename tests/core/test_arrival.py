@@ -17,11 +17,11 @@ from vt_dagster.core.stream_time import (
     PASSED,
     Bounds,
     Timed,
-    in_doubt,
     lateness,
     mean_and_most,
     passed,
     time_by_chunk,
+    undecided_chunks,
 )
 
 START = datetime(2020, 1, 1, tzinfo=timezone.utc)
@@ -78,7 +78,7 @@ def test_bounds_decide_as_looking_at_each_record_does(
     chunk, deadline, moves = F.floor(F.col(ARRIVAL) / FINE), F.col("deadline"), F.col("moves")
     found = Bounds.of(time_by_chunk(Timed(rows, moves, deadline), chunk).collect(), before)
     found = framed(spark, found)
-    told = framed(spark, found.only(in_doubt(rows, deadline, chunk, found).collect()))
+    told = framed(spark, found.only(undecided_chunks(rows, deadline, chunk, found).collect()))
     assert told.near == exact
     known = by_partition(before)
     by_bounds = passed(rows, deadline, known, moves, chunk=chunk, bounds=told)

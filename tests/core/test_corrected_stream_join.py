@@ -226,7 +226,7 @@ def test_bounds_tell_also_what_was_too_late_before() -> None:
         node = left.left_join(right, name="rows", after=5 * MS, corrected_for=longer * MS)
         found = {"partition": 0, "_side": 0, "_chunk": 0, "time": 110_000, "oldest": oldest}
         processor = processor_of(node)
-        rows = processor.in_time([{**found, "valid": 110_000}], {0: 100_000}, marks)
+        rows = processor.advance_if_none_late([{**found, "valid": 110_000}], {0: 100_000}, marks)
         return rows and processor.watermarks(rows, marks)["final"][0]
 
     before = told(20, 90_000, {})

@@ -243,13 +243,13 @@ def test_it_gives_what_an_interval_join_gives_but_for_what_is_late(
 ) -> None:
     """Plans of large runs: chunks by order of arrival, and tiles of time; in two runs."""
     told: list[bool] = []
-    in_time = StreamStreamJoinProcessor.in_time
+    in_time = StreamStreamJoinProcessor.advance_if_none_late
 
     def telling(processor: StreamStreamJoinProcessor, *about: Any) -> Any:
         told.append(in_time(processor, *about) is not None)
         return in_time(processor, *about)
 
-    monkeypatch.setattr(StreamStreamJoinProcessor, "in_time", telling)
+    monkeypatch.setattr(StreamStreamJoinProcessor, "advance_if_none_late", telling)
     for module, name, value in (
         (arrival_order, "HOUR", 1_000_000),
         (largest_times, "FINE", 3),

@@ -27,7 +27,7 @@ FROM, TO, UNTIL, EDGE, BY, ANSWER = "_from", "_to", "_until", "_edge", "_by", "_
 _NEW, _SEEN = "_new", "_seen_from"
 
 
-def changed_times(
+def affected_times(
     changes: DataFrame,
     earlier: DataFrame | None,
     *,
@@ -102,7 +102,7 @@ def changed_times(
     )
 
 
-def beside(
+def with_row_of_key(
     records: DataFrame, own: Sequence[str], rows: DataFrame, key: Sequence[str], what: Column, name: str
 ) -> DataFrame:
     """Records with what another table has for their key, null where nothing.

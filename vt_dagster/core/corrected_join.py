@@ -40,9 +40,9 @@ from vt_dagster.core.affected_times import (
     FROM,
     TO,
     UNTIL,
-    beside,
-    changed_times,
+    affected_times,
     same,
+    with_row_of_key,
 )
 from vt_dagster.core.arrival_order import HOUR, Outcome, arrival_chunk, has_key, micros, union
 from vt_dagster.core.as_of_join import FOUND
@@ -76,9 +76,9 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     by the stream's promise as it was before the run, and have their place in the log before new rows.
     """
 
-    holds = True
-    refuses = (Outcome.TOO_LATE,)
-    counted = (
+    persists_rows = True
+    quarantined_outcomes = (Outcome.TOO_LATE,)
+    shown_counts = (
         *("in", "out", "late", "dropped", _UNMATCHED, Outcome.WAITING),
         *(CORRECTED, TOO_LATE),
     )
@@ -93,7 +93,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return (self.operator.left, self.operator.right)
 
     @property
-    def goes_forward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def monotonic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return False
 
     @property
@@ -106,23 +106,23 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
     # -- times -----------------------------------------------------------------------------------
 
-    def look_back(
+    def rescan_from(
         self,
         place: int,
         stream_time: Mapping[int, int],
         emitted_up_to: Mapping[int, int],
         watermarks: Mapping[str, Mapping[int, int]],
     ) -> int | None:
-        return None if place else super().look_back(place, stream_time, emitted_up_to, watermarks)
+        return None if place else super().rescan_from(place, stream_time, emitted_up_to, watermarks)
 
-    def reaches_back(self, place: int, watermarks: Mapping[str, Mapping[int, int]]) -> int | None:
+    def rescan_from_batch(self, place: int, watermarks: Mapping[str, Mapping[int, int]]) -> int | None:
         changed = watermarks.get(_CHANGED)
         return min(changed.values()) - 1 if changed else None
 
-    def reads_own(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
+    def reads_own_table(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
         return bool(self.operator.key or watermarks.get(_CHANGED))
 
-    def own_time(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+    def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         stream, table = (one.rows for one in inputs)
         at, nothing = F.unix_micros(TIMESTAMP), F.lit(None).cast("long")
         moved = stream.where(moves_stream_time(self.operator.left.key))
@@ -173,7 +173,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         """Records that have been joined already and that the table's new ones cover: those to be joined
         anew, with their rows, and those that they came too late for."""
         operator, right = self.operator, self.operator.right
-        times = changed_times(
+        times = affected_times(
             table.rows,
             table.earlier,
             key=right.key,
@@ -223,18 +223,18 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         rows = context.view.where(F.col(TIMESTAMP) > F.timestamp_micros(F.lit(context.since)))
         position = F.col(LEFT_OFFSET).alias(_RECORD)
         kept = [*columns(value_columns(node)), TIMESTAMP, REVISION, PARTITION, position]
-        records = beside(records, own, rows, node.key, F.struct(*kept), _ROW)
+        records = with_row_of_key(records, own, rows, node.key, F.struct(*kept), _ROW)
         if context.state is None:
             return records
-        return beside(records, own, context.state, node.key, F.col(REVISION), _GONE)
+        return with_row_of_key(records, own, context.state, node.key, F.col(REVISION), _GONE)
 
     # -- what comes out --------------------------------------------------------------------------
 
     @property
-    def kept(self) -> JoinKind:
+    def lookup_kind(self) -> JoinKind:
         return "left"
 
-    def chosen(self, judged: DataFrame) -> list[tuple[str, str]]:
+    def selected_columns(self, judged: DataFrame) -> list[tuple[str, str]]:
         carried = [(c, f"left.`{c}`") for c in _CARRIED if c in judged.columns]
         return [*self.operator.columns, (_RECORD, f"left.`{OFFSET}`"), *carried]
 
@@ -244,7 +244,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         found = super().look_up(told, lookup, context)
         if ANSWER in judged.columns:
             has = told.where(_AGAIN).withColumn(FOUND, F.col(ANSWER).isNotNull())
-            found = found.unionByName(answered(has, told.columns, ANSWER, self.chosen(told)))
+            found = found.unionByName(answered(has, told.columns, ANSWER, self.selected_columns(told)))
         found = self._decided(found)
         if not self.operator.key:
             return found

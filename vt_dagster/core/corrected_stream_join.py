@@ -38,7 +38,7 @@ from vt_dagster.core.log_columns import POSITION_TYPE, value_columns
 from vt_dagster.core.processor import Counts
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_records import POSITION, RAW, REASON, SOURCE
-from vt_dagster.core.stream_join_base import LOWEST, VALID, in_micros_at, nothing
+from vt_dagster.core.stream_join_base import LOWEST, VALID, in_micros_at, null_long
 from vt_dagster.core.stream_stream_join import (
     MATCHED,
     PHASE,
@@ -65,7 +65,7 @@ from vt_dagster.topology.operators import CorrectedStreamJoin
 
 _NEVER = 1 << 62
 """Later than any time."""
-_SAID = "_said"
+_EMITTED = "_said"
 """Of a record without a match, whether its row is there."""
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
 _KINDS = {LEFT_PARTITION: "int", LEFT_OFFSET: "long", RIGHT_PARTITION: "int", RIGHT_OFFSET: "long"}
@@ -75,8 +75,8 @@ _ROW = "_row"
 class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     """Adds when a record without a match is said to be one, and takes that back."""
 
-    refuses = (Outcome.TOO_LATE,)
-    counted = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING, CORRECTED)
+    quarantined_outcomes = (Outcome.TOO_LATE,)
+    shown_counts = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING, CORRECTED)
 
     @property
     def operator(self) -> CorrectedStreamJoin:
@@ -92,14 +92,14 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         for row in found:
             if row["time"] is not None:
                 p = row[PARTITION]
-                at = row["time"] - in_micros_at(self.operator.promise, p) - self._ahead_at(p)
+                at = row["time"] - in_micros_at(self.operator.promise, p) - self._lookahead_at(p)
                 final[p] = max(final.get(p, at), at)
         return {**super().watermarks(found, before), FINAL: final}
 
-    def _ahead_at(self, partition: int) -> int:
-        return max(in_micros_at(ahead, partition) for ahead in self.ahead)
+    def _lookahead_at(self, partition: int) -> int:
+        return max(in_micros_at(ahead, partition) for ahead in self.lookahead)
 
-    def in_time(
+    def advance_if_none_late(
         self,
         found: Sequence[Any],
         before: Mapping[int, int],
@@ -108,17 +108,17 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         final = watermarks.get(FINAL, {})
         for row in found:
             p = row[PARTITION]
-            if p in final and row["oldest"] < final[p] + self._ahead_at(p):
+            if p in final and row["oldest"] < final[p] + self._lookahead_at(p):
                 return None
-        return super().in_time(found, before, watermarks)
+        return super().advance_if_none_late(found, before, watermarks)
 
-    def judged(self, rows: DataFrame, context: RunContext) -> DataFrame:
+    def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
         # What is too late finds nothing, also what was so by a shorter promise: it would be at odds
         # with rows that are final.
-        ahead = F.greatest(*map(micros, self.ahead))
-        edge = context.watermarks.get(FINAL, nothing()) + ahead
+        ahead = F.greatest(*map(micros, self.lookahead))
+        edge = context.watermarks.get(FINAL, null_long()) + ahead
         again = F.coalesce(F.col(AT) < edge, F.lit(False))
-        told = super().judged(rows, context)
+        told = super().with_lateness(rows, context)
         return told.withColumns({LATE: F.col(LATE) | again, HORIZON: F.lit(_NEVER)})
 
     def results(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
@@ -126,20 +126,20 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     # -- what is said, and taken back ------------------------------------------------------------
 
-    def alone(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
+    def unmatched_rows(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
         """Records without a match: those that leave now, and those that may find one still."""
-        if _SAID not in rows.columns:
-            rows = rows.withColumn(_SAID, F.lit(False))
-        said = F.coalesce(F.col(_SAID), F.lit(False))
-        over = F.col(AT) + micros(self.ahead[place]) + micros(self.operator.grace)
+        if _EMITTED not in rows.columns:
+            rows = rows.withColumn(_EMITTED, F.lit(False))
+        said = F.coalesce(F.col(_EMITTED), F.lit(False))
+        over = F.col(AT) + micros(self.lookahead[place]) + micros(self.operator.grace)
         leaves = ~said & (F.col(ONCE) | self.is_over(over, context))
         kept = rows.where(~F.col(ONCE) & ~self.is_over(F.col(END), context)).select(
             *(SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Outcome.KEPT).alias(OUTCOME)),
-            (said | leaves).alias(_SAID),
+            (said | leaves).alias(_EMITTED),
         )
         return [self.leaving(rows.where(leaves), F.col(ONCE), place), kept]
 
-    def taken_back(
+    def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
     ) -> list[DataFrame]:
         """The ends of rows without a match, by the first record that came in time and is one.
@@ -147,12 +147,12 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         Plan: of the records that have such a row, those that the run's records of the other side find,
         as in ``window_match.matches``, and one shuffle of these by place.
         """
-        there = self.without_match_yet(earlier, place, context)
+        there = self.pending_unmatched(earlier, place, context)
         if there is None:
             return []
         on, operator = match_names(self.consumed[0].key), self.operator
         width = tile_width(operator.before, operator.after)
-        said = there.where(_SAID).drop(_SAID)
+        said = there.where(_EMITTED).drop(_EMITTED)
         found = found_by(others, said, 1 - place, on=on, width=width)
         first = F.min_by(F.struct(*found.columns), F.struct(*ORDER))
         row = found.groupBy(*_PLACES[place]).agg(first.alias(_ROW)).select(f"{_ROW}.*")
@@ -198,7 +198,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
             return {LEFT: only(LEFT, self.consumed[0].key)}
         return {RIGHT: _null(pairs.schema[RIGHT].dataType)}
 
-    def told_besides(self, matched: bool) -> list[Column]:
+    def extra_columns(self, matched: bool) -> list[Column]:
         if matched:
             places = {name: F.col(name) for names in _PLACES for name in names}
             return _named(places | self._new())
@@ -230,7 +230,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
 
     def rejected(self, new: DataFrame) -> DataFrame:
         """What there is no use for, and what was late, with its place."""
-        outcome = F.when(self.useless, Outcome.DROPPED).when(
+        outcome = F.when(self.is_unusable, Outcome.DROPPED).when(
             F.col(LATE) & F.col(VALID), Outcome.TOO_LATE
         )
         names = [node.name for node in self.consumed]
@@ -244,13 +244,13 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         rows = new.select(PARTITION, outcome.alias(OUTCOME), *_named(place))
         return rows.where(F.col(OUTCOME).isNotNull())
 
-    def kept_of(self, state: DataFrame, place: int) -> DataFrame:
-        return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET), _SAID)
+    def unmatched_state(self, state: DataFrame, place: int) -> DataFrame:
+        return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET), _EMITTED)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
-        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, _SAID)
+        return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, _EMITTED)
 
-    def state_without(self, state: DataFrame, erased: DataFrame) -> DataFrame:
+    def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:
         """A record whose row is erased has none that could be taken back."""
         rows = erased.where((F.col(LEFT_OFFSET) < 0) | (F.col(RIGHT_OFFSET) < 0))
         of_left = F.col(RIGHT_OFFSET) < 0
@@ -265,13 +265,13 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:
-        waits = None if state is None else state.where(~F.col(_SAID))
+        waits = None if state is None else state.where(~F.col(_EMITTED))
         return super().waiting(logs, emitted_up_to, waits)
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         return {
             UNMATCHED: F.count_if(~F.col(MATCHED)),
-            Outcome.WAITING: F.count_if((F.col(OUTCOME) == Outcome.KEPT) & ~F.col(_SAID)),
+            Outcome.WAITING: F.count_if((F.col(OUTCOME) == Outcome.KEPT) & ~F.col(_EMITTED)),
             CORRECTED: F.count_if((F.col(OUTCOME) == Outcome.APPLIED) & (F.col(REVISION) > 0)),
         }
 

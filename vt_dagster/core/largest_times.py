@@ -72,7 +72,7 @@ def largest_by_chunk(rows: DataFrame, side: str, at: str, counts: Column) -> Dat
     )
 
 
-def largest_in_time(
+def largest_if_none_late(
     found: Sequence[Any], side: str, before: Mapping[int, int], grace: Callable[[int], int]
 ) -> dict[int, tuple[int, dict[int, int]]] | None:
     """Where no record is late: by partition, stream time at the end and the largest valid one by side.

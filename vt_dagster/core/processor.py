@@ -46,9 +46,9 @@ from vt_dagster.core.stream_time import (
     STREAM_TIME,
     Bounds,
     Timed,
-    in_doubt,
     lateness,
     time_by_chunk,
+    undecided_chunks,
     with_stream_time,
 )
 from vt_dagster.topology.model import Stream, Table
@@ -70,25 +70,25 @@ class Processor(ABC, Generic[O]):
 
     reads_tables = False
     """Whether it looks into its inputs' tables, not only at their changes."""
-    refuses: tuple[str, ...] = ()
+    quarantined_outcomes: tuple[str, ...] = ()
     """The outcomes of results that are kept in the quarantine."""
     merges = False
     """Whether a result's partition has records of several logs or partitions."""
-    goes_by_time = False
+    has_stream_time = False
     """Whether it has a stream time of its own, which decides what is closed or goes out."""
-    tells_lateness = False
+    reports_lateness = False
     """Whether it says how far its records lie behind that."""
     drops_late = True
     """Whether a late record is of no use; else it is joined at once."""
-    goes_forward = False
+    monotonic = False
     """Whether results of a key never go back in time."""
-    holds = False
+    persists_rows = False
     """Whether it looks several times at what it takes, so that this is held."""
     has_grace_buffer = False
     """Whether records that it judges may wait for their grace period to pass."""
-    is_final = False
+    emits_once = False
     """Whether each key has one result at most."""
-    counted: tuple[str, ...] = ("in", "out", "late", "dropped")
+    shown_counts: tuple[str, ...] = ("in", "out", "late", "dropped")
     """The counts that each run is to show."""
 
     def __init__(self, node: Stream, few: bool = False) -> None:
@@ -114,16 +114,16 @@ class Processor(ABC, Generic[O]):
         return None
 
     @property
-    def by_record(self) -> bool:
+    def uses_system_time(self) -> bool:
         """Whether it goes by when its inputs' records were recorded, which their rows then say."""
         return False
 
     @property
-    def looks_before(self) -> timedelta:
+    def lookup_margin(self) -> timedelta:
         """How long before its records' times it looks into the table."""
         return timedelta(0)
 
-    def look_back(
+    def rescan_from(
         self, place: int, stream_time: Times, emitted_up_to: Times, watermarks: Mapping[str, Times]
     ) -> int | None:
         """How far back it needs the log of an input again: rows with a larger timestamp (epoch
@@ -137,11 +137,11 @@ class Processor(ABC, Generic[O]):
         """
         return None
 
-    def reaches_back(self, place: int, watermarks: Mapping[str, Times]) -> int | None:
+    def rescan_from_batch(self, place: int, watermarks: Mapping[str, Times]) -> int | None:
         """The same by what the run brings: its :meth:`watermarks`, empty until they are told."""
         return None
 
-    def reads_own(self, watermarks: Mapping[str, Times]) -> bool:
+    def reads_own_table(self, watermarks: Mapping[str, Times]) -> bool:
         """Whether a run looks into the asset's own table, or at as much of its inputs' logs; by what it
         brings, see :meth:`watermarks`."""
         return True
@@ -181,7 +181,7 @@ class Processor(ABC, Generic[O]):
 
     # -- its own stream time ---------------------------------------------------------------------
 
-    def timed(self, inputs: Sequence[Input]) -> Timed:
+    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
         """What its own stream time goes by, in the result's partitions."""
         raise AssertionError("only what goes by time is asked")
 
@@ -195,7 +195,7 @@ class Processor(ABC, Generic[O]):
         """Whether its stream time is told by bounds: see ``stream_time.Bounds``."""
         return not self.few
 
-    def own_time(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+    def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         """How its own stream time moves in a run, where it is not told by bounds.
 
         Returns:
@@ -203,39 +203,39 @@ class Processor(ABC, Generic[O]):
             ``records, lateness`` (the sum) and ``most``, microseconds; and what ``watermarks`` are made
             of.
         """
-        timed = self.timed(inputs)
+        timed = self.stream_time_rows(inputs)
         rows = timed.rows.where(timed.moves)
-        if self.tells_lateness:
+        if self.reports_lateness:
             return lateness(rows, context.stream_time, self.chunk)
         return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
 
-    def bounds_of_time(self, inputs: Sequence[Input]) -> DataFrame | None:
+    def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
         """What may tell, without any order, that none of the run's records is late; None = nothing."""
         return None
 
-    def in_time(
+    def advance_if_none_late(
         self, found: Sequence[Any], before: Times, watermarks: Mapping[str, Times]
     ) -> list[dict[str, Any]] | None:
-        """The rows of ``own_time``, if by ``found``, those of ``bounds_of_time``, and stream time and
-        ``watermarks`` before the run no record is late."""
+        """The rows of ``stream_time_advance``, if by ``found``, those of ``lateness_bounds``, and
+        stream time and ``watermarks`` before the run no record is late."""
         return None
 
     def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Times]
     ) -> dict[str, dict[int, int]]:
         """Other times that it keeps from run to run, by name and partition: epoch microseconds; from
-        the rows of ``own_time``, and what they were before."""
+        the rows of ``stream_time_advance``, and what they were before."""
         return {}
 
     def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
         """The same where it is: see ``stream_time.time_by_chunk``."""
-        return time_by_chunk(self.timed(inputs), self.fine_chunk)
+        return time_by_chunk(self.stream_time_rows(inputs), self.fine_chunk)
 
-    def in_doubt(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
-        """The chunks where bounds do not decide: see ``stream_time.in_doubt``."""
-        timed = self.timed(inputs)
+    def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
+        """The chunks where bounds do not decide: see ``stream_time.undecided_chunks``."""
+        timed = self.stream_time_rows(inputs)
         assert timed.deadline is not None
-        return in_doubt(timed.rows, timed.deadline, self.fine_chunk, bounds)
+        return undecided_chunks(timed.rows, timed.deadline, self.fine_chunk, bounds)
 
     # -- what it makes of it ---------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Processor(ABC, Generic[O]):
         """
         return None
 
-    def state_without(self, state: DataFrame, erased: DataFrame) -> DataFrame:
+    def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:
         """What it keeps where these rows of its log are erased."""
         return state
 
@@ -367,7 +367,8 @@ class Processor(ABC, Generic[O]):
 
         Args:
             taken: number of log rows that it took.
-            found: of its results, by outcome, and ``tallies``; ``judged``: of the records that it
+            found: of its results, by outcome, and ``tallies``; ``judged``: of the records that
+                it
                 judged.
         """
         refused = {outcome: found[outcome] for outcome in (Outcome.LATE, Outcome.DROPPED)}

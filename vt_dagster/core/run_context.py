@@ -23,7 +23,8 @@ class Input:
         table: of a table that is looked into, what it has of each key at the end of ``rows`` (of a
             versioned one also tombstones); None = every row of it is among ``rows``, or it is not
             looked into.
-        earlier: log rows of runs before, as far back as ``look_back`` or ``reaches_back`` asked for;
+        earlier: log rows of runs before, as far back as ``rescan_from`` or ``rescan_from_batch`` asked
+            for;
             None = none.
         few: whether ``rows`` are so few that each task may have them all.
         times: stream time of ``table``, by partition.
@@ -50,7 +51,7 @@ class RunContext:
         hold: holds the run's records; None: the view has not many more keys than these.
         watermarks, watermarks_after: before and after the run, see ``Processor.watermarks``.
         bounds: of the processor's own stream time, where it was told by them.
-        in_time: whether it was told that none of the run's records is late.
+        none_late: whether it was told that none of the run's records is late.
         refused: its quarantine, where the processor keeps one and reaches back; None = nothing.
         since: the records of the run reach back to what has a larger timestamp, epoch microseconds;
             None = to nothing of earlier runs.
@@ -70,7 +71,7 @@ class RunContext:
     emitted_up_to_after: Column
     hold: table_store.Hold | None = None
     bounds: Bounds | None = None
-    in_time: bool = False
+    none_late: bool = False
     watermarks: Mapping[str, Column] = field(default_factory=dict[str, Column])
     watermarks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
     since: int | None = None

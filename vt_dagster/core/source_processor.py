@@ -30,10 +30,10 @@ class SourceProcessor(Processor[None]):
     late. Records with a reason for quarantine are passed through.
     """
 
-    refuses = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED)
+    quarantined_outcomes = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED)
 
     @property
-    def counted(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def shown_counts(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return ("in", *self._outcomes)
 
     @property
@@ -97,7 +97,7 @@ class SourceProcessor(Processor[None]):
         # Files have one order for the records of all partitions.
         return F.floor(F.col(ARRIVAL) / F.lit(FINE * self.node.partitions))
 
-    def timed(self, inputs: Sequence[Input]) -> Timed:
+    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
         node, (one,) = self.node, inputs
         assert isinstance(node, VersionedTable)
         return Timed(one.rows, F.col(OUTCOME).isNull(), late_from(node.history_retention))
@@ -141,7 +141,7 @@ class SourceProcessor(Processor[None]):
         return {n: c for n, c in shown.items() if c or n not in (CARRIED, Outcome.NOTHING_NEW)}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        outcomes = (*self.refuses, Outcome.APPLIED, Outcome.COVERED, Outcome.NOTHING_NEW)
+        outcomes = (*self.quarantined_outcomes, Outcome.APPLIED, Outcome.COVERED, Outcome.NOTHING_NEW)
         done = sum(totals.get(outcome, 0) for outcome in outcomes)
         what = f"records in = {' + '.join(f for f in self._outcomes if f != CARRIED)}"
         return [(what, totals.get("in", 0), done)]

@@ -20,7 +20,7 @@ from vt_dagster.topology.operators import StreamAggregate
 class StreamAggregateProcessor(Processor[StreamAggregate]):
     """See :func:`entries`, and ``table_aggregate.aggregate``."""
 
-    goes_forward = True
+    monotonic = True
 
     @property
     def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

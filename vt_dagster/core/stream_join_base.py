@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, ORDER, PARTITION, TIMESTAMP
 from vt_dagster.core.arrival_order import micros, union, with_columns
 from vt_dagster.core.grace_buffer import moves_stream_time
-from vt_dagster.core.largest_times import largest_by_chunk, largest_in_time, with_largest
+from vt_dagster.core.largest_times import largest_by_chunk, largest_if_none_late, with_largest
 from vt_dagster.core.log_columns import value_columns
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
@@ -45,34 +45,34 @@ _TIMES = {"_left": LEFT, "_right": RIGHT, LOOK: LOOK_WATERMARK}
 _SEGMENT = 60_000
 
 
-class TwoStreamsProcessor(Processor[StreamStreamJoin]):
+class StreamJoinProcessor(Processor[StreamStreamJoin]):
     """What a join of two streams has of time."""
 
     merges = True
-    goes_by_time = True
+    has_stream_time = True
 
     @property
     def bounded(self) -> bool:
         return False
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def preserved_sides(self) -> tuple[int, ...]:
         """The sides whose records leave without a match where there is none."""
         return {"inner": (), "left": (0,), "outer": (0, 1)}[self.operator.kind]
 
     @property
-    def ahead(self) -> tuple[Duration, Duration]:
+    def lookahead(self) -> tuple[Duration, Duration]:
         """How far a match of the left side's records may lie after them, and of the right side's."""
         return self.operator.after, self.operator.before
 
-    def look_back(
+    def rescan_from(
         self,
         place: int,
         stream_time: Mapping[int, int],
         emitted_up_to: Mapping[int, int],
         watermarks: Mapping[str, Mapping[int, int]],
     ) -> int | None:
-        operator, ahead = self.operator, self.ahead[place]
+        operator, ahead = self.operator, self.lookahead[place]
         own, let_go = watermarks.get(SIDES[place], {}), watermarks.get(OPEN, {})
         found: list[int] = []
         for p, now in stream_time.items():
@@ -80,29 +80,29 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
             found.append(now - in_micros_at(operator.promise, p) - in_micros_at(ahead, p) - 1)
             if p in own:
                 found.append(own[p] - in_micros_at(operator.reach, p))
-            if p in let_go and place in self.kept:
+            if p in let_go and place in self.preserved_sides:
                 found.append(let_go[p] - in_micros_at(ahead, p) - 1)
         return max(LOWEST, min(found)) if found else None
 
-    def own_time(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        rows = self.seen(self.in_order(inputs), context, slim=True)
+    def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
+        rows = self.with_largest_times(self.in_order(inputs), context, slim=True)
         newest = {told: F.max(name).alias(told) for name, told in {NOW: "time", **_TIMES}.items()}
         return rows.groupBy(PARTITION).agg(*newest.values())
 
-    def bounds_of_time(self, inputs: Sequence[Input]) -> DataFrame | None:
+    def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
         if self.few:
             return None
-        rows = [self.record(one.rows, i, slim=True) for i, one in enumerate(inputs)]
+        rows = [self.side_rows(one.rows, i, slim=True) for i, one in enumerate(inputs)]
         return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(VALID))
 
-    def in_time(
+    def advance_if_none_late(
         self,
         found: Sequence[Any],
         before: Mapping[int, int],
         watermarks: Mapping[str, Mapping[int, int]],
     ) -> list[dict[str, Any]] | None:
         promise = self.operator.promise
-        newest = largest_in_time(found, SIDE, before, lambda p: in_micros_at(promise, p))
+        newest = largest_if_none_late(found, SIDE, before, lambda p: in_micros_at(promise, p))
         if newest is None:
             return None
         rows: list[dict[str, Any]] = []
@@ -128,26 +128,28 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         let_go = {p: look[p] - in_micros_at(promise, p) if p in look else LOWEST for p in seen}
         return {**watermarks, OPEN: let_go}
 
-    def seen(self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False) -> DataFrame:
+    def with_largest_times(
+        self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False
+    ) -> DataFrame:
         """The new records of both sides, with all times as of them; those that only what is late is
         told by are null where nothing is.
 
         Args:
             slim: without keys and values.
         """
-        new = reduce(union, [self.record(r, i, slim) for i, r in enumerate(rows)])
+        new = reduce(union, [self.side_rows(r, i, slim) for i, r in enumerate(rows)])
         # They are merged by the largest time so far of their own log: nothing before them has a larger.
         new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(context.stream_time)))
-        if context.in_time:
-            return with_columns(new, {name: nothing() for name in _TIMES})
-        before = {name: context.watermarks.get(told, nothing()) for name, told in _TIMES.items()}
+        if context.none_late:
+            return with_columns(new, {name: null_long() for name in _TIMES})
+        before = {name: context.watermarks.get(told, null_long()) for name, told in _TIMES.items()}
         look = F.when(F.col(VALID) & (F.col(AT) == F.col(NOW)), F.col(AT))
         moves = {LOOK: look}
         for i, name in enumerate(("_left", "_right")):
             moves[name] = F.when(F.col(VALID) & (F.col(SIDE) == i), F.col(AT))
         return with_largest(new, moves, before, self.chunk)
 
-    def record(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
+    def side_rows(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
         """A side's rows, under names that both have: the record itself is one struct."""
         node, operator = self.consumed[place], self.operator
         own = [*node.key, *value_columns(node), TIMESTAMP]
@@ -175,12 +177,12 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         at = F.col(AT)
         return rows.withColumns({LOW: at - back, HIGH: at + ahead, END: at + ahead + promise})
 
-    def judged(self, rows: DataFrame, context: RunContext) -> DataFrame:
+    def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
         """New records with what becomes of them."""
         once = F.col(END) < F.col(NOW)
-        if context.in_time:
+        if context.none_late:
             no = F.lit(False)
-            told = {NEW: F.lit(True), LATE: no, HORIZON: nothing(), ONCE: once, EXPIRED: no}
+            told = {NEW: F.lit(True), LATE: no, HORIZON: null_long(), ONCE: once, EXPIRED: no}
             return with_columns(self.with_window(rows), told)
         operator, at = self.operator, F.col(AT)
         reach, promise = micros(operator.reach), micros(operator.promise)
@@ -200,7 +202,7 @@ class TwoStreamsProcessor(Processor[StreamStreamJoin]):
         )
 
 
-def nothing() -> Column:
+def null_long() -> Column:
     return F.lit(None).cast("long")
 
 

@@ -36,8 +36,8 @@ from vt_dagster.core.stream_join_base import (
     LOOK_WATERMARK,
     SIDES,
     VALID,
-    TwoStreamsProcessor,
-    nothing,
+    StreamJoinProcessor,
+    null_long,
 )
 from vt_dagster.core.table_changes import columns, match_names
 from vt_dagster.core.window_match import (
@@ -61,7 +61,7 @@ _FIRST_HOUR = 1 << 40
 """More hours than there are in time."""
 
 
-class StreamStreamJoinProcessor(TwoStreamsProcessor):
+class StreamStreamJoinProcessor(StreamJoinProcessor):
     """Finds the matches (``window_match.matches``) and what has none, and says when that leaves.
 
     What waits without a match is let go by a record with a key and a value that is at stream time: up
@@ -71,14 +71,18 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
     """
 
     drops_late = False
-    holds = True
-    counted = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING)
+    persists_rows = True
+    shown_counts = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING)
 
     # -- results ---------------------------------------------------------------------------------
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        new = self.judged(self.seen(rows, context), context)
-        once = context.in_time and not self.kept and all(one.earlier is None for one in inputs)
+        new = self.with_lateness(self.with_largest_times(rows, context), context)
+        once = (
+            context.none_late
+            and not self.preserved_sides
+            and all(one.earlier is None for one in inputs)
+        )
         if context.hold is not None and not once:
             new = context.hold(new)
         earlier = [self._earlier(one, i, new.schema) for i, one in enumerate(inputs)]
@@ -89,18 +93,18 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         )
         found = self._results(matches(sides, earlier, on=on, width=width).withColumn(PHASE, F.lit(1)))
         parts = [found, self.rejected(new)]
-        for i in self.kept:
-            records = union(sides[i], self.without_match_yet(earlier[i], i, context))
+        for i in self.preserved_sides:
+            records = union(sides[i], self.pending_unmatched(earlier[i], i, context))
             alone = without_match(records, sides[1 - i], earlier[1 - i], on=on, width=width)
-            parts += [*self.alone(alone, i, context), self._keyless(new, i)]
-            parts += self.taken_back(earlier[i], sides[1 - i], i, context)
+            parts += [*self.unmatched_rows(alone, i, context), self._keyless(new, i)]
+            parts += self.retractions(earlier[i], sides[1 - i], i, context)
         return reduce(union, parts)
 
     def _earlier(self, one: Input, place: int, like: StructType) -> DataFrame | None:
         """Records of earlier runs, with the columns of new ones."""
         if one.earlier is None:
             return None
-        rows = self.with_window(self.record(one.earlier, place)).where(VALID)
+        rows = self.with_window(self.side_rows(one.earlier, place)).where(VALID)
         there = set(rows.columns)
         told = {NEW: F.lit(False), ONCE: F.lit(False)}
         missing = {
@@ -110,16 +114,16 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         }
         return with_columns(rows, missing).select(*[F.col(f"`{c}`") for c in like.names])
 
-    def without_match_yet(
+    def pending_unmatched(
         self, earlier: DataFrame | None, place: int, context: RunContext
     ) -> DataFrame | None:
         """Records of earlier runs that may still find their first match."""
         if earlier is None or context.state is None:
             return None
-        kept = self.kept_of(context.state, place)
+        kept = self.unmatched_state(context.state, place)
         return earlier.join(kept, [PARTITION, OFFSET])
 
-    def alone(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
+    def unmatched_rows(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
         """Records without a match: those that leave, and those that wait for one."""
         over = self.is_over(F.col(END), context)
         wait = rows.where(~F.col(ONCE) & ~over).select(
@@ -130,7 +134,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
     def is_over(self, moment: Column, context: RunContext) -> Column:
         """Whether stream time is past it when unmatched records are let go in the run."""
         return F.coalesce(
-            moment < context.watermarks_after.get(LOOK_WATERMARK, nothing()), F.lit(False)
+            moment < context.watermarks_after.get(LOOK_WATERMARK, null_long()), F.lit(False)
         )
 
     def leaving(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
@@ -144,7 +148,7 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
         first[ARRIVAL] = F.when(F.col(PHASE) == 0, F.col(AT)).otherwise(F.col(ARRIVAL))
         return self._results(self.with_nothing(with_columns(told, first), place), matched=False)
 
-    def taken_back(
+    def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
     ) -> list[DataFrame]:
         """What was said of records without a match and is not so any more: nothing is, here."""
@@ -187,30 +191,30 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
             FROM,
             F.lit(matched).alias(MATCHED),
             F.lit(Outcome.APPLIED).alias(OUTCOME),
-            *self.told_besides(matched),
+            *self.extra_columns(matched),
         )
 
-    def told_besides(self, matched: bool) -> list[Column]:
+    def extra_columns(self, matched: bool) -> list[Column]:
         """What else a result says."""
         return []
 
     @property
-    def useless(self) -> Column:
+    def is_unusable(self) -> Column:
         """Records that there is no use for: they lack a key or a value."""
         alone = F.lit(False)
-        for i in self.kept:
+        for i in self.preserved_sides:
             alone = alone | ((F.col(SIDE) == i) & ~F.col(IS_TOMBSTONE))
         return ~F.col(VALID) & ~alone
 
     def rejected(self, new: DataFrame) -> DataFrame:
         """What is counted: records without a key or a value, those that nothing later can find, and
         others that were late."""
-        dropped = F.col(EXPIRED) | self.useless
+        dropped = F.col(EXPIRED) | self.is_unusable
         outcome = F.when(dropped, Outcome.DROPPED).when(F.col(LATE) & F.col(VALID), Outcome.LATE)
         return new.select(PARTITION, outcome.alias(OUTCOME)).where(F.col(OUTCOME).isNotNull())
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
-        if not self.kept:
+        if not self.preserved_sides:
             return None
         return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM)
 
@@ -224,12 +228,12 @@ class StreamStreamJoinProcessor(TwoStreamsProcessor):
             named = [c.alias(k) for c, k in zip(columns(node.key), key, strict=True)]
             there = F.lit(SIDES[place]).alias("side")
             rows = log.select(*named, TIMESTAMP, PARTITION, OFFSET, there)
-            kept = None if state is None else self.kept_of(state, place)
+            kept = None if state is None else self.unmatched_state(state, place)
             on = [PARTITION, OFFSET]
             found.append(rows.limit(0) if kept is None else rows.join(kept, on, "left_semi"))
         return reduce(DataFrame.unionByName, found)
 
-    def kept_of(self, state: DataFrame, place: int) -> DataFrame:
+    def unmatched_state(self, state: DataFrame, place: int) -> DataFrame:
         return state.where(F.col(SIDE) == place).select(PARTITION, F.col(FROM).alias(OFFSET))
 
     # -- order and counts ------------------------------------------------------------------------

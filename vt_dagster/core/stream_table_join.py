@@ -48,12 +48,12 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
     """Judges the stream's records (``grace_buffer.hold``), then looks them up in the table
     (:func:`join`)."""
 
-    goes_by_time = True
+    has_stream_time = True
     drops_late = False
-    counted = ("in", "out", "late", "dropped", _UNMATCHED, Outcome.WAITING)
+    shown_counts = ("in", "out", "late", "dropped", _UNMATCHED, Outcome.WAITING)
 
     @property
-    def goes_forward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def monotonic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.operator.waits
 
     @property
@@ -69,14 +69,14 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         return self.operator.waits
 
     @property
-    def by_record(self) -> bool:
+    def uses_system_time(self) -> bool:
         return self.operator.as_known != "now"
 
     @property
-    def looks_before(self) -> timedelta:
+    def lookup_margin(self) -> timedelta:
         return INSTANT if self.operator.at == "before" else timedelta(0)
 
-    def look_back(
+    def rescan_from(
         self,
         place: int,
         stream_time: Mapping[int, int],
@@ -86,10 +86,10 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         held = any(stream_time[partition] > moment for partition, moment in emitted_up_to.items())
         return min(emitted_up_to.values()) if held else None
 
-    def reads_own(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
+    def reads_own_table(self, watermarks: Mapping[str, Mapping[int, int]]) -> bool:
         return False
 
-    def timed(self, inputs: Sequence[Input]) -> Timed:
+    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
         operator, deadline = self.operator, None
         if operator.waits and operator.grace_period is not None:
             deadline = late_from(operator.grace_period)
@@ -137,11 +137,11 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         )
 
     @property
-    def kept(self) -> JoinKind:
+    def lookup_kind(self) -> JoinKind:
         """Which records stay among the results of a lookup."""
         return self.operator.kind
 
-    def chosen(self, judged: DataFrame) -> Sequence[tuple[str, str]]:
+    def selected_columns(self, judged: DataFrame) -> Sequence[tuple[str, str]]:
         """What a lookup gives: (name, SQL expression over ``left.*`` and ``right.*``)."""
         return self.operator.projection().columns
 
@@ -154,16 +154,16 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             horizon = table_store.horizon_of(right, lookup.stream_time)
             needed |= {VALID_FROM, VALID_TO}
         records = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE))
-        if self.by_record:
+        if self.uses_system_time:
             needed.add(RECORDED_AT)
             records = records.withColumn(CUT, cut_of(operator.as_known))
         return join(
             records,
             lookup.rows.select(*[c for c in lookup.rows.columns if c in needed]),
-            kind=self.kept,
+            kind=self.lookup_kind,
             stream_key=operator.left.key,
             table_key=right.key,
-            columns=self.chosen(judged),
+            columns=self.selected_columns(judged),
             horizon=horizon,
             way=lookup.way,
             past=lookup.past,

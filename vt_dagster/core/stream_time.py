@@ -168,7 +168,7 @@ class Bounds:
         return any(chunk.exact for chunk in self.chunks)
 
     def only(self, found: Iterable[Any]) -> Bounds:
-        """With those chunks alone to be put in order that :func:`in_doubt` has found."""
+        """With those chunks alone to be put in order that :func:`undecided_chunks` has found."""
         doubted = {(row[PARTITION], row[_CHUNK]) for row in found}
         return Bounds([replace(c, exact=(c.partition, c.chunk) in doubted) for c in self.chunks])
 
@@ -211,7 +211,7 @@ def time_by_chunk(timed: Timed, chunk: Column) -> DataFrame:
     )
 
 
-def in_doubt(rows: DataFrame, deadline: Column, chunk: Column, bounds: Bounds) -> DataFrame:
+def undecided_chunks(rows: DataFrame, deadline: Column, chunk: Column, bounds: Bounds) -> DataFrame:
     """The chunks with a deadline between their bounds: ``partition, _chunk``. Plan: as before, and a
     broadcast.
 
@@ -271,7 +271,8 @@ def passed(
 
 
 def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> DataFrame:
-    """How a stream time moves with rows, and how far they lie behind it: see ``Processor.own_time``.
+    """How a stream time moves with rows, and how far they lie behind it: see
+    ``Processor.stream_time_advance``.
 
     Plan: ``with_stream_time`` over few columns, then one aggregate by partition.
 

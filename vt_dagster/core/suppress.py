@@ -60,11 +60,11 @@ _EARLIEST = -(2**62)
 class SuppressProcessor(Processor[Suppress]):
     """See :func:`suppress` and :func:`buffer_after`."""
 
-    goes_by_time = True
-    tells_lateness = True
+    has_stream_time = True
+    reports_lateness = True
 
     @property
-    def is_final(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def emits_once(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         window = self.operator.window
         again = window is not None and window.open_when_due
         return isinstance(self.operator.until, UntilWindowCloses) and not again
@@ -73,7 +73,7 @@ class SuppressProcessor(Processor[Suppress]):
         # Results go by their place in the buffer, which is a time.
         return None if few else hour_of_arrival()
 
-    def timed(self, inputs: Sequence[Input]) -> Timed:
+    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
         return Timed(self.in_order(inputs)[0], F.lit(True))
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:

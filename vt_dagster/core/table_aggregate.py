@@ -60,7 +60,7 @@ class TableAggregateProcessor(Processor[TableAggregate]):
     """See :func:`entries`, :func:`refuse` and :func:`aggregate` or :func:`aggregate_by`."""
 
     merges = True
-    goes_forward = True
+    monotonic = True
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator, node = self.operator, self.node

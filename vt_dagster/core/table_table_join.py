@@ -42,7 +42,7 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
     merges = True
 
     @property
-    def goes_forward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def monotonic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.operator.monotone
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:

@@ -41,8 +41,8 @@ from vt_dagster.core.stream_time import (
     STREAM_TIME,
     Bounds,
     Timed,
-    in_doubt,
     passed,
+    undecided_chunks,
     with_stream_time,
 )
 from vt_dagster.topology.accumulators import Aggregates
@@ -65,8 +65,8 @@ _LATE, _EXPIRED = "late_records_dropped", "expired_window_records_dropped"
 class WindowedAggregateProcessor(Processor[WindowedAggregate]):
     """See :func:`aggregate` and :func:`state_after`."""
 
-    goes_by_time = True
-    tells_lateness = True
+    has_stream_time = True
+    reports_lateness = True
 
     @property
     def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -84,19 +84,19 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         chosen = {name: F.expr(sql) for name, sql in self.operator.keys().columns}
         return with_columns(rows, chosen).withColumn(PARTITION, home_of(list(chosen), self.node))
 
-    def timed(self, inputs: Sequence[Input]) -> Timed:
+    def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
         window, rows = self.operator.window, self._regrouped(self.in_order(inputs)[0])
         moves = moves_stream_time(self._key, window)
         if isinstance(window, (SessionWindow, SlidingWindow)):
             return Timed(rows, moves)
         return Timed(rows, moves, F.when(moves, closes_at(window, starts(window)[0])))
 
-    def in_doubt(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
-        window, timed = self.operator.window, self.timed(inputs)
+    def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
+        window, timed = self.operator.window, self.stream_time_rows(inputs)
         assert isinstance(window, (TumblingWindow, HoppingWindow))
         rows = placed(timed.rows, self._key, window)
         deadline = closes_at(window, F.unix_micros(WINDOW_START))
-        return in_doubt(rows, deadline, self.fine_chunk, bounds)
+        return undecided_chunks(rows, deadline, self.fine_chunk, bounds)
 
     @property
     def keeps_order(self) -> bool:

@@ -154,8 +154,8 @@ def _page(node: Stream) -> str | None:
 def _numbers(node: Stream) -> str:
     """What the numbers of its materializations count that a rule decides, in the rules' own words."""
     processor = processor_of(node)
-    told = {f"records_{name}" for name in processor.counted}
-    if processor.tells_lateness:
+    told = {f"records_{name}" for name in processor.shown_counts}
+    if processor.reports_lateness:
         closes = node.window is not None and all(up.window is None for up in node.inputs)
         told |= {name for name in _KIP_328 if (name == _EMITTED) != closes}
     return "\n".join(f"- `{name}`: {rule.says}" for name, rule in METRICS.items() if name in told)
@@ -205,7 +205,7 @@ def run_metadata(
     """
     commit = receipt.commit
     assert commit is not None
-    counted = (*processor_of(node).counted, _LOST)
+    counted = (*processor_of(node).shown_counts, _LOST)
     counts = {n: commit.counts.get(n, 0) for n in counted if _told(node, n, commit)}
     rows = store.stored_rows()
     newest = max(commit.stream_time.values()) if commit.stream_time else None

@@ -36,21 +36,23 @@ def timed(
     watermarks: dict[str, dict[int, int]] = {}
     in_time = False
     if not processor.bounded:
-        chunks = processor.bounds_of_time(inputs)
+        chunks = processor.lateness_bounds(inputs)
         found = None
         if chunks is not None:
-            found = processor.in_time(chunks.collect(), before.stream_time, before.watermarks)
+            found = processor.advance_if_none_late(
+                chunks.collect(), before.stream_time, before.watermarks
+            )
         in_time = found is not None
         if found is None:
-            found = processor.own_time(inputs, context).collect()
+            found = processor.stream_time_advance(inputs, context).collect()
         moved = {r[PARTITION]: r["time"] for r in found if r["time"] is not None}
         times |= {p: max(times.get(p, moment), moment) for p, moment in moved.items()}
-        late = mean_and_most(found) if processor.tells_lateness else None
+        late = mean_and_most(found) if processor.reports_lateness else None
         watermarks = processor.watermarks(found, before.watermarks)
     else:
         bounds = bounds_of(processor, inputs, before.stream_time, spark)
         times |= bounds.stream_time
-        late = bounds.lateness if processor.tells_lateness else None
+        late = bounds.lateness if processor.reports_lateness else None
     gauges = {} if late is None else {"lateness_avg": late[0], "lateness_max": late[1]}
     emitted_up_to = processor.emitted_up_to(times, before.emitted_up_to)
     told: dict[str, Any] = {
@@ -78,7 +80,7 @@ def bounds_of(
     bounds = framed(Bounds.of(processor.time_by_chunk(inputs).collect(), before))
     if not bounds.near:
         return bounds
-    return framed(bounds.only(processor.in_doubt(inputs, bounds).collect()))
+    return framed(bounds.only(processor.undecided_chunks(inputs, bounds).collect()))
 
 
 def oldest(processor: Processor[Any], logs: Sequence[DataFrame], before: Commit) -> int | None:

@@ -39,7 +39,7 @@ class Arrival:
         emitted_up_to: what is held back goes out up to this time, likewise.
         watermarks: other times that an operator keeps, see ``Processor.watermarks``.
         bounds: how that moves, where it was told so; None = every record is looked at.
-        in_time: whether it was told that no record is late.
+        none_late: whether it was told that no record is late.
         gauges: what pinning has told of the records.
         view_rows: how many current rows the asset's own table has.
         erased: how many of the records of logs that it takes have been erased, and are not there.
@@ -66,7 +66,7 @@ class Arrival:
     emitted_up_to: dict[int, int] = field(default_factory=dict[int, int])
     watermarks: dict[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
     bounds: Bounds | None = None
-    in_time: bool = False
+    none_late: bool = False
     gauges: dict[str, float] = field(default_factory=dict[str, float])
     view_rows: int = 0
     erased: int = 0

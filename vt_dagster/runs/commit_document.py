@@ -134,8 +134,8 @@ def recorded(before: Commit, told: int | None) -> int:
 
 
 def ahead_after(before: Commit, recorded_at: int) -> list[tuple[int, int]]:
-    """``Commit.ahead`` of the next commit: where the one before was recorded at a time that is still to
-    come for this machine's clock, with the time from now on.
+    """``Commit.ahead`` of the next commit: where the one before was recorded at a time that is
+    still to come for this machine's clock, with the time from now on.
 
     Args:
         recorded_at: of the next commit.

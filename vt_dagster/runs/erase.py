@@ -224,7 +224,7 @@ class _Erase:
         state = store.state(head)
         if state is not None:
             hit = marked(store.log({}, head)).where("_hit")
-            state = processor_of(one.node).state_without(state, hit)
+            state = processor_of(one.node).state_after_erase(state, hit)
             if {*one.columns.values()} <= {*state.columns}:
                 state = erase_files.without(state, marked)
             store.stage_state(attempt, state)

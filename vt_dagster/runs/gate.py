@@ -101,7 +101,7 @@ def invariants_before_commit(
     The asset checks compare with all rows of earlier runs. Needs a running Spark session.
     """
     node = processor.node
-    promised = (isinstance(node, VersionedTable), processor.goes_forward, processor.is_final)
+    promised = (isinstance(node, VersionedTable), processor.monotonic, processor.emits_once)
     if not any(promised):
         return []
     found = list[Rule]()
@@ -120,13 +120,13 @@ def invariants_before_commit(
             found.append(Rule("nothing_older_than_retention", old))
     # Rows that are not applied are not compared with those that are.
     key = [OUTCOME, PARTITION, *node.key]
-    if processor.goes_forward and replaces is not None:
+    if processor.monotonic and replaces is not None:
         found.append(Rule("timestamps_do_not_decrease", replaces))
-    elif processor.goes_forward:
+    elif processor.monotonic:
         among = ~F.coalesce(F.col(IS_LATE), F.lit(False)) if IS_LATE in columns else None
         broken = decreasing(key, TIMESTAMP, processor.result_order, among)
         found.append(Rule("timestamps_do_not_decrease", broken.where, broken.columns))
-    if processor.is_final:
+    if processor.emits_once:
         broken = repeated_results(key, processor.result_order)
         found.append(Rule("one_result_per_window", broken.where, broken.columns))
     return found

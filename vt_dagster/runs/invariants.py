@@ -359,8 +359,8 @@ def invariants_of_log(node: Stream) -> dict[str, dict[str, Any]]:
     """The same of a log: what an operator promises of the order of its results."""
     processor, key = processor_of(node), {"key": [*node.key]}
     found: dict[str, dict[str, Any]] = {}
-    if processor.goes_forward:
+    if processor.monotonic:
         found["timestamps_do_not_decrease"] = key
-    if processor.is_final:
+    if processor.emits_once:
         found["one_result_per_window"] = key
     return found

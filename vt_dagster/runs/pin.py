@@ -99,7 +99,7 @@ def from_logs(
     pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
     start = pinned.before.inputs
     inputs, tables, taken = dict(pinned.inputs), dict(pinned.tables), pinned.taken
-    rows_read = at.reach() if processor.reads_own({}) else 0
+    rows_read = at.reach() if processor.reads_own_table({}) else 0
     erased, names = 0, {up.name for up in processor.consumed}
     heads: dict[str, Commit] = {}
     for up in {up.name: up for up in node.inputs}.values():
@@ -168,10 +168,10 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
         StorageError: it has been made to reach further back since.
     """
     node, cut = processor.node, commit.cut
-    back = looks_back(processor, up, before, commit)
+    back = retained_from(processor, up, before, commit)
     if cut is None or back is None or node.operator is None:
         return
-    reach = node.operator.reads_back.get(up.name, timedelta(0))
+    reach = node.operator.rescan_span.get(up.name, timedelta(0))
     micros = reach // timedelta(microseconds=1)
     for partition, newest in cut.stream_time.items():
         now = before.stream_time.get(partition, newest + micros)
@@ -183,7 +183,7 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
             )
 
 
-def looks_back(processor: Processor[Any], up: Stream, before: Commit, last: Commit) -> int | None:
+def retained_from(processor: Processor[Any], up: Stream, before: Commit, last: Commit) -> int | None:
     """How far back an operator may need an input's log again, after its last commit: records with a
     larger timestamp, epoch microseconds; None = not at all.
 
@@ -192,9 +192,9 @@ def looks_back(processor: Processor[Any], up: Stream, before: Commit, last: Comm
     """
     state = before.stream_time, before.emitted_up_to, before.watermarks
     places = [i for i, one in enumerate(processor.consumed) if one.name == up.name]
-    found = [processor.look_back(i, *state) for i in places]
+    found = [processor.rescan_from(i, *state) for i in places]
     operator, final = processor.node.operator, before.watermarks.get(FINAL)
-    reach = None if operator is None else operator.reads_back.get(up.name)
+    reach = None if operator is None else operator.rescan_span.get(up.name)
     if final and reach is not None and up.is_table:
         found.append(min(last.stream_time.values()) - reach // timedelta(microseconds=1) - 1)
     elif final and reach is not None:

@@ -60,7 +60,7 @@ def require_history(node: Stream, stores: Stores, keep: Commit | None, instead: 
     start, waiting = {}, None
     if keep is not None:
         start = keep.inputs.get(up.name, {})
-        waiting = processor.look_back(0, keep.stream_time, keep.emitted_up_to, keep.watermarks)
+        waiting = processor.rescan_from(0, keep.stream_time, keep.emitted_up_to, keep.watermarks)
     rows = stores(up).log(start, last, waiting)
     oldest = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
     if oldest is not None and oldest < horizon:

@@ -110,7 +110,7 @@ class Run:
 
     def _timed(self) -> Arrival:
         """With the operator's own stream time at the end of the run, and how late its records are."""
-        if not self.processor.goes_by_time:
+        if not self.processor.has_stream_time:
             return self.arrival
         with self.store.tuned(self.arrival.small):
             return timed(
@@ -207,7 +207,7 @@ class Run:
         return results
 
     def _judged(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
-        own = self.arrival.view_rows if self.processor.reads_own(self.arrival.watermarks) else 0
+        own = self.arrival.view_rows if self.processor.reads_own_table(self.arrival.watermarks) else 0
         with self.store.tuned(self._small(Judged(rows_read=own))):
             return self.processor.judge(inputs, context)
 
@@ -317,9 +317,9 @@ class Run:
         store.progress.done(f"decided: {in_words(counts)}")
         if state is not None:
             store.stage_state(arrival.attempt, state)
-        refused = any(passed.counts[outcome] for outcome in processor.refuses)
+        refused = any(passed.counts[outcome] for outcome in processor.quarantined_outcomes)
         if refused:
-            stage_rejected(store, arrival.attempt, rows, processor.refuses)
+            stage_rejected(store, arrival.attempt, rows, processor.quarantined_outcomes)
         consumed = None if arrival.source is None else arrival.source.consumed()
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
@@ -331,7 +331,7 @@ class Run:
             passed,
             counts,
             judged.by_partition or passed.by_partition,
-            stream_time=arrival.stream_time if processor.goes_by_time else passed.times,
+            stream_time=arrival.stream_time if processor.has_stream_time else passed.times,
             gauges=gauges,
             strategy=judged.strategy,
             state=state is not None,

@@ -32,19 +32,19 @@ def _log_of(node: Stream, arrival: Arrival, processor: Processor[Any], store: St
     head = arrival.inputs.get(node.name)
     if head is None:
         return store.spark.createDataFrame([], log_schema(node))
-    start, after = arrival.before.inputs.get(node.name, {}), _look_back(node, arrival, processor)
+    start, after = arrival.before.inputs.get(node.name, {}), _rescan_from(node, arrival, processor)
     if node.name not in arrival.taken and (after is None or not start):
-        return recorded_if(processor.by_record, store.log({}, head).limit(0))
-    return recorded_if(processor.by_record, store.log(start, head, after))
+        return recorded_if(processor.uses_system_time, store.log({}, head).limit(0))
+    return recorded_if(processor.uses_system_time, store.log(start, head, after))
 
 
-def _look_back(node: Stream, arrival: Arrival, processor: Processor[Any]) -> int | None:
+def _rescan_from(node: Stream, arrival: Arrival, processor: Processor[Any]) -> int | None:
     """As far as any place that the log has among the inputs needs it."""
     before = arrival.before
     places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
     state = before.stream_time, before.emitted_up_to, before.watermarks
-    found = [processor.look_back(i, *state) for i in places]
-    found += [processor.reaches_back(i, arrival.watermarks) for i in places]
+    found = [processor.rescan_from(i, *state) for i in places]
+    found += [processor.rescan_from_batch(i, arrival.watermarks) for i in places]
     return min((after for after in found if after is not None), default=None)
 
 
@@ -65,7 +65,7 @@ def inputs_of(
             store, at = stores(node), arrival.tables[node.name]
             table = store.current_at(at) if since is None else store.view_at(at, since)
             table, times = table.drop(RECORDED_AT), at.stream_time
-        if start and _look_back(node, arrival, processor) is not None:
+        if start and _rescan_from(node, arrival, processor) is not None:
             consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
             earlier, rows = rows.where(consumed), rows.where(~consumed)
         found.append(Input(rows, table, earlier, arrival.few_of(node.name), times))
@@ -86,14 +86,14 @@ def run_context_of(
     view = state = None
     if with_tables and arrival.previous is not None:
         state = store.state(arrival.previous)
-        own = isinstance(arrival.node, Table) and processor.reads_own(arrival.watermarks)
+        own = isinstance(arrival.node, Table) and processor.reads_own_table(arrival.watermarks)
         view = store.current() if own else None
         view = None if view is None else view.drop(RECORDED_AT)
-    since = processor.reaches_back(0, arrival.watermarks)
-    asked = with_tables and since is not None and processor.refuses
+    since = processor.rescan_from_batch(0, arrival.watermarks)
+    asked = with_tables and since is not None and processor.quarantined_outcomes
     many = arrival.few and arrival.view_rows > MANY_ROWS
     return RunContext(
-        hold=hold if many or processor.holds else None,
+        hold=hold if many or processor.persists_rows else None,
         state=state,
         view=view,
         stream_time=by_partition(before.stream_time),
@@ -101,7 +101,7 @@ def run_context_of(
         emitted_up_to=by_partition(before.emitted_up_to),
         emitted_up_to_after=by_partition(arrival.emitted_up_to),
         bounds=arrival.bounds,
-        in_time=arrival.in_time,
+        none_late=arrival.none_late,
         watermarks=watermark_columns(before.watermarks),
         watermarks_after=watermark_columns(arrival.watermarks),
         since=since,

@@ -43,13 +43,15 @@ def look_up(
     assert table is not None
     store, at = stores(table), arrival.tables.get(table.name)
     if at is None or at.head is None or judged.span is None:
-        empty = recorded_if(processor.by_record, store.spark.createDataFrame([], view_schema(table)))
+        empty = recorded_if(
+            processor.uses_system_time, store.spark.createDataFrame([], view_schema(table))
+        )
         return processor.look_up(records, Lookup(empty, by_partition({})), context), judged
-    since = judged.span[0] - processor.looks_before // timedelta(microseconds=1)
-    rows = of_table.as_read(table, recorded_if(processor.by_record, store.view_at(at, since)))
+    since = judged.span[0] - processor.lookup_margin // timedelta(microseconds=1)
+    rows = of_table.as_read(table, recorded_if(processor.uses_system_time, store.view_at(at, since)))
     way, strategy = way_of(table, rows, arrival.few, at.total, (since, judged.span[1]))
     past = None
-    if processor.by_record and isinstance(table, VersionedTable):
+    if processor.uses_system_time and isinstance(table, VersionedTable):
         past = TablePast(table, store, at.head, hold)
     found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
     told = strategy if past is None else f"{strategy}; {past.told}"

@@ -29,7 +29,7 @@ from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.commit_document import recorded
-from vt_dagster.runs.pin import looks_back
+from vt_dagster.runs.pin import retained_from
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, head_of
@@ -192,7 +192,7 @@ class _Log:
         if head.commit.logs.get(self.node.name, last.log) != last.log:
             return Consumer(node.name, {}, why=", which is made of another log of that name: replay it")
         done = head.commit.inputs.get(self.node.name, {})
-        back = looks_back(processor_of(node), self.node, head.commit, last)
+        back = retained_from(processor_of(node), self.node, head.commit, last)
         if back is not None and head.commit.stream_time and self.node.log_retention is not None:
             # A window or grace period may be made longer, up to the log retention.
             micros = self.node.log_retention // timedelta(microseconds=1)

@@ -137,12 +137,12 @@ class Operator(Called, ABC):
         return ()
 
     @property
-    def reads_back(self) -> dict[str, timedelta]:
+    def rescan_span(self) -> dict[str, timedelta]:
         """Of each input whose log it reads again: so far back in stream time it may need that."""
         return {}
 
     @property
-    def reads_from_the_start(self) -> tuple[Input, ...]:
+    def needs_whole_log(self) -> tuple[Input, ...]:
         """The inputs whose logs it may need as a whole at any time."""
         return ()
 
@@ -266,7 +266,7 @@ class Node:
 
     def _check_logs(self, operator: Operator) -> None:
         """Refuses to be made of a log that is cut off before its records are done with."""
-        for node in operator.reads_from_the_start:
+        for node in operator.needs_whole_log:
             if node.log_retention is not None:
                 raise TopologyError(
                     f"{self.name}: asks what was known of {node.name!r} at each record's time, which "
@@ -274,7 +274,7 @@ class Node:
                     f"{spoken(node.log_retention)}; leave that out, or join with as_known='now'"
                 )
         for node in operator.inputs:
-            reach = operator.reads_back.get(node.name, timedelta(0))
+            reach = operator.rescan_span.get(node.name, timedelta(0))
             if node.log_retention is not None and reach > node.log_retention:
                 raise TopologyError(
                     f"{self.name}: needs records of {node.name!r} again for {spoken(reach)} (grace "

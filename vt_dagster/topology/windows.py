@@ -179,15 +179,15 @@ class SlidingWindow:
     @property
     def remembers(self) -> Duration:
         """How long before the latest window's start a window's start must not lie to be seen."""
-        return self._looks_back(2) if self.retention is None else self.retention
+        return self._lookback(2) if self.retention is None else self.retention
 
     @property
     def hides(self) -> bool:
         """Whether a late record can look so far back that the retention hides a window from it."""
-        far = pairs(self.remembers, self._looks_back(3))
+        far = pairs(self.remembers, self._lookback(3))
         return any(kept <= most for _, (kept, most) in far)
 
-    def _looks_back(self, times: int) -> Duration:
+    def _lookback(self, times: int) -> Duration:
         return _times(self.time_difference, times, self.grace)
 
     def describe(self) -> str:

@@ -65,11 +65,11 @@ class CorrectedJoin(StreamTableJoin):
         self._check_columns()
 
     @property
-    def reads_back(self) -> dict[str, timedelta]:
+    def rescan_span(self) -> dict[str, timedelta]:
         # A late record of the table is bounded by its later ones, and lies so far behind at most.
         late = longest(self.right.retention or timedelta(0))
         return {
-            self.left.name: max(self.corrected_for, *super().reads_back.values()),
+            self.left.name: max(self.corrected_for, *super().rescan_span.values()),
             self.right.name: late,
         }
 

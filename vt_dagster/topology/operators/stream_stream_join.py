@@ -88,7 +88,7 @@ class StreamStreamJoin(Join):
         return plus(plus(self.before, self.after), self.promise)
 
     @property
-    def reads_back(self) -> dict[str, timedelta]:
+    def rescan_span(self) -> dict[str, timedelta]:
         reach = longest(self.reach)
         return {self.left.name: reach, self.right.name: reach}
 

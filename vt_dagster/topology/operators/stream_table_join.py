@@ -93,11 +93,11 @@ class StreamTableJoin(Join):
         return self.grace_period is not None and self.grace_period != type(self.grace_period)()
 
     @property
-    def reads_back(self) -> dict[str, timedelta]:
+    def rescan_span(self) -> dict[str, timedelta]:
         return {self.left.name: longest(self.grace_period or timedelta(0))}
 
     @property
-    def reads_from_the_start(self) -> tuple[Node, ...]:
+    def needs_whole_log(self) -> tuple[Node, ...]:
         return () if self.as_known == "now" else (self.right,)
 
     @property
