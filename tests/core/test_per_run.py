@@ -102,7 +102,7 @@ def test_floating_point_numbers_are_summed_in_order(
     grouped = grouped.windowed_by(TumblingWindow(HOUR)) if windowed else grouped
     node = grouped.aggregate({"it": aggregate}, name="it", emit="per_run")
     orders = Input(spark.createDataFrame([], log_schema(node.operator.inputs[0])))
-    processor = processor_of(node, few=True)
+    processor = processor_of(node, single_task=True)
     rows: Any = processor.process(processor.in_order([orders]), [orders], RunContext.nothing())
     plan: str = rows._jdf.queryExecution().executedPlan().toString()
     assert ("HashAggregate(keys=[g" in plan) is exact, plan

@@ -51,7 +51,7 @@ def count(text: str) -> dict[str, int]:
 def results_of(spark: SparkSession, node: Stream) -> DataFrame:
     assert node.operator is not None
     inputs = [Input(spark.createDataFrame([], log_schema(one))) for one in node.operator.inputs]
-    return processor_of(node, few=True).results(inputs, RunContext.nothing())
+    return processor_of(node, single_task=True).results(inputs, RunContext.nothing())
 
 
 def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
@@ -103,7 +103,7 @@ def test_a_join_of_histories_reads_each_once(spark: SparkSession) -> None:
     assert joined.operator is not None
     sides = [(log_schema(one), view_schema(one)) for one in joined.operator.inputs]
     inputs = [Input(*(spark.createDataFrame([], kind) for kind in both)) for both in sides]
-    told = plan(processor_of(joined, few=True).results(inputs, RunContext.nothing()))
+    told = plan(processor_of(joined, single_task=True).results(inputs, RunContext.nothing()))
     assert told.count("LeftSemi") == 2
 
 
@@ -112,7 +112,7 @@ def test_each_window_is_computed_once(spark: SparkSession) -> None:
     table = rates("rates")
     names = "partition:int,_arrival:bigint,is_tombstone:boolean,_outcome:string"
     records = spark.createDataFrame([], f"{SCHEMA.simpleString()[7:-1]},{names}")
-    put = processor_of(table, few=True).results([Input(records)], RunContext.nothing())
+    put = processor_of(table, single_task=True).results([Input(records)], RunContext.nothing())
     assert count(plan(put)) == {"shuffles": 2, "sorts": 2, "windows": 3}
 
 

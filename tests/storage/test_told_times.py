@@ -236,8 +236,8 @@ def test_times_of_rows_do_not_go_back_and_are_few(
     arrival = Arrival(topology.orders, Head(0, before), "attempt", source=source)
     timed, end = record_times.with_times(read, arrival, store, 12)
     found = [r[0] for r in timed.orderBy(ARRIVAL).select(F.unix_micros(RECORDED_AT)).collect()]
-    for held in arrival.held:
-        store.release(held)
+    for held in arrival.persisted:
+        store.unpersist(held)
     assert end == 12
     # Of 2, 3, 5, 9 and 12 two each are one.
     assert found[:6] == [9, 9, 3, 12, 12, 9]

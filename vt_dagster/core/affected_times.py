@@ -36,7 +36,7 @@ def affected_times(
     promised: Column,
     stream_time: Column,
     chunk: Column | None,
-    few: bool,
+    broadcastable: bool,
 ) -> DataFrame:
     """From when to when each of a table's new records is what is true, to rows that it still corrects.
 
@@ -55,7 +55,7 @@ def affected_times(
         promised: how long rows are corrected, microseconds.
         stream_time: before the run, epoch microseconds, by partition of the table.
         chunk: see ``with_stream_time``.
-        few: whether each task may have all keys of the changes.
+        broadcastable: whether each task may have all keys of the changes.
 
     Returns:
         ``match_names`` of the key, ``_from`` (inclusive), ``_to`` (exclusive; null = from then on),
@@ -83,7 +83,7 @@ def affected_times(
             *match_columns(key), at.alias(FROM), at.alias(_SEEN), F.lit(False).alias(_NEW), *place
         )
         keys = rows.select(*on)
-        rows = union(rows, there.join(F.broadcast(keys) if few else keys, on, "left_semi"))
+        rows = union(rows, there.join(F.broadcast(keys) if broadcastable else keys, on, "left_semi"))
     # Descending: a frame that grows downwards is made anew for each row.
     later = W.partitionBy(*on).orderBy(*[F.col(c).desc() for c in (FROM, OFFSET, PARTITION)])
     until, seen_until = F.lag(FROM), F.min(_SEEN)

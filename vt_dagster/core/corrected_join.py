@@ -167,7 +167,9 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         if earlier is None or context.since is None or context.view is None:
             return union(new, changes)
         again = self._again(earlier, table, context)
-        return union(union(new, again if context.hold is None else context.hold(again)), changes)
+        return union(
+            union(new, again if context.persist_rows is None else context.persist_rows(again)), changes
+        )
 
     def _again(self, earlier: DataFrame, table: Input, context: RunContext) -> DataFrame:
         """Records that have been joined already and that the table's new ones cover: those to be joined
@@ -180,10 +182,10 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             values=sorted({*right.key, *operator.projection().right_columns()}),
             promised=micros(operator.corrected_for),
             stream_time=context.watermarks.get(_TABLE, _nothing()),
-            chunk=None if table.few else arrival_chunk(),
-            few=table.few,
+            chunk=None if table.broadcastable else arrival_chunk(),
+            broadcastable=table.broadcastable,
         )
-        times = F.broadcast(times) if table.few else times
+        times = F.broadcast(times) if table.broadcastable else times
         joined = earlier.where(
             moves_stream_time(operator.left.key) & (F.col(TIMESTAMP) <= context.emitted_up_to)
         )
@@ -308,7 +310,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         twice = of_key > 1
         if context.view is not None:
             there = context.view.select(*columns(key))
-            if self.few:
+            if self.single_task:
                 asked = F.broadcast(judged.select(*columns(key)).distinct())
                 there = there.join(asked, key, "left_semi")
             rows = rows.join(there.withColumn(_SEEN, F.lit(True)), key, "left")
@@ -338,8 +340,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         order = (TIMESTAMP, ARRIVAL) if self.operator.waits else (ARRIVAL,)
         return [(~F.col(_AGAIN)).cast("int"), *[F.col(c) for c in order]]
 
-    def result_chunk(self, few: bool) -> Column | None:
-        if few:
+    def result_chunk(self, single_task: bool) -> Column | None:
+        if single_task:
             return None
         waits = self.operator.waits
         place = F.floor(F.unix_micros(TIMESTAMP) / F.lit(HOUR)) if waits else arrival_chunk()

@@ -51,7 +51,9 @@ class Feature:
         return F.lit(INSTANT if self.view.at == "before" else timedelta(0))
 
 
-def with_features(spine: DataFrame, features: Sequence[Feature], hold: table_store.Hold) -> DataFrame:
+def with_features(
+    spine: DataFrame, features: Sequence[Feature], persist_rows: table_store.PersistRows
+) -> DataFrame:
     """The rows of a spine, once each, with the columns of each feature.
 
     Among the versions known at the row's cut that of its time is chosen, see ``as_known_join``; a null
@@ -63,13 +65,13 @@ def with_features(spine: DataFrame, features: Sequence[Feature], hold: table_sto
 
     Args:
         spine: log rows with ``partition``, ``_arrival`` and ``recorded_at``.
-        hold: computes rows once: what the versions answer.
+        persist_rows: computes rows once: what the versions answer.
     """
     found = spine
     for key in dict.fromkeys(f.view.of_spine for f in features):
         places = [i for i, f in enumerate(features) if f.view.of_spine == key]
         found = _as_of_all(found, {i: features[i] for i in places}, key)
-    found = hold(found)
+    found = persist_rows(found)
     own = [F.col(f"`{c}`") for c in spine.columns]
     answers = {i: best for i, f in enumerate(features) if (best := _by_log(found, i, f)) is not None}
     values = {_value(i): F.when(F.col(_sure(i)), F.col(_version(i))) for i in range(len(features))}

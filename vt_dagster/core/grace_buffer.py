@@ -45,7 +45,7 @@ def waiting(log: DataFrame, *, key: Sequence[str], emitted_up_to: Column) -> Dat
     return log.where(moves_stream_time(key) & (F.col(TIMESTAMP) > emitted_up_to))
 
 
-def hold(
+def hold_back(
     arrived: DataFrame,
     waiting: DataFrame | None,
     *,

@@ -64,7 +64,8 @@ class Processor(ABC, Generic[O]):
 
     Args:
         node: the result.
-        few: whether one task can well put in order what the run takes of a partition: then nothing is
+        single_task: whether one task can well put in order what the run takes of a partition: then
+            nothing is
             cut into chunks, and plans are shorter.
     """
 
@@ -91,9 +92,9 @@ class Processor(ABC, Generic[O]):
     shown_counts: tuple[str, ...] = ("in", "out", "late", "dropped")
     """The counts that each run is to show."""
 
-    def __init__(self, node: Stream, few: bool = False) -> None:
+    def __init__(self, node: Stream, single_task: bool = False) -> None:
         self.node = node
-        self.few = few
+        self.single_task = single_task
 
     @property
     def operator(self) -> O:
@@ -165,7 +166,9 @@ class Processor(ABC, Generic[O]):
         for i, one in enumerate(inputs):
             rows = one.rows.withColumn(ARRIVAL, F.col(OFFSET))
             if self.merges:
-                timed = with_stream_time(rows, nothing, chunk=None if self.few else arrival_chunk())
+                timed = with_stream_time(
+                    rows, nothing, chunk=None if self.single_task else arrival_chunk()
+                )
                 rows = timed.withColumn(ARRIVAL, F.unix_micros(STREAM_TIME)).drop(STREAM_TIME)
             alone = names.count(names[i]) == 1
             place = F.col(OFFSET) if alone else F.col(OFFSET) * len(names) + i
@@ -177,7 +180,7 @@ class Processor(ABC, Generic[O]):
     def chunk(self) -> Column | None:
         """Ascends with the order of what it takes, so that a long partition is not one task's."""
         place = hour_of_arrival() if self.merges else arrival_chunk()
-        return None if self.few else place
+        return None if self.single_task else place
 
     # -- its own stream time ---------------------------------------------------------------------
 
@@ -193,7 +196,7 @@ class Processor(ABC, Generic[O]):
     @property
     def bounded(self) -> bool:
         """Whether its stream time is told by bounds: see ``stream_time.Bounds``."""
-        return not self.few
+        return not self.single_task
 
     def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         """How its own stream time moves in a run, where it is not told by bounds.
@@ -290,8 +293,8 @@ class Processor(ABC, Generic[O]):
             context.view,
             stream_time=context.stream_time,
             order=[*ORDER, TURN],
-            chunk=self.result_chunk(self.few),
-            hold=context.hold,
+            chunk=self.result_chunk(self.single_task),
+            persist_rows=context.persist_rows,
         )
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
@@ -321,10 +324,10 @@ class Processor(ABC, Generic[O]):
         """The order in which results go to the log; total within a partition."""
         return [F.col(c) for c in (*ORDER, TURN)]
 
-    def result_chunk(self, few: bool) -> Column | None:
+    def result_chunk(self, single_task: bool) -> Column | None:
         """Ascends with that order."""
         place = hour_of_arrival() if self.merges else arrival_chunk()
-        return None if few else place
+        return None if single_task else place
 
     @property
     def keeps_order(self) -> bool:
@@ -332,18 +335,19 @@ class Processor(ABC, Generic[O]):
         return False
 
     def produce(
-        self, rows: DataFrame, first: Column, few: bool, in_place: InPlace | None = None
+        self, rows: DataFrame, first: Column, single_task: bool, in_place: InPlace | None = None
     ) -> DataFrame:
         """The log rows of a run: results numbered from ``first``.
 
         Args:
-            few: whether one task can well number them; ``in_place``: where they keep their log's order.
+            single_task: whether one task can well number them; ``in_place``: where they keep their
+                log's order.
         """
         results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
-        if in_place is not None and (in_place.complete or not few):
+        if in_place is not None and (in_place.complete or not single_task):
             numbered = number_in_place(results, first, in_place)
         else:
-            numbered = number(results, first, self.result_order, self.result_chunk(few))
+            numbered = number(results, first, self.result_order, self.result_chunk(single_task))
         return numbered.select(*log_columns(self.node))
 
     # -- what is counted and promised ------------------------------------------------------------

@@ -49,7 +49,7 @@ PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
 }
 
 
-def processor_of(node: Stream, few: bool = False) -> Processor[Any]:
-    """The processor of a node; ``few``: see :class:`Processor`."""
+def processor_of(node: Stream, single_task: bool = False) -> Processor[Any]:
+    """The processor of a node; ``single_task``: see :class:`Processor`."""
     kind = SourceProcessor if node.operator is None else PROCESSORS[type(node.operator)]
-    return kind(node, few)
+    return kind(node, single_task)

@@ -26,14 +26,14 @@ class Input:
         earlier: log rows of runs before, as far back as ``rescan_from`` or ``rescan_from_batch`` asked
             for;
             None = none.
-        few: whether ``rows`` are so few that each task may have them all.
+        broadcastable: whether ``rows`` are so few that each task may have them all.
         times: stream time of ``table``, by partition.
     """
 
     rows: DataFrame
     table: DataFrame | None = None
     earlier: DataFrame | None = None
-    few: bool = False
+    broadcastable: bool = False
     times: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
@@ -48,7 +48,7 @@ class RunContext:
         stream_time_after: at the end of the run, where the processor has a stream time of its own.
         emitted_up_to: of what is held back, the time up to which it had gone out before the run.
         emitted_up_to_after: at the end of the run.
-        hold: holds the run's records; None: the view has not many more keys than these.
+        persist_rows: holds the run's records; None: the view has not many more keys than these.
         watermarks, watermarks_after: before and after the run, see ``Processor.watermarks``.
         bounds: of the processor's own stream time, where it was told by them.
         none_late: whether it was told that none of the run's records is late.
@@ -69,7 +69,7 @@ class RunContext:
     stream_time_after: Column
     emitted_up_to: Column
     emitted_up_to_after: Column
-    hold: table_store.Hold | None = None
+    persist_rows: table_store.PersistRows | None = None
     bounds: Bounds | None = None
     none_late: bool = False
     watermarks: Mapping[str, Column] = field(default_factory=dict[str, Column])

@@ -77,7 +77,7 @@ class SourceProcessor(Processor[None]):
             stream_time=context.stream_time,
             order=[PARTITION, ARRIVAL],
             chunk=self.chunk if context.bounds is None else self.fine_chunk,
-            hold=context.hold,
+            persist_rows=context.persist_rows,
             bounds=context.bounds,
             of_rejected=raw,
             rivals=context.rivals,
@@ -90,7 +90,7 @@ class SourceProcessor(Processor[None]):
         # Where records name their partitions, there may be as many chunks as records.
         own = PARTITION in self.node.schema.names
         late = isinstance(self.node, VersionedTable) and not follows_source(self.node)
-        return not self.few and late and not own
+        return not self.single_task and late and not own
 
     @property
     def fine_chunk(self) -> Column:
@@ -109,13 +109,13 @@ class SourceProcessor(Processor[None]):
         return [F.col(ARRIVAL), *map(F.col, self._carried), *keys]
 
     def produce(
-        self, rows: DataFrame, first: Column, few: bool, in_place: InPlace | None = None
+        self, rows: DataFrame, first: Column, single_task: bool, in_place: InPlace | None = None
     ) -> DataFrame:
         """As any other; where the source has told ``recorded_at``, with that."""
         if RECORDED_AT not in rows.columns:
-            return super().produce(rows, first, few, in_place)
+            return super().produce(rows, first, single_task, in_place)
         results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
-        numbered = number(results, first, self.result_order, self.result_chunk(few))
+        numbered = number(results, first, self.result_order, self.result_chunk(single_task))
         return numbered.select(*log_columns(self.node), RECORDED_AT)
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:

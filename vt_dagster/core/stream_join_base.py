@@ -90,7 +90,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         return rows.groupBy(PARTITION).agg(*newest.values())
 
     def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
-        if self.few:
+        if self.single_task:
             return None
         rows = [self.side_rows(one.rows, i, slim=True) for i, one in enumerate(inputs)]
         return largest_by_chunk(reduce(union, rows), SIDE, AT, F.col(VALID))

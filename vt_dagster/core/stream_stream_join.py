@@ -83,8 +83,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
             and not self.preserved_sides
             and all(one.earlier is None for one in inputs)
         )
-        if context.hold is not None and not once:
-            new = context.hold(new)
+        if context.persist_rows is not None and not once:
+            new = context.persist_rows(new)
         earlier = [self._earlier(one, i, new.schema) for i, one in enumerate(inputs)]
         sides = [new.where(F.col(VALID) & (F.col(SIDE) == i)) for i in (0, 1)]
         on, width = (
@@ -245,8 +245,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         order = (PHASE, *ORDER, THERE, RANK, *self.node.key, FROM)
         return [F.col(f"`{c}`") for c in order]
 
-    def result_chunk(self, few: bool) -> Column | None:
-        if few:
+    def result_chunk(self, single_task: bool) -> Column | None:
+        if single_task:
             return None
         return hour_of_arrival() + F.col(PHASE) * _FIRST_HOUR
 

@@ -98,7 +98,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
 
     @property
     def bounded(self) -> bool:
-        return not self.few and self.operator.waits
+        return not self.single_task and self.operator.waits
 
     def emitted_up_to(
         self, stream_time: Mapping[int, int], emitted_up_to: Mapping[int, int]
@@ -124,7 +124,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
                 earlier, key=operator.left.key, emitted_up_to=context.emitted_up_to
             )
             earlier = earlier.withColumn(ARRIVAL, F.col(OFFSET))
-        return grace_buffer.hold(
+        return grace_buffer.hold_back(
             stream.rows.withColumn(ARRIVAL, F.col(OFFSET)),
             earlier,
             key=operator.left.key,
@@ -186,8 +186,8 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         order = (TIMESTAMP, *self.node.key, ARRIVAL) if waits else (ARRIVAL,)
         return [F.col(c) for c in order]
 
-    def result_chunk(self, few: bool) -> Column | None:
-        if few:
+    def result_chunk(self, single_task: bool) -> Column | None:
+        if single_task:
             return None
         return F.date_trunc("hour", TIMESTAMP) if self.operator.waits else arrival_chunk()
 

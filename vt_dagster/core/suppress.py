@@ -69,9 +69,9 @@ class SuppressProcessor(Processor[Suppress]):
         again = window is not None and window.open_when_due
         return isinstance(self.operator.until, UntilWindowCloses) and not again
 
-    def result_chunk(self, few: bool) -> Column | None:
+    def result_chunk(self, single_task: bool) -> Column | None:
         # Results go by their place in the buffer, which is a time.
-        return None if few else hour_of_arrival()
+        return None if single_task else hour_of_arrival()
 
     def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
         return Timed(self.in_order(inputs)[0], F.lit(True))

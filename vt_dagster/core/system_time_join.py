@@ -48,7 +48,7 @@ ANSWER = "_answer"
 class Past(Protocol):
     """What a run has of a table's past, for rows that its versions do not answer."""
 
-    def hold(self, rows: DataFrame) -> DataFrame:
+    def persist_rows(self, rows: DataFrame) -> DataFrame:
         """Rows that are wanted several times: computed once."""
         ...
 
@@ -105,7 +105,7 @@ def as_known_join(
     sure = F.col(FOUND) & (recorded.isNull() | (recorded <= F.col(CUT)))
     if ends:
         sure = sure & F.col(name)[VALID_TO].isNull()
-    told = past.hold(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
+    told = past.persist_rows(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
     own = [F.col(f"`{c}`") for c in left.columns]
     alive = F.col(FOUND) & ~F.col(name)[_DEAD]
     whole = F.struct(*[F.col(name)[c].alias(c) for c in versions.columns])

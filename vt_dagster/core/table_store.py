@@ -19,7 +19,7 @@ from vt_dagster.core.source_order import SourceOrder
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
-Hold = Callable[[DataFrame], DataFrame]
+PersistRows = Callable[[DataFrame], DataFrame]
 """Computes rows once that are wanted several times."""
 
 
@@ -31,7 +31,7 @@ def put(
     stream_time: Column,
     order: Sequence[str],
     chunk: Column | None,
-    hold: Hold | None = None,
+    persist_rows: PersistRows | None = None,
     bounds: Bounds | None = None,
     of_rejected: Sequence[str] = (),
     rivals: DataFrame | None = None,
@@ -41,7 +41,8 @@ def put(
     """What a table's store makes of records: see ``versioned_table.put`` and ``plain_table.put``.
 
     Args:
-        hold: holds the records, where they meet few keys of many: of the view's rows only theirs are
+        persist_rows: holds the records, where they meet few keys of many: of the view's rows only
+            theirs are
             then shuffled.
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in what is applied.
@@ -50,8 +51,8 @@ def put(
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
     values = value_columns(node)
-    if hold is not None and view is not None:
-        records = hold(records)
+    if persist_rows is not None and view is not None:
+        records = persist_rows(records)
         keys = F.broadcast(records.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
         view = view.join(keys, list(node.key), "left_semi")
         rivals = None if rivals is None else rivals.join(keys, list(node.key), "left_semi")

@@ -45,7 +45,7 @@ class Arrival:
         erased: how many of the records of logs that it takes have been erased, and are not there.
         rows_read: how many rows of tables the run reads, as far as one knows before it.
         state_bytes: of what an operator keeps from run to run.
-        held: rows that are held until the commit.
+        persisted: rows that are held until the commit.
         ready: of each input where its log stood when it became ready, see ``readiness.upstream``.
         not_ready: the tables that a join looks into and that are not ready; it then takes nothing,
             unless it was told to.
@@ -72,7 +72,7 @@ class Arrival:
     erased: int = 0
     rows_read: int = 0
     state_bytes: int = 0
-    held: list[DataFrame] = field(default_factory=list[DataFrame])
+    persisted: list[DataFrame] = field(default_factory=list[DataFrame])
     ready: dict[str, Offsets | None] = field(default_factory=dict[str, "Offsets | None"])
     not_ready: list[str] = field(default_factory=list[str])
     waiting: int = 0
@@ -129,22 +129,22 @@ class Arrival:
         return size if self.start is None else (size or 0) + self.start.bytes
 
     @property
-    def few(self) -> bool:
+    def few_records(self) -> bool:
         """Whether the run takes few records."""
         return self.records <= CHUNK and (self._bytes or 0) <= _FEW_BYTES
 
     @property
-    def few_of_a_partition(self) -> bool:
+    def single_task(self) -> bool:
         """Whether one task can well put into order what the run takes of a partition."""
         if self._bytes is not None:
-            return self.few
+            return self.few_records
         of_each = Counter[int]()
         for ranges in self.taken.values():
             of_each.update({partition: end - start for partition, (start, end) in ranges.items()})
         waiting = self.before.counts.get(Outcome.WAITING, 0)
         return max(of_each.values(), default=0) + waiting <= CHUNK
 
-    def few_of(self, name: str) -> bool:
+    def few_records_of(self, name: str) -> bool:
         """Whether the run takes few records of an input."""
         return sum(end - start for start, end in self.taken.get(name, {}).values()) <= CHUNK
 

@@ -173,7 +173,7 @@ class ExportRun:
         start = before.next_offset if before is not None and appends else {}
         rows, number = self._rows(at, start)
         last = delta.last_of_ours(export.to)
-        with self._store.tuned(is_small(number, 0)):
+        with self._store.planner_settings(is_small(number, 0)):
             written = parquet.write(
                 parquet.packed(rows, number, for_others=True),
                 export.to,

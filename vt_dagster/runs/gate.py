@@ -40,7 +40,7 @@ class Passed:
     earliest: int | None
 
     @property
-    def few(self) -> bool:
+    def single_task(self) -> bool:
         """Whether one task can well put into order what is applied of a partition."""
         return max((c[Outcome.APPLIED] for c in self.by_partition.values()), default=0) <= CHUNK
 

@@ -20,18 +20,18 @@ _FEW_IN_A_TILE = 128
 
 
 def way_of(
-    table: Table, view: DataFrame, few: bool, versions: int, span: tuple[int, int] | None
+    table: Table, view: DataFrame, few_records: bool, versions: int, span: tuple[int, int] | None
 ) -> tuple[Way, str]:
     """The way for one run, and why.
 
     Args:
-        few: whether the run has few records.
+        few_records: whether the run has few records.
         versions: no more than these are in the view.
         span: the smallest and the largest timestamp of the records to be joined; None = none are.
     """
     if not isinstance(table, VersionedTable):
         return "sorted", ""
-    if few or span is None:
+    if few_records or span is None:
         return "sorted", "sorted: the run has few records"
     if versions <= _FEW_VERSIONS:
         counts = view.groupBy(*table.key).count()

@@ -75,7 +75,7 @@ def records_of(arrival: Arrival, source: Pinned, store: Store, latest: int | Non
     Raises:
         TopologyError: of the condition of a tombstone, see :func:`as_read`.
     """
-    node, held = arrival.node, arrival.held
+    node, held = arrival.node, arrival.persisted
     read = as_read(store.spark, node, alone=isinstance(source, Comparing | PinnedFrames))
     limit = None if latest is None else F.timestamp_seconds(F.lit(latest))
     if isinstance(source, Comparing):

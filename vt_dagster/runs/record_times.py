@@ -47,8 +47,8 @@ def with_times(
         return _by_origin(rows, times, end, store.spark), end
     if source is None or TOLD_AT not in rows.columns:
         return rows, latest
-    rows = store.hold(rows)
-    arrival.held.append(rows)
+    rows = store.persist(rows)
+    arrival.persisted.append(rows)
     at = F.greatest(F.least(F.unix_micros(TOLD_AT), F.lit(last)), F.lit(first))
     rows = rows.withColumn(TOLD_AT, F.when(F.col(OUTCOME) != Outcome.QUARANTINED, at))
     (end,) = rows.agg(F.max(TOLD_AT)).collect()[0]

@@ -81,7 +81,7 @@ class Run:
 
     @property
     def processor(self) -> Processor[Any]:
-        return processor_of(self.node, self.arrival.few_of_a_partition)
+        return processor_of(self.node, self.arrival.single_task)
 
     # -- pin -------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Run:
         """With the operator's own stream time at the end of the run, and how late its records are."""
         if not self.processor.has_stream_time:
             return self.arrival
-        with self.store.tuned(self.arrival.small):
+        with self.store.planner_settings(self.arrival.small):
             return timed(
                 self.arrival,
                 self.processor,
@@ -161,8 +161,8 @@ class Run:
         if self.arrival.source is not None and (processor.bounded or met_twice(read[0], self.arrival)):
             # They are looked at twice, and reading them is the most of it.
             with self._explained():
-                read = [self.store.hold(rows) for rows in read]
-                self.arrival.held.extend(read)
+                read = [self.store.persist(rows) for rows in read]
+                self.arrival.persisted.extend(read)
                 rows, context = with_past(read[0], self.arrival, self.store, context)
                 read = [rows]
         if self.arrival.source is not None and processor.bounded:
@@ -188,8 +188,8 @@ class Run:
         assert judged is not None
         if self.arrival.empty:
             return judged
-        with self.store.tuned(self.arrival.small):
-            buffered = self._hold(judged)
+        with self.store.planner_settings(self.arrival.small):
+            buffered = self._persist(judged)
             self.arrival.buffered.update(judge(buffered).counts)
         return buffered
 
@@ -208,29 +208,29 @@ class Run:
 
     def _judged(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
         own = self.arrival.view_rows if self.processor.reads_own_table(self.arrival.watermarks) else 0
-        with self.store.tuned(self._small(Judged(rows_read=own))):
+        with self.store.planner_settings(self._small(Judged(rows_read=own))):
             return self.processor.judge(inputs, context)
 
     def _joined(self, judged: DataFrame, context: RunContext) -> Results:
         processor = self.processor
-        with self.store.tuned(self.arrival.small):
+        with self.store.planner_settings(self.arrival.small):
             told = judge(judged)
-        with self.store.tuned(self._small(told)):
+        with self.store.planner_settings(self._small(told)):
             rows, told = look_up(
-                self.arrival, processor, self.stores, judged, told, self._hold, context
+                self.arrival, processor, self.stores, judged, told, self._persist, context
             )
         return Results(rows, context, told)
 
     def _context(self, with_tables: bool = False) -> RunContext:
         return run_context_of(
-            self.arrival, self.processor, self.store, self._hold if with_tables else None
+            self.arrival, self.processor, self.store, self._persist if with_tables else None
         )
 
-    def _hold(self, rows: DataFrame) -> DataFrame:
+    def _persist(self, rows: DataFrame) -> DataFrame:
         """Computes rows at once: two builders of Spark's cache can wait for each other for ever."""
-        self.arrival.held.append(self.store.hold(rows))
-        self.arrival.held[-1].count()
-        return self.arrival.held[-1]
+        self.arrival.persisted.append(self.store.persist(rows))
+        self.arrival.persisted[-1].count()
+        return self.arrival.persisted[-1]
 
     def _small(self, judged: Judged) -> bool:
         return self.arrival.small and is_small(self.arrival.records, judged.rows_read)
@@ -257,22 +257,22 @@ class Run:
         if arrival.empty:
             return Receipt(None, None)
         with self._explained():
-            with store.tuned(self._small(results.judged)):
+            with store.planner_settings(self._small(results.judged)):
                 rows, recorded_at = with_times(results.rows, arrival, store, recorded_at)
-                rows = store.hold(rows)
-                arrival.held.append(rows)
+                rows = store.persist(rows)
+                arrival.persisted.append(rows)
                 passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
                 first = by_partition(arrival.before.next_offset, "long")
                 in_place = places_of(arrival, self.processor, passed)
-                new = self.processor.produce(rows, first, passed.few, in_place)
+                new = self.processor.produce(rows, first, passed.single_task, in_place)
                 if RECORDED_AT not in new.columns:
                     new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
                 head = store.commit(new, commit, passed.counts[Outcome.APPLIED])
             # What a projection makes of many held rows need not be read again. Few are held by other
             # settings than the view is written by: a plan made by ones does not run by the others.
-            again = in_place is not None and in_place.complete and not arrival.few
+            again = in_place is not None and in_place.complete and not arrival.few_records
             at = store.catch_up(head, written=new if again else None)
-        self._release()
+        self._unpersist()
         store.forget(arrival.previous)
         outcomes = results.judged.by_partition or passed.by_partition
         return Receipt(head.commit, head.version, at.base and at.base.version, outcomes)
@@ -283,7 +283,7 @@ class Run:
         try:
             yield
         except BaseException as error:
-            self._release()
+            self._unpersist()
             if not isinstance(error, PySparkException | Py4JJavaError):
                 raise
             gone = explained(self.arrival, error)
@@ -291,9 +291,9 @@ class Run:
                 raise
             raise gone from error
 
-    def _release(self) -> None:
-        while self.arrival.held:
-            self.store.release(self.arrival.held.pop())
+    def _unpersist(self) -> None:
+        while self.arrival.persisted:
+            self.store.unpersist(self.arrival.persisted.pop())
 
     def _prepare(
         self, store: Store, rows: DataFrame, results: Results, run_id: str | None, at: int | None

@@ -13,7 +13,7 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Input, RunContext
-from vt_dagster.core.table_store import Hold
+from vt_dagster.core.table_store import PersistRows
 from vt_dagster.runs.advance_stream_time import oldest, watermark_columns
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.read_source import begun_of
@@ -68,21 +68,22 @@ def inputs_of(
         if start and _rescan_from(node, arrival, processor) is not None:
             consumed = F.col(OFFSET) < F.coalesce(by_partition(start, "long"), F.lit(0))
             earlier, rows = rows.where(consumed), rows.where(~consumed)
-        found.append(Input(rows, table, earlier, arrival.few_of(node.name), times))
+        found.append(Input(rows, table, earlier, arrival.few_records_of(node.name), times))
     return found
 
 
 def run_context_of(
-    arrival: Arrival, processor: Processor[Any], store: Store, hold: Hold | None = None
+    arrival: Arrival, processor: Processor[Any], store: Store, persist_rows: PersistRows | None = None
 ) -> RunContext:
     """What a run knows.
 
     Args:
         store: of the asset.
-        hold: computes rows at once, and keeps them until the commit; None = no table is read, for what
+        persist_rows: computes rows at once, and keeps them until the commit; None = no table is read,
+            for what
             is asked before the operator.
     """
-    before, with_tables = arrival.before, hold is not None
+    before, with_tables = arrival.before, persist_rows is not None
     view = state = None
     if with_tables and arrival.previous is not None:
         state = store.state(arrival.previous)
@@ -91,9 +92,9 @@ def run_context_of(
         view = None if view is None else view.drop(RECORDED_AT)
     since = processor.rescan_from_batch(0, arrival.watermarks)
     asked = with_tables and since is not None and processor.quarantined_outcomes
-    many = arrival.few and arrival.view_rows > MANY_ROWS
+    many = arrival.few_records and arrival.view_rows > MANY_ROWS
     return RunContext(
-        hold=hold if many or processor.persists_rows else None,
+        persist_rows=persist_rows if many or processor.persists_rows else None,
         state=state,
         view=view,
         stream_time=by_partition(before.stream_time),

@@ -26,7 +26,7 @@ def difference(
         current = store.spark.createDataFrame([], view_schema(node))
 
     def hold(rows: DataFrame) -> DataFrame:
-        held.append(store.hold(rows))
+        held.append(store.persist(rows))
         return held[-1]
 
     return source.difference(store.spark, node, of_table.rows_of(node, current), hold)

@@ -24,13 +24,13 @@ class TablePast:
     """A table's log and its stream time at each commit, up to the one that a run has pinned.
 
     Args:
-        holding: computes rows at once, and keeps them.
+        persist: computes rows at once, and keeps them.
     """
 
     table: VersionedTable
     store: Store
     head: Head
-    holding: Callable[[DataFrame], DataFrame]
+    persist: Callable[[DataFrame], DataFrame]
     doubtful: int = field(default=0, init=False)
     """How many rows were answered by the log."""
     _since: int = field(default=0, init=False)
@@ -41,8 +41,8 @@ class TablePast:
         """In words, how many."""
         return f"{self.doubtful:,} records by the log, as to what was known"
 
-    def hold(self, rows: DataFrame) -> DataFrame:
-        return self.holding(rows)
+    def persist_rows(self, rows: DataFrame) -> DataFrame:
+        return self.persist(rows)
 
     def log(self, doubtful: DataFrame, ends: bool) -> DataFrame | None:
         found = doubtful.agg(

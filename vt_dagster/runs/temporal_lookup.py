@@ -13,7 +13,7 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import view_schema
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Lookup, RunContext
-from vt_dagster.core.table_store import Hold
+from vt_dagster.core.table_store import PersistRows
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.join_strategy import way_of
 from vt_dagster.runs.results import Judged
@@ -28,13 +28,13 @@ def look_up(
     stores: Stores,
     records: DataFrame,
     judged: Judged,
-    hold: Hold,
+    persist_rows: PersistRows,
     context: RunContext,
 ) -> tuple[DataFrame, Judged]:
     """The results of judged records, by the versions of the table that answer for them.
 
     Args:
-        hold: computes rows at once, and keeps them until the commit.
+        persist_rows: computes rows at once, and keeps them until the commit.
 
     Returns:
         the results, and how they were looked for.
@@ -49,10 +49,10 @@ def look_up(
         return processor.look_up(records, Lookup(empty, by_partition({})), context), judged
     since = judged.span[0] - processor.lookup_margin // timedelta(microseconds=1)
     rows = of_table.as_read(table, recorded_if(processor.uses_system_time, store.view_at(at, since)))
-    way, strategy = way_of(table, rows, arrival.few, at.total, (since, judged.span[1]))
+    way, strategy = way_of(table, rows, arrival.few_records, at.total, (since, judged.span[1]))
     past = None
     if processor.uses_system_time and isinstance(table, VersionedTable):
-        past = TablePast(table, store, at.head, hold)
+        past = TablePast(table, store, at.head, persist_rows)
     found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
     told = strategy if past is None else f"{strategy}; {past.told}"
     return found, replace(judged, rows_read=at.reach(since), strategy=told)

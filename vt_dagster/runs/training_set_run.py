@@ -86,7 +86,7 @@ class TrainingRun:
     warehouse: str
     spark: SparkSession | Callable[[], SparkSession]
     tell: Callable[[str], None] | None = None
-    _held: list[DataFrame] = field(default_factory=list[DataFrame], init=False)
+    _persisted: list[DataFrame] = field(default_factory=list[DataFrame], init=False)
 
     def __post_init__(self) -> None:
         self.to = address(self.to)
@@ -143,8 +143,8 @@ class TrainingRun:
         store = stores[declared.spine.name]
         small = is_small(spine.total, sum(at.total for at in found.values()))
         try:
-            with store.tuned(small):
-                rows = self._hold(self._rows(stores, found).select(*map(_quoted, declared.columns)))
+            with store.planner_settings(small):
+                rows = self._persist(self._rows(stores, found).select(*map(_quoted, declared.columns)))
                 made.rows, made.hash = content_of(rows)
                 if pinned is not None and (made.rows, made.hash) != (pinned.rows, pinned.hash):
                     raise StorageError(
@@ -155,8 +155,8 @@ class TrainingRun:
                 commit = self._document(found, made, before, run_id)
                 self._write(rows, commit)
         finally:
-            while self._held:
-                store.release(self._held.pop())
+            while self._persisted:
+                store.unpersist(self._persisted.pop())
         self._write_manifest(commit)
         return commit
 
@@ -190,10 +190,10 @@ class TrainingRun:
             )
         return at
 
-    def _hold(self, rows: DataFrame) -> DataFrame:
-        self._held.append(rows.persist())
-        self._held[-1].count()
-        return self._held[-1]
+    def _persist(self, rows: DataFrame) -> DataFrame:
+        self._persisted.append(rows.persist())
+        self._persisted[-1].count()
+        return self._persisted[-1]
 
     def _rows(self, stores: Mapping[str, AssetStore], found: Mapping[str, Snapshot]) -> DataFrame:
         declared = self.declared
@@ -213,9 +213,9 @@ class TrainingRun:
                     "materialize it first"
                 )
             versions = recorded_if(True, table.view_at(then))
-            past = TablePast(view.table, table, then.head, self._hold)
+            past = TablePast(view.table, table, then.head, self._persist)
             features.append(Feature(view, versions, by_partition(then.stream_time), past))
-        return with_features(rows, features, self._hold)
+        return with_features(rows, features, self._persist)
 
     def _document(
         self, found: Mapping[str, Snapshot], made: Manifest, before: Commit | None, run_id: str | None

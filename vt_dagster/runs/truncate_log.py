@@ -211,7 +211,7 @@ class _Log:
             log_retention=(self.node.log_retention or timedelta(0)) // timedelta(microseconds=1),
             base=attempt if isinstance(self.node, Table) else "",
         )
-        with store.tuned(is_small(head.commit.total, 0)):
+        with store.planner_settings(is_small(head.commit.total, 0)):
             if isinstance(self.node, Table):
                 self._put_aside(store, self.node, head, upto, attempt)
             state = store.state(head)

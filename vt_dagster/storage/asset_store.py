@@ -96,15 +96,15 @@ class AssetStore(AssetReader):
 
     # -- what a run holds in memory --------------------------------------------------------------
 
-    def tuned(self, small: bool) -> AbstractContextManager[None]:
+    def planner_settings(self, small: bool) -> AbstractContextManager[None]:
         """Within it Spark plans for few rows, where there are few."""
         return small_run(self.spark, small)
 
-    def hold(self, rows: DataFrame) -> DataFrame:
+    def persist(self, rows: DataFrame) -> DataFrame:
         """Rows that are wanted several times: computed once."""
         return rows.persist()
 
-    def release(self, rows: DataFrame) -> None:
+    def unpersist(self, rows: DataFrame) -> None:
         """They are not wanted any more."""
         rows.unpersist()
 

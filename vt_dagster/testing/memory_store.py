@@ -157,14 +157,14 @@ class MemoryStore(Store):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def tuned(self, small: bool) -> AbstractContextManager[None]:
+    def planner_settings(self, small: bool) -> AbstractContextManager[None]:
         return nullcontext()  # the driver's session is, always
 
-    def hold(self, rows: DataFrame) -> DataFrame:
+    def persist(self, rows: DataFrame) -> DataFrame:
         self.held = rows.toArrow()
         return self.frame(self.held)
 
-    def release(self, rows: DataFrame) -> None:
+    def unpersist(self, rows: DataFrame) -> None:
         pass
 
     def new_attempt(self) -> str:
