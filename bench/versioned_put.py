@@ -14,14 +14,14 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
     ARRIVAL,
-    CARRIED,
-    GIVEN,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
     OLD,
     OUTCOME,
     PARTITION,
+    PROPAGATED_FROM,
+    PROVIDED_COLUMNS,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
@@ -43,7 +43,7 @@ def in_part(records: DataFrame) -> DataFrame:
     """The same records, of which each third says both columns, the price, or the grade."""
     third = F.col(ARRIVAL) % 3
     said = [F.when(third == n, F.array(F.lit(c))) for n, c in enumerate(VALUES, 1)]
-    return records.withColumn(GIVEN, F.coalesce(*said))
+    return records.withColumn(PROVIDED_COLUMNS, F.coalesce(*said))
 
 
 def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
@@ -63,7 +63,9 @@ def log_of(records: DataFrame, parts: Sequence[str] = ()) -> DataFrame:
         parts=dict.fromkeys(parts, ()),
     )
     accepted = put.where(F.col(OUTCOME) == Outcome.APPLIED).withColumn(OFFSET, F.col(ARRIVAL))
-    return accepted.select(*COLUMNS, IS_LATEST, OLD, *([GIVEN, CARRIED] if parts else []))
+    return accepted.select(
+        *COLUMNS, IS_LATEST, OLD, *([PROVIDED_COLUMNS, PROPAGATED_FROM] if parts else [])
+    )
 
 
 def view_of(log: DataFrame) -> DataFrame:

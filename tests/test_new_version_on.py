@@ -202,9 +202,9 @@ def test_whatever_the_order_and_however_little_is_read(spark: SparkSession) -> N
             new_version_on=ON,
         ).toArrow()
         whole = rows if left is None else pa.concat_tables([left.select(rows.column_names), rows])
-        view = versioned_table.remembered(spark.createDataFrame(whole), horizon).toArrow()
+        view = versioned_table.drop_expired(spark.createDataFrame(whole), horizon).toArrow()
         model = expected([one for one, _ in accepted[:end]], 20)
-        found = told(new_version_on.collapsed(spark.createDataFrame(view), ["k"], ON))
+        found = told(new_version_on.collapse_repeats(spark.createDataFrame(view), ["k"], ON))
         assert found == model
         # Without Spark, of all that was there, and of as little.
         limits = {0: int(at(now - 20).timestamp() * 1e6)}

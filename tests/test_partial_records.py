@@ -158,7 +158,7 @@ def test_whatever_the_order_and_the_cuts(spark: SparkSession) -> None:
                 assert told(driver) == expected(arrived[:end], 40)
         logs.append([{c: r[c] for c in r if c != "recorded_at"} for r in driver.read("members")])
     assert logs[0] == logs[1]
-    assert any(r["carried"] > 1 for r in logs[0])
+    assert any(r["propagated_from"] > 1 for r in logs[0])
     metrics = driver.metrics("members")
     assert metrics["applied"] + metrics["late"] == len(arrived)
     assert metrics["applied"] + metrics["carried"] == len(logs[0])
@@ -209,7 +209,7 @@ def test_what_a_late_record_says_holds_in_later_versions(spark: SparkSession) ->
         (30, "silver", "Bonn"),
     ]
     log = driver.read("members")
-    assert [(seconds(r["timestamp"]), r["carried"], r["given_columns"]) for r in log] == [
+    assert [(seconds(r["timestamp"]), r["propagated_from"], r["provided_columns"]) for r in log] == [
         (5, 0, ["tier", "city"]),
         (10, 1, ["city"]),
         (20, 2, ["city"]),
@@ -242,7 +242,12 @@ def test_two_records_of_one_time_are_one_version(spark: SparkSession) -> None:
     driver.pipe("members", put("a", 5, ["tier"], tier="iron"), put("a", 5, ["city"], city="Oslo"))
     driver.pipe("members", put("a", 5, ["city"], city="Bonn"))
     driver.pipe("members", put("a", 3, ["tier", "city"], tier="late", city="late", tags={"x": 9}))
-    assert rows_of(driver, "tier", "city", "given_columns")[2] == (5, "iron", "Bonn", ["tier", "city"])
+    assert rows_of(driver, "tier", "city", "provided_columns")[2] == (
+        5,
+        "iron",
+        "Bonn",
+        ["tier", "city"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -372,9 +377,9 @@ def test_with_versions_that_only_some_columns_make(spark: SparkSession) -> None:
         (
             {
                 "ignore_null_updates": True,
-                "schema": StructType([*SCHEMA.fields, StructField("carried", StringType())]),
+                "schema": StructType([*SCHEMA.fields, StructField("propagated_from", StringType())]),
             },
-            "no value columns named ['carried']",
+            "no value columns named ['propagated_from']",
         ),
     ],
 )

@@ -42,7 +42,7 @@ class Shop:
 
     root: Path
     spark: SparkSession
-    ready: Any = "first_end"
+    ready: Any = "initial_load"
     per_run: int | None = 1
     retention: timedelta = 30 * DAY
     prices: VersionedTable = field(init=False)
@@ -100,7 +100,7 @@ def shop(tmp_path: Path, spark: SparkSession) -> Made:
     return made
 
 
-def test_a_join_takes_nothing_before_its_table_has_come_to_its_first_end(shop: Made) -> None:
+def test_a_join_takes_nothing_before_its_table_has_come_to_its_initial_load(shop: Made) -> None:
     one = shop()
     one.land_all()
     at_once = replace(one.prices, ready=None)
@@ -242,7 +242,7 @@ def test_a_training_set_is_not_made_of_a_part_of_a_table(shop: Made, tmp_path: P
 @pytest.mark.parametrize("given", ["soon", datetime(2024, 1, 1)])
 def test_what_ready_is_not(shop: Made, given: Any) -> None:
     with pytest.raises(
-        TopologyError, match="prices: ready must be 'first_end', a datetime with a time"
+        TopologyError, match="prices: ready must be 'initial_load', a datetime with a time"
     ):
         shop(ready=given)
 
@@ -257,5 +257,5 @@ def test_ready_is_said_of_a_source(shop: Made) -> None:
             timestamp="at",
             history_retention=DAY,
             operator=one.sold.operator,
-            ready="first_end",
+            ready="initial_load",
         )

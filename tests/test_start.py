@@ -218,7 +218,7 @@ def test_it_comes_when_the_changes_of_the_first_run_are_taken(
     tmp_path: Path, spark: SparkSession
 ) -> None:
     """However runs are cut: a row is not applied before a change that makes it needless."""
-    one = Accounts(tmp_path, spark, {"ready": "first_end"}, {"max_files_per_run": 1})
+    one = Accounts(tmp_path, spark, {"ready": "initial_load"}, {"max_files_per_run": 1})
     for n in (1, 2, 3):
         one.land(str(n), ("a", n, f"a{n}"), (f"b{n}", n, None))
     one.snapshot(("a", "a3"), ("b2", "gone"), ("z", "z0"))

@@ -25,7 +25,7 @@ from vt_dagster import (
     lateness,
 )
 from vt_dagster.core.as_of_join import as_of_join
-from vt_dagster.core.versioned_table import clipped
+from vt_dagster.core.versioned_table import clip_at_valid_until
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.join_strategy import tiles_of
@@ -133,7 +133,9 @@ def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> Non
             own = None if until is None else at(until)
             stored.append((key, 0, at(begin), ends, own, n % 5 == 4, n))
     kinds = "k string, partition int, valid_from timestamp, valid_to timestamp, u timestamp"
-    rows = clipped(spark.createDataFrame(stored, f"{kinds}, is_tombstone boolean, n int"), "u")
+    rows = clip_at_valid_until(
+        spark.createDataFrame(stored, f"{kinds}, is_tombstone boolean, n int"), "u"
+    )
     moments = [
         (k, at(t), i) for i, (k, t) in enumerate((k, t) for k in "abc" for t in range(0, 130, 2))
     ]

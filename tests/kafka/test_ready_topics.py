@@ -28,7 +28,7 @@ def test_a_join_waits_for_the_end_that_the_first_run_has_pinned(
         timestamp="at",
         history_retention=timedelta(days=30),
         source=pipeline.source(topics, topic, max_records_per_run=4),
-        ready="first_end",
+        ready="initial_load",
     )
     stream = Stream("s", key="k", schema=SCHEMA, timestamp="at", source=pipeline.source(topics, other))
     join = stream.left_join(table, select=("left.n", "right.n as found"), name="j")
@@ -38,7 +38,7 @@ def test_a_join_waits_for_the_end_that_the_first_run_has_pinned(
     topics.produce(topic, records(range(4, 40), partition=0))
     run_once(table, pipeline.store)
     head = pipeline.head(table)
-    assert head.first_end == {topic: {0: 4, 1: 4}}
+    assert head.initial_load == {topic: {0: 4, 1: 4}}
     commit = run_once(join, pipeline.store).commit
     assert commit is not None
     assert commit.counts["in"] == 2

@@ -142,13 +142,13 @@ _until = choice(
 
 
 def _as_ready(value: Any) -> Any:
-    if not isinstance(value, str) or value == "first_end" or is_template(value):
+    if not isinstance(value, str) or value == "initial_load" or is_template(value):
         return value
     try:
         return datetime.fromisoformat(value.replace("Z", "+00:00"))
     except ValueError:
         raise ValueError(
-            f"expected first_end or a time like 2024-06-01T00:00:00Z, got {value!r}"
+            f"expected initial_load or a time like 2024-06-01T00:00:00Z, got {value!r}"
         ) from None
 
 
@@ -156,8 +156,8 @@ _READY: Any = (
     optional(Annotated[datetime | str, BeforeValidator(_as_ready, json_schema_input_type=str)]),
     Field(
         default=None,
-        description="From when on joins look into it, and take nothing before: first_end, once it has "
-        "all that its first run found, or a time that its stream time has come to.",
+        description="From when on joins look into it, and take nothing before: initial_load, once it "
+        "has all that its first run found, or a time that its stream time has come to.",
     ),
 )
 

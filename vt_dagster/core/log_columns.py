@@ -17,9 +17,7 @@ from pyspark.sql.types import (
 )
 
 from vt_dagster.columns import (
-    CARRIED,
     CAUSE,
-    GIVEN,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
@@ -28,6 +26,8 @@ from vt_dagster.columns import (
     OFFSET,
     OLD,
     PARTITION,
+    PROPAGATED_FROM,
+    PROVIDED_COLUMNS,
     REVISION,
     TIMESTAMP,
     VALID_FROM,
@@ -46,7 +46,10 @@ _TYPES: dict[str, DataType] = {
     VALID_FROM: TimestampType(),
     VALID_TO: TimestampType(),
 }
-_OF_PARTS: dict[str, DataType] = {GIVEN: ArrayType(StringType()), CARRIED: IntegerType()}
+_OF_PARTS: dict[str, DataType] = {
+    PROVIDED_COLUMNS: ArrayType(StringType()),
+    PROPAGATED_FROM: IntegerType(),
+}
 """Of tables whose records may say a part of their row; of others these may be a user's own."""
 POSITION_TYPE = StructType(
     [
@@ -74,14 +77,14 @@ def log_columns(node: Stream) -> list[str]:
     own = [c for c in node.schema.names if c.lower() != TIMESTAMP]
     of_tables = (IS_LATEST, OLD) if isinstance(node, Table) else ()
     of_operator = node.operator.log_columns if node.operator is not None else ()
-    of_parts = _OF_PARTS if parts_of(node) else ()
+    of_parts = _OF_PARTS if partial_columns(node) else ()
     return [*own, *LOG_COLUMNS, *of_tables, *of_operator, *of_parts]
 
 
-def parts_of(node: Stream) -> dict[str, tuple[str, ...]]:
+def partial_columns(node: Stream) -> dict[str, tuple[str, ...]]:
     """The value columns that a record may leave out, unchanged, each with the names that it had before;
     none where a record says its whole row."""
-    if not isinstance(node, VersionedTable) or not node.says_parts:
+    if not isinstance(node, VersionedTable) or not node.has_partial_updates:
         return {}
     own = (node.timestamp, node.valid_until)
     return {c: tuple(node.earlier.get(c, ())) for c in value_columns(node) if c not in own}
@@ -106,7 +109,7 @@ def _schema(node: Stream, names: Sequence[str], of_old: Sequence[str] = ()) -> S
     own: dict[str, DataType] = {f.name: f.dataType for f in node.schema.fields}
     added = node.operator.log_columns if node.operator is not None else ()
     own |= {n: kind for n, kind in _OF_CORRECTIONS.items() if n in added}
-    own |= _OF_PARTS if parts_of(node) else {}
+    own |= _OF_PARTS if partial_columns(node) else {}
     old = [*value_columns(node), TIMESTAMP, *of_old]
     own[OLD] = StructType([_field(node, n, own) for n in old])
     return StructType([_field(node, n, own) for n in names])

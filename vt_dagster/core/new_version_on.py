@@ -52,11 +52,14 @@ def with_version_before(
     as_last = ~F.col(_LAST)[IS_TOMBSTONE] & _same(new_version_on, F.col(_LAST))
     as_peer = F.col(_PEER).isNotNull() & _same(new_version_on, F.col(_PEER))
     # In a struct: "no version" is not the same as "that of the row before".
-    begun = F.struct(F.when(lives, _version(kept, key)).alias(_ROW))
+    first_changes = F.struct(F.when(lives, _version(kept, key)).alias(_ROW))
     found = (
-        F.when(is_first, F.when(lives & as_peer, F.struct(F.col(_PEER).alias(_ROW))).otherwise(begun))
+        F.when(
+            is_first,
+            F.when(lives & as_peer, F.struct(F.col(_PEER).alias(_ROW))).otherwise(first_changes),
+        )
         .when(lives & as_last, F.lit(None))
-        .otherwise(begun)
+        .otherwise(first_changes)
     )
     so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     known = kept.withColumn(_FIRST, found)
@@ -66,7 +69,7 @@ def with_version_before(
     return told.drop(_PEER, _LAST, _FIRST, _VERSION)
 
 
-def collapsed(rows: DataFrame, key: Sequence[str], new_version_on: Sequence[str]) -> DataFrame:
+def collapse_repeats(rows: DataFrame, key: Sequence[str], new_version_on: Sequence[str]) -> DataFrame:
     """The versions of a view, without the rows that repeat them, and without ``old``.
 
     Plan: one shuffle and sort by key.
@@ -89,11 +92,11 @@ def collapsed(rows: DataFrame, key: Sequence[str], new_version_on: Sequence[str]
         _LAST, F.lead(F.lit(1)).over(in_order).isNull()
     )
     ends = F.when(F.col(_LAST), F.col(_LAST_END)).otherwise(F.lead(_END).over(in_order))
-    told = opened(kept.withColumn(VALID_TO, ends), new_version_on)
+    told = with_version_start(kept.withColumn(VALID_TO, ends), new_version_on)
     return told.drop(_REPEATS, _END, _LAST_END, _FIRST, _LAST)
 
 
-def opened(rows: DataFrame, new_version_on: Sequence[str]) -> DataFrame:
+def with_version_start(rows: DataFrame, new_version_on: Sequence[str]) -> DataFrame:
     """Rows of a view with what their version says, from its first record on, and without ``old``."""
     repeats, old = _repeats(new_version_on), F.col(OLD)
     kind = rows.schema[OLD].dataType

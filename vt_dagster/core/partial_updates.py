@@ -2,9 +2,9 @@
 
 A log has whole rows: each record with what was known of its row by then. A late record changes the
 versions after it that took such a value from before them: the log has each of these once more, with
-``carried`` > 0, right after the record; so whoever follows a log, or folds it, needs to know nothing
-of all this. ``given_columns`` of a row says which columns its own records gave (null = all), and so how
-far a late record's values are carried. A deletion says of all columns that they are null.
+``propagated_from`` > 0, right after the record; so whoever follows a log, or folds it, needs to know
+nothing of all this. ``provided_columns`` of a row says which columns its own records gave (null = all),
+and so how far a late record's values are carried. A deletion says of all columns that they are null.
 
 What a record finds depends on what all records before it did to the versions of its key. Where a key's
 records come in order that is one running maximum a column. Where they do not, it is a kernel in Python
@@ -29,7 +29,15 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, StructField, StructType
 
-from vt_dagster.columns import CARRIED, GIVEN, IS_TOMBSTONE, OUTCOME, TIMESTAMP, VALID_FROM, VALID_TO
+from vt_dagster.columns import (
+    IS_TOMBSTONE,
+    OUTCOME,
+    PROPAGATED_FROM,
+    PROVIDED_COLUMNS,
+    TIMESTAMP,
+    VALID_FROM,
+    VALID_TO,
+)
 from vt_dagster.core.arrival_order import Outcome, gathered, union
 
 np: Any = numpy
@@ -47,7 +55,7 @@ _MANY = 10_000
 """Rows that are given at once."""
 
 
-def filled(
+def merge_forward(
     records: DataFrame,
     versions: DataFrame | None,
     *,
@@ -62,22 +70,24 @@ def filled(
     sorted.
 
     Args:
-        records: with their outcome; those that are not applied are passed through. ``given_columns``:
+        records: with their outcome; those that are not applied are passed through.
+            ``provided_columns``:
             an
             array of names among ``parts``; null = all of them.
         versions: those that end after the oldest record of their key; None = none.
         values: the value columns; ``parts``: those of them that a record may leave out, each with the
-            names that it had before, which ``given_columns`` of versions may have.
+            names that it had before, which ``provided_columns`` of versions may have.
         order: columns in whose order a key's records are taken.
 
     Returns:
-        the records with ``carried`` (INT, 0), and for each version that one changes a row of the
-        version's time and values, of the record's place, with ``carried`` = 1, 2, … by time.
+        the records with ``propagated_from`` (INT, 0), and for each version that one changes a row of
+        the version's time and values, of the record's place, with ``propagated_from`` = 1, 2, … by
+        time.
     """
     kind = F.when(F.col(OUTCOME) == Outcome.APPLIED, _RECORD).otherwise(_OTHER)
     rows = records.withColumns({_KIND: kind, _END: F.lit(None).cast("timestamp")})
     if versions is not None:
-        kept = [F.col(f"`{c}`") for c in (*key, *values, IS_TOMBSTONE, GIVEN)]
+        kept = [F.col(f"`{c}`") for c in (*key, *values, IS_TOMBSTONE, PROVIDED_COLUMNS)]
         times = [F.col(VALID_FROM).alias(TIMESTAMP), F.col(VALID_TO).alias(_END)]
         there = versions.select(*kept, *times).withColumn(_KIND, F.lit(_VERSION))
         rows = union(rows, there)
@@ -96,12 +106,12 @@ def filled(
     rows = rows.withColumns({_FLOOR: F.min(told).over(after), _FIRST: F.row_number().over(by_key) == 1})
     rows = rows.sortWithinPartitions(*in_order)
     fields = [f for f in rows.schema.fields if f.name not in _HELPERS]
-    schema = StructType([*fields, StructField(CARRIED, IntegerType())])
+    schema = StructType([*fields, StructField(PROPAGATED_FROM, IntegerType())])
     numbers = {name: n for n, (now, before) in enumerate(parts.items()) for name in (now, *before)}
     whose = _Columns(tuple(parts), numbers, tuple(c for c in values if c not in parts))
 
     def kernel(batches: Iterator[Any]) -> Iterator[Any]:
-        return _fill(batches, whose, schema.names)
+        return _merge_batches(batches, whose, schema.names)
 
     return cast(Any, rows).mapInArrow(kernel, schema)
 
@@ -215,7 +225,7 @@ class _Batch:
 
     def _said(self) -> Any:
         """Whether a row gave a part."""
-        given = self.rows.column(GIVEN).combine_chunks()
+        given = self.rows.column(PROVIDED_COLUMNS).combine_chunks()
         found = np.zeros((len(given), len(self.whose.parts)), bool)
         found[given.is_null().to_numpy(zero_copy_only=False)] = True
         numbers = self.whose.numbers
@@ -260,7 +270,7 @@ class _Batch:
         rows = np.concatenate([others, quick[records]])
         as_they_are = np.repeat(others[:, None], len(self.whose.parts), 1)
         source = np.concatenate([as_they_are, sources[records]])
-        given = self.rows.column(GIVEN).take(pa.array(rows))
+        given = self.rows.column(PROVIDED_COLUMNS).take(pa.array(rows))
         return self._rows(rows, rows, source, given, np.zeros(len(rows), np.int32), names)
 
     def made(self, results: Sequence[_Result], names: Sequence[str]) -> Any:
@@ -274,7 +284,7 @@ class _Batch:
             np.array([r.record for r in results], np.int64),
             np.array([r.row for r in results], np.int64),
             sources.reshape(len(results), len(parts)),
-            pa.array(given, self.rows.schema.field(GIVEN).type),
+            pa.array(given, self.rows.schema.field(PROVIDED_COLUMNS).type),
             np.array([r.carried for r in results], np.int32),
             names,
         )
@@ -284,7 +294,7 @@ class _Batch:
     ) -> Any:
         """Rows of records, of the versions' own columns, and of where their parts are."""
         own = {*self.whose.own, TIMESTAMP, _TIME, IS_TOMBSTONE}
-        told = {GIVEN: given, CARRIED: pa.array(carried)}
+        told = {PROVIDED_COLUMNS: given, PROPAGATED_FROM: pa.array(carried)}
         for place, part in enumerate(self.whose.parts):
             rows = source[:, place]
             told[part] = self.rows.column(part).take(pa.array(rows, mask=rows < 0))
@@ -307,15 +317,15 @@ class _Batch:
         return pa.Table.from_arrays(rows.columns, schema=self.rows.schema)
 
 
-def _fill(batches: Iterator[Any], whose: _Columns, names: Sequence[str]) -> Iterator[Any]:
+def _merge_batches(batches: Iterator[Any], whose: _Columns, names: Sequence[str]) -> Iterator[Any]:
     left: list[Any] = []
     for some in batches:
         if some.num_rows:
             rows = pa.concat_tables([*left, pa.Table.from_batches([some])])
-            left = yield from _filled(_Batch(rows.combine_chunks(), whose), names)
+            left = yield from _merge_batch(_Batch(rows.combine_chunks(), whose), names)
 
 
-def _filled(batch: _Batch, names: Sequence[str]) -> Generator[Any, None, list[Any]]:
+def _merge_batch(batch: _Batch, names: Sequence[str]) -> Generator[Any, None, list[Any]]:
     """The rows of a batch; gives back what the next one must know of the last key."""
     slow, parts = batch.out_of_order(), batch.whose.parts
     quick = batch.active[~np.isin(batch.group[batch.active], slow)]

@@ -55,9 +55,11 @@ class RunContext:
         refused: its quarantine, where the processor keeps one and reaches back; None = nothing.
         since: the records of the run reach back to what has a larger timestamp, epoch microseconds;
             None = to nothing of earlier runs.
-        rivals: of a table whose records meet its versions (``tie_break``, ``only_columns``), those that
+        colliding_versions: of a table whose records meet its versions (``tie_break``,
+            ``only_columns``), those that
             end after the oldest record of the run; None = none.
-        begun: of a run that takes a snapshot to start with, by key the first time of a record in the
+        first_changes: of a run that takes a snapshot to start with, by key the first time of a record
+            in the
             log, ``core.versioned_table.FIRST``; None = there is no log yet, or no such snapshot.
         last: of a table that follows its source's order, of keys with a record older than the table
             remembers, the largest time in the log, ``core.source_order.LAST``; None = there is none.
@@ -76,8 +78,8 @@ class RunContext:
     watermarks_after: Mapping[str, Column] = field(default_factory=dict[str, Column])
     since: int | None = None
     refused: DataFrame | None = None
-    rivals: DataFrame | None = None
-    begun: DataFrame | None = None
+    colliding_versions: DataFrame | None = None
+    first_changes: DataFrame | None = None
     last: DataFrame | None = None
 
     @classmethod

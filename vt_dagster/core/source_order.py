@@ -21,9 +21,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import CARRIED, IS_LATEST, IS_TOMBSTONE, OUTCOME, TIMESTAMP, VALID_FROM
+from vt_dagster.columns import IS_LATEST, IS_TOMBSTONE, OUTCOME, PROPAGATED_FROM, TIMESTAMP, VALID_FROM
 from vt_dagster.core.arrival_order import Outcome
-from vt_dagster.core.log_columns import parts_of
+from vt_dagster.core.log_columns import partial_columns
 from vt_dagster.core.plain_table import BEFORE, NEWEST, with_row_before
 from vt_dagster.core.source_records import RESTATES, START, time_of
 from vt_dagster.topology.model import Stream, VersionedTable
@@ -40,14 +40,14 @@ _PLACE, _GONE, _AHEAD, _SINCE = "_place", "_gone", "_ahead", "_since"
 def follows_source(node: Stream) -> bool:
     """Whether the last record of a key by its source's order is what the table holds of it, whatever
     its time: where the source says what a table holds, and each record is a whole row."""
-    table = isinstance(node, VersionedTable) and not node.says_parts
+    table = isinstance(node, VersionedTable) and not node.has_partial_updates
     return table and getattr(node.source, "orders_changes", False)
 
 
 def deletions_yield(node: Stream) -> bool:
     """Whether its source sends deletions whose time nobody stated beside records with a time of their
     own: such a deletion yields to a record that comes after it with an earlier time."""
-    if not isinstance(node, VersionedTable) or node.says_parts or node.deleted_at is not None:
+    if not isinstance(node, VersionedTable) or node.has_partial_updates or node.deleted_at is not None:
         return False
     own_time = node.timestamp != TIMESTAMP or TIMESTAMP in node.schema.names
     return own_time and getattr(node.source, "assumes_deletions", False) and not follows_source(node)
@@ -61,7 +61,7 @@ def restates(node: Stream) -> bool:
 def carries(node: Stream) -> bool:
     """Whether its log has rows besides its source's records, each right after the record that it
     follows from: those of ``core.partial_updates``, or these."""
-    return bool(parts_of(node)) or follows_source(node) or deletions_yield(node)
+    return bool(partial_columns(node)) or follows_source(node) or deletions_yield(node)
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class SourceOrder:
             newest: the current versions before the run; None = none.
 
         Returns:
-            the records with ``carried`` (INT) = 0, and these rows with ``carried`` = 1, which are their
-            key's latest.
+            the records with ``propagated_from`` (INT) = 0, and these rows with ``propagated_from`` = 1,
+            which are their key's latest.
         """
         if self.follows:
             return _in_force_again(records, ~F.col(IS_LATEST))
@@ -293,15 +293,15 @@ def _in_force_again(records: DataFrame, older: Column) -> DataFrame:
         older: whether a record is one of them.
 
     Returns:
-        the records with ``carried`` = 0, and these rows with ``carried`` = 1, which are their key's
-        latest.
+        the records with ``propagated_from`` = 0, and these rows with ``propagated_from`` = 1, which are
+        their key's latest.
     """
     older = (F.col(OUTCOME) == Outcome.APPLIED) & older
     if START in records.columns:
         older = older & ~F.col(START)
     places = F.when(older, F.array(F.lit(0), F.lit(1))).otherwise(F.array(F.lit(0)))
-    again = F.col(CARRIED) == 1
-    return records.withColumn(CARRIED, F.explode(places)).withColumns(
+    again = F.col(PROPAGATED_FROM) == 1
+    return records.withColumn(PROPAGATED_FROM, F.explode(places)).withColumns(
         {
             TIMESTAMP: F.when(again, F.col(SO_FAR)).otherwise(F.col(TIMESTAMP)),
             IS_LATEST: F.col(IS_LATEST) | again,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.columns import ARRIVAL, CARRIED, OUTCOME, PARTITION, RECORDED_AT
+from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, PROPAGATED_FROM, RECORDED_AT
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import FINE, InPlace, Outcome, number, with_columns
-from vt_dagster.core.log_columns import log_columns, parts_of
+from vt_dagster.core.log_columns import log_columns, partial_columns
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.source_order import carries, follows_source, restates
@@ -53,7 +53,7 @@ class SourceProcessor(Processor[None]):
 
     @property
     def _carried(self) -> tuple[str, ...]:
-        return (CARRIED,) if carries(self.node) else ()
+        return (Outcome.CARRIED,) if carries(self.node) else ()
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
@@ -80,8 +80,8 @@ class SourceProcessor(Processor[None]):
             persist_rows=context.persist_rows,
             bounds=context.bounds,
             of_rejected=raw,
-            rivals=context.rivals,
-            begun=context.begun,
+            colliding_versions=context.colliding_versions,
+            first_changes=context.first_changes,
             last=context.last,
         )
 
@@ -119,7 +119,11 @@ class SourceProcessor(Processor[None]):
         return numbered.select(*log_columns(self.node), RECORDED_AT)
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        carried = {CARRIED: F.count_if(F.col(CARRIED) > 0)} if CARRIED in columns else {}
+        carried = (
+            {Outcome.CARRIED: F.count_if(F.col(PROPAGATED_FROM) > 0)}
+            if PROPAGATED_FROM in columns
+            else {}
+        )
         if START not in columns:
             return carried
         outcomes = {STARTED: Outcome.APPLIED, START_BAD: Outcome.QUARANTINED}
@@ -127,7 +131,7 @@ class SourceProcessor(Processor[None]):
             name: F.count_if(F.col(START) & (F.col(OUTCOME) == outcome))
             for name, outcome in outcomes.items()
         }
-        record = F.col(CARRIED) == 0 if carried else F.lit(True)
+        record = F.col(PROPAGATED_FROM) == 0 if carried else F.lit(True)
         return {**carried, **told, START_IN: F.count_if(F.col(START) & record)}
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
@@ -135,13 +139,13 @@ class SourceProcessor(Processor[None]):
         told = {outcome: found[outcome] for outcome in self._outcomes}
         applied = found[Outcome.APPLIED] - carried
         shown = {"in": found["in"] - carried, **told, Outcome.APPLIED: applied}
-        if parts_of(self.node):
+        if partial_columns(self.node):
             return shown
         # Rare where each record says its whole row.
-        return {n: c for n, c in shown.items() if c or n not in (CARRIED, Outcome.NOTHING_NEW)}
+        return {n: c for n, c in shown.items() if c or n not in (Outcome.CARRIED, Outcome.NOTHING_NEW)}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
         outcomes = (*self.quarantined_outcomes, Outcome.APPLIED, Outcome.COVERED, Outcome.NOTHING_NEW)
         done = sum(totals.get(outcome, 0) for outcome in outcomes)
-        what = f"records in = {' + '.join(f for f in self._outcomes if f != CARRIED)}"
+        what = f"records in = {' + '.join(f for f in self._outcomes if f != Outcome.CARRIED)}"
         return [(what, totals.get("in", 0), done)]

@@ -9,9 +9,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DateType, StringType, TimestampNTZType, TimestampType
 
 from vt_dagster import rules
-from vt_dagster.columns import GIVEN, IS_TOMBSTONE, OUTCOME, PARTITION, TIMESTAMP
+from vt_dagster.columns import IS_TOMBSTONE, OUTCOME, PARTITION, PROVIDED_COLUMNS, TIMESTAMP
 from vt_dagster.core.arrival_order import Outcome, has_key
-from vt_dagster.core.log_columns import parts_of
+from vt_dagster.core.log_columns import partial_columns
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 REASON = "_reason"
@@ -94,7 +94,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     Returns:
         the rows with ``timestamp, partition, is_tombstone, _outcome, _reason``; ``_outcome`` is
         ``quarantined`` where there is a reason, else null. Of a table whose records may say a part of
-        their row also ``given_columns``: which; null = all.
+        their row also ``provided_columns``: which; null = all.
 
     Source: FORMAT 4.2.1; kip889-tombstone-is-null, kip889-probe-null-key.
     """
@@ -137,7 +137,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     named = RECORD_TIME in rows.columns and SOURCE_TIME not in rows.columns
     rows = rows.withColumn(SOURCE_TIME, F.col(RECORD_TIME)) if named else rows
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
-    parts = parts_of(node)
+    parts = partial_columns(node)
     if UNCHANGED in rows.columns and not takes_unchanged(node):
         # What has no version to take its value from would be null, which the source does not say.
         lost = F.array_except(UNCHANGED, F.array(*map(F.lit, parts)).cast("array<string>"))
@@ -145,7 +145,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     if parts:
         assert isinstance(node, VersionedTable)
         given, unknown = _given(node, rows, parts)
-        timed = timed.withColumn(GIVEN, F.when(~F.col(IS_TOMBSTONE), given))
+        timed = timed.withColumn(PROVIDED_COLUMNS, F.when(~F.col(IS_TOMBSTONE), given))
         reason = reason.when(~tombstone & unknown, Reason.UNKNOWN_COLUMNS)
     if PARTITION not in rows.columns:
         if node.partition_by is not None:
@@ -162,7 +162,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
 def takes_unchanged(node: Stream) -> bool:
     """Whether a column that a source has not sent, since it is unchanged, has the value of the record
     before, in the source's order; where a record says parts by ``only_columns``, that of its time."""
-    whole = isinstance(node, VersionedTable) and not node.says_parts and node.tie_break is None
+    whole = isinstance(node, VersionedTable) and not node.has_partial_updates and node.tie_break is None
     return whole and getattr(node.source, "orders_changes", False)
 
 

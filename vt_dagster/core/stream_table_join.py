@@ -45,7 +45,7 @@ _ROW = "_row"
 
 
 class StreamTableJoinProcessor(Processor[StreamTableJoin]):
-    """Judges the stream's records (``grace_buffer.hold``), then looks them up in the table
+    """Judges the stream's records (``grace_buffer.hold_back``), then looks them up in the table
     (:func:`join`)."""
 
     has_stream_time = True

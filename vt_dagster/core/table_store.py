@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from vt_dagster.columns import VALID_TO
 from vt_dagster.core import new_version_on, plain_table, versioned_table
 from vt_dagster.core.arrival_order import by_partition, duration, union
-from vt_dagster.core.log_columns import parts_of, value_columns
+from vt_dagster.core.log_columns import partial_columns, value_columns
 from vt_dagster.core.source_order import SourceOrder
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -34,8 +34,8 @@ def put(
     persist_rows: PersistRows | None = None,
     bounds: Bounds | None = None,
     of_rejected: Sequence[str] = (),
-    rivals: DataFrame | None = None,
-    begun: DataFrame | None = None,
+    colliding_versions: DataFrame | None = None,
+    first_changes: DataFrame | None = None,
     last: DataFrame | None = None,
 ) -> DataFrame:
     """What a table's store makes of records: see ``versioned_table.put`` and ``plain_table.put``.
@@ -46,7 +46,7 @@ def put(
             then shuffled.
         bounds: of a versioned table's stream time, see ``passed``.
         of_rejected: columns that are null in what is applied.
-        rivals, begun, last: see ``RunContext``.
+        colliding_versions, first_changes, last: see ``RunContext``.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
     """
@@ -55,7 +55,11 @@ def put(
         records = persist_rows(records)
         keys = F.broadcast(records.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
         view = view.join(keys, list(node.key), "left_semi")
-        rivals = None if rivals is None else rivals.join(keys, list(node.key), "left_semi")
+        colliding_versions = (
+            None
+            if colliding_versions is None
+            else colliding_versions.join(keys, list(node.key), "left_semi")
+        )
     if isinstance(node, VersionedTable):
         return versioned_table.put(
             records,
@@ -69,9 +73,9 @@ def put(
             bounds=bounds,
             of_rejected=of_rejected,
             tie_break=node.tie_break,
-            rivals=rivals,
-            begun=begun,
-            parts=parts_of(node),
+            colliding_versions=colliding_versions,
+            first_changes=first_changes,
+            parts=partial_columns(node),
             by_source=SourceOrder.of(node, last),
         )
     return plain_table.put(
@@ -102,7 +106,7 @@ def fold_few(node: Table, view: DataFrame, log: DataFrame, stream_time: Column) 
     keys = F.broadcast(log.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
     met, others = (view.join(keys, list(node.key), how) for how in ("left_semi", "left_anti"))
     if isinstance(node, VersionedTable):
-        others = versioned_table.remembered(others, horizon_of(node, stream_time))
+        others = versioned_table.drop_expired(others, horizon_of(node, stream_time))
     # A view from before a column was added to the log has not got it.
     return union(others, fold(node, met, log, stream_time))
 
@@ -133,8 +137,12 @@ def as_read(node: Stream, view: DataFrame) -> DataFrame:
     if not isinstance(node, VersionedTable):
         return view
     if node.new_version_on is not None:
-        view = new_version_on.collapsed(view, node.key, node.new_version_on)
-    return view if node.valid_until is None else versioned_table.clipped(view, node.valid_until)
+        view = new_version_on.collapse_repeats(view, node.key, node.new_version_on)
+    return (
+        view
+        if node.valid_until is None
+        else versioned_table.clip_at_valid_until(view, node.valid_until)
+    )
 
 
 def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
@@ -145,10 +153,10 @@ def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) ->
     """
     rows = rows_of(node, current)
     if isinstance(node, VersionedTable) and node.new_version_on is not None:
-        rows = new_version_on.opened(rows, node.new_version_on)
+        rows = new_version_on.with_version_start(rows, node.new_version_on)
     if not isinstance(node, VersionedTable) or node.valid_until is None:
         return rows
-    rows = versioned_table.clipped(rows, node.valid_until)
+    rows = versioned_table.clip_at_valid_until(rows, node.valid_until)
     return rows.where(F.col(VALID_TO).isNull() | (F.col(VALID_TO) > by_partition(stream_time)))
 
 
@@ -167,7 +175,7 @@ def tie_break_of(node: Stream) -> str | None:
 
 def meets_versions(node: Stream) -> bool:
     """Whether a record of its source is compared with, or completed by, the versions of its time."""
-    return tie_break_of(node) is not None or bool(parts_of(node))
+    return tie_break_of(node) is not None or bool(partial_columns(node))
 
 
 def start_of(node: Stream) -> Any:

@@ -18,11 +18,11 @@ from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
 from vt_dagster.columns import (
-    CARRIED,
     IS_LATEST,
     IS_TOMBSTONE,
     OLD,
     OUTCOME,
+    PROPAGATED_FROM,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
@@ -30,7 +30,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival_order import Outcome, duration, over_all_partitions, union, with_columns
 from vt_dagster.core.as_of_join import FOUND, as_of_join
 from vt_dagster.core.new_version_on import with_version_before
-from vt_dagster.core.partial_updates import filled
+from vt_dagster.core.partial_updates import merge_forward
 from vt_dagster.core.plain_table import NEWEST, with_old, with_row_before
 from vt_dagster.core.source_order import SO_FAR, SourceOrder
 from vt_dagster.core.source_records import START
@@ -55,8 +55,8 @@ def put(
     bounds: Bounds | None = None,
     of_rejected: Sequence[str] = (),
     tie_break: str | None = None,
-    rivals: DataFrame | None = None,
-    begun: DataFrame | None = None,
+    colliding_versions: DataFrame | None = None,
+    first_changes: DataFrame | None = None,
     parts: Mapping[str, Sequence[str]] = {},
     by_source: SourceOrder | None = None,
 ) -> DataFrame:
@@ -82,9 +82,10 @@ def put(
         stream_time: stream time of the record's partition before the run.
         chunk, bounds: see ``passed``.
         of_rejected: columns that are null in what is applied.
-        tie_break, rivals: see :func:`without_lost_ties`; None = the last that arrives counts.
-        begun: see :func:`without_covered`.
-        parts: see :func:`core.partial_updates.filled`, to which ``rivals`` are the versions; none: each
+        tie_break, colliding_versions: see :func:`without_lost_ties`; None = the last that arrives
+        counts. first_changes: see :func:`without_superseded`.
+        parts: see :func:`core.partial_updates.merge_forward`, to which ``colliding_versions`` are the
+            versions; none: each
             record
             says its whole row.
         by_source: what the order of the source decides; None = nothing. Not together with ``parts``.
@@ -92,8 +93,8 @@ def put(
     Returns:
         the records with ``_outcome`` (``applied``, ``late``, ``lost_tie``, ``covered`` or
         ``nothing_new``), ``is_latest``, and ``old``: the key's newest row before the record. With
-        ``parts`` and ``by_source`` also ``carried`` (INT): 0 for a record, 1, 2, … for rows that follow
-        from it.
+        ``parts`` and ``by_source`` also ``propagated_from`` (INT): 0 for a record, 1, 2, … for rows
+        that follow from it.
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
@@ -110,12 +111,14 @@ def put(
     if by_source is not None:
         judged = by_source.without_repeated(judged, newest, key=key, values=values, order=order)
     if starts:
-        judged = without_covered(judged, begun, key=key)
+        judged = without_superseded(judged, first_changes, key=key)
     if tie_break is not None:
-        judged = without_lost_ties(judged, rivals, key=key, order=order, tie_break=tie_break)
+        judged = without_lost_ties(
+            judged, colliding_versions, key=key, order=order, tie_break=tie_break
+        )
     if parts:
         about: dict[str, Any] = {"key": key, "values": values, "parts": parts, "order": order}
-        judged, order = filled(judged, rivals, **about), [*order, CARRIED]
+        judged, order = merge_forward(judged, colliding_versions, **about), [*order, PROPAGATED_FROM]
     rejected = F.col(OUTCOME) != Outcome.APPLIED
     judged = with_columns(judged, {c: F.when(rejected, F.col(c)) for c in of_rejected})
     known = with_row_before(judged, newest, key=key, values=values)
@@ -129,12 +132,14 @@ def put(
     decided = known.withColumn(IS_LATEST, (F.col(OUTCOME) == Outcome.APPLIED) & in_order)
     if by_source is not None:
         decided = by_source.in_force_again(decided, newest, key=key, order=order)
-        order = [*order, CARRIED]
+        order = [*order, PROPAGATED_FROM]
     replaced = with_old(decided, F.col(IS_LATEST), key=key, values=values, order=order)
     return replaced.drop(NEWEST, SO_FAR)
 
 
-def without_covered(records: DataFrame, begun: DataFrame | None, *, key: Sequence[str]) -> DataFrame:
+def without_superseded(
+    records: DataFrame, first_changes: DataFrame | None, *, key: Sequence[str]
+) -> DataFrame:
     """Of a snapshot's rows those that the changes make needless: ``covered``.
 
     From the first time on of which they tell something of a key, the changes say all of it: a row of
@@ -145,12 +150,12 @@ def without_covered(records: DataFrame, begun: DataFrame | None, *, key: Sequenc
 
     Args:
         records: with their outcome and ``_start``.
-        begun: ``key columns, _first`` of the log; None = it is empty.
+        first_changes: ``key columns, _first`` of the log; None = it is empty.
     """
     told = F.when((F.col(OUTCOME) == Outcome.APPLIED) & ~F.col(START), F.col(TIMESTAMP))
     first = F.min(told).over(W.partitionBy(*key))
-    if begun is not None:
-        records = records.join(begun, list(key), "left")
+    if first_changes is not None:
+        records = records.join(first_changes, list(key), "left")
         first = F.least(first, F.col(FIRST))
     covered = F.col(START) & (F.col(OUTCOME) == Outcome.APPLIED) & (first <= F.col(TIMESTAMP))
     outcome = F.when(F.coalesce(covered, F.lit(False)), Outcome.COVERED).otherwise(F.col(OUTCOME))
@@ -227,11 +232,11 @@ def fold(
     chained = everything.withColumn(VALID_TO, F.lead(VALID_FROM).over(in_order))
     replaced = F.coalesce(F.col(VALID_TO) <= F.col(VALID_FROM), F.lit(False))
     if new_version_on is not None:
-        return remembered(with_version_before(chained, replaced, key, new_version_on), horizon)
-    return remembered(chained.where(~replaced), horizon)
+        return drop_expired(with_version_before(chained, replaced, key, new_version_on), horizon)
+    return drop_expired(chained.where(~replaced), horizon)
 
 
-def remembered(versions: DataFrame, horizon: Column) -> DataFrame:
+def drop_expired(versions: DataFrame, horizon: Column) -> DataFrame:
     """Without the versions that have expired.
 
     Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get.
@@ -241,7 +246,7 @@ def remembered(versions: DataFrame, horizon: Column) -> DataFrame:
     return versions.where(~F.coalesce(expired, F.lit(False)))
 
 
-def clipped(versions: DataFrame, valid_until: str) -> DataFrame:
+def clip_at_valid_until(versions: DataFrame, valid_until: str) -> DataFrame:
     """The versions as they are read: each ends with the next one, or by itself before.
 
     Args:

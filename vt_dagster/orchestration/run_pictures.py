@@ -18,18 +18,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from vt_dagster import rules
 from vt_dagster.columns import (
-    CARRIED,
     IS_LATE,
     IS_LATEST,
     IS_TOMBSTONE,
     OFFSET,
     PARTITION,
+    PROPAGATED_FROM,
     TIMESTAMP,
     VALID_FROM,
     VALID_TO,
 )
-from vt_dagster.core.log_columns import parts_of
+from vt_dagster.core.log_columns import partial_columns
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.drawing import BLUE, GREY, RED, WIDTH, image, svg, text
 from vt_dagster.orchestration.text_timeline import (
@@ -86,9 +87,9 @@ def _draw(store: AssetStore, arrival: Arrival, commit: Commit) -> dict[str, Any]
     sample = _sample(store.log_path, commit.batch)
     if sample is None:
         return {}
-    if parts_of(node):
-        records = sample.rows.filter(pc.field(CARRIED) == 0)
-        sample = Sample(records, sample.of - commit.counts.get(CARRIED, 0))
+    if partial_columns(node):
+        records = sample.rows.filter(pc.field(PROPAGATED_FROM) == 0)
+        sample = Sample(records, sample.of - commit.counts.get(rules.CARRIED.name, 0))
     rows = sample.rows
     found: dict[str, Any] = {}
     joined = looked_up is not None

@@ -83,14 +83,16 @@ def _delivering(node: Stream) -> list[dg.AssetKey]:
 def code_version(node: Stream) -> str:
     """A digest of what a node's records mean: another one, and they are those of something else."""
     told = shape_of(node)
-    unsaid = {c for c in ("valid_until", "new_version_on", "says_parts") if not getattr(told, c)}
+    unsaid = {
+        c for c in ("valid_until", "new_version_on", "has_partial_updates") if not getattr(told, c)
+    }
     shape = told.model_dump_json(exclude=unsaid or None)
     declared = [node.schema.json(), node.timestamp, node.tombstone, node.null_key]
     if isinstance(node, Table) and node.deleted_at is not None:
         declared += [f"deleted_at {node.deleted_at}"]
     tie_break = tie_break_of(node)
     declared += [] if tie_break is None else [f"tie_break {tie_break}"]
-    if isinstance(node, VersionedTable) and node.says_parts:
+    if isinstance(node, VersionedTable) and node.has_partial_updates:
         declared += [f"says {node.only_columns} {node.ignore_null_updates}"]
     unit = getattr(node.source, "timestamps", None)
     declared += [] if unit is None else [f"timestamps {unit}"]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from vt_dagster.columns import CARRIED, OFFSET, PARTITION, TIMESTAMP
+from vt_dagster import rules
+from vt_dagster.columns import OFFSET, PARTITION, PROPAGATED_FROM, TIMESTAMP
 from vt_dagster.provenance.arrival_batches import cut, running_time
 from vt_dagster.provenance.lateness_results import Choice
 from vt_dagster.provenance.log_reader import Log, both
@@ -42,7 +43,7 @@ class LateRecords:
     @property
     def total(self) -> int:
         """How many records the table was given."""
-        carried = self.log.commit.totals.get(CARRIED, 0)
+        carried = self.log.commit.totals.get(rules.CARRIED.name, 0)
         return self.log.commit.total - carried + len(self.refused_most)
 
     def _refused(self) -> tuple[Any, Any]:
@@ -67,12 +68,16 @@ class LateRecords:
         """How far the records that were accepted were behind stream time, microseconds."""
         latest: dict[int, int] = {}
         # No records of the source: versions that late ones have changed.
-        parts = self.log.head.shape.says_parts and self.log.commit.totals.get(CARRIED, 0)
-        carried = [CARRIED] if parts else []
+        parts = self.log.head.shape.has_partial_updates and self.log.commit.totals.get(
+            rules.CARRIED.name, 0
+        )
+        carried = [PROPAGATED_FROM] if parts else []
         for start, end in cut({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
             rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP, *carried])
             if carried:
-                rows = rows.filter(pc.field(CARRIED).is_null() | (pc.field(CARRIED) == 0))
+                rows = rows.filter(
+                    pc.field(PROPAGATED_FROM).is_null() | (pc.field(PROPAGATED_FROM) == 0)
+                )
             moment = micros(rows, TIMESTAMP)
             home, place = (rows.column(c).to_numpy() for c in (PARTITION, OFFSET))
             behind = running_time(home, moment, latest) - moment

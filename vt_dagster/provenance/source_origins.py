@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vt_dagster.columns import CARRIED, PARTITION
+from vt_dagster import rules
+from vt_dagster.columns import PARTITION
 from vt_dagster.provenance.explanation import Origin, Record, Rejected
 from vt_dagster.provenance.log_reader import Log
 from vt_dagster.rules import NOTHING_NEW
@@ -87,7 +88,7 @@ def _of_topic(log: Log, record: Record, commit: Commit) -> Origin:
     if commit.start is not None and commit.start.batch == commit.batch:
         begin, end_ = commit.start.offsets.get(record.partition, (0, 0))
         applied -= end_ - begin
-    if commit.counts.get(CARRIED) or commit.counts.get(NOTHING_NEW.name):
+    if commit.counts.get(rules.CARRIED.name) or commit.counts.get(NOTHING_NEW.name):
         return Origin("topic", (topic,), 1, start, end)
     gone = set(_rejected_offsets(log, commit.batch, record.partition))
     there = [offset for offset in range(start, end) if offset not in gone]

@@ -11,18 +11,18 @@ import pyarrow as pa
 
 from vt_dagster import rules
 from vt_dagster.columns import (
-    CARRIED,
-    GIVEN,
     IS_TOMBSTONE,
     OFFSET,
     PARTITION,
+    PROPAGATED_FROM,
+    PROVIDED_COLUMNS,
     RECORDED_AT,
     TIMESTAMP,
     VALID_TO,
 )
 from vt_dagster.provenance.explanation import Record, Told
 from vt_dagster.provenance.log_reader import Condition, Log, Place, as_micros, as_time, both
-from vt_dagster.storage.arrow_fold import clipped, fold, micros, values_by_partition
+from vt_dagster.storage.arrow_fold import clip_at_valid_until, fold, micros, values_by_partition
 from vt_dagster.storage.commit_log import Commit, horizons
 
 AROUND = 2
@@ -91,7 +91,7 @@ class History:
         if versioned:
             valid = int(np.searchsorted(micros(found, TIMESTAMP), as_micros(moment), "right"))
             found = found.slice(max(0, valid - AROUND - 2), 2 * AROUND + 4)
-            found = clipped(found, self._valid_until)
+            found = clip_at_valid_until(found, self._valid_until)
         begins, until = micros(found, TIMESTAMP).tolist(), [None] * found.num_rows
         if versioned:
             there = found.column(VALID_TO).is_null().to_pylist()
@@ -141,7 +141,7 @@ def place_of(log: Log, record: Record, told: Told) -> None:
         else:
             told.decide(rules.LATEST, "its key has no row any more: the last record is a tombstone")
         return
-    if log.head.shape.says_parts:
+    if log.head.shape.has_partial_updates:
         done = _carried(log, record, others, told)
     else:
         done = _in_force_again(log, record, told)
@@ -183,9 +183,12 @@ def _place_on_arrival(record: Record, told: Told) -> None:
 def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) -> bool:
     """Tells which part of its row a record said, and what the rest is from; whether a late record has
     carried what it says into this row."""
-    only, place = (GIVEN, CARRIED), record.place
+    only, place = (PROVIDED_COLUMNS, PROPAGATED_FROM), record.place
     rows = log.rows(both(), {place[0]: place[1]}, {place[0]: place[1] + 1}, only)
-    given, carried = rows.column(GIVEN)[0].as_py(), rows.column(CARRIED)[0].as_py() or 0
+    given, carried = (
+        rows.column(PROVIDED_COLUMNS)[0].as_py(),
+        rows.column(PROPAGATED_FROM)[0].as_py() or 0,
+    )
     if given is not None:
         before = [v for v in others if v.begin < record.timestamp][-1:]
         there = [f"as offset {_at(v)} has them" for v in before if not v.is_tombstone]
@@ -205,7 +208,7 @@ def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) ->
 def _in_force_again(log: Log, record: Record, told: Told) -> bool:
     """Tells whether a row of the log is no record of its source: it puts the one before it in force
     again, with the same values at a later time, see ``core.source_order``."""
-    if not log.commit.totals.get(CARRIED, 0) or not record.is_latest:
+    if not log.commit.totals.get(rules.CARRIED.name, 0) or not record.is_latest:
         return False
     partition, offset = record.place
     cause = log.one(partition, offset - 1) if offset else None

@@ -12,10 +12,11 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
 from pyspark.sql import functions as F
 
+from vt_dagster import rules
 from vt_dagster.columns import (
-    CARRIED,
     OFFSET,
     PARTITION,
+    PROPAGATED_FROM,
     SEGMENT,
     TIMESTAMP,
     VALID_FROM,
@@ -23,7 +24,7 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome, by_partition, has_key
-from vt_dagster.core.log_columns import log_schema, parts_of
+from vt_dagster.core.log_columns import log_schema, partial_columns
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_records import Reason
 from vt_dagster.runs.invariants import (
@@ -352,12 +353,16 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
             ("bad records in quarantine", totals.get("quarantined", 0), others),
         ]
         if scope.start:
-            applied = totals.get("applied", 0) + totals.get(CARRIED, 0)
+            applied = totals.get("applied", 0) + totals.get(rules.CARRIED.name, 0)
             short.append(("records applied = rows in the log", applied, numbers["rows_in_log"] + gone))
         elif isinstance(node, VersionedTable):
-            log = log.where(F.coalesce(CARRIED, F.lit(0)) == 0) if parts_of(node) else log
+            log = (
+                log.where(F.coalesce(PROPAGATED_FROM, F.lit(0)) == 0) if partial_columns(node) else log
+            )
             counted = log.agg(F.count(F.lit(1)) - F.count_distinct(F.struct(*node.key, TIMESTAMP)))
-            again = 0 if parts_of(node) else totals.get(CARRIED, 0)  # each has a version's time
+            again = (
+                0 if partial_columns(node) else totals.get(rules.CARRIED.name, 0)
+            )  # each has a version's time
             numbers["records_duplicate"] = max(0, counted.collect()[0][0] - again)
     wrong = [{"what": w, "expected": str(a), "found": str(b)} for w, a, b in short if a != b]
     offending = lost + doubled + sum(abs(a - b) for _, a, b in short)

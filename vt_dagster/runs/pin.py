@@ -77,7 +77,7 @@ def start_to_take(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole 
     source = start_of(node)
     if source is None or (commit is not None and commit.start is not None):
         return None
-    first = None if commit is None else commit.first_end
+    first = None if commit is None else commit.initial_load
     return pin_start(source) if pinned.reaches(first or pinned.source_end) else None
 
 

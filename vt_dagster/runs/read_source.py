@@ -112,7 +112,7 @@ def _with_start(
     return marked.unionByName(with_columns(rows, others), allowMissingColumns=True)
 
 
-def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:
+def first_changes_of(arrival: Arrival, store: Store) -> DataFrame | None:
     """Where a run takes a snapshot to start with, of each key in the log its first time."""
     if arrival.start is None or arrival.previous is None:
         return None
@@ -120,15 +120,15 @@ def begun_of(arrival: Arrival, store: Store) -> DataFrame | None:
     return of_key.agg(F.min(TIMESTAMP).alias(FIRST))
 
 
-def met_twice(records: DataFrame, arrival: Arrival) -> bool:
-    """Whether a run looks at a source's records before it puts them, see :func:`with_past`."""
+def reads_twice(records: DataFrame, arrival: Arrival) -> bool:
+    """Whether a run looks at a source's records before it puts them, see :func:`with_table_history`."""
     if {TRUNCATES, UNCHANGED} & {*records.columns}:
         return True
     node = arrival.node
     return arrival.previous is not None and (meets_versions(node) or follows_source(node))
 
 
-def with_past(
+def with_table_history(
     records: DataFrame, arrival: Arrival, store: Store, context: RunContext
 ) -> tuple[DataFrame, RunContext]:
     """A source's records by what the table has, and what they meet of its past.
@@ -140,7 +140,7 @@ def with_past(
     records = _without_truncations(records, arrival, context.view)
     records = _with_unchanged(records, arrival, context.view)
     if arrival.previous is not None and meets_versions(node):
-        context = replace(context, rivals=_rivals_of(records, store))
+        context = replace(context, rivals=_colliding_versions_of(records, store))
     if arrival.previous is not None and follows_source(node):
         context = replace(context, last=_last_of(records, arrival, store))
     return records, context
@@ -235,7 +235,7 @@ def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | 
     return rows.groupBy(*key).agg(F.max(TIMESTAMP).alias(LAST))
 
 
-def _rivals_of(records: DataFrame, store: Store) -> DataFrame | None:
+def _colliding_versions_of(records: DataFrame, store: Store) -> DataFrame | None:
     """The versions of a table that end after its oldest record; None = none. Of records that it will
     refuse, as they are older than it remembers, none is needed.
 
@@ -313,7 +313,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
     if told in _HOLD:
         return None
     try:
-        with unheard():
+        with without_spark_logs():
             # The schema alone is asked for: with Spark Connect nothing is looked at before.
             empty = spark.createDataFrame([], columns)
             given = empty.withColumn(_GIVEN, F.expr(setting.expression)).schema[_GIVEN].dataType
@@ -335,7 +335,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
 
 
 @contextmanager
-def unheard() -> Generator[None]:
+def without_spark_logs() -> Generator[None]:
     """Within it PySpark does not log what it raises too: a question is no error."""
     # Made by PySpark: a logger of another kind would fail of what that logs.
     logger = PySparkLogger.getLogger("SQLQueryContextLogger")

@@ -73,7 +73,7 @@ def after_run(
     times: Mapping[int, int],
     started: bool,
 ) -> dict[str, Any]:
-    """What a commit says of it: the fields ``first_end`` and ``ready_at``.
+    """What a commit says of it: the fields ``initial_load`` and ``ready_at``.
 
     Args:
         source: what the run takes of a source.
@@ -85,22 +85,22 @@ def after_run(
     starts = source is not None and start_of(node) is not None
     if before.ready_at is not None or not waits(node):
         end = source.source_end if source is not None and starts and not started else None
-        return {"first_end": before.first_end or end, "ready_at": before.ready_at}
+        return {"initial_load": before.initial_load or end, "ready_at": before.ready_at}
     if source is None:
         return {"ready_at": dict(offsets) if _taken(node, inputs, ready) else None}
     if _begun(node, before):
         return {"ready_at": before.next_offset}
-    if isinstance(node, VersionedTable) and node.ready == "first_end":
-        end = source.source_end if before.first_end is None else before.first_end
+    if isinstance(node, VersionedTable) and node.ready == "initial_load":
+        end = source.source_end if before.initial_load is None else before.initial_load
         whole = source.reaches(end) and (started or not starts)
-        return {"first_end": end, "ready_at": dict(offsets) if whole else None}
+        return {"initial_load": end, "ready_at": dict(offsets) if whole else None}
     return {"ready_at": dict(offsets) if _timely(node, times) else None}
 
 
 def _begun(node: Stream, commit: Commit) -> bool:
-    """Whether a table with ``first_end`` had runs before that was declared."""
-    wanted = isinstance(node, VersionedTable) and node.ready == "first_end"
-    return wanted and commit.batch > 0 and commit.first_end is None
+    """Whether a table with ``initial_load`` had runs before that was declared."""
+    wanted = isinstance(node, VersionedTable) and node.ready == "initial_load"
+    return wanted and commit.batch > 0 and commit.initial_load is None
 
 
 def _timely(node: Stream, stream_time: Mapping[int, int]) -> bool:

@@ -41,7 +41,7 @@ from vt_dagster.runs.commit_document import (
 )
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.pin import explained, from_logs, from_source
-from vt_dagster.runs.read_source import met_twice, records_of, with_past
+from vt_dagster.runs.read_source import reads_twice, records_of, with_table_history
 from vt_dagster.runs.readiness import require_covered
 from vt_dagster.runs.record_times import steps_of, with_times
 from vt_dagster.runs.results import Judged, Receipt, Results, judge, nothing_of, require_same
@@ -158,12 +158,14 @@ class Run:
         if self.arrival.empty:
             return Results(nothing_of(self.node, self.store.spark), context)
         require_deterministic_functions(self.arrival, self.store)
-        if self.arrival.source is not None and (processor.bounded or met_twice(read[0], self.arrival)):
+        if self.arrival.source is not None and (
+            processor.bounded or reads_twice(read[0], self.arrival)
+        ):
             # They are looked at twice, and reading them is the most of it.
             with self._explained():
                 read = [self.store.persist(rows) for rows in read]
                 self.arrival.persisted.extend(read)
-                rows, context = with_past(read[0], self.arrival, self.store, context)
+                rows, context = with_table_history(read[0], self.arrival, self.store, context)
                 read = [rows]
         if self.arrival.source is not None and processor.bounded:
             with self._explained():

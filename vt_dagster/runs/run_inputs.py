@@ -16,7 +16,7 @@ from vt_dagster.core.run_context import Input, RunContext
 from vt_dagster.core.table_store import PersistRows
 from vt_dagster.runs.advance_stream_time import oldest, watermark_columns
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.read_source import begun_of
+from vt_dagster.runs.read_source import first_changes_of
 from vt_dagster.runs.store_protocol import Store, Stores
 from vt_dagster.runs.system_time_history import recorded_if
 from vt_dagster.storage.view import MANY_ROWS
@@ -107,5 +107,5 @@ def run_context_of(
         watermarks_after=watermark_columns(arrival.watermarks),
         since=since,
         refused=store.quarantine() if asked else None,
-        begun=begun_of(arrival, store) if with_tables else None,
+        first_changes=first_changes_of(arrival, store) if with_tables else None,
     )

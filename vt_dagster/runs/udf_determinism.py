@@ -18,7 +18,7 @@ from pyspark.sql.types import StructField, StructType, TimestampType
 from vt_dagster.columns import TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.read_source import unheard
+from vt_dagster.runs.read_source import without_spark_logs
 from vt_dagster.runs.store_protocol import Store
 from vt_dagster.topology.deterministic_sql import Expression, expressions_of, unknown_functions
 from vt_dagster.topology.model import Stream
@@ -76,7 +76,7 @@ def _deterministic(rows: DataFrame, one: Expression) -> bool:
     alias = next((m for m in _ALIAS.finditer(text) if m.end() == len(text)), None)
     expression = aggregate[1] if aggregate else text[: alias.start()] if alias else text
     try:
-        with unheard():
+        with without_spark_logs():
             _ = rows.agg(F.count(F.expr(expression))).schema
     except AnalysisException as error:
         return error.getCondition() != _REFUSED

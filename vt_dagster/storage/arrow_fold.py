@@ -38,7 +38,7 @@ def fold(
         tail: the log's rows after them; None = none.
         limits: of a versioned table the horizon by partition, epoch microseconds; None: it is plain.
         new_version_on: of a versioned table the columns that make a version: the rows are those that
-            are read, see ``core.new_version_on.collapsed``; None = every record makes one.
+            are read, see ``core.new_version_on.collapse_repeats``; None = every record makes one.
 
     Source: FORMAT 4.1.3, 4.2.1, 4.2.3, section 7; kip889-validity-interval.
     """
@@ -85,7 +85,7 @@ def fold(
 
 
 def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]) -> pa.Table:
-    """See ``core.new_version_on.collapsed``.
+    """See ``core.new_version_on.collapse_repeats``.
 
     Args:
         rows: also without ``old``, where all that a key ever had is among them.
@@ -138,8 +138,8 @@ def _with_old_of_peers(rows: pa.Table, codes: Sequence[Any], start: Any) -> pa.T
     return rows.set_column(place, OLD, rows.column(OLD).take(pa.array(index)))
 
 
-def clipped(rows: pa.Table, valid_until: str | None) -> pa.Table:
-    """See ``core.versioned_table.clipped``."""
+def clip_at_valid_until(rows: pa.Table, valid_until: str | None) -> pa.Table:
+    """See ``core.versioned_table.clip_at_valid_until``."""
     if valid_until is None:
         return rows
     ends = rows.column(VALID_TO)
@@ -154,7 +154,7 @@ def _before(ones: Any, others: Any) -> Any:
 
 
 def _expired(rows: pa.Table, limits: Mapping[int, int]) -> Any:
-    """See ``core.versioned_table.remembered``."""
+    """See ``core.versioned_table.drop_expired``."""
     limit = values_by_partition(rows, limits, np.iinfo(np.int64).min)
     ended = ~rows.column(VALID_TO).is_null().to_numpy() & (micros(rows, VALID_TO) <= limit)
     return ended | (rows.column(IS_TOMBSTONE).to_numpy() & (micros(rows, VALID_FROM) < limit))

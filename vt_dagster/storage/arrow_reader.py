@@ -20,7 +20,13 @@ import pyarrow.fs as pafs
 from vt_dagster.columns import FINAL, IS_TOMBSTONE, OFFSET, SEGMENT, VALID_FROM, VALID_TO
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_fold import clipped, fold, micros, values_by_partition, with_finality
+from vt_dagster.storage.arrow_fold import (
+    clip_at_valid_until,
+    fold,
+    micros,
+    values_by_partition,
+    with_finality,
+)
 from vt_dagster.storage.arrow_renames import by_newest_names, names_of, seen_as
 from vt_dagster.storage.commit_history import is_of_log, known_at
 from vt_dagster.storage.commit_log import (
@@ -234,9 +240,9 @@ class AssetRows:
         """Versions, or current rows; as of a time where given."""
         rows, limits = self._folded(what, moment), self._limits
         if limits is None or what == "versions":
-            return clipped(rows, self.shape.valid_until)
+            return clip_at_valid_until(rows, self.shape.valid_until)
         newest = rows.column(VALID_TO).is_null().to_numpy()
-        rows = clipped(rows, self.shape.valid_until)
+        rows = clip_at_valid_until(rows, self.shape.valid_until)
         start, end = micros(rows, VALID_FROM), micros(rows, VALID_TO)
         open_ = rows.column(VALID_TO).is_null().to_numpy()
         if moment is None:

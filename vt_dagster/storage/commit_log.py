@@ -46,7 +46,7 @@ class Shape(BaseModel):
     new_version_on: list[str] | None = None
     """Of a versioned table: the columns that make a version; None = every record does."""
 
-    says_parts: bool = False
+    has_partial_updates: bool = False
     """Of a versioned table: whether a record may say a part of its row."""
 
     ordered_by_source: bool = False
@@ -212,7 +212,7 @@ class Commit(BaseModel):
     deliveries: dict[str, str] = Field(default_factory=dict)
     """Of a source of DataFrames: which runs, partitions or materializations this run took, and what is
     remembered of each; of many, some."""
-    first_end: dict[str, Offsets] | str | None = None
+    initial_load: dict[str, Offsets] | str | None = None
     """Of a table whose ``ready`` is the end that its first run has pinned, or that starts with a
     snapshot: that end, as the source says it. None = there was none to note, also of runs before
     ``ready`` was declared."""

@@ -21,7 +21,13 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.storage import delta
-from vt_dagster.storage.arrow_fold import clipped, codes_of, micros, null_codes, values_by_partition
+from vt_dagster.storage.arrow_fold import (
+    clip_at_valid_until,
+    codes_of,
+    micros,
+    null_codes,
+    values_by_partition,
+)
 from vt_dagster.storage.arrow_reader import AssetRows, columns_of, rows_of
 from vt_dagster.storage.commit_log import Commit
 
@@ -121,7 +127,7 @@ class _Side(AssetRows):
         """What was true after a time, with when a read gives it: from (inclusive), to (exclusive)."""
         rows = self._folded("current", since)
         limits = values_by_partition(rows, self._limits or {}, -_OPEN)
-        rows = clipped(rows, self.shape.valid_until)
+        rows = clip_at_valid_until(rows, self.shape.valid_until)
         open_, start = rows.column(VALID_TO).is_null().to_numpy(), micros(rows, VALID_FROM)
         end = np.where(open_, _OPEN, micros(rows, VALID_TO))
         start = np.where(open_, start, np.maximum(start, limits))

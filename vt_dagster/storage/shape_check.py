@@ -26,7 +26,7 @@ def shape_of(node: Stream) -> Shape:
         return Shape(kind="table" if isinstance(node, Table) else "stream", **about)
     about |= {"history_retention": in_micros(node.history_retention), "valid_until": node.valid_until}
     about["new_version_on"] = of_table.new_version_on_of(node)
-    about["says_parts"] = node.says_parts
+    about["has_partial_updates"] = node.has_partial_updates
     about["ordered_by_source"] = follows_source(node)
     return Shape(kind="versioned", **about)
 

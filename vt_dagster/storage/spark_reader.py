@@ -90,7 +90,7 @@ class AssetReader:
         about["key_prefix"] = prefix
         if shape.kind == "versioned":
             about |= {"valid_until": shape.valid_until, "new_version_on": shape.new_version_on}
-            about["ignore_null_updates"] = shape.says_parts
+            about["ignore_null_updates"] = shape.has_partial_updates
             table = VersionedTable(last, history_retention=shape.retention(), **about)
             return cls(warehouse, table, spark, tell)
         kind = Table if shape.kind == "table" else Stream

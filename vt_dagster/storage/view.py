@@ -142,11 +142,11 @@ class View:
     def _schema(self) -> StructType:
         return stored_as(self.node, self.log_path)
 
-    def remembered(self, rows: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
+    def drop_expired(self, rows: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
         """Rows without versions that have expired."""
         if not isinstance(self.node, VersionedTable):
             return rows
-        return versioned_table.remembered(
+        return versioned_table.drop_expired(
             rows, table_store.horizon_of(self.node, by_partition(stream_time))
         )
 
@@ -280,7 +280,7 @@ class View:
         if done is not None:
             rows_met = sum(f.rows for f in delta.files(done.path, done.version, read))
             stored = self.stored(spark, done, read)
-            before = self.remembered(stored, done.checkpoint.stream_time)
+            before = self.drop_expired(stored, done.checkpoint.stream_time)
         rows = table_store.fold(node, before, new, by_partition(commit.stream_time))
         # A view that is made anew stands at any batch, perhaps below one of a log that was lost.
         asset = f"{commit.asset}:view"
@@ -350,9 +350,9 @@ class View:
             assert tail is not None
             return table_store.fold(node, None, tail, stream_time)
         if tail is None:
-            return self.remembered(stored, commit.stream_time)
+            return self.drop_expired(stored, commit.stream_time)
         # What had expired may lie there yet, beside a tombstone that does not.
-        stored = self.remembered(stored, base.checkpoint.stream_time)
+        stored = self.drop_expired(stored, base.checkpoint.stream_time)
         few = commit.total - base.checkpoint.total <= CHUNK
         rows = sum(f.rows for f in delta.files(base.path, base.version, wanted)) if few else 0
         fold = table_store.fold_few if rows > MANY_ROWS else table_store.fold

@@ -38,13 +38,13 @@ from vt_dagster.topology.table_options import (
     check_deletions,
     check_join,
     check_versions,
-    says_parts,
+    has_partial_updates,
 )
 
 History: TypeAlias = Literal["latest", "complete"]
 """Which of their rows two tables are joined by, see ``HistoryJoin``."""
 
-Ready: TypeAlias = Literal["first_end"] | datetime | None
+Ready: TypeAlias = Literal["initial_load"] | datetime | None
 """From when on joins look into a table, see ``VersionedTable``."""
 
 
@@ -326,9 +326,9 @@ class VersionedTable(Table, kind="versioned_table"):
             a result.
         ready: from when on joins may look into it; until then they, and those with what is made of it,
             take nothing, so that no record is joined with the first part of a table that is still being
-            loaded. ``first_end``: once it has taken all that its first run found in the source. A time
-            (with a time zone): once stream time has come to it, inclusive, in each partition that has
-            records. None: at once, as in Kafka Streams. Of a table with a source.
+            loaded. ``initial_load``: once it has taken all that its first run found in the source. A
+            time (with a time zone): once stream time has come to it, inclusive, in each partition that
+            has records. None: at once, as in Kafka Streams. Of a table with a source.
         tie_break: a value column: of records with one key and timestamp that with its largest value
             counts, whatever the order of arrival; the others are refused and counted, ``lost_tie``.
             Null is smaller than any value; of equal values the last that arrives counts. Text is
@@ -388,9 +388,9 @@ class VersionedTable(Table, kind="versioned_table"):
         return self.history_retention
 
     @property
-    def says_parts(self) -> bool:
+    def has_partial_updates(self) -> bool:
         """Whether a record may say a part of its row."""
-        return says_parts(self)
+        return has_partial_updates(self)
 
 
 __all__ = [

@@ -78,7 +78,7 @@ def check_versions(table: Any) -> None:
         _check_new_version_on(table.name, columns, values, table.valid_until)
         object.__setattr__(table, "new_version_on", columns)
     if table.only_columns is not None or table.ignore_null_updates is not False:
-        _check_parts(table, values)
+        _check_partial_updates(table, values)
 
 
 def check_join(
@@ -118,9 +118,9 @@ def check_join(
 def _check_ready(name: str, ready: object, has_source: bool) -> None:
     """Refuses a time from when on a table is ready that is none, or that it cannot say."""
     timed = isinstance(ready, datetime) and ready.tzinfo is not None
-    if ready is not None and ready != "first_end" and not timed:
+    if ready is not None and ready != "initial_load" and not timed:
         raise TopologyError(
-            f"{name}: ready must be 'first_end', a datetime with a time zone or None, got {ready!r}"
+            f"{name}: ready must be 'initial_load', a datetime with a time zone or None, got {ready!r}"
         )
     if ready is not None and not has_source:
         raise TopologyError(
@@ -175,12 +175,12 @@ def _check_valid_until(name: str, column: object, values: Sequence[StructField])
         )
 
 
-def says_parts(table: Any) -> bool:
+def has_partial_updates(table: Any) -> bool:
     """Whether a record of a table may leave out what is unchanged."""
     return table.only_columns is not None or bool(table.ignore_null_updates)
 
 
-def _check_parts(table: Any, values: Sequence[StructField]) -> None:
+def _check_partial_updates(table: Any, values: Sequence[StructField]) -> None:
     """Refuses what says of no record which part of its row it tells."""
     name, only, nulls = table.name, table.only_columns, table.ignore_null_updates
     if table.operator is not None or getattr(table.source, "whole", False):
@@ -195,7 +195,7 @@ def _check_parts(table: Any, values: Sequence[StructField]) -> None:
             f"{table.tie_break!r}: of two records of one time that each say a part of the row none is "
             "to be refused; leave one of both out: then they go by the order of arrival"
         )
-    taken = {"given_columns", "carried"} & {f.name.lower() for f in values}
+    taken = {"provided_columns", "propagated_from"} & {f.name.lower() for f in values}
     if taken:
         raise TopologyError(
             f"{name}: expected no value columns named {sorted(taken)}, which vt_dagster adds to a "
