@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from tests.through_assets import StoreThroughAssets, ThroughAssets, leave_views_behind, runs_of
 from vt_dagster.conformance.scenario import Scenario, read_scenarios
-from vt_dagster.conformance.side_by_side import cut
+from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, nodes_of, supported
 from vt_dagster.conformance.store_scenarios import store_of
 from vt_dagster.errors import TopologyError
@@ -41,7 +41,7 @@ def chosen() -> list[Scenario]:
 
 def beginning(scenario: Scenario) -> Scenario:
     """A scenario's first runs, if it has many; what is left at its end is then not known."""
-    runs = cut(layout(scenario), "run")
+    runs = split_into_runs(layout(scenario), "run")
     if len(runs) <= RUNS:
         return scenario
     end = runs[RUNS].start

@@ -15,7 +15,7 @@ from tests.core.random_scenarios import ALL, scenarios
 from tests.core.reference_model import complete
 from vt_dagster.conformance import conformance, run
 from vt_dagster.conformance.scenario import OPERATORS, Scenario, read_scenarios
-from vt_dagster.conformance.side_by_side import cut
+from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, supported
 from vt_dagster.core import arrival_order, largest_times, processor, source_processor
 from vt_dagster.core.as_of_join import Way
@@ -96,7 +96,7 @@ def beginning(scenario: dict[str, Any], end: int) -> dict[str, Any]:
 def beginnings(path: Path, directory: Path, runs: int) -> None:
     """Copies a file of scenarios; of each only the first runs."""
     operators = (s for s in read_scenarios([path]) if supported(s) and s.operator != "versioned_store")
-    cuts = {s.name: cut(layout(s), "run") for s in operators}
+    cuts = {s.name: split_into_runs(layout(s), "run") for s in operators}
     ends = {name: found[runs].start for name, found in cuts.items() if len(found) > runs}
     found = json.loads(path.read_text(encoding="utf-8"))
     copied = [beginning(s, ends[s["name"]]) if s["name"] in ends else s for s in found]

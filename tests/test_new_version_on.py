@@ -46,7 +46,7 @@ from vt_dagster.orchestration.run_pictures import Lane, _add_versions
 from vt_dagster.orchestration.translator import code_version
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.run import run_once
-from vt_dagster.runs.truncate_log import cut_logs
+from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage import view_segments
 from vt_dagster.storage.arrow_fold import fold
 from vt_dagster.storage.arrow_reader import look_up
@@ -464,7 +464,7 @@ def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
     live.run(wide, change("y", 3, 25) | {"amount": 3}, at_=3 * hour)
     assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
     assert [one.name for one in audit(stores(wide)) if not one.passed] == []
-    assert cut_logs(live.warehouse, spark, [wide], now=3 * hour + 1) == {"accounts": 3}
+    assert truncate_logs(live.warehouse, spark, [wide], now=3 * hour + 1) == {"accounts": 3}
     stores(wide).rebuild_view()
     assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
     with pytest.raises(StorageError, match="put aside of it tells versions by the one of then"):

@@ -19,7 +19,7 @@ from vt_dagster.orchestration.io_manager import READS
 from vt_dagster.runs.erase import erase
 from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
-from vt_dagster.runs.truncate_log import cut_logs
+from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage.maintenance import maintain
 from vt_dagster.storage.stale_reads import UNTOLD
 from vt_dagster.topology.durations import parse_time
@@ -151,7 +151,7 @@ def test_a_log_that_is_cut_off(copy: Reports, capfd: pytest.CaptureFixture[str])
     assert [one.partition_key for one in said.run_requests] == [day(3)]
     kept = replace(copy.prices, log_retention=timedelta(days=30))
     warehouse, spark = str(copy.market.warehouse), copy.market.spark
-    assert cut_logs(warehouse, spark, [kept], now=FAR) == {"prices": 8}
+    assert truncate_logs(warehouse, spark, [kept], now=FAR) == {"prices": 8}
     # the sensor had looked at what is gone; where its cursor is lost, nobody has
     assert copy.asked(said.cursor) == []
     assert copy.asked() == EVERY

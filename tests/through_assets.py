@@ -22,7 +22,14 @@ from tests.market import messages, run
 from vt_dagster import FilesSource, Stream, VersionedTable, build_asset
 from vt_dagster.conformance.scenario import Entry, Scenario
 from vt_dagster.conformance.scenario_topology import by_scenario, ms, record_of
-from vt_dagster.conformance.side_by_side import CameOut, cut, differences, dropped, entry, sources
+from vt_dagster.conformance.side_by_side import (
+    CameOut,
+    differences,
+    dropped,
+    entry,
+    sources,
+    split_into_runs,
+)
 from vt_dagster.conformance.steps import Layout, layout, nodes_of
 from vt_dagster.conformance.store_scenarios import StoreRun, answer_rest, store_differences
 from vt_dagster.core.arrival_order import Outcome
@@ -183,7 +190,7 @@ class ThroughAssets:
         self.layouts = [layout(s) for s in scenarios]
         self.shapes = nodes_of(self.layouts, self.warehouse.source)
         self.warehouse.add(self.shapes.values())
-        self.cuts = [cut(each, "run") for each in self.layouts] if cuts is None else cuts
+        self.cuts = [split_into_runs(each, "run") for each in self.layouts] if cuts is None else cuts
         self.failed_at: dict[int, int] = {}
         self.ends: dict[str, list[Offsets]] = defaultdict(lambda: [{}])
         """How far the log of each output was before the first run, and after each."""
@@ -303,7 +310,7 @@ class ThroughAssets:
 def runs_of(scenario: Scenario) -> int:
     """How many runs a scenario takes, to its end or until it must fail."""
     last = len(scenario.records) if scenario.error is None else scenario.error["trigger"]
-    return sum(run[0] <= last for run in cut(layout(scenario), "run"))
+    return sum(run[0] <= last for run in split_into_runs(layout(scenario), "run"))
 
 
 def still_waiting(each: Layout) -> dict[str, int]:

@@ -27,7 +27,7 @@ from tests.core.test_stream_stream_join import (
 )
 from vt_dagster import Stream
 from vt_dagster.conformance.scenario_topology import millis, record_of
-from vt_dagster.conformance.side_by_side import cut
+from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.runs import arrival as arrivals
@@ -127,7 +127,10 @@ def test_runs_end_as_one_run(
     plain = next(node for node in nodes.values() if node.inputs)
     first, then = (corrected(plain, lengths) for lengths in (before, after))
     split, whole = (TopologyTestDriver(first, spark=spark) for _ in range(2))
-    runs = [pieces(cut(each, "run"), at) for each, (_, _, at, _) in zip(layouts, cases, strict=True)]
+    runs = [
+        pieces(split_into_runs(each, "run"), at)
+        for each, (_, _, at, _) in zip(layouts, cases, strict=True)
+    ]
     steps = max(map(len, runs))
     was: dict[int, set[Any]] = {}
     with pytest.MonkeyPatch.context() as patch:

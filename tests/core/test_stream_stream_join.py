@@ -22,7 +22,7 @@ from tests.core.reference.stream_join import StreamJoin, as_here, as_kafka
 from vt_dagster import Stream
 from vt_dagster.conformance.scenario import Scenario
 from vt_dagster.conformance.scenario_topology import millis, record_of
-from vt_dagster.conformance.side_by_side import cut
+from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, nodes_of
 from vt_dagster.core import arrival_order, largest_times
 from vt_dagster.core.stream_stream_join import StreamStreamJoinProcessor
@@ -113,7 +113,10 @@ def test_a_split_of_a_join_of_streams_gives_the_same_results(
     driver = TopologyTestDriver(*nodes.values(), spark=spark)
     sources = {shape[1]: node.name for shape, node in nodes.items() if shape[0] == "stream"}
     joined = next(node.name for node in nodes.values() if node.inputs)
-    runs = [pieces(cut(each, "run"), at) for each, (_, _, at, _) in zip(layouts, cases, strict=True)]
+    runs = [
+        pieces(split_into_runs(each, "run"), at)
+        for each, (_, _, at, _) in zip(layouts, cases, strict=True)
+    ]
     steps = max(map(len, runs))
     for step in range(steps):
         if step == turn:

@@ -28,11 +28,11 @@ from vt_dagster.runs.pin import require_reach
 from vt_dagster.runs.replay import compare, replay
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import Run, run_once
-from vt_dagster.runs.truncate_log import cut_logs
+from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.runs.what_if import what_if
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, stores_of
-from vt_dagster.storage.commit_log import Commit, Cut, Shape
+from vt_dagster.storage.commit_log import Commit, Shape, Truncation
 from vt_dagster.topology.feature_views import FeatureView, TrainingSet
 
 RETENTION = timedelta(minutes=8)
@@ -78,7 +78,7 @@ class Kept(Topology):
         """Shortly after a round."""
         told: list[str] = []
         now = FIRST + number * ROUND + MINUTE
-        done = cut_logs(self.warehouse, spark, self.nodes, now=now, tell=told.append, **more)
+        done = truncate_logs(self.warehouse, spark, self.nodes, now=now, tell=told.append, **more)
         return done, told
 
     def commit(self, name: str) -> Commit:
@@ -132,7 +132,7 @@ def same_answers(topology: Kept, whole: Kept, rounds: int) -> tuple[int, int]:
     and how many were refused."""
     same = refused = 0
     for name, kind in (("rates", "versioned"), ("orders", "stream"), ("fixed", "table")):
-        since = topology.commit(name).cut
+        since = topology.commit(name).truncation
         for number in range(rounds):
             for known in (FIRST + number * ROUND, FIRST + (number + 1) * ROUND - 1):
                 for asked in questions(kind) if name != "fixed" else [{}]:
@@ -168,11 +168,11 @@ def test_what_is_promised_stays_and_the_rest_names_the_limit(
             land_round(one, number, random.Random(9 + number))
             one.round(number, spark)
     done, told = topology.cut(3, spark)
-    assert topology.commit("orders").cut is not None, told
+    assert topology.commit("orders").truncation is not None, told
     second = topology.commit("rates")
-    assert first.cut is not None
-    assert second.cut is not None
-    assert second.cut.batch > first.cut.batch
+    assert first.truncation is not None
+    assert second.truncation is not None
+    assert second.truncation.batch > first.truncation.batch
     for name in ("fixed", "near"):
         assert rows_of(topology, name, "log") == rows_of(whole, name, "log")
     for what in ("current", "versions"):
@@ -229,7 +229,7 @@ def test_killed_between_its_steps(alone: Kept, spark: SparkSession) -> None:
                 failing(patched, whose, name, call, after)
                 with pytest.raises(RuntimeError, match="killed"):
                     alone.cut(1, spark)
-            if alone.commit("rates").cut is not None:
+            if alone.commit("rates").truncation is not None:
                 break
             assert answers(alone) == before
         else:
@@ -243,7 +243,9 @@ def test_killed_between_its_steps(alone: Kept, spark: SparkSession) -> None:
     ]
     assert len(list(Path(alone.warehouse, "rates", "bases").iterdir())) > 1
     assert alone.cut(1, spark, keep=timedelta(0)) == ({}, [])
-    assert [p.name for p in Path(alone.warehouse, "rates", "bases").iterdir()] == [commit.cut.base]
+    assert [p.name for p in Path(alone.warehouse, "rates", "bases").iterdir()] == [
+        commit.truncation.base
+    ]
     land_round(alone, 2, random.Random(3))
     alone.round(2, spark)
     assert alone.commit("rates").batch == 4
@@ -297,7 +299,7 @@ def test_who_comes_later_and_who_was_not_known(
     assert set(done) == {"orders"}
     topology.nodes = every
     assert set(topology.cut(1, spark)[0]) == {"rates"}
-    cut = topology.commit("rates").cut
+    cut = topology.commit("rates").truncation
     (first,) = cut.next_offset.values()
     told_then = {"what": "versions", "as_known_at": moment(cut.recorded_at)}
     kept = vt_dagster.read("rates", warehouse=topology.warehouse, **told_then).to_pylist()
@@ -319,14 +321,14 @@ def test_who_comes_later_and_who_was_not_known(
         compare(store, store)
     # A join with itself may read records again, which were recorded long ago and are of now; so may a
     # corrected one those of the table that later ones are bounded by.
-    batches = [topology.commit(name).cut.batch for name in ("rates", "orders")]
+    batches = [topology.commit(name).truncation.batch for name in ("rates", "orders")]
     done, told = topology.cut(100, spark)
     assert done == {}
-    assert [topology.commit(name).cut.batch for name in ("rates", "orders")] == batches
+    assert [topology.commit(name).truncation.batch for name in ("rates", "orders")] == batches
     assert {"rates: its log is held for fixed", "orders: its log is held for near"} <= set(told)
     # A source's own replay has it all again.
     again = replay(topology.warehouse, topology.rates, "again", spark)
-    assert again.head().commit.cut is None
+    assert again.head().commit.truncation is None
     found = compare(AssetStore(topology.warehouse, topology.rates, spark), again)
     assert (found.missing, found.extra) == (0, 0)
 
@@ -337,7 +339,9 @@ def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
     store = AssetStore(alone.warehouse, alone.rates, spark)
     then = answers(alone)
     # A record that a version is of is still explained; of others it is told that they may be gone.
-    base = pq.read_table(f"{store.root}/bases/{alone.commit('rates').cut.base}", columns=["offset"])
+    base = pq.read_table(
+        f"{store.root}/bases/{alone.commit('rates').truncation.base}", columns=["offset"]
+    )
     there = {*base.column("offset").to_pylist()}
     asked: dict[str, Any] = {"warehouse": alone.warehouse}
     found = vt_dagster.explain("rates", offset=(0, min(there)), **asked)
@@ -353,7 +357,7 @@ def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
     longer = replace(alone.rates, history_retention=timedelta(minutes=60))
     with pytest.raises(StorageError, match="expected a history_retention of at most "):
         AssetStore(alone.warehouse, longer, spark).catch_up()
-    cut = alone.commit("rates").cut
+    cut = alone.commit("rates").truncation
     grown = (alone.commit("rates").stream_time[0] - cut.stream_time[0]) // MINUTE
     assert grown > 0
     longer = replace(alone.rates, history_retention=timedelta(minutes=10 + grown))
@@ -419,17 +423,21 @@ def test_a_window_that_is_made_longer_afterwards() -> None:
     """Than maintenance knew of: it would miss what was cut off."""
     kept = Kept(Path("nowhere"), timedelta(minutes=30))
     near = kept.orders.join(kept.orders, name="near", within=timedelta(minutes=15))
-    cut = Cut(batch=1, recorded_at=FIRST, stream_time={0: 60 * MINUTE}, log_retention=20 * MINUTE)
+    cut = Truncation(
+        batch=1, recorded_at=FIRST, stream_time={0: 60 * MINUTE}, log_retention=20 * MINUTE
+    )
     shape = Shape(kind="stream", key=["k"])
-    log = Commit(asset="orders", batch=9, attempt="", shape=shape, cut=cut)
-    before = log.model_copy(update={"stream_time": {0: 70 * MINUTE}, "cut": None})
+    log = Commit(asset="orders", batch=9, attempt="", shape=shape, truncation=cut)
+    before = log.model_copy(update={"stream_time": {0: 70 * MINUTE}, "truncation": None})
     processor = processor_of(near)
     with pytest.raises(StorageError, match="reads 30 minutes back from 1970-01-01T01:10:00Z"):
         require_reach(processor, kept.orders, before, log)
     require_reach(
         processor, kept.orders, before.model_copy(update={"stream_time": {0: 90 * MINUTE}}), log
     )
-    longer = log.model_copy(update={"cut": cut.model_copy(update={"log_retention": 30 * MINUTE})})
+    longer = log.model_copy(
+        update={"truncation": cut.model_copy(update={"log_retention": 30 * MINUTE})}
+    )
     require_reach(processor, kept.orders, before, longer)
 
 
@@ -442,7 +450,7 @@ def test_an_export_that_is_behind(alone: Kept, spark: SparkSession, tmp_path: Pa
     alone.round(2, spark)
     _, told = alone.cut(100, spark, exports=[to])
     assert told[0] == f"rates: its log is held for {to}"
-    assert alone.commit("rates").cut.batch == 2
+    assert alone.commit("rates").truncation.batch == 2
     alone.cut(100, spark)
     with pytest.raises(StorageError, match="rates_export: expected the log of rates from 0:"):
         exporting.run()

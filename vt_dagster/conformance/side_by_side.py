@@ -96,7 +96,7 @@ def _grouped(layouts: Sequence[Layout], granularity: Granularity) -> list[list[L
     return [group for *_, group in found]
 
 
-def cut(each: Layout, granularity: Granularity) -> list[range]:
+def split_into_runs(each: Layout, granularity: Granularity) -> list[range]:
     """The runs of a scenario, as ranges of its records."""
     records = each.scenario.records
     streams = {s["input"] for s in each.steps.values() if s["op"] == "stream"}
@@ -208,7 +208,7 @@ class _Group:
         self.granularity: Granularity = granularity
         self.nodes = nodes_of(group)
         self.driver = TopologyTestDriver(*self.nodes.values(), spark=spark)
-        self.cuts = [cut(each, granularity) for each in group]
+        self.cuts = [split_into_runs(each, granularity) for each in group]
         self.entries: dict[int, list[Entry]] = defaultdict(list)
         self.failed_at: dict[int, int] = {}
 

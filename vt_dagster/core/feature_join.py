@@ -23,8 +23,8 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import has_key, union, with_columns
-from vt_dagster.core.stream_table_join import INSTANT, cut_of
-from vt_dagster.core.system_time_join import ANSWER, CUT, PLACES, Past, at_place, by_log
+from vt_dagster.core.stream_table_join import INSTANT, known_at_of
+from vt_dagster.core.system_time_join import ANSWER, KNOWN_AT, PLACES, Past, at_place, by_log
 from vt_dagster.topology.feature_views import FeatureView
 
 _AT, _SIDE, _HORIZON = "_at", "_side", "_horizon"
@@ -121,7 +121,7 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
         in_time = end.isNull() | ((asked < end) & (horizon.isNull() | (asked >= horizon)))
         known = row.isNotNull() & in_time
         if f.view.as_known != "now":
-            cut = cut_of(f.view.as_known)
+            cut = known_at_of(f.view.as_known)
             by_then = row[RECORDED_AT].isNull() | (row[RECORDED_AT] <= cut)
             keyed = has_key([f"`{k}`" for k in key])
             judged[_sure(i)] = F.coalesce(known & by_then, F.lit(False)) | ~keyed
@@ -140,7 +140,7 @@ def _by_log(found: DataFrame, i: int, feature: Feature) -> DataFrame | None:
     doubtful = found.where(~F.col(_sure(i))).select(
         *[F.col(f"`{k}`").alias(n) for k, n in zip(view.of_spine, keys, strict=True)],
         (F.col(TIMESTAMP) - feature.strictly).alias(TIMESTAMP),
-        cut_of(view.as_known).alias(CUT),
+        known_at_of(view.as_known).alias(KNOWN_AT),
         PARTITION,
         ARRIVAL,
     )

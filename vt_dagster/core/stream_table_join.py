@@ -28,7 +28,7 @@ from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.run_context import Input, Lookup, RunContext
 from vt_dagster.core.stream_time import Timed, late_from
-from vt_dagster.core.system_time_join import CUT, Past, as_known_join
+from vt_dagster.core.system_time_join import KNOWN_AT, Past, as_known_join
 from vt_dagster.topology.durations import length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import JoinKind, StreamTableJoin
@@ -156,7 +156,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         records = judged.where(F.col(OUTCOME).isin(Outcome.APPLIED, Outcome.LATE))
         if self.uses_system_time:
             needed.add(RECORDED_AT)
-            records = records.withColumn(CUT, cut_of(operator.as_known))
+            records = records.withColumn(KNOWN_AT, known_at_of(operator.as_known))
         return join(
             records,
             lookup.rows.select(*[c for c in lookup.rows.columns if c in needed]),
@@ -213,7 +213,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         ]
 
 
-def cut_of(as_known: AsKnown) -> Column:
+def known_at_of(as_known: AsKnown) -> Column:
     """Up to when a version must have been recorded, of a record with its ``timestamp`` and
     ``recorded_at``."""
     if isinstance(as_known, timedelta):
@@ -247,7 +247,7 @@ def join(
             not versioned. A record older than that joins the current version if that is old enough,
             else nothing (kip914-expired-lookup-left).
         way: of a versioned table, see ``as_of_join``.
-        past: of a versioned table, looks by what was known at each record's ``_cut``; see
+        past: of a versioned table, looks by what was known at each record's ``_known_at``; see
             ``as_known_join``.
         max_age: of a versioned table, a version gives no match where ``timestamp - valid_from`` is
             larger. A tombstone gives none in any case.

@@ -41,7 +41,7 @@ from vt_dagster.core.suppress_emit_early import FRESH as _FRESH
 from vt_dagster.core.suppress_emit_early import RANK as _RANK
 from vt_dagster.core.suppress_emit_early import RELEASED as _RELEASED
 from vt_dagster.core.suppress_periods import LATE as _LATE
-from vt_dagster.core.suppress_periods import cut_into_periods
+from vt_dagster.core.suppress_periods import split_into_periods
 from vt_dagster.errors import BufferFullError
 from vt_dagster.topology.durations import Duration
 from vt_dagster.topology.operators import (
@@ -240,7 +240,7 @@ def suppress(
                 max_bytes=most(max_bytes),
             )
             return _result(left, kept, F.col(_RELEASED), size, F.col(NTH))
-        judged = cut_into_periods(
+        judged = split_into_periods(
             rows, key=key, kept=kept, period=micros(duration), after=F.unix_micros(after)
         )
     judged = judged.withColumn(BYTES, F.when(~F.col(_RELEASED), size))

@@ -30,7 +30,7 @@ LATE = "_late"
 _FIRST, _LAST, _PERIOD, _AFTER = "_first", "_last", "_period", "_after"
 
 
-def cut_into_periods(
+def split_into_periods(
     rows: DataFrame, *, key: Sequence[str], kept: Sequence[str], period: Column, after: Column
 ) -> DataFrame:
     """Each key's updates cut into periods: the last of each, released or left.

@@ -32,7 +32,7 @@ from vt_dagster.columns import (
 from vt_dagster.core.arrival_order import has_key
 from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
 
-CUT = "_cut"
+KNOWN_AT = "_known_at"
 """Of a row that looks for a version: versions recorded later do not count. TIMESTAMP."""
 SINCE, UNTIL, HORIZON = "_since", "_until", "_horizon"
 """Of ``Past.horizons``: the table's horizon for cuts from the first time to the second."""
@@ -87,7 +87,7 @@ def as_known_join(
     of what they find and of themselves.
 
     Args:
-        left: ``key columns, timestamp, _cut, partition, _arrival, …``; the last two are unique.
+        left: ``key columns, timestamp, _known_at, partition, _arrival, …``; the last two are unique.
         versions: as they are now, with ``recorded_at``.
         ends: whether ``valid_to`` is asked for, which may have been another one at the cut; else it is
             null in what is found by the log.
@@ -102,7 +102,7 @@ def as_known_join(
         left, seen, left_key=left_key, right_key=right_key, horizon=horizon, name=name, way=way
     )
     recorded = F.col(name)[RECORDED_AT]
-    sure = F.col(FOUND) & (recorded.isNull() | (recorded <= F.col(CUT)))
+    sure = F.col(FOUND) & (recorded.isNull() | (recorded <= F.col(KNOWN_AT)))
     if ends:
         sure = sure & F.col(name)[VALID_TO].isNull()
     told = past.persist_rows(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
@@ -144,7 +144,7 @@ def by_log(
     """What the log says of rows: see the head of this file.
 
     Args:
-        doubtful: ``key columns, timestamp, _cut, partition, _arrival``.
+        doubtful: ``key columns, timestamp, _known_at, partition, _arrival``.
         needed: columns of the log that are wanted, ``is_tombstone`` and ``partition`` among them.
 
     Returns:
@@ -180,27 +180,27 @@ def _known_then(
     Returns:
         ``_place0, _place1`` (partition and order of arrival of the row), ``_best``: what was found;
         ``_next``: when the one after it begins; ``_newest``: the time of the newest that was known;
-        ``_at`` and ``_cut`` of the row. A row that nothing was known of is not there.
+        ``_at`` and ``_known_at`` of the row. A row that nothing was known of is not there.
     """
     keys = [f"_key{i}" for i in range(len(left_key))]
     asked = doubtful.select(
         *[F.col(f"`{k}`").alias(n) for k, n in zip(left_key, keys, strict=True)],
         F.col(TIMESTAMP).alias(_AT),
-        CUT,
+        KNOWN_AT,
         *[F.col(c).alias(p) for c, p in zip((PARTITION, ARRIVAL), PLACES, strict=True)],
     )
     ever = F.timestamp_micros(F.lit(-(2**62)))
     rows = log.select(
         *[F.col(f"`{k}`").alias(n) for k, n in zip(right_key, keys, strict=True)],
         F.col(TIMESTAMP).alias(_AT),
-        F.coalesce(RECORDED_AT, ever).alias(CUT),
+        F.coalesce(RECORDED_AT, ever).alias(KNOWN_AT),
         F.struct(OFFSET, PARTITION).alias(_TURN),
         F.struct(*[F.col(f"`{c}`") for c in needed]).alias(_ROW),
     ).join(asked.select(*keys).distinct(), keys, "left_semi")
     both = rows.unionByName(asked, allowMissingColumns=True)
     of_log = F.col(_TURN).isNotNull()
     # The rows of the log come before those that ask, of one time.
-    in_order = W.partitionBy(*keys).orderBy(CUT, F.asc_nulls_last(_TURN))
+    in_order = W.partitionBy(*keys).orderBy(KNOWN_AT, F.asc_nulls_last(_TURN))
     so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     counted = both.withColumns(
         {
@@ -211,7 +211,7 @@ def _known_then(
     )
     blocks = counted.withColumn(_BLOCK, F.explode(F.when(of_log, _in_blocks()).otherwise(_blocks())))
     by_time = W.partitionBy(*keys, _BLOCK).orderBy(_AT, F.asc_nulls_last(_TURN))
-    last = F.when(of_log, F.struct(_AT, _TURN, CUT, _ROW))
+    last = F.when(of_log, F.struct(_AT, _TURN, KNOWN_AT, _ROW))
     found = blocks.withColumn(
         _BEST,
         F.last(last, ignorenulls=True).over(by_time.rowsBetween(W.unboundedPreceding, W.currentRow)),
@@ -230,7 +230,7 @@ def _known_then(
             F.min(_NEXT).alias(_NEXT),
             F.any_value(_NEWEST).alias(_NEWEST),
             F.any_value(_AT).alias(_AT),
-            F.any_value(CUT).alias(CUT),
+            F.any_value(KNOWN_AT).alias(KNOWN_AT),
         )
     )
 
@@ -279,8 +279,8 @@ def _remembered(best: DataFrame, horizons: DataFrame | None) -> DataFrame:
         return best.withColumn(_FORGOTTEN, F.lit(False))
     of_then = (
         (F.col(_BEST)[_TURN][PARTITION] == F.col(PARTITION))
-        & (F.col(CUT) >= F.col(SINCE))
-        & (F.col(UNTIL).isNull() | (F.col(CUT) < F.col(UNTIL)))
+        & (F.col(KNOWN_AT) >= F.col(SINCE))
+        & (F.col(UNTIL).isNull() | (F.col(KNOWN_AT) < F.col(UNTIL)))
     )
     told = best.join(F.broadcast(horizons), of_then, "left")
     old = (F.col(_AT) < F.col(HORIZON)) & (F.col(_BEST)[_AT] < F.col(_NEWEST))

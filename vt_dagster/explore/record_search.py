@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP
-from vt_dagster.provenance.arrival_batches import cut
+from vt_dagster.provenance.arrival_batches import split_ranges
 from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.log_reader import Condition, Log
 from vt_dagster.storage.arrow_fold import arrival_order, micros
@@ -75,7 +75,7 @@ def newest(
     names = [*log.key, TIMESTAMP, RECORDED_AT, IS_TOMBSTONE]
     kept = log.rows(condition, {}, {}, names)
     count = earlier = later = 0
-    for start, end in cut(ranges):
+    for start, end in split_ranges(ranges):
         rows = log.rows(condition, start, end, names)
         count += rows.num_rows
         rows = pa.concat_tables([kept, rows], promote_options="default")

@@ -251,8 +251,8 @@ def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commi
         metadata["accepted_gaps"] = {
             t: {str(p): list(r) for p, r in some.items()} for t, some in commit.gaps.items()
         }
-    if commit.cut is not None:
-        metadata["log_kept_since"] = as_time(commit.cut.recorded_at)
+    if commit.truncation is not None:
+        metadata["log_kept_since"] = as_time(commit.truncation.recorded_at)
     return metadata
 
 

@@ -49,7 +49,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.pin import source_of
 from vt_dagster.runs.results import Results
 from vt_dagster.runs.run import Run
-from vt_dagster.runs.truncate_log import cut_logs
+from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.sources.kafka_sink import KafkaSink, Publication
 from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.topology.model import Stream, topological
@@ -261,7 +261,7 @@ def maintenance_op(
     resource_prefix: str = PREFIX,
 ) -> dg.OpDefinition:
     """Op ``() -> numbers``: cuts logs off, then compacts and cleans every asset of the warehouse; see
-    ``cut_logs`` and ``maintain``."""
+    ``truncate_logs`` and ``maintain``."""
 
     @dg.op(
         name="maintain",
@@ -273,7 +273,7 @@ def maintenance_op(
         cut = {}
         if any(node.log_retention is not None for node in topological(nodes)):
             about: Any = {"exports": exports, "keep": keep, "tell": context.log.info}
-            cut = cut_logs(warehouse, spark(), nodes, **about)
+            cut = truncate_logs(warehouse, spark(), nodes, **about)
         done = maintain_all(warehouse, spark(), keep)
         for name, rows in cut.items():
             done[name]["records_cut_off"] = rows

@@ -30,7 +30,7 @@ def running_time(home: Any, moment: Any, latest: dict[int, int]) -> Any:
     return found
 
 
-def cut(
+def split_ranges(
     ranges: Mapping[int, tuple[int, int]], most: int | None = None
 ) -> Iterator[tuple[Offsets, Offsets]]:
     """Ranges of offsets, cut into some of at most so many records: first (inclusive) and end

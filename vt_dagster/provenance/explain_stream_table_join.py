@@ -142,7 +142,7 @@ def pinned(log: Log, table: Log, name: str, commit: Commit, told: Told) -> Commi
     if batch is not None:
         found = last_that(table.root, lambda one: one["batch"] <= batch)
         if found is not None:
-            if table.head.cut is not None and found.batch < table.head.cut.batch:
+            if table.head.truncation is not None and found.batch < table.head.truncation.batch:
                 told.notes.append(f"what {name} knew then is told by what is left of it{table.limit}")
             return found
     told.notes.append(
@@ -185,7 +185,7 @@ class Match:
             meaning.get("as_known"),
         )
 
-    def cut(self, record: Record) -> int | None:
+    def known_at(self, record: Record) -> int | None:
         """Versions recorded later than this do not count; epoch microseconds, None = all do."""
         if self.as_known is None:
             return None
@@ -339,7 +339,7 @@ def looked_up(asked: Asked, right: str, record: Record, values: Sequence[object]
     table, told = asked.inputs[right], asked.told
     match = Match.of(asked.meaning, record.partition)
     seen = pinned(asked.log, table, right, asked.commit, told)
-    cut = match.cut(record)
+    cut = match.known_at(record)
     if cut is not None and seen is not None and seen.recorded_at > cut:
         seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
         told.notes.append(f"versions of {right} that were recorded after {as_time(cut)} do not count")

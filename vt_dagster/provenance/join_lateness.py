@@ -21,7 +21,7 @@ import numpy as np
 
 from vt_dagster.columns import IS_TOMBSTONE, OFFSET, PARTITION, TIMESTAMP, VALID_FROM
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.arrival_batches import cut, running_time
+from vt_dagster.provenance.arrival_batches import running_time, split_ranges
 from vt_dagster.provenance.bulk_lookup import Match, Versions
 from vt_dagster.provenance.lateness_results import Choice, Delay
 from vt_dagster.provenance.log_reader import Log, both
@@ -132,7 +132,7 @@ class LateJoin:
             before = self.runs[number - 1] if number else None
             first = {} if before is None else before.inputs.get(self.name, {})
             latest = {} if before is None else dict(before.stream_time)
-            for start, end in cut({p: (first.get(p, 0), e) for p, e in ends.items()}):
+            for start, end in split_ranges({p: (first.get(p, 0), e) for p, e in ends.items()}):
                 yield self._taken(number, start, end, latest)
 
     def _taken(

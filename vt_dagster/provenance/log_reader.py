@@ -80,7 +80,7 @@ class Log:
         commit = head
         if known is not None and known < head.recorded_at:
             root = posixpath.join(str(warehouse), name)
-            commit = known_at(root, name, known, head.cut)
+            commit = known_at(root, name, known, head.truncation)
         return cls(str(warehouse), name, version, commit, head)
 
     def input(self, name: str) -> Log | None:
@@ -114,7 +114,7 @@ class Log:
     @property
     def limit(self) -> str:
         """In words, why a record may be missing: the log was cut off; empty where it was not."""
-        return "" if self.head.cut is None else f": {self.head.cut.told()}"
+        return "" if self.head.truncation is None else f": {self.head.truncation.description()}"
 
     @property
     def versioned(self) -> bool:
@@ -174,7 +174,7 @@ class Log:
 
     def _with_base(self, rows: pa.Table, condition: Condition) -> pa.Table:
         """With a table's rows as of where its log was cut off: each is of a record of its."""
-        cut = self.head.cut
+        cut = self.head.truncation
         if cut is None or not cut.base:
             return rows
         found = base_of(self.name, self.root, cut)

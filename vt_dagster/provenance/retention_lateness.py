@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from vt_dagster import rules
 from vt_dagster.columns import OFFSET, PARTITION, PROPAGATED_FROM, TIMESTAMP
-from vt_dagster.provenance.arrival_batches import cut, running_time
+from vt_dagster.provenance.arrival_batches import running_time, split_ranges
 from vt_dagster.provenance.lateness_results import Choice
 from vt_dagster.provenance.log_reader import Log, both
 from vt_dagster.provenance.source_origins import quarantine
@@ -72,7 +72,7 @@ class LateRecords:
             rules.CARRIED.name, 0
         )
         carried = [PROPAGATED_FROM] if parts else []
-        for start, end in cut({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
+        for start, end in split_ranges({p: (0, e) for p, e in self.log.commit.next_offset.items()}):
             rows = self.log.rows(both(), start, end, [PARTITION, OFFSET, TIMESTAMP, *carried])
             if carried:
                 rows = rows.filter(

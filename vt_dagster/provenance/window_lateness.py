@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from vt_dagster.columns import OFFSET, PARTITION, TIMESTAMP
 from vt_dagster.errors import StorageError
-from vt_dagster.provenance.arrival_batches import cut, running_time
+from vt_dagster.provenance.arrival_batches import running_time, split_ranges
 from vt_dagster.provenance.key_codes import NONE, KeyCodes
 from vt_dagster.provenance.lateness_results import Choice
 from vt_dagster.provenance.log_reader import Log, both
@@ -95,7 +95,7 @@ class LateWindows:
         for run in commits(self.log.root):
             ends = run.inputs.get(self.name, {})
             whole = None if not self.merges else sum(ends.values())
-            for start, end in cut({p: (before.get(p, 0), e) for p, e in ends.items()}, whole):
+            for start, end in split_ranges({p: (before.get(p, 0), e) for p, e in ends.items()}, whole):
                 yield self._taken(start, end, latest)
             before = {**before, **ends}
 

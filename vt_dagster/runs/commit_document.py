@@ -22,7 +22,7 @@ from vt_dagster.runs.store_protocol import Store
 from vt_dagster.sources.base import Pinned
 from vt_dagster.storage.asset_store import shape_of
 from vt_dagster.storage.commit_log import AHEAD, Commit, Started
-from vt_dagster.storage.log_truncation import consumed
+from vt_dagster.storage.log_truncation import consumed_commits
 from vt_dagster.storage.progress import Progress
 from vt_dagster.topology.durations import in_utc
 
@@ -216,7 +216,10 @@ def document(
         shape=shape_of(arrival.node),
         log=before.log or arrival.attempt,
         logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
-        consumed={**before.consumed, **consumed({n: h.commit for n, h in arrival.inputs.items()})},
+        consumed={
+            **before.consumed,
+            **consumed_commits({n: h.commit for n, h in arrival.inputs.items()}),
+        },
         previous=before.attempt,
         inputs=inputs,
         next_offset=offsets,
@@ -227,7 +230,7 @@ def document(
         erased=before.erased,
         erased_before=before.erased_before,
         erasures=before.erasures,
-        cut=before.cut,
+        truncation=before.truncation,
         counts=counts,
         totals=totals,
         totals_by_partition=_totals_by_partition(before, outcomes),

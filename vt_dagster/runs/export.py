@@ -26,7 +26,7 @@ from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, Snapshot, shape_of
 from vt_dagster.storage.commit_log import Commit, choose
-from vt_dagster.storage.log_truncation import consumed, require_kept, require_same
+from vt_dagster.storage.log_truncation import consumed_commits, require_not_truncated, require_same_log
 from vt_dagster.storage.shared_paths import address
 from vt_dagster.topology.model import Stream, Table
 
@@ -163,7 +163,7 @@ class ExportRun:
         export, before, at = self.export, self.head(), self._store.snapshot()
         if at.head is None:
             return None
-        require_same(export.name, export.node.name, before, at.head.commit, self._store.attempt_of)
+        require_same_log(export.name, export.node.name, before, at.head.commit, self._store.attempt_of)
         commit = self._document(at, before, run_id)
         same = before is not None and (before.log, before.shape) == (commit.log, commit.shape)
         if before is not None and same and before.next_offset == commit.next_offset:
@@ -205,7 +205,7 @@ class ExportRun:
             shape=shape.model_copy(update={"meaning": {_EXPORT: export.what, "columns": said}}),
             log=head.log,
             logs={export.node.name: head.log},
-            consumed=consumed({export.node.name: head}),
+            consumed=consumed_commits({export.node.name: head}),
             run_id=run_id,
             taken={export.node.name: ranges},
             inputs={export.node.name: head.next_offset},
@@ -222,7 +222,7 @@ class ExportRun:
         number = at.total - sum(start.values())
         if export.what == "log":
             if start:
-                require_kept(export.name, export.node.name, start, at.head.commit)
+                require_not_truncated(export.name, export.node.name, start, at.head.commit)
             rows = store.log(start, at.head)
         elif export.what == "versions":
             rows = as_read(export.node, store.view_at(at))

@@ -20,7 +20,7 @@ from vt_dagster.sources.start_snapshot import pin_start
 from vt_dagster.storage.commit_log import Commit
 from vt_dagster.storage.damage_errors import unreadable
 from vt_dagster.storage.log_snapshot import Head, Snapshot
-from vt_dagster.storage.log_truncation import require_kept, require_same
+from vt_dagster.storage.log_truncation import require_not_truncated, require_same_log
 from vt_dagster.storage.shared_paths import unseen
 from vt_dagster.topology.durations import in_utc, spoken
 from vt_dagster.topology.model import Stream, Table
@@ -114,8 +114,8 @@ def from_logs(
             continue
         inputs[up.name] = found.head
         before = None if at.head is None else at.head.commit
-        require_same(node.name, up.name, before, found.head.commit, stores(up).attempt_of)
-        require_kept(node.name, up.name, start.get(up.name, {}), found.head.commit)
+        require_same_log(node.name, up.name, before, found.head.commit, stores(up).attempt_of)
+        require_not_truncated(node.name, up.name, start.get(up.name, {}), found.head.commit)
         require_reach(processor, up, pinned.before, found.head.commit)
         ends, first = found.head.commit.next_offset, start.get(up.name, {})
         ranges = {p: (first.get(p, 0), end) for p, end in ends.items() if end > first.get(p, 0)}
@@ -167,7 +167,7 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
     Raises:
         StorageError: it has been made to reach further back since.
     """
-    node, cut = processor.node, commit.cut
+    node, cut = processor.node, commit.truncation
     back = retained_from(processor, up, before, commit)
     if cut is None or back is None or node.operator is None:
         return
@@ -179,7 +179,7 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
             raise StorageError(
                 f"{node.name}: expected to read records of {up.name} after {in_utc(newest)} alone, but "
                 f"reads {spoken(reach)} back from {in_utc(now)} as it is declared now, and "
-                f"{cut.told()}; shorten its window or grace period, or make it anew (vt-dagster replay)"
+                f"{cut.description()}; shorten its window or grace period, or make it anew (vt-dagster replay)"
             )
 
 

@@ -206,10 +206,10 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
         what: see ``AssetStore.read``.
     """
     rows, head = store.read(what), store.head()
-    if head is not None and head.commit.cut is not None and not store.node.is_table:
+    if head is not None and head.commit.truncation is not None and not store.node.is_table:
         raise StorageError(
             f"{store.node.name}: expected a stream with its whole log to compare, but "
-            f"{head.commit.cut.told()}; leave it out, and compare what is made of it"
+            f"{head.commit.truncation.description()}; leave it out, and compare what is made of it"
         )
     declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
     own = [

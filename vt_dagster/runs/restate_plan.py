@@ -18,7 +18,7 @@ from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Offsets, horizons
-from vt_dagster.storage.log_truncation import require_kept
+from vt_dagster.storage.log_truncation import require_not_truncated
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -150,10 +150,10 @@ class Planner:
         made = {step.path for step in plan.steps}
         ups = [up for up in processor_of(node).consumed if path_of(up) not in made]
         require_logs(node, ups, self._live, keep)
-        if keep is not None and last.cut is not None:
+        if keep is not None and last.truncation is not None:
             raise StorageError(
                 f"{node.name}: expected its whole log, of which a restatement keeps what is from "
-                f"before {in_utc(self.moment)}, but {last.cut.told()}: replay it beside the live one, "
+                f"before {in_utc(self.moment)}, but {last.truncation.description()}: replay it beside the live one, "
                 "and swap"
             )
 
@@ -185,7 +185,9 @@ class Planner:
         if not joined:
             return
         for ends in (dict([one[:2]]) for one in joined):
-            require_kept(node.name, table.name, {**head.commit.next_offset, **ends}, head.commit)
+            require_not_truncated(
+                node.name, table.name, {**head.commit.next_offset, **ends}, head.commit
+            )
         cases = self.spark.createDataFrame(joined, "at_partition int, first long, upto long")
         late = store.log({}, head).join(
             F.broadcast(cases),

@@ -11,7 +11,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import StorageError
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, horizons
-from vt_dagster.storage.log_truncation import require_kept
+from vt_dagster.storage.log_truncation import require_not_truncated
 from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
 
@@ -33,7 +33,7 @@ def require_logs(node: Stream, ups: Iterable[Stream], stores: Stores, keep: Comm
     for up in ups:
         head = stores(up).head()
         if head is not None:
-            require_kept(node.name, up.name, start.get(up.name, {}), head.commit)
+            require_not_truncated(node.name, up.name, start.get(up.name, {}), head.commit)
 
 
 def require_history(node: Stream, stores: Stores, keep: Commit | None, instead: str) -> None:

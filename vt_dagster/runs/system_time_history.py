@@ -12,7 +12,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 from vt_dagster.columns import PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import with_columns
-from vt_dagster.core.system_time_join import CUT, HORIZON, SINCE, UNTIL
+from vt_dagster.core.system_time_join import HORIZON, KNOWN_AT, SINCE, UNTIL
 from vt_dagster.runs.store_protocol import Store
 from vt_dagster.storage.commit_log import horizons
 from vt_dagster.storage.log_snapshot import Head
@@ -49,13 +49,13 @@ class TablePast:
             F.count(F.lit(1)).alias("rows"),
             F.min(F.unix_micros(TIMESTAMP)).alias("first"),
             F.max(F.unix_micros(TIMESTAMP)).alias("last"),
-            F.max(F.unix_micros(CUT)).alias("cut"),
+            F.max(F.unix_micros(KNOWN_AT)).alias("known_at"),
         ).collect()[0]
         self.doubtful, self._since = found["rows"], found["first"]
         if not self.doubtful:
             return None
         rows = recorded_if(True, self.store.log({}, self.head))
-        known = F.col(RECORDED_AT).isNull() | (F.col(RECORDED_AT) <= _at(found["cut"]))
+        known = F.col(RECORDED_AT).isNull() | (F.col(RECORDED_AT) <= _at(found["known_at"]))
         rows = rows.where(known)
         # Whether a version has been forgotten is told by whether its key has a later one.
         if ends or self._forgets:

@@ -30,7 +30,7 @@ from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, shape_of
 from vt_dagster.storage.commit_log import Commit, Offsets
 from vt_dagster.storage.log_snapshot import Snapshot
-from vt_dagster.storage.log_truncation import consumed, require_same
+from vt_dagster.storage.log_truncation import consumed_commits, require_same_log
 from vt_dagster.storage.shared_paths import address
 from vt_dagster.topology.feature_views import TrainingSet
 from vt_dagster.topology.model import Stream
@@ -129,7 +129,7 @@ class TrainingRun:
             for name, at in found.items():
                 if at.head is not None:
                     attempt_of = stores[name].attempt_of
-                    require_same(declared.name, name, before, at.head.commit, attempt_of)
+                    require_same_log(declared.name, name, before, at.head.commit, attempt_of)
             self._require_ready(found)
         made = Manifest(
             name=declared.name,
@@ -231,7 +231,7 @@ class TrainingRun:
             shape=shape_of(node).model_copy(update={"meaning": said}),
             log=spine.commit.log,
             logs={name: head.commit.log for name, head in heads.items()},
-            consumed=consumed({name: head.commit for name, head in heads.items()}),
+            consumed=consumed_commits({name: head.commit for name, head in heads.items()}),
             run_id=run_id,
             recorded_at=recorded(before or first, None),
             inputs={name: head.commit.next_offset for name, head in heads.items()},

@@ -35,7 +35,7 @@ from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_history import last_that
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Cut, Offsets
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, Truncation
 from vt_dagster.storage.file_offsets import file_before
 from vt_dagster.storage.log_snapshot import Head
 from vt_dagster.storage.log_truncation import base_path
@@ -69,7 +69,7 @@ class Consumer:
         return taken and (self.back is None or max(times, default=self.back) <= self.back)
 
 
-def cut_logs(
+def truncate_logs(
     warehouse: str,
     spark: SparkSession,
     nodes: Sequence[Stream],
@@ -101,7 +101,7 @@ def cut_logs(
         moment = time.time_ns() // 1000 if now is None else now
         one = _Log(str(warehouse), spark, node, known, exports, moment, tell or (lambda _: None))
         try:
-            gone = one.cut_off(moment - node.log_retention // timedelta(microseconds=1))
+            gone = one.truncate(moment - node.log_retention // timedelta(microseconds=1))
         except (ConcurrentRunError, StorageError) as error:
             # The other logs are none the worse for it.
             one.say(f"{node.name}: its log was not cut off, a later maintenance will: {error}")
@@ -126,7 +126,7 @@ class _Log:
     def store(self) -> AssetStore:
         return AssetStore(self.warehouse, self.node, self.spark)
 
-    def cut_off(self, moment: int) -> int:
+    def truncate(self, moment: int) -> int:
         """Cuts off what was recorded up to a time, epoch microseconds; gives how many records."""
         head = self.store.catch_up(now=True).head
         if head is None:
@@ -140,11 +140,11 @@ class _Log:
                     self.say(f"{self.node.name}: its log is held for {one.name}{one.why}")
         if upto is None:
             return 0
-        cut = head.commit.cut
+        cut = head.commit.truncation
         gone = upto.total - (0 if cut is None else sum(cut.next_offset.values()))
         if gone <= 0:
             return 0
-        self._cut(head, upto)
+        self._truncate(head, upto)
         self.say(
             f"{self.node.name}: {gone:,} records were cut off from its log, which answers for what was "
             f"known from {in_utc(upto.recorded_at)} on"
@@ -201,9 +201,9 @@ class _Log:
 
     # -- the cut ---------------------------------------------------------------------------------
 
-    def _cut(self, head: Head, upto: Commit) -> None:
+    def _truncate(self, head: Head, upto: Commit) -> None:
         store, attempt = self.store, uuid4().hex
-        cut = Cut(
+        cut = Truncation(
             batch=upto.batch,
             recorded_at=upto.recorded_at,
             next_offset=upto.next_offset,
@@ -224,7 +224,7 @@ class _Log:
 
     def _put_aside(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
         """Writes a table's rows as of the last batch that goes."""
-        at = store.as_of(upto.model_copy(update={"cut": head.commit.cut}))
+        at = store.as_of(upto.model_copy(update={"truncation": head.commit.truncation}))
         retention = node.history_retention if isinstance(node, VersionedTable) else None
         document = Checkpoint(
             asset=head.commit.asset,
@@ -244,7 +244,7 @@ class _Log:
             asset=f"{head.commit.asset}:base",
         )
 
-    def _after(self, store: AssetStore, head: Head, cut: Cut, attempt: str) -> Commit:
+    def _after(self, store: AssetStore, head: Head, truncation: Truncation, attempt: str) -> Commit:
         """What the commit of the cut says: where the last one stood, and what is gone."""
         commit = head.commit
         waiting = commit.counts.get(Outcome.WAITING, 0)
@@ -260,24 +260,24 @@ class _Log:
             "gaps": {},
             "rejected": False,
             "counts": counts,
-            "erased": self._erased(store, head, cut),
-            "cut": cut,
+            "erased": self._erased(store, head, truncation),
+            "truncation": truncation,
             "upkeep": True,
         }
         return commit.model_copy(update=update)
 
-    def _erased(self, store: AssetStore, head: Head, cut: Cut) -> Offsets:
+    def _erased(self, store: AssetStore, head: Head, truncation: Truncation) -> Offsets:
         """How many rows of what is kept have been erased."""
         commit = head.commit
         if not commit.erased:
             return {}
-        rows = store.log(cut.next_offset, head).groupBy(PARTITION).count().collect()
+        rows = store.log(truncation.next_offset, head).groupBy(PARTITION).count().collect()
         there = {row[PARTITION]: row["count"] for row in rows}
-        kept = {p: end - cut.next_offset.get(p, 0) for p, end in commit.next_offset.items()}
+        kept = {p: end - truncation.next_offset.get(p, 0) for p, end in commit.next_offset.items()}
         return {p: n for p, end in kept.items() if (n := end - there.get(p, 0))}
 
     def _take_out(self, store: AssetStore, head: Head, commit: Commit) -> None:
-        cut = commit.cut
+        cut = commit.truncation
         assert cut is not None
         files = delta.files(store.log_path, head.version, _both(cut))
         rows = parquet.read(self.spark, store.log_path, head.version, _both(cut))
@@ -297,7 +297,7 @@ class _Log:
         """Removes what cuts have put aside and no log is folded onto any more."""
         store = self.store
         head = store.head()
-        cut = None if head is None else head.commit.cut
+        cut = None if head is None else head.commit.truncation
         fs, folder = delta.filesystem(posixpath.join(store.root, "bases"))
         for path in fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else ():
             name = posixpath.basename(path.rstrip("/"))
@@ -309,15 +309,15 @@ def _document(commit: Commit) -> dict[str, Any]:
     return {"next_offset": commit.next_offset, "stream_time": commit.stream_time}
 
 
-def _both(cut: Cut) -> delta.Wanted:
+def _both(truncation: Truncation) -> delta.Wanted:
     """The files that have, or may have, records that go and records that stay."""
-    some = file_before(cut.next_offset)
+    some = file_before(truncation.next_offset)
 
     def wanted(file: delta.File) -> bool:
         if not some(file) or file.offsets is None or file.partitions is None:
             return some(file)
         low, high = file.partitions
         last = file.offsets[1]
-        return not all(last < cut.next_offset.get(p, 0) for p in range(low, high + 1))
+        return not all(last < truncation.next_offset.get(p, 0) for p in range(low, high + 1))
 
     return wanted

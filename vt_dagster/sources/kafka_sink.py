@@ -29,7 +29,7 @@ from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore
 from vt_dagster.storage.commit_log import Commit, Offsets, Shape
 from vt_dagster.storage.log_snapshot import Head
-from vt_dagster.storage.log_truncation import consumed, require_kept, require_same
+from vt_dagster.storage.log_truncation import consumed_commits, require_not_truncated, require_same_log
 from vt_dagster.topology.model import Stream
 
 HEADER = "vt_dagster"
@@ -133,14 +133,14 @@ class Publication:
         if not from_start:
             self._require_log(before, head.commit)
             # It may be the same log, put back from a backup.
-            require_same(self.name, self.node.name, before, head.commit, self._store.attempt_of)
+            require_same_log(self.name, self.node.name, before, head.commit, self._store.attempt_of)
         topic = self._topic()
         if before is not None and not from_start:
             self._require_topic(before, topic)
         done = Offsets() if before is None or from_start else before.inputs.get(self.node.name, {})
         if all(done.get(p, 0) >= e for p, e in head.commit.next_offset.items()):
             return None
-        require_kept(self.name, self.node.name, done, head.commit)
+        require_not_truncated(self.name, self.node.name, done, head.commit)
         ends = self._bounded(done, head.commit.next_offset)
         rows = self._rows(head, done, ends)
         self._require_times(rows)
@@ -161,7 +161,7 @@ class Publication:
             attempt=self._store.new_attempt(),
             shape=Shape(kind="stream", key=list(self.node.key)),
             logs={self.node.name: head.commit.log},
-            consumed=consumed({self.node.name: head.commit}),
+            consumed=consumed_commits({self.node.name: head.commit}),
             run_id=run_id,
             taken={self.node.name: {p: (done.get(p, 0), e) for p, e in ends.items()}},
             inputs={self.node.name: {**done, **ends}, **topics, self._target: after.ends},

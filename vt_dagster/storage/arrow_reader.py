@@ -39,7 +39,7 @@ from vt_dagster.storage.commit_log import (
 )
 from vt_dagster.storage.file_integrity import require_files
 from vt_dagster.storage.file_offsets import file_at_or_after, file_before
-from vt_dagster.storage.log_truncation import base_of, base_path, lacks, require_history
+from vt_dagster.storage.log_truncation import base_of, base_path, misses_truncated, require_history
 from vt_dagster.storage.value_texts import as_key, type_name
 from vt_dagster.topology.durations import parse_time
 
@@ -146,7 +146,7 @@ def look_up(
     what = choose(name, shape.kind, what, as_of)
     known = None if as_known_at is None else parse_time(as_known_at)
     if known is not None and known < last:
-        commit = known_at(root, name, known, commit.cut)
+        commit = known_at(root, name, known, commit.truncation)
     asset = AssetRows(root, commit, version, shape, key, commit.recorded_at < last)
     moment = parse_time(as_of) if as_of is not None and what == "current" else None
     if what == "log":
@@ -274,16 +274,16 @@ class AssetRows:
         """What is needed of the view, and where it stands."""
         found = delta.last_commit(self.view_path)
         if found is None:
-            return self._at_cut()
+            return self._at_truncation()
         then = Checkpoint.model_validate(found.document)
         if (
             then.batch > self.commit.batch
             or max(then.lengthened(self.shape.retention()), default=0) > 0
-            or lacks(then, self.commit)
+            or misses_truncated(then, self.commit)
             or not is_of_log(self.root, then, self.commit)
             or then.new_version_on != self.shape.new_version_on
         ):
-            return self._at_cut()
+            return self._at_truncation()
         wanted = delta.everything
         if then.segments is not None and what == "current":
             earliest = self.commit.earliest_since(then.batch)
@@ -291,11 +291,11 @@ class AssetRows:
             wanted = delta.current if since is None else then.segments.ending_after(since)
         return self._rows(self.view_path, found.version, wanted, self._columns), then
 
-    def _at_cut(self) -> tuple[pa.Table | None, Checkpoint | None]:
+    def _at_truncation(self) -> tuple[pa.Table | None, Checkpoint | None]:
         """The rows as of where the log was cut off, and where that is; none where it was not."""
-        if self.commit.cut is None:
+        if self.commit.truncation is None:
             return None, None
-        name, cut = posixpath.basename(self.root), self.commit.cut
+        name, cut = posixpath.basename(self.root), self.commit.truncation
         found = base_of(name, self.root, cut)
         then = Checkpoint.model_validate(found.document)
         require_history(name, then, self.shape.retention(), self.commit, self.shape.new_version_on)

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from vt_dagster.errors import ClockWarning, StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.commit_log import AHEAD, Checkpoint, Commit, Cut
+from vt_dagster.storage.commit_log import AHEAD, Checkpoint, Commit, Truncation
 from vt_dagster.topology.durations import in_utc
 
 _KEPT = re.compile(r"(\d{20})-(\d{10})\.json\.gz")
@@ -31,7 +31,7 @@ _NEWEST = 8
 """So many commits are looked at one by one before a batch is searched for by bisection."""
 
 
-def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
+def known_at(root: str, name: str, moment: int, truncation: Truncation | None) -> Commit:
     """The last commit of an asset's log that was recorded up to a time, with what is cut off by now;
     where only a part of the one after it was, one that says how far that is.
 
@@ -39,16 +39,16 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
         root: the directory of the asset's tables.
         name: of the asset, for messages.
         moment: epoch microseconds, inclusive.
-        cut: what has been cut off from the log, as its last commit says.
+        truncation: what has been cut off from the log, as its last commit says.
 
     Raises:
         StorageError: nothing was recorded by then, or who knows what; or it was cut off.
     """
     found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
-    if cut is not None and (found is None or found.batch < cut.batch):
+    if truncation is not None and (found is None or found.batch < truncation.batch):
         raise StorageError(
-            f"{name}: expected a time from {in_utc(cut.recorded_at)} on, got {in_utc(moment)} as "
-            f"as_known_at: {cut.told()}; ask for a later one"
+            f"{name}: expected a time from {in_utc(truncation.recorded_at)} on, got {in_utc(moment)} as "
+            f"as_known_at: {truncation.description()}; ask for a later one"
         )
     last = delta.last_commit(posixpath.join(root, "log"))
     if last is not None and last.document.get("stepped"):
@@ -59,7 +59,7 @@ def known_at(root: str, name: str, moment: int, cut: Cut | None) -> Commit:
     if told is not None:
         warnings.warn(told, ClockWarning, stacklevel=2)
     if found is not None:
-        return found.model_copy(update={"cut": cut})
+        return found.model_copy(update={"truncation": truncation})
     first = next(commits(root))
     since = in_utc((first.steps or [first])[0].recorded_at)
     why = "an earlier maintenance has removed the commits before that"

@@ -60,7 +60,7 @@ class Shape(BaseModel):
         return {partition: timedelta(microseconds=length) for partition, length in told.items()}
 
 
-class Cut(BaseModel):
+class Truncation(BaseModel):
     """What was cut off from a log: all its batches up to one, as ``log_retention`` says."""
 
     batch: int
@@ -76,7 +76,7 @@ class Cut(BaseModel):
     """Of a table: the directory in ``bases/`` with its rows as of that batch, which the rest of the log
     is folded onto."""
 
-    def told(self) -> str:
+    def description(self) -> str:
         """In words, what is kept."""
         kept = timedelta(microseconds=self.log_retention)
         return (
@@ -234,19 +234,19 @@ class Commit(BaseModel):
     """All of those are before these offsets."""
     erasures: list[Erasure] = Field(default_factory=list[Erasure])
     """Of a versioned table: the last ones that took something out of it; earlier ones as one."""
-    cut: Cut | None = None
+    truncation: Truncation | None = None
     """What was cut off from the log. Its rows are in none of the other counts of what is missing."""
     upkeep: bool = False
     """Whether this batch cut the log off, and did nothing else."""
 
     def kept_from(self, partition: int) -> int:
         """The first offset of a partition that has not been cut off."""
-        return 0 if self.cut is None else self.cut.next_offset.get(partition, 0)
+        return 0 if self.truncation is None else self.truncation.next_offset.get(partition, 0)
 
     @property
     def missing(self) -> dict[str, int]:
         """How many records of the log are not there any more, by why."""
-        cut = 0 if self.cut is None else sum(self.cut.next_offset.values())
+        cut = 0 if self.truncation is None else sum(self.truncation.next_offset.values())
         told = {"rows_erased": sum(self.erased.values()), "rows_cut_off": cut}
         return {why: count for why, count in told.items() if count}
 

@@ -1,7 +1,7 @@
 """What is left of a log that was cut off or put back from a backup, and who needs more of it. No Spark.
 
-The log's commits say what was cut off (``Cut``). Of a table its rows as of then are put aside, and what
-is read of it is the rest of the log folded onto these.
+The log's commits say what was cut off (``Truncation``). Of a table its rows as of then are put aside,
+and what is read of it is the rest of the log folded onto these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from vt_dagster.errors import StorageError
 from vt_dagster.storage import delta
-from vt_dagster.storage.commit_log import Checkpoint, Commit, Consumed, Cut, Offsets
+from vt_dagster.storage.commit_log import Checkpoint, Commit, Consumed, Offsets, Truncation
 from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
 
 
@@ -21,7 +21,7 @@ def base_path(root: str, name: str) -> str:
 
     Args:
         root: the directory of the asset's tables.
-        name: see ``Cut.base``.
+        name: see ``Truncation.base``.
     """
     return posixpath.join(root, "bases", name)
 
@@ -33,29 +33,29 @@ def bases_of(root: str) -> list[str]:
     return [base_path(root, posixpath.basename(path.rstrip("/"))) for path in there]
 
 
-def base_of(name: str, root: str, cut: Cut) -> delta.Committed:
+def base_of(name: str, root: str, truncation: Truncation) -> delta.Committed:
     """The commit of these rows, whose document is a ``Checkpoint``.
 
     Raises:
         StorageError: they are gone.
     """
-    path = base_path(root, cut.base)
+    path = base_path(root, truncation.base)
     found = delta.last_commit(path)
     if found is None:
         raise StorageError(
-            f"{name}: expected in {path} its rows as of batch {cut.batch}, where its log was cut off, "
+            f"{name}: expected in {path} its rows as of batch {truncation.batch}, where its log was cut off, "
             "but somebody has removed them. Put them back, or make it anew from its source (vt-dagster "
             "replay) and swap"
         )
     return found
 
 
-def lacks(then: Checkpoint, commit: Commit) -> bool:
+def misses_truncated(then: Checkpoint, commit: Commit) -> bool:
     """Whether a view needs records that were cut off from the log."""
     return any(then.next_offset.get(p, 0) < commit.kept_from(p) for p in commit.next_offset)
 
 
-def require_kept(name: str, of: str, start: Offsets, commit: Commit) -> None:
+def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) -> None:
     """Whoever consumes a log takes every record of it: refuses to begin with one that was cut off.
 
     Args:
@@ -67,23 +67,23 @@ def require_kept(name: str, of: str, start: Offsets, commit: Commit) -> None:
         StorageError: the log has not got it any more.
     """
     gone = {p: end for p in commit.next_offset if start.get(p, 0) < (end := commit.kept_from(p))}
-    if gone and commit.cut is not None:
+    if gone and commit.truncation is not None:
         first = ", ".join(f"{p}:{end}" for p, end in sorted(gone.items())[:3])
         asked = ", ".join(f"{p}:{start.get(p, 0)}" for p in sorted(gone)[:3])
         raise StorageError(
             f"{name}: expected the log of {of} from {asked} on (partition:offset), but "
-            f"{commit.cut.told()}, and begins at {first}: nothing was taken. Make {of} anew from what "
+            f"{commit.truncation.description()}, and begins at {first}: nothing was taken. Make {of} anew from what "
             f"it is made of (vt-dagster replay {of} --into …, swap), whose log is whole again; and "
             "give maintenance the definitions of all that consumes it, for which it waits"
         )
 
 
-def consumed(logs: Mapping[str, Commit]) -> dict[str, Consumed]:
-    """Up to which commits logs are consumed, as ``Commit.consumed`` says it."""
+def consumed_commits(logs: Mapping[str, Commit]) -> dict[str, Consumed]:
+    """Up to which commits logs are consumed, as ``Commit.consumed_commits`` says it."""
     return {n: Consumed(batch=one.batch, attempt=one.attempt) for n, one in logs.items()}
 
 
-def require_same(
+def require_same_log(
     name: str, of: str, before: Commit | None, commit: Commit, attempt_of: Callable[[int], str | None]
 ) -> None:
     """Whoever consumes a log goes on with the log that was consumed: every consumer asks this first.
@@ -144,11 +144,11 @@ def require_history(
         StorageError: the retention has been lengthened to before that, or ``new_version_on`` has
             changed.
     """
-    cut = commit.cut
+    cut = commit.truncation
     if cut is not None and then.new_version_on != new_version_on:
         raise StorageError(
             f"{name}: expected new_version_on={then.new_version_on} as before, got {new_version_on}: "
-            f"{cut.told()}, and what is put aside of it tells versions by the one of then; declare it "
+            f"{cut.description()}, and what is put aside of it tells versions by the one of then; declare it "
             "as it was, or make the table anew from its source (vt-dagster replay) and swap"
         )
     for partition, longer in zip(then.stream_time, then.lengthened(retention), strict=False):
@@ -158,7 +158,7 @@ def require_history(
             there = timedelta(microseconds=commit.stream_time[partition] - since)
             raise StorageError(
                 f"{name}: expected a history_retention of at most {spoken(there)}, got "
-                f"{spoken(length_at(retention, partition))}: {cut.told()}, and what ended before "
+                f"{spoken(length_at(retention, partition))}: {cut.description()}, and what ended before "
                 f"{in_utc(since)} had expired by then; lengthen it as the history grows, or make the "
                 "table anew from its source (vt-dagster replay) and swap"
             )

@@ -249,7 +249,7 @@ class AssetReader:
         if at.head is None or at.head.commit.recorded_at <= moment:
             return at
         return self.as_of(
-            commit_history.known_at(self.root, self.node.name, moment, at.head.commit.cut)
+            commit_history.known_at(self.root, self.node.name, moment, at.head.commit.truncation)
         )
 
     def as_of(self, commit: Commit) -> Snapshot:
@@ -257,7 +257,7 @@ class AssetReader:
         at = self.snapshot()
         assert at.head is not None
         ahead = at.base is not None and at.base.checkpoint.batch > commit.batch
-        base = self._view.at_cut(commit) if ahead else at.base
+        base = self._view.at_truncation(commit) if ahead else at.base
         return Snapshot(Head(at.head.version, commit, later=True), base)
 
     def _snapshot(self, head: Head | None, base: Base | None, of_log: bool = True) -> Snapshot:

@@ -22,7 +22,7 @@ from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.commit_history import is_of_log
 from vt_dagster.storage.commit_log import Checkpoint, Commit, Offsets, horizons
 from vt_dagster.storage.delta import current
-from vt_dagster.storage.log_truncation import base_of, base_path, lacks, require_history
+from vt_dagster.storage.log_truncation import base_of, base_path, misses_truncated, require_history
 from vt_dagster.storage.progress import Progress
 from vt_dagster.storage.view_segments import plan, segment_of
 from vt_dagster.topology.column_renames import with_all_names
@@ -111,19 +111,23 @@ class View:
         Raises:
             StorageError: it needs what was cut off from the log.
         """
-        if base is None or lacks(base.checkpoint, commit) or self._differs(base.checkpoint):
-            return self.at_cut(commit)
+        if base is None or misses_truncated(base.checkpoint, commit) or self._differs(base.checkpoint):
+            return self.at_truncation(commit)
         if of_log and not self._is_of_log(base.checkpoint, commit):
-            return self.at_cut(commit)
-        return self.at_cut(commit) if max(self._lengthened(base.checkpoint), default=0) > 0 else base
+            return self.at_truncation(commit)
+        return (
+            self.at_truncation(commit)
+            if max(self._lengthened(base.checkpoint), default=0) > 0
+            else base
+        )
 
-    def at_cut(self, commit: Commit) -> Base | None:
+    def at_truncation(self, commit: Commit) -> Base | None:
         """The rows as of where the log was cut off; None where it was not.
 
         Raises:
             StorageError: they lack what the history retention of now remembers.
         """
-        cut, node = commit.cut, self.node
+        cut, node = commit.truncation, self.node
         if cut is None or not isinstance(node, Table):
             return None
         root = posixpath.dirname(self.path)
@@ -232,7 +236,9 @@ class View:
         )
         try:
             anew = rebuild or there is None
-            written = self._write(commit, log, document, there, self.at_cut(commit) if anew else there)
+            written = self._write(
+                commit, log, document, there, self.at_truncation(commit) if anew else there
+            )
         except ConcurrentRunError:
             others = self.base()
             if others is not None and others.checkpoint.batch >= commit.batch:
