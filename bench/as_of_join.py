@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, TIMESTAMP, VALID_FROM
 from vt_dagster.core import stream_table_join
-from vt_dagster.core.as_of_join import Way
+from vt_dagster.core.as_of_join import JoinStrategy
 from vt_dagster.runs.join_strategy import tiles_of
 from vt_dagster.spark.session import build_session
 
@@ -45,7 +45,7 @@ def operator(stream: DataFrame, versions: DataFrame, how: str = "tiled") -> Data
 
     A run knows the time that its records are in before it joins: it has counted them.
     """
-    way: Way = "broadcast" if how == "broadcast" else "sorted"
+    way: JoinStrategy = "broadcast" if how == "broadcast" else "sorted"
     if how == "tiled":
         first, last = generate.START - generate.SPAN // 100, generate.START + generate.SPAN
         way, _ = tiles_of(versions, key=["key"], first=first, last=last)
@@ -60,7 +60,7 @@ def operator(stream: DataFrame, versions: DataFrame, how: str = "tiled") -> Data
             *[(c, f"right.{c}") for c in ("price", "grade", VALID_FROM)],
         ],
         horizon=F.timestamp_micros(F.lit(generate.START)),
-        way=way,
+        strategy=way,
     )
     return joined.select(*OUTPUT)
 

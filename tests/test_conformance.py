@@ -18,7 +18,7 @@ from vt_dagster.conformance.scenario import OPERATORS, Scenario, read_scenarios
 from vt_dagster.conformance.side_by_side import split_into_runs
 from vt_dagster.conformance.steps import layout, supported
 from vt_dagster.core import arrival_order, largest_times, processor, source_processor
-from vt_dagster.core.as_of_join import Way
+from vt_dagster.core.as_of_join import JoinStrategy
 from vt_dagster.core.stream_time import Bounds
 from vt_dagster.errors import SourceError
 from vt_dagster.runs import arrival as arrivals
@@ -143,16 +143,18 @@ def test_the_other_ways_to_join_are_identical_too(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, way: Literal["broadcast", "tiled"]
 ) -> None:
     """Each way in which a run of many records may look for versions, with the few of the scenarios."""
-    asked: list[Way] = []
+    asked: list[JoinStrategy] = []
 
-    def way_of(table: Table, view: DataFrame, few: bool, versions: int, due: Any) -> tuple[Way, str]:
+    def way_of(
+        table: Table, view: DataFrame, few: bool, versions: int, due: Any
+    ) -> tuple[JoinStrategy, str]:
         tiled = way == "tiled" and table.versioned
         first, last = due
         chosen = tiles_of(view, key=table.key, first=first, last=last)[0] if tiled else "broadcast"
         asked.append(chosen)
         return chosen, "forced"
 
-    monkeypatch.setattr(temporal_lookup, "way_of", way_of)
+    monkeypatch.setattr(temporal_lookup, "join_strategy", way_of)
     lines: list[str] = []
     report = run(
         [SCENARIOS / "worked"],

@@ -21,7 +21,7 @@ from vt_dagster.runs.replay import replay, swap
 from vt_dagster.runs.restate import restate
 from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage.maintenance import maintain
-from vt_dagster.storage.stale_reads import UNTOLD
+from vt_dagster.storage.stale_reads import UNDECIDABLE
 from vt_dagster.topology.durations import parse_time
 
 EVERY = [day(n) for n in range(2, 8)]
@@ -102,7 +102,7 @@ def test_a_restatement(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None
     assert "3 partition(s) are asked for, and nobody can tell if prices has made them wrong: " in (
         said_so := capfd.readouterr().err
     )
-    assert UNTOLD["another_log"] in said_so
+    assert UNDECIDABLE["another_log"] in said_so
 
 
 def test_a_swap(copy: Reports) -> None:
@@ -155,7 +155,7 @@ def test_a_log_that_is_cut_off(copy: Reports, capfd: pytest.CaptureFixture[str])
     # the sensor had looked at what is gone; where its cursor is lost, nobody has
     assert copy.asked(said.cursor) == []
     assert copy.asked() == EVERY
-    assert UNTOLD["cut_off"] in capfd.readouterr().err
+    assert UNDECIDABLE["cut_off"] in capfd.readouterr().err
     copy.land(record("d", "d7", "7 00:00"))
     assert copy.asked(said.cursor) == [day(7)]
 

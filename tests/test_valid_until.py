@@ -153,7 +153,7 @@ def test_every_way_to_join_finds_the_same(spark: SparkSession, seed: int) -> Non
     tiles, _ = tiles_of(rows, key=["k"], first=first, last=last, crowd=100)
     for way in ("sorted", "broadcast", tiles):
         found = as_of_join(
-            left, rows, left_key=["k"], right_key=["k"], horizon=horizon, name="found", way=way
+            left, rows, left_key=["k"], right_key=["k"], horizon=horizon, name="found", strategy=way
         )
         told = {row.i: row.n for row in found.select("i", "found.n").collect()}
         assert told == {i: expected(k, moment) for k, moment, i in moments}, way

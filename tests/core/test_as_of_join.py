@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from vt_dagster.core import as_of_join
-from vt_dagster.core.as_of_join import Tiles, Way
+from vt_dagster.core.as_of_join import JoinStrategy, Tiles
 from vt_dagster.runs import join_strategy
 from vt_dagster.runs.join_strategy import tiles_of
 
@@ -61,7 +61,7 @@ def test_every_way_finds_the_same(
         F.min(F.unix_micros("timestamp")), F.max(F.unix_micros("timestamp"))
     ).collect()[0]
 
-    def found(way: Way) -> list[tuple[int, int | None, bool]]:
+    def found(strategy: JoinStrategy) -> list[tuple[int, int | None, bool]]:
         joined = as_of_join.as_of_join(
             left,
             versions,
@@ -69,7 +69,7 @@ def test_every_way_finds_the_same(
             right_key=KEY,
             horizon=F.timestamp_micros(F.lit((at(horizon) - at(0)) // timedelta(microseconds=1) - 100)),
             name="found",
-            way=way,
+            strategy=strategy,
         )
         rows = joined.select("i", "found.n", as_of_join.FOUND).collect()
         return sorted((row.i, row.n, row._found) for row in rows)
@@ -124,7 +124,7 @@ def test_keys_that_are_equal_without_being_the_same_meet(spark: SparkSession) ->
             right_key=KEY,
             horizon=F.lit(None).cast("timestamp"),
             name="found",
-            way=way,  # type: ignore[arg-type]
+            strategy=way,  # type: ignore[arg-type]
         )
         assert sorted((r.i, r.n) for r in joined.select("i", "found.n").collect()) == [(1, 7), (2, 99)]
 

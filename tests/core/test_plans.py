@@ -12,7 +12,7 @@ from pyspark.sql.types import DoubleType, StringType, StructField, StructType, T
 
 from vt_dagster.core import stream_table_join, table_store
 from vt_dagster.core.arrival_order import by_partition
-from vt_dagster.core.as_of_join import Tiles, Way
+from vt_dagster.core.as_of_join import JoinStrategy, Tiles
 from vt_dagster.core.log_columns import log_schema, view_schema
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.run_context import Input, RunContext
@@ -66,7 +66,9 @@ def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
 
 
 @pytest.mark.parametrize("way", ["broadcast", Tiles(40, 0, 10**15, 2)], ids=["broadcast", "tiled"])
-def test_a_join_reads_and_sends_what_its_result_has(spark: SparkSession, way: Way) -> None:
+def test_a_join_reads_and_sends_what_its_result_has(
+    spark: SparkSession, strategy: JoinStrategy
+) -> None:
     """Spark takes the structs of both sides apart only where all in them is cheap."""
     stream = spark.createDataFrame(
         [], f"{SCHEMA.simpleString()[7:-1]},partition:int,_arrival:bigint,_outcome:string"
@@ -80,7 +82,7 @@ def test_a_join_reads_and_sends_what_its_result_has(spark: SparkSession, way: Wa
         table_key=["k"],
         columns=[("k", "left.k"), ("doubled", "right.price * 2"), ("since", "right.valid_from")],
         horizon=F.lit(0).cast("timestamp"),
-        way=way,
+        strategy=strategy,
     )
     chosen: Any = joined.select("k", "doubled", "since")
     text: str = chosen._jdf.queryExecution().optimizedPlan().toString()

@@ -69,7 +69,7 @@ def answer(warehouse: Path, name: str, moment: int) -> list[str]:
 
 def compared(warehouse: Path) -> Any:
     old, new = ((str(warehouse / name), *head_of(str(warehouse), name)) for name in ("old", "new"))
-    return log_diff.differing(old, new, np.array(TIMES))
+    return log_diff.changed_answers(old, new, np.array(TIMES))
 
 
 @pytest.mark.parametrize("seed", range(12))

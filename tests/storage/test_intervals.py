@@ -13,10 +13,10 @@ from pyspark.sql import SparkSession
 import vt_dagster
 from tests.storage.topology import EPOCH, Topology
 from vt_dagster.sources.files_source import FilesSource
-from vt_dagster.storage import stale_reads, view, view_segments
+from vt_dagster.storage import view, view_segments
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.storage.commit_log import Offsets, horizons
-from vt_dagster.storage.stale_reads import Position, Read, wrong_since
+from vt_dagster.storage.stale_reads import Position, Read, stale_reads
 from vt_dagster.topology.durations import in_utc, parse_time
 from vt_dagster.topology.model import VersionedTable
 
@@ -53,7 +53,7 @@ def test_random_arrivals(
     monkeypatch.setattr(view_segments, "SEGMENT_ROWS", 5)
     monkeypatch.setattr(view, "EACH_RUN", 0)
     monkeypatch.setattr(view, "SHARE", 0.4)
-    monkeypatch.setattr(stale_reads, "_ROWS", 4)
+    monkeypatch.setattr("vt_dagster.storage.stale_reads._ROWS", 4)
     dice, topology = random.Random(seed), Topology(tmp_path)
     topology.rates = VersionedTable(
         "rates",
@@ -78,7 +78,7 @@ def test_random_arrivals(
         commit = head[1]
         horizon = max(horizons(commit.shape.retention(), commit.stream_time))
         for some in (reads, looked_at):
-            found = wrong_since(topology.warehouse, head, some)
+            found = stale_reads(topology.warehouse, head, some)
             for read, why in zip(some, found, strict=True):
                 moment = parse_time(read.as_of or "")
                 assert why is None or why.forgotten == (moment < horizon)

@@ -21,7 +21,7 @@ from tests.storage.test_known_at import START, answer, in_order, moment, questio
 from tests.storage.topology import EPOCH, SCHEMA, Topology
 from vt_dagster.columns import ARRIVAL, OUTCOME, PARTITION, RECORDED_AT
 from vt_dagster.core.arrival_order import Outcome
-from vt_dagster.core.source_records import TOLD_AT
+from vt_dagster.core.source_records import SOURCE_RECORDED_AT
 from vt_dagster.errors import TopologyError
 from vt_dagster.runs import record_times
 from vt_dagster.runs.arrival import Arrival
@@ -227,14 +227,14 @@ def test_times_of_rows_do_not_go_back_and_are_few(
     read = spark.createDataFrame(rows, f"{PARTITION} INT, {ARRIVAL} LONG, told LONG").select(
         PARTITION,
         ARRIVAL,
-        F.timestamp_micros("told").alias(TOLD_AT),
+        F.timestamp_micros("told").alias(SOURCE_RECORDED_AT),
         F.when(F.col("told").isNull(), Outcome.QUARANTINED).otherwise(Outcome.APPLIED).alias(OUTCOME),
     )
     shape = shape_of(topology.orders)
     before = Commit(asset="orders", batch=1, attempt="a", shape=shape, recorded_at=1)
     source: Any = object()
     arrival = Arrival(topology.orders, Head(0, before), "attempt", source=source)
-    timed, end = record_times.with_times(read, arrival, store, 12)
+    timed, end = record_times.assign_system_times(read, arrival, store, 12)
     found = [r[0] for r in timed.orderBy(ARRIVAL).select(F.unix_micros(RECORDED_AT)).collect()]
     for held in arrival.persisted:
         store.unpersist(held)

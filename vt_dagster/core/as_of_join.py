@@ -47,7 +47,7 @@ class Tiles:
     tasks: int
 
 
-Way = Literal["sorted", "broadcast"] | Tiles
+JoinStrategy = Literal["sorted", "broadcast"] | Tiles
 
 
 def as_of_join(
@@ -58,7 +58,7 @@ def as_of_join(
     right_key: Sequence[str],
     horizon: Column,
     name: str,
-    way: Way = "sorted",
+    strategy: JoinStrategy = "sorted",
 ) -> DataFrame:
     """For each row of ``left`` the version as of its ``timestamp`` (inclusive).
 
@@ -68,7 +68,8 @@ def as_of_join(
     and a hash join; broadcast, neither shuffle nor sort.
 
     Args:
-        way: see the head of this file; of ``Tiles``, every timestamp of ``left`` must be in their time.
+        strategy: see the head of this file; of ``Tiles``, every timestamp of ``left`` must be in their
+            time.
 
     Returns:
         every row of ``left`` once, with ``_found``, whether the table has a value then, and has not
@@ -85,15 +86,15 @@ def as_of_join(
         *[F.col(f"`{c}`").alias(n) for c, n in names.items()],
         horizon.alias(_HORIZON),
     )
-    if way == "sorted":
+    if strategy == "sorted":
         rows = _sorted(left, table, left_key, names[IS_TOMBSTONE])
     else:
         # Each with the time in which it is found.
         begin = F.when(F.col(_END).isNull(), F.col(_BEGIN)).otherwise(F.greatest(_BEGIN, _HORIZON))
         table = table.where(~F.col(names[IS_TOMBSTONE])).withColumn(_BEGIN, begin)
         rows = (
-            _tiled(left, table, left_key, way)
-            if isinstance(way, Tiles)
+            _tiled(left, table, left_key, strategy)
+            if isinstance(strategy, Tiles)
             else _compared(left, table, left_key)
         )
     # Columns alone: Spark takes a struct apart, and leaves out what nobody asks for, where all in it is

@@ -24,7 +24,14 @@ from vt_dagster.columns import (
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import has_key, union, with_columns
 from vt_dagster.core.stream_table_join import INSTANT, known_at_of
-from vt_dagster.core.system_time_join import ANSWER, KNOWN_AT, PLACES, Past, at_place, by_log
+from vt_dagster.core.system_time_join import (
+    ANSWER,
+    KNOWN_AT,
+    PLACES,
+    SystemTimeHistory,
+    answers_from_log,
+    at_place,
+)
 from vt_dagster.topology.feature_views import FeatureView
 
 _AT, _SIDE, _HORIZON = "_at", "_side", "_horizon"
@@ -37,13 +44,13 @@ class Feature:
     Args:
         rows: its versions, with ``recorded_at``.
         stream_time: of a row's partition.
-        past: its log.
+        history: its log.
     """
 
     view: FeatureView
     rows: DataFrame
     stream_time: Column
-    past: Past
+    history: SystemTimeHistory
 
     @property
     def strictly(self) -> Column:
@@ -56,8 +63,8 @@ def with_features(
 ) -> DataFrame:
     """The rows of a spine, once each, with the columns of each feature.
 
-    Among the versions known at the row's cut that of its time is chosen, see ``as_known_join``; a null
-    key finds nothing. A version older than ``max_age`` gives nulls, and so does a tombstone.
+    Among the versions known at the row's cut that of its time is chosen, see ``system_time_join``; a
+    null key finds nothing. A version older than ``max_age`` gives nulls, and so does a tombstone.
 
     Plan: for all features of the same key of the spine together one shuffle and sort of the spine and
     their versions. Of rows whose cut lies before what was found was recorded: their keys, times and
@@ -145,9 +152,9 @@ def _by_log(found: DataFrame, i: int, feature: Feature) -> DataFrame | None:
         ARRIVAL,
     )
     needed = [IS_TOMBSTONE, PARTITION, *_values(feature)]
-    best = by_log(
+    best = answers_from_log(
         doubtful,
-        feature.past,
+        feature.history,
         needed=needed,
         left_key=keys,
         right_key=view.table.key,

@@ -9,9 +9,9 @@ from pyspark.sql import Column, DataFrame
 
 from vt_dagster.core import table_store
 from vt_dagster.core.arrival_order import by_partition
-from vt_dagster.core.as_of_join import Way
+from vt_dagster.core.as_of_join import JoinStrategy
 from vt_dagster.core.stream_time import Bounds
-from vt_dagster.core.system_time_join import Past
+from vt_dagster.core.system_time_join import SystemTimeHistory
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class Lookup:
     Args:
         rows: its versions, of a plain table its current rows.
         stream_time: of a row's partition.
-        way: see ``as_of_join``.
-        past: of what looks by what was known, see ``as_known_join``.
+        strategy: see ``as_of_join``.
+        history: of what looks by what was known, see ``system_time_join``.
     """
 
     rows: DataFrame
     stream_time: Column
-    way: Way = "sorted"
-    past: Past | None = None
+    strategy: JoinStrategy = "sorted"
+    history: SystemTimeHistory | None = None

@@ -41,7 +41,7 @@ Debezium a null message and a snapshot's row, of a dump each row; an optional co
 TRUNCATES = "_truncates"
 """Whether a row says that all rows of the source's table are gone; an optional column of its rows, each
 of which is also ``_deleted``."""
-TOLD_AT = "_told_at"
+SOURCE_RECORDED_AT = "_told_at"
 """When the source has recorded a row, where it is asked for that; an optional column of its rows."""
 UNCHANGED = "_unchanged"
 """The columns that a row does not have since they are unchanged: an array of names; null = none. An
@@ -126,14 +126,14 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
         when = F.coalesce(F.when(tombstone, stated), when)
     if START in rows.columns:
         when = F.coalesce(when, F.when(F.col(START), F.col(RECORD_TIME)))
-    if TOLD_AT in rows.columns:
-        told = F.col(TOLD_AT)
+    if SOURCE_RECORDED_AT in rows.columns:
+        told = F.col(SOURCE_RECORDED_AT)
         if DELETED in rows.columns:
             told = F.coalesce(told, F.when(F.col(DELETED), F.col(RECORD_TIME)))
-        rows = rows.withColumn(TOLD_AT, told)
-        reason = reason.when(F.col(TOLD_AT).isNull(), Reason.NULL_RECORDED_AT)
+        rows = rows.withColumn(SOURCE_RECORDED_AT, told)
+        reason = reason.when(F.col(SOURCE_RECORDED_AT).isNull(), Reason.NULL_RECORDED_AT)
         if latest is not None:
-            reason = reason.when(F.col(TOLD_AT) > latest, Reason.FUTURE_RECORDED_AT)
+            reason = reason.when(F.col(SOURCE_RECORDED_AT) > latest, Reason.FUTURE_RECORDED_AT)
     named = RECORD_TIME in rows.columns and SOURCE_TIME not in rows.columns
     rows = rows.withColumn(SOURCE_TIME, F.col(RECORD_TIME)) if named else rows
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})

@@ -24,11 +24,11 @@ from vt_dagster.columns import (
 )
 from vt_dagster.core import grace_buffer, table_store
 from vt_dagster.core.arrival_order import Outcome, arrival_chunk, by_partition
-from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
+from vt_dagster.core.as_of_join import FOUND, JoinStrategy, as_of_join
 from vt_dagster.core.processor import Counts, Processor
 from vt_dagster.core.run_context import Input, Lookup, RunContext
 from vt_dagster.core.stream_time import Timed, late_from
-from vt_dagster.core.system_time_join import KNOWN_AT, Past, as_known_join
+from vt_dagster.core.system_time_join import KNOWN_AT, SystemTimeHistory, system_time_join
 from vt_dagster.topology.durations import length_at
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.operators import JoinKind, StreamTableJoin
@@ -165,8 +165,8 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
             table_key=right.key,
             columns=self.selected_columns(judged),
             horizon=horizon,
-            way=lookup.way,
-            past=lookup.past,
+            strategy=lookup.strategy,
+            history=lookup.history,
             max_age=operator.max_age,
             before=operator.at == "before",
         )
@@ -230,8 +230,8 @@ def join(
     table_key: Sequence[str],
     columns: Sequence[tuple[str, str]],
     horizon: Column | None,
-    way: Way = "sorted",
-    past: Past | None = None,
+    strategy: JoinStrategy = "sorted",
+    history: SystemTimeHistory | None = None,
     max_age: timedelta | None = None,
     before: bool = False,
 ) -> DataFrame:
@@ -246,9 +246,9 @@ def join(
         horizon: ``stream time - history retention`` of the table's partition; None = the table is
             not versioned. A record older than that joins the current version if that is old enough,
             else nothing (kip914-expired-lookup-left).
-        way: of a versioned table, see ``as_of_join``.
-        past: of a versioned table, looks by what was known at each record's ``_known_at``; see
-            ``as_known_join``.
+        strategy: of a versioned table, see ``as_of_join``.
+        history: of a versioned table, looks by what was known at each record's ``_known_at``; see
+            ``system_time_join``.
         max_age: of a versioned table, a version gives no match where ``timestamp - valid_from`` is
             larger. A tombstone gives none in any case.
         before: of a versioned table, ``valid_from < timestamp``, else ``<=``.
@@ -267,12 +267,12 @@ def join(
         earlier = F.lit(INSTANT if before else timedelta(0))
         looking = stream.withColumn(TIMESTAMP, F.col(TIMESTAMP) - earlier) if before else stream
         about: dict[str, Any] = {"left_key": stream_key, "right_key": table_key, "horizon": horizon}
-        about |= {"name": _ROW, "way": way}
-        if past is None:
+        about |= {"name": _ROW, "way": strategy}
+        if history is None:
             found = as_of_join(looking, table, **about)
         else:
             ends = any(_END.search(expression) for _, expression in columns)
-            found = as_known_join(looking, table, past, ends=ends, **about)
+            found = system_time_join(looking, table, history, ends=ends, **about)
         if before:
             found = found.withColumn(TIMESTAMP, F.col(TIMESTAMP) + earlier)
         if max_age is not None:

@@ -30,12 +30,12 @@ from vt_dagster.columns import (
     VALID_TO,
 )
 from vt_dagster.core.arrival_order import has_key
-from vt_dagster.core.as_of_join import FOUND, Way, as_of_join
+from vt_dagster.core.as_of_join import FOUND, JoinStrategy, as_of_join
 
 KNOWN_AT = "_known_at"
 """Of a row that looks for a version: versions recorded later do not count. TIMESTAMP."""
 SINCE, UNTIL, HORIZON = "_since", "_until", "_horizon"
-"""Of ``Past.horizons``: the table's horizon for cuts from the first time to the second."""
+"""Of ``SystemTimeHistory.horizons``: the table's horizon for cuts from the first time to the second."""
 
 _SURE, _DEAD = "_sure", "_dead"
 _AT, _TURN, _ROW = "_at", "_turn", "_version"
@@ -45,7 +45,7 @@ PLACES = ("_place0", "_place1")
 ANSWER = "_answer"
 
 
-class Past(Protocol):
+class SystemTimeHistory(Protocol):
     """What a run has of a table's past, for rows that its versions do not answer."""
 
     def persist_rows(self, rows: DataFrame) -> DataFrame:
@@ -66,17 +66,17 @@ class Past(Protocol):
         ...
 
 
-def as_known_join(
+def system_time_join(
     left: DataFrame,
     versions: DataFrame,
-    past: Past,
+    history: SystemTimeHistory,
     *,
     left_key: Sequence[str],
     right_key: Sequence[str],
     horizon: Column,
     name: str,
     ends: bool,
-    way: Way = "sorted",
+    strategy: JoinStrategy = "sorted",
 ) -> DataFrame:
     """For each row of ``left`` the version as of its ``timestamp`` (inclusive) among those recorded up
     to its cut (inclusive), with the horizon of then. A row of the log without a time of record was
@@ -99,20 +99,28 @@ def as_known_join(
     """
     seen = versions.withColumns({_DEAD: F.col(IS_TOMBSTONE), IS_TOMBSTONE: F.lit(False)})
     found = as_of_join(
-        left, seen, left_key=left_key, right_key=right_key, horizon=horizon, name=name, way=way
+        left,
+        seen,
+        left_key=left_key,
+        right_key=right_key,
+        horizon=horizon,
+        name=name,
+        strategy=strategy,
     )
     recorded = F.col(name)[RECORDED_AT]
     sure = F.col(FOUND) & (recorded.isNull() | (recorded <= F.col(KNOWN_AT)))
     if ends:
         sure = sure & F.col(name)[VALID_TO].isNull()
-    told = past.persist_rows(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
+    told = history.persist_rows(found.withColumn(_SURE, sure | ~has_key([f"`{k}`" for k in left_key])))
     own = [F.col(f"`{c}`") for c in left.columns]
     alive = F.col(FOUND) & ~F.col(name)[_DEAD]
     whole = F.struct(*[F.col(name)[c].alias(c) for c in versions.columns])
     answered = told.where(_SURE).select(*own, F.when(alive, whole).alias(name), alive.alias(FOUND))
     doubtful = told.where(~F.col(_SURE)).select(*own)
     needed = [c for c in versions.columns if c not in (VALID_FROM, VALID_TO, RECORDED_AT)]
-    best = by_log(doubtful, past, needed=needed, left_key=left_key, right_key=right_key, ends=ends)
+    best = answers_from_log(
+        doubtful, history, needed=needed, left_key=left_key, right_key=right_key, ends=ends
+    )
     if best is None:
         return answered
     types = {f.name: f.dataType for f in versions.schema.fields}
@@ -128,13 +136,13 @@ def as_known_join(
 
 
 def at_place() -> Column:
-    """Joins rows with what :func:`by_log` has found of them."""
+    """Joins rows with what :func:`answers_from_log` has found of them."""
     return (F.col(PARTITION) == F.col(PLACES[0])) & (F.col(ARRIVAL) == F.col(PLACES[1]))
 
 
-def by_log(
+def answers_from_log(
     doubtful: DataFrame,
-    past: Past,
+    history: SystemTimeHistory,
     *,
     needed: Sequence[str],
     left_key: Sequence[str],
@@ -153,10 +161,12 @@ def by_log(
         had no value, or had forgotten it. A row that nothing was known of is not there. None = there
         are no doubtful rows.
     """
-    log = past.log(doubtful, ends)
+    log = history.log(doubtful, ends)
     if log is None:
         return None
-    best = _remembered(_known_then(doubtful, log, needed, left_key, right_key, ends), past.horizons())
+    best = _remembered(
+        _known_then(doubtful, log, needed, left_key, right_key, ends), history.horizons()
+    )
     row = F.col(_BEST)
     answer = F.struct(
         row[_AT].alias(VALID_FROM),

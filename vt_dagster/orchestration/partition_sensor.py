@@ -13,7 +13,7 @@ from vt_dagster.orchestration.io_manager import AS_KNOWN_AT, AS_OF, READ, READS
 from vt_dagster.orchestration.resources import PREFIX, warehouse_key, warehouse_of
 from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.storage.commit_log import Commit
-from vt_dagster.storage.stale_reads import UNTOLD, Position, Read, Wrong, wrong_since
+from vt_dagster.storage.stale_reads import UNDECIDABLE, Position, Read, StaleRead, stale_reads
 from vt_dagster.topology.model import Stream, VersionedTable
 
 _PAGE, _AT_ONCE = 1000, 500
@@ -214,7 +214,9 @@ class _Materializations:
                 return expected is None
             place = page.cursor
 
-    def only_there(self, instance: dg.DagsterInstance, wrong: dict[str, Wrong]) -> dict[str, Wrong]:
+    def only_there(
+        self, instance: dg.DagsterInstance, wrong: dict[str, StaleRead]
+    ) -> dict[str, StaleRead]:
         """Those of which the last materialization was not wiped meanwhile."""
         ids = {self._made[partition].storage_id: partition for partition in wrong}
         asked, there = sorted(ids), set[str]()
@@ -241,12 +243,14 @@ def _reads(record: dg.EventLogRecord, inputs: Sequence[str], table: str) -> list
 
 def _wrong(
     warehouse: str, head: tuple[int, Commit], made: Mapping[str, _Made], cursor: "_Cursor"
-) -> dict[str, Wrong]:
+) -> dict[str, StaleRead]:
     """By partition, why it is wrong."""
     every = [(partition, one, read) for partition, one in made.items() for read in one.reads]
     looked = [cursor.seen(one, read, head[1].log) for _, one, read in every]
-    found = wrong_since(warehouse, head, looked)
-    wrong = {partition: Wrong(_UNKNOWN, "", False) for partition, one in made.items() if not one.reads}
+    found = stale_reads(warehouse, head, looked)
+    wrong = {
+        partition: StaleRead(_UNKNOWN, "", False) for partition, one in made.items() if not one.reads
+    }
     for (partition, one, _), why in zip(every, found, strict=True):
         before = wrong.get(partition)
         if why is not None and not (before is not None and before.forgotten):
@@ -254,7 +258,7 @@ def _wrong(
     return wrong
 
 
-def _request(sensor: str, partition: str, why: Wrong) -> dg.RunRequest:
+def _request(sensor: str, partition: str, why: StaleRead) -> dg.RunRequest:
     """A run of a partition; one and the same while the same makes it wrong."""
     key = f"{sensor}:{partition}:{why.why}:{why.by}"
     return dg.RunRequest(run_key=key, partition_key=partition, tags={_WHY: why.why})
@@ -265,7 +269,7 @@ def _standing(commit: Commit) -> str:
 
 
 def _tell(
-    context: dg.SensorEvaluationContext, asset: str, table: str, wrong: Mapping[str, Wrong]
+    context: dg.SensorEvaluationContext, asset: str, table: str, wrong: Mapping[str, StaleRead]
 ) -> None:
     """Says in the tick's log of which partitions nobody can tell, and which cannot be made again."""
     gone = sorted(partition for partition, why in wrong.items() if why.forgotten)
@@ -274,11 +278,11 @@ def _tell(
             f"{asset}: {len(gone)} partition(s) may be wrong, but the history of {table} does not "
             f"reach back to their time: {', '.join(gone[:10])}"
         )
-    unsure = Counter(one.why for one in wrong.values() if one.why in UNTOLD and not one.forgotten)
+    unsure = Counter(one.why for one in wrong.values() if one.why in UNDECIDABLE and not one.forgotten)
     for why, count in unsure.items():
         context.log.warning(
             f"{asset}: {count} partition(s) are asked for, and nobody can tell if {table} has made "
-            f"them wrong: {UNTOLD[why]}"
+            f"them wrong: {UNDECIDABLE[why]}"
         )
 
 

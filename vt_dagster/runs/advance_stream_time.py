@@ -17,7 +17,7 @@ from vt_dagster.runs.arrival import Arrival
 from vt_dagster.storage.commit_log import Commit
 
 
-def timed(
+def advance_stream_time(
     arrival: Arrival,
     processor: Processor[Any],
     inputs: Sequence[Input],

@@ -121,7 +121,7 @@ def ends_of(arrival: Arrival) -> dict[str, dict[int, int]]:
     return {n: {p: end for p, (_, end) in ranges.items()} for n, ranges in arrival.taken.items()}
 
 
-def recorded(before: Commit, told: int | None) -> int:
+def next_system_time(before: Commit, told: int | None) -> int:
     """When a commit is recorded, epoch microseconds: by this machine's clock, which may be behind, but
     after the one before it.
 
@@ -149,7 +149,7 @@ def ahead_after(before: Commit, recorded_at: int) -> list[tuple[int, int]]:
     return [*known, (start, recorded_at)][-_SPANS:]
 
 
-def told_by_clock(
+def system_time_by_clock(
     before: Commit, told: int | None, progress: Progress
 ) -> tuple[int, list[tuple[int, int]]]:
     """``Commit.recorded_at`` and ``Commit.ahead`` of a run, which warns where a clock was ahead.
@@ -157,7 +157,7 @@ def told_by_clock(
     Args:
         told: see :func:`recorded`.
     """
-    recorded_at = recorded(before, told)
+    recorded_at = next_system_time(before, told)
     ahead = ahead_after(before, recorded_at)
     if ahead != before.ahead:
         progress.done(
@@ -209,6 +209,7 @@ def document(
     start = more.pop("start", before.start)
     so_far = inputs, arrival.ready, offsets, times, start is not None
     ready = after_run(arrival.node, before, arrival.source, *so_far)
+    consumed = consumed_commits({n: h.commit for n, h in arrival.inputs.items()})
     return Commit(
         asset=arrival.node.name,
         batch=before.batch + 1,
@@ -216,10 +217,7 @@ def document(
         shape=shape_of(arrival.node),
         log=before.log or arrival.attempt,
         logs={**before.logs, **{name: head.commit.log for name, head in arrival.inputs.items()}},
-        consumed={
-            **before.consumed,
-            **consumed_commits({n: h.commit for n, h in arrival.inputs.items()}),
-        },
+        consumed={**before.consumed, **consumed},
         previous=before.attempt,
         inputs=inputs,
         next_offset=offsets,

@@ -28,9 +28,9 @@ from vt_dagster.core.arrival_order import Outcome, by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.runs.commit_document import recorded
+from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.erase_certificate import Certificate, Searched, begun, elsewhere, unwritten
-from vt_dagster.runs.erase_dry_run import Tell, foretell
+from vt_dagster.runs.erase_dry_run import Tell, erase_dry_run
 from vt_dagster.runs.erase_plan import (
     KEPT,
     KEPT_EXPORT,
@@ -40,7 +40,7 @@ from vt_dagster.runs.erase_plan import (
     key_of,
     require_free,
 )
-from vt_dagster.runs.erase_residuals import in_statistics, unreachable
+from vt_dagster.runs.erase_residuals import erase_residuals, in_statistics
 from vt_dagster.runs.erased_validity import erasures
 from vt_dagster.storage import delta, erase_files
 from vt_dagster.storage.asset_store import AssetStore
@@ -136,11 +136,13 @@ class _Erase:
         left = dict[str, DataFrame]()
         if self.dry_run:
             look = self.warehouse, self.spark, self.key, self.plan, self.exports
-            left = foretell(*look, self.done, self.say)
+            left = erase_dry_run(*look, self.done, self.say)
         else:
             self._erase()
         self.done.elsewhere = elsewhere(self.warehouse, self.key, self.spark, left)
-        self.done.unreachable = unreachable(self.warehouse, self.plan, self.key, self.spark, self.runs)
+        self.done.unreachable = erase_residuals(
+            self.warehouse, self.plan, self.key, self.spark, self.runs
+        )
         if not self.dry_run:
             self.done.waiting = {}
             self.done.finish()
@@ -252,7 +254,7 @@ class _Erase:
             "previous": "",  # what it held of the key is removed
             "run_id": run_id,
             # Where the source tells times of record, an erase is not to be before later ones.
-            "recorded_at": recorded(commit, commit.recorded_at if commit.stepped else None),
+            "recorded_at": next_system_time(commit, commit.recorded_at if commit.stepped else None),
             "steps": [],
             "taken": {},
             "gaps": {},

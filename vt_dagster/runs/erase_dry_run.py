@@ -28,7 +28,7 @@ from vt_dagster.topology.model import Table
 Tell = Callable[[str], None]
 
 
-def foretell(
+def erase_dry_run(
     warehouse: str,
     spark: SparkSession,
     key: Key,

@@ -32,7 +32,7 @@ _LONGEST = 32
 """So much of a text is in Delta's statistics."""
 
 
-def unreachable(
+def erase_residuals(
     warehouse: str,
     plan: Sequence[Places],
     key: Key,

@@ -9,7 +9,7 @@ from typing import Any, cast
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from vt_dagster.core.as_of_join import Tiles, Way, crowd_of, level_for
+from vt_dagster.core.as_of_join import JoinStrategy, Tiles, crowd_of, level_for
 from vt_dagster.topology.model import Table, VersionedTable
 
 VERSIONS_OF_A_TASK = 200_000
@@ -19,9 +19,9 @@ _FEW_VERSIONS, _FEW_OF_A_KEY = 20_000, 100
 _FEW_IN_A_TILE = 128
 
 
-def way_of(
+def join_strategy(
     table: Table, view: DataFrame, few_records: bool, versions: int, span: tuple[int, int] | None
-) -> tuple[Way, str]:
+) -> tuple[JoinStrategy, str]:
     """The way for one run, and why.
 
     Args:

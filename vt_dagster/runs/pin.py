@@ -179,7 +179,8 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
             raise StorageError(
                 f"{node.name}: expected to read records of {up.name} after {in_utc(newest)} alone, but "
                 f"reads {spoken(reach)} back from {in_utc(now)} as it is declared now, and "
-                f"{cut.description()}; shorten its window or grace period, or make it anew (vt-dagster replay)"
+                f"{cut.description()}; shorten its window or grace period, or make it anew "
+                "(vt-dagster replay)"
             )
 
 

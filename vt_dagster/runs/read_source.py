@@ -33,9 +33,9 @@ from vt_dagster.core.source_order import LAST, follows_source
 from vt_dagster.core.source_records import (
     REASON,
     RECORD_TIME,
+    SOURCE_RECORDED_AT,
     SOURCE_TIME,
     START,
-    TOLD_AT,
     TRUNCATES,
     UNCHANGED,
     Reason,
@@ -104,8 +104,8 @@ def _with_start(
         own = F.coalesce(F.col(f"`{node.timestamp}`"), F.col(RECORD_TIME))
         rows = rows.withColumn(node.timestamp, own)
     rows = prepare(rows, node, limit).withColumn(ARRIVAL, F.col(ARRIVAL) + _LAST)
-    if TOLD_AT in changes.columns:
-        rows = rows.withColumn(TOLD_AT, F.lit(_NOW).cast("timestamp"))
+    if SOURCE_RECORDED_AT in changes.columns:
+        rows = rows.withColumn(SOURCE_RECORDED_AT, F.lit(_NOW).cast("timestamp"))
     kinds = dict(changes.dtypes)
     others = {c: F.col(c).cast(kinds[c]) for c, k in rows.dtypes if kinds.get(c, k) != k}
     marked = changes.withColumn(START, F.lit(False))

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 
 from vt_dagster.columns import OUTCOME, PARTITION, RECORDED_AT, TIMESTAMP
 from vt_dagster.core.arrival_order import Outcome, arrival_chunk
-from vt_dagster.core.source_records import SOURCE, TOLD_AT
+from vt_dagster.core.source_records import SOURCE, SOURCE_RECORDED_AT
 from vt_dagster.core.stream_time import running_max
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.store_protocol import Store
@@ -28,7 +28,7 @@ _MOST = 1_000
 """So many times at most are told apart in a run: its commit lists them."""
 
 
-def with_times(
+def assign_system_times(
     rows: DataFrame, arrival: Arrival, store: Store, latest: int | None
 ) -> tuple[DataFrame, int | None]:
     """Results, with ``recorded_at`` where their source tells it; and when their commit is recorded,
@@ -45,13 +45,13 @@ def with_times(
         # A snapshot to start with comes last, and is known since the run.
         end = max(first, last) if arrival.start is not None else max(times.values())
         return _by_origin(rows, times, end, store.spark), end
-    if source is None or TOLD_AT not in rows.columns:
+    if source is None or SOURCE_RECORDED_AT not in rows.columns:
         return rows, latest
     rows = store.persist(rows)
     arrival.persisted.append(rows)
-    at = F.greatest(F.least(F.unix_micros(TOLD_AT), F.lit(last)), F.lit(first))
-    rows = rows.withColumn(TOLD_AT, F.when(F.col(OUTCOME) != Outcome.QUARANTINED, at))
-    (end,) = rows.agg(F.max(TOLD_AT)).collect()[0]
+    at = F.greatest(F.least(F.unix_micros(SOURCE_RECORDED_AT), F.lit(last)), F.lit(first))
+    rows = rows.withColumn(SOURCE_RECORDED_AT, F.when(F.col(OUTCOME) != Outcome.QUARANTINED, at))
+    (end,) = rows.agg(F.max(SOURCE_RECORDED_AT)).collect()[0]
     return _by_row(rows), latest if end is None else end
 
 
@@ -81,12 +81,19 @@ def _by_origin(rows: DataFrame, times: Mapping[str, int], end: int, spark: Spark
 def _by_row(rows: DataFrame) -> DataFrame:
     """Plan: the distinct times are sorted by one task and joined with held rows, which are then
     shuffled and sorted as ``running_max`` does."""
-    tile, together = F.ntile(_MOST).over(W.orderBy(TOLD_AT)), W.partitionBy("_tile")
-    times = rows.select(TOLD_AT).where(F.col(TOLD_AT).isNotNull()).distinct().withColumn("_tile", tile)
-    times = times.select(TOLD_AT, F.max(TOLD_AT).over(together).alias("_last"))
-    timed = rows.join(times, TOLD_AT, "left")
+    tile, together = F.ntile(_MOST).over(W.orderBy(SOURCE_RECORDED_AT)), W.partitionBy("_tile")
+    times = (
+        rows.select(SOURCE_RECORDED_AT)
+        .where(F.col(SOURCE_RECORDED_AT).isNotNull())
+        .distinct()
+        .withColumn("_tile", tile)
+    )
+    times = times.select(SOURCE_RECORDED_AT, F.max(SOURCE_RECORDED_AT).over(together).alias("_last"))
+    timed = rows.join(times, SOURCE_RECORDED_AT, "left")
     last = F.timestamp_micros("_last")
-    return running_max(timed, last, RECORDED_AT, chunk=arrival_chunk()).drop(TOLD_AT, "_last")
+    return running_max(timed, last, RECORDED_AT, chunk=arrival_chunk()).drop(
+        SOURCE_RECORDED_AT, "_last"
+    )
 
 
 def steps_of(rows: DataFrame, before: Commit, end: int) -> list[Step]:

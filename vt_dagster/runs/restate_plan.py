@@ -153,7 +153,8 @@ class Planner:
         if keep is not None and last.truncation is not None:
             raise StorageError(
                 f"{node.name}: expected its whole log, of which a restatement keeps what is from "
-                f"before {in_utc(self.moment)}, but {last.truncation.description()}: replay it beside the live one, "
+                f"before {in_utc(self.moment)}, but {last.truncation.description()}: replay it "
+                "beside the live one, "
                 "and swap"
             )
 

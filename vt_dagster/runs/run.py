@@ -29,7 +29,7 @@ from vt_dagster.core.arrival_order import Outcome, by_partition
 from vt_dagster.core.processor import Processor
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.run_context import Input, RunContext
-from vt_dagster.runs.advance_stream_time import bounds_of, timed
+from vt_dagster.runs.advance_stream_time import advance_stream_time, bounds_of
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.commit_document import (
     document,
@@ -37,17 +37,17 @@ from vt_dagster.runs.commit_document import (
     of_source,
     places_of,
     stage_rejected,
-    told_by_clock,
+    system_time_by_clock,
 )
 from vt_dagster.runs.gate import Passed, gate
 from vt_dagster.runs.pin import explained, from_logs, from_source
 from vt_dagster.runs.read_source import reads_twice, records_of, with_table_history
 from vt_dagster.runs.readiness import require_covered
-from vt_dagster.runs.record_times import steps_of, with_times
+from vt_dagster.runs.record_times import assign_system_times, steps_of
 from vt_dagster.runs.results import Judged, Receipt, Results, judge, nothing_of, require_same
 from vt_dagster.runs.run_inputs import inputs_of, logs_of, run_context_of
 from vt_dagster.runs.store_protocol import Store, Stores
-from vt_dagster.runs.temporal_lookup import look_up
+from vt_dagster.runs.temporal_lookup import temporal_lookup
 from vt_dagster.runs.udf_determinism import require_deterministic_functions
 from vt_dagster.sources.base import Pinned, Source
 from vt_dagster.spark.small_run_settings import is_small
@@ -106,14 +106,14 @@ class Run:
             return run
         if not asked.get("accept_not_ready"):
             require_covered(run.arrival, stores)
-        return replace(run, arrival=run._timed())
+        return replace(run, arrival=run._with_stream_time())
 
-    def _timed(self) -> Arrival:
+    def _with_stream_time(self) -> Arrival:
         """With the operator's own stream time at the end of the run, and how late its records are."""
         if not self.processor.has_stream_time:
             return self.arrival
         with self.store.planner_settings(self.arrival.small):
-            return timed(
+            return advance_stream_time(
                 self.arrival,
                 self.processor,
                 self._inputs(self.read()),
@@ -218,7 +218,7 @@ class Run:
         with self.store.planner_settings(self.arrival.small):
             told = judge(judged)
         with self.store.planner_settings(self._small(told)):
-            rows, told = look_up(
+            rows, told = temporal_lookup(
                 self.arrival, processor, self.stores, judged, told, self._persist, context
             )
         return Results(rows, context, told)
@@ -260,7 +260,7 @@ class Run:
             return Receipt(None, None)
         with self._explained():
             with store.planner_settings(self._small(results.judged)):
-                rows, recorded_at = with_times(results.rows, arrival, store, recorded_at)
+                rows, recorded_at = assign_system_times(results.rows, arrival, store, recorded_at)
                 rows = store.persist(rows)
                 arrival.persisted.append(rows)
                 passed, commit = self._prepare(store, rows, results, run_id, recorded_at)
@@ -326,7 +326,7 @@ class Run:
         if consumed is not None:
             store.stage_files(arrival.attempt, consumed)
         told = arrival.source is not None and RECORDED_AT in rows.columns
-        recorded_at, ahead = told_by_clock(before, at, store.progress)
+        recorded_at, ahead = system_time_by_clock(before, at, store.progress)
         steps = steps_of(rows, before, recorded_at) if told else []
         return passed, document(
             arrival,

@@ -20,7 +20,7 @@ from vt_dagster.topology.model import VersionedTable
 
 
 @dataclass
-class TablePast:
+class TableSystemTimeHistory:
     """A table's log and its stream time at each commit, up to the one that a run has pinned.
 
     Args:
@@ -37,7 +37,7 @@ class TablePast:
     """The smallest time of these."""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """In words, how many."""
         return f"{self.doubtful:,} records by the log, as to what was known"
 

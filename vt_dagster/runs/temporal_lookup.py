@@ -15,14 +15,14 @@ from vt_dagster.core.processor import Processor
 from vt_dagster.core.run_context import Lookup, RunContext
 from vt_dagster.core.table_store import PersistRows
 from vt_dagster.runs.arrival import Arrival
-from vt_dagster.runs.join_strategy import way_of
+from vt_dagster.runs.join_strategy import join_strategy
 from vt_dagster.runs.results import Judged
 from vt_dagster.runs.store_protocol import Stores
-from vt_dagster.runs.system_time_history import TablePast, recorded_if
+from vt_dagster.runs.system_time_history import TableSystemTimeHistory, recorded_if
 from vt_dagster.topology.model import VersionedTable
 
 
-def look_up(
+def temporal_lookup(
     arrival: Arrival,
     processor: Processor[Any],
     stores: Stores,
@@ -49,10 +49,10 @@ def look_up(
         return processor.look_up(records, Lookup(empty, by_partition({})), context), judged
     since = judged.span[0] - processor.lookup_margin // timedelta(microseconds=1)
     rows = of_table.as_read(table, recorded_if(processor.uses_system_time, store.view_at(at, since)))
-    way, strategy = way_of(table, rows, arrival.few_records, at.total, (since, judged.span[1]))
+    way, strategy = join_strategy(table, rows, arrival.few_records, at.total, (since, judged.span[1]))
     past = None
     if processor.uses_system_time and isinstance(table, VersionedTable):
-        past = TablePast(table, store, at.head, persist_rows)
+        past = TableSystemTimeHistory(table, store, at.head, persist_rows)
     found = processor.look_up(records, Lookup(rows, by_partition(at.stream_time), way, past), context)
-    told = strategy if past is None else f"{strategy}; {past.told}"
+    told = strategy if past is None else f"{strategy}; {past.description}"
     return found, replace(judged, rows_read=at.reach(since), strategy=told)

@@ -21,10 +21,10 @@ from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OFFSET, TIMESTAMP
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.feature_join import Feature, with_features
 from vt_dagster.errors import StorageError
-from vt_dagster.runs.commit_document import recorded
+from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.export import head_in, require_outside
 from vt_dagster.runs.readiness import not_ready
-from vt_dagster.runs.system_time_history import TablePast, recorded_if
+from vt_dagster.runs.system_time_history import TableSystemTimeHistory, recorded_if
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.asset_store import AssetStore, shape_of
@@ -213,7 +213,7 @@ class TrainingRun:
                     "materialize it first"
                 )
             versions = recorded_if(True, table.view_at(then))
-            past = TablePast(view.table, table, then.head, self._persist)
+            past = TableSystemTimeHistory(view.table, table, then.head, self._persist)
             features.append(Feature(view, versions, by_partition(then.stream_time), past))
         return with_features(rows, features, self._persist)
 
@@ -233,7 +233,7 @@ class TrainingRun:
             logs={name: head.commit.log for name, head in heads.items()},
             consumed=consumed_commits({name: head.commit for name, head in heads.items()}),
             run_id=run_id,
-            recorded_at=recorded(before or first, None),
+            recorded_at=next_system_time(before or first, None),
             inputs={name: head.commit.next_offset for name, head in heads.items()},
             next_offset=spine.commit.next_offset,
             stream_time=spine.commit.stream_time,

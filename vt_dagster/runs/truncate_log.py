@@ -28,7 +28,7 @@ from vt_dagster.core import table_store as of_table
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.errors import ConcurrentRunError, StorageError
-from vt_dagster.runs.commit_document import recorded
+from vt_dagster.runs.commit_document import next_system_time
 from vt_dagster.runs.pin import retained_from
 from vt_dagster.spark.small_run_settings import is_small
 from vt_dagster.storage import delta, parquet
@@ -255,7 +255,7 @@ class _Log:
             "previous": commit.attempt,
             "staged": store.staged(attempt),
             "run_id": f"cut:{attempt}",
-            "recorded_at": recorded(commit, max(self.now, commit.recorded_at + 1)),
+            "recorded_at": next_system_time(commit, max(self.now, commit.recorded_at + 1)),
             "taken": {},
             "gaps": {},
             "rejected": False,

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType, TimestampType
 
-from vt_dagster.core.source_records import TOLD_AT
+from vt_dagster.core.source_records import SOURCE_RECORDED_AT
 from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 from vt_dagster.storage.schema_evolution import by_newest_names
@@ -123,12 +123,16 @@ def read_by_all_names(
     return by_newest_names(read(key, columns), columns)
 
 
-def with_told(rows: DataFrame, recorded_at: str, words: Collection[str]) -> DataFrame:
+def with_source_recorded_at(rows: DataFrame, recorded_at: str, words: Collection[str]) -> DataFrame:
     """Rows with ``_told_at``, where that is a column of theirs, and none of the words."""
-    return rows if recorded_at in words else rows.withColumn(TOLD_AT, F.col(f"`{recorded_at}`"))
+    return (
+        rows if recorded_at in words else rows.withColumn(SOURCE_RECORDED_AT, F.col(f"`{recorded_at}`"))
+    )
 
 
-def require_told(name: str, recorded_at: str, words: Collection[str], schema: StructType) -> None:
+def require_source_recorded_at(
+    name: str, recorded_at: str, words: Collection[str], schema: StructType
+) -> None:
     """What a source is asked for as times of record is one of the words, or a column.
 
     Raises:

@@ -25,8 +25,8 @@ from vt_dagster.sources.base import (
     Uncounted,
     read_by_all_names,
     require_limits,
-    require_told,
-    with_told,
+    require_source_recorded_at,
+    with_source_recorded_at,
 )
 from vt_dagster.sources.consumed_files import (
     FileInfo,
@@ -98,7 +98,7 @@ class PinnedFiles(Uncounted):
     def read(self, spark: SparkSession, node: Stream) -> DataFrame:
         try:
             rows = read_by_all_names(node, lambda _, all_: self.source.read(spark, self.files, all_))
-            return with_told(rows, self.source.recorded_at, _WORDS)
+            return with_source_recorded_at(rows, self.source.recorded_at, _WORDS)
         except PySparkException as error:
             told = unseen(error) or self.explain(error)
             if told is None:
@@ -212,7 +212,7 @@ class FilesSource:
         Raises:
             TopologyError: what is optional is no column, or of the key; nor is ``recorded_at`` one.
         """
-        require_told(name, self.recorded_at, _WORDS, schema)
+        require_source_recorded_at(name, self.recorded_at, _WORDS, schema)
         require_units(name, self.timestamps, schema)
         odd = [c for c in self.optional if c not in schema.names or c in key]
         if odd:

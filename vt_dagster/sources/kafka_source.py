@@ -25,12 +25,12 @@ from vt_dagster.core.source_records import (
     RECORD_TIME,
     RESTATES,
     SOURCE,
-    TOLD_AT,
+    SOURCE_RECORDED_AT,
     TRUNCATES,
     UNCHANGED,
 )
 from vt_dagster.errors import RecordsGoneError, SourceError, TopologyError
-from vt_dagster.sources.base import News, require_limits, require_told
+from vt_dagster.sources.base import News, require_limits, require_source_recorded_at
 from vt_dagster.sources.kafka_cluster import KafkaCluster, TopicState
 from vt_dagster.sources.kafka_messages import bounded, in_order_of_arrival, lost, read_messages
 from vt_dagster.sources.message_formats import Decoded, Format, Json
@@ -137,7 +137,7 @@ class KafkaSource:
         Raises:
             TopologyError: names the column.
         """
-        require_told(name, self.recorded_at, WORDS, schema)
+        require_source_recorded_at(name, self.recorded_at, WORDS, schema)
         keys = StructType([f for f in schema.fields if f.name in key])
         for part, format_, wanted in (("key", self.key, keys), ("value", self.value, schema)):
             if format_ is not None and not format_.columns(wanted):
@@ -343,7 +343,7 @@ class KafkaSource:
         if TIMESTAMP not in schema.names:
             columns.append(F.col(RECORD_TIME).alias(TIMESTAMP))
         inside = [PARTITION, ARRIVAL, RECORD_TIME, SOURCE, POSITION, RAW, RAW_KEY, REASON]
-        inside += [*said, *(c for c in read.columns if c in (TOLD_AT, UNCHANGED))]
+        inside += [*said, *(c for c in read.columns if c in (SOURCE_RECORDED_AT, UNCHANGED))]
         return read.select(*columns, *inside)
 
     def _messages(
@@ -359,7 +359,11 @@ class KafkaSource:
                 F.col("key").alias(RAW_KEY),
                 F.col("value").alias(RAW),
                 *(["headers"] if self.headers is not None else []),
-                *([F.expr(_APPENDED_AT).alias(TOLD_AT)] if self.recorded_at == APPEND_TIME else []),
+                *(
+                    [F.expr(_APPENDED_AT).alias(SOURCE_RECORDED_AT)]
+                    if self.recorded_at == APPEND_TIME
+                    else []
+                ),
             ),
             self.topics,
         )

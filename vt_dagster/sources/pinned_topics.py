@@ -14,7 +14,7 @@ from pyspark.sql.types import StructType
 
 from vt_dagster.core.source_records import TRUNCATES
 from vt_dagster.errors import SourceError
-from vt_dagster.sources.base import End, read_by_all_names, with_told
+from vt_dagster.sources.base import End, read_by_all_names, with_source_recorded_at
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 from vt_dagster.sources.kafka_messages import reached
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
@@ -107,7 +107,7 @@ class PinnedTopics:
         if TRUNCATES in rows.columns and sum(len(some) for some in self.ranges.values()) > 1:
             refused = F.raise_error(F.lit(_TRUNCATED)).cast("boolean")
             rows = rows.withColumn(TRUNCATES, F.when(F.col(TRUNCATES), refused).otherwise(False))
-        return with_told(rows, self.source.recorded_at, WORDS)
+        return with_source_recorded_at(rows, self.source.recorded_at, WORDS)
 
     def consumed(self) -> None:
         """Offsets tell."""

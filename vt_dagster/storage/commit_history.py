@@ -47,7 +47,8 @@ def known_at(root: str, name: str, moment: int, truncation: Truncation | None) -
     found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
     if truncation is not None and (found is None or found.batch < truncation.batch):
         raise StorageError(
-            f"{name}: expected a time from {in_utc(truncation.recorded_at)} on, got {in_utc(moment)} as "
+            f"{name}: expected a time from {in_utc(truncation.recorded_at)} on, got "
+            f"{in_utc(moment)} as "
             f"as_known_at: {truncation.description()}; ask for a later one"
         )
     last = delta.last_commit(posixpath.join(root, "log"))

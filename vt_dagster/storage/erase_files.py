@@ -176,7 +176,7 @@ def rewrite(
     version: int,
     found: Found,
     marked: Marked,
-    way: Way,
+    strategy: Way,
     values: Sequence[str],
     *,
     document: dict[str, Any],
@@ -195,7 +195,7 @@ def rewrite(
     """
     rows = parquet.read(spark, path, version, found.wanted, parted=parted, like=found.like)
     if found.places:
-        rows = without(rows, marked, way, values)
+        rows = without(rows, marked, strategy, values)
     done = parquet.write(
         rows,
         path,
@@ -213,7 +213,7 @@ def rewrite(
 
 
 def without(
-    rows: DataFrame, marked: Marked, way: Way = "remove", values: Sequence[str] = ()
+    rows: DataFrame, marked: Marked, strategy: Way = "remove", values: Sequence[str] = ()
 ) -> DataFrame:
     """What is left of rows.
 
@@ -221,7 +221,7 @@ def without(
         values: the columns that are null in an emptied row.
     """
     rows, hit = marked(rows), F.col(_HIT)
-    if way == "remove":
+    if strategy == "remove":
         rows = rows.where(~hit)
     else:
         empty = {c: F.when(~hit, F.col(f"`{c}`")) for c in values if c in rows.columns}

@@ -38,7 +38,7 @@ _OF_THE_LOG = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, TIMESTAMP, VA
 """Columns that may differ where what was true is the same."""
 
 
-def differing(
+def changed_answers(
     old: tuple[str, int, Commit], new: tuple[str, int, Commit], times: Any
 ) -> np.ndarray | None:
     """Of each time, whether a read as of it gives other keys, values or ``valid_from`` of one log than

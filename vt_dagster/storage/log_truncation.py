@@ -43,7 +43,8 @@ def base_of(name: str, root: str, truncation: Truncation) -> delta.Committed:
     found = delta.last_commit(path)
     if found is None:
         raise StorageError(
-            f"{name}: expected in {path} its rows as of batch {truncation.batch}, where its log was cut off, "
+            f"{name}: expected in {path} its rows as of batch {truncation.batch}, where its log "
+            "was cut off, "
             "but somebody has removed them. Put them back, or make it anew from its source (vt-dagster "
             "replay) and swap"
         )
@@ -72,7 +73,8 @@ def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) ->
         asked = ", ".join(f"{p}:{start.get(p, 0)}" for p in sorted(gone)[:3])
         raise StorageError(
             f"{name}: expected the log of {of} from {asked} on (partition:offset), but "
-            f"{commit.truncation.description()}, and begins at {first}: nothing was taken. Make {of} anew from what "
+            f"{commit.truncation.description()}, and begins at {first}: nothing was taken. Make "
+            f"{of} anew from what "
             f"it is made of (vt-dagster replay {of} --into …, swap), whose log is whole again; and "
             "give maintenance the definitions of all that consumes it, for which it waits"
         )
@@ -148,7 +150,8 @@ def require_history(
     if cut is not None and then.new_version_on != new_version_on:
         raise StorageError(
             f"{name}: expected new_version_on={then.new_version_on} as before, got {new_version_on}: "
-            f"{cut.description()}, and what is put aside of it tells versions by the one of then; declare it "
+            f"{cut.description()}, and what is put aside of it tells versions by the one of then; "
+            "declare it "
             "as it was, or make the table anew from its source (vt-dagster replay) and swap"
         )
     for partition, longer in zip(then.stream_time, then.lengthened(retention), strict=False):
@@ -158,7 +161,8 @@ def require_history(
             there = timedelta(microseconds=commit.stream_time[partition] - since)
             raise StorageError(
                 f"{name}: expected a history_retention of at most {spoken(there)}, got "
-                f"{spoken(length_at(retention, partition))}: {cut.description()}, and what ended before "
+                f"{spoken(length_at(retention, partition))}: {cut.description()}, and what ended "
+                "before "
                 f"{in_utc(since)} had expired by then; lengthen it as the history grows, or make the "
                 "table anew from its source (vt-dagster replay) and swap"
             )

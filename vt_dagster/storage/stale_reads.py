@@ -33,7 +33,7 @@ from vt_dagster.storage.arrow_reader import AssetRows, rows_of
 from vt_dagster.storage.arrow_renames import names_of
 from vt_dagster.storage.commit_log import Commit, Offsets, choose, horizons
 from vt_dagster.storage.file_offsets import file_at_or_after, file_before
-from vt_dagster.storage.log_diff import differing
+from vt_dagster.storage.log_diff import changed_answers
 from vt_dagster.storage.replaced_tables import find_replaced
 from vt_dagster.topology.durations import in_utc, parse_time
 
@@ -104,13 +104,13 @@ class Read(Position):
         return json.loads(self.model_dump_json(exclude_none=True))
 
 
-class Wrong(NamedTuple):
+class StaleRead(NamedTuple):
     """Why a read is not what it would be now.
 
     Args:
         why: ``changed``: a record has changed an interval that holds its time, or another log has come
             that says something else of it; ``erased``: it may have seen rows that have been erased
-            since. Else nobody can tell what it would be, see ``UNTOLD``.
+            since. Else nobody can tell what it would be, see ``UNDECIDABLE``.
         by: names what has changed: the same each time that one looks, until something else does.
         forgotten: whether the table's history does not reach back to its time any more, so that it
             cannot be made again.
@@ -121,7 +121,7 @@ class Wrong(NamedTuple):
     forgotten: bool
 
 
-UNTOLD = {
+UNDECIDABLE = {
     "another_log": "the log that they have read was replaced (replay and swap, or restate), and is not "
     "there any more to compare it with, or too large",
     "erased_before": "rows have been erased, and it is not noted which times had them",
@@ -130,7 +130,9 @@ UNTOLD = {
 """Of a read that is wrong for all that is known: why that is."""
 
 
-def wrong_since(warehouse: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[Wrong | None]:
+def stale_reads(
+    warehouse: str, head: tuple[int, Commit], reads: Sequence[Read]
+) -> list[StaleRead | None]:
     """Of each read of a versioned table as of a time: why it is wrong; None = it is right.
 
     A record that changed no value, but came again, counts: the row that is read has its offset. That a
@@ -143,7 +145,7 @@ def wrong_since(warehouse: str, head: tuple[int, Commit], reads: Sequence[Read])
         head: of the table, see ``head_of``.
         reads: as of a time, of ``current``; all of one table.
     """
-    found: list[Wrong | None] = [None] * len(reads)
+    found: list[StaleRead | None] = [None] * len(reads)
     commit = head[1]
     horizon = max(horizons(commit.shape.retention(), commit.stream_time), default=-_OPEN)
     for log in dict.fromkeys(read.log for read in reads):
@@ -154,7 +156,7 @@ def wrong_since(warehouse: str, head: tuple[int, Commit], reads: Sequence[Read])
         else:
             told = _in_another(str(warehouse), name, head, some)
         for place, read, why in zip(places, some, told, strict=True):
-            found[place] = None if why is None else Wrong(*why, forgotten=read.moment < horizon)
+            found[place] = None if why is None else StaleRead(*why, forgotten=read.moment < horizon)
     return found
 
 
@@ -200,7 +202,7 @@ def _in_another(
         return [("another_log", by)] * len(reads)
     told = _in_log(then[0], then[1:], reads)
     times = np.unique(np.array([read.moment for read in reads], np.int64))
-    differs = differing(then, (posixpath.join(warehouse, name), *head), times)
+    differs = changed_answers(then, (posixpath.join(warehouse, name), *head), times)
     for one, read in enumerate(reads):
         if told[one] is not None:
             continue
