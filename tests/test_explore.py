@@ -254,7 +254,7 @@ def test_two_tables_compared(warehouse: Path) -> None:
     )
     assert re.findall(r"<td class=differs>(\w)</td>", page) == ["4"]
     then = table_diff.Side("prices", moment(150).isoformat())
-    known = table_diff.differences(str(warehouse), then, table_diff.Side("prices"))
+    known = table_diff.table_diff(str(warehouse), then, table_diff.Side("prices"))
     assert known.rows == (3, 5)
     assert known.only == (2, 4)  # two versions end earlier, a version and a tombstone came
 
@@ -274,7 +274,7 @@ def test_lateness_has_a_row_for_each_length(warehouse: Path) -> None:
     assert rows[:3] == ["0 s", "10 min", "1 h"]
     assert "3,650 d (declared)" in rows
     with pytest.raises(StorageError, match="expected a join"):
-        lateness_curves.costs(str(warehouse), "evil", [], None)
+        lateness_curves.lateness_curves(str(warehouse), "evil", [], None)
 
 
 DAY = timedelta(days=1)
@@ -330,7 +330,7 @@ def test_where_no_cost_is_told_the_page_says_why_and_what_to_use(
         text = "when_recorded" if setting == "as_known" else "2h"
         with_settings(node, {setting: text})
     with pytest.raises(StorageError):  # nor has the command line a number
-        lateness_curves.costs(str(tmp_path), "made", [], None)
+        lateness_curves.lateness_curves(str(tmp_path), "made", [], None)
 
 
 def test_what_came_late_is_counted_where_no_cost_is_told() -> None:

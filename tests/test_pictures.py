@@ -20,9 +20,9 @@ from vt_dagster.orchestration.text_timeline import (
     LABELS,
     SHOWN_AT_ONCE,
     Lane,
+    counts_text,
+    lateness_text,
     sketch,
-    told,
-    told_lateness,
 )
 from vt_dagster.storage import parquet
 
@@ -133,10 +133,12 @@ def test_a_timeline_in_characters_is_small_whatever_its_keys() -> None:
 
 def test_lines() -> None:
     counts = {"in": 1_234, "late": 0}
-    assert told(counts, None, None) == "records: 1,234 in, 0 late"
-    assert told(counts, 7, -(10**17)).endswith("; rows now: 7; stream time: before the year 1 UTC")
+    assert counts_text(counts, None, None) == "records: 1,234 in, 0 late"
+    assert counts_text(counts, 7, -(10**17)).endswith(
+        "; rows now: 7; stream time: before the year 1 UTC"
+    )
     limits = {"grace period": timedelta(hours=6)}
-    assert told_lateness([0, 0, 70], limits, 3) == (
+    assert lateness_text([0, 0, 70], limits, 3) == (
         "behind stream time came of 3 records: 0: 2, < 10m: 1; grace period 6 hours"
     )
 

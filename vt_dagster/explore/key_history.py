@@ -18,7 +18,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     VALID_TO,
 )
-from vt_dagster.explore.record_search import Found, newest
+from vt_dagster.explore.record_search import RecordSearch, newest
 from vt_dagster.explore.warehouse_overview import Files
 from vt_dagster.provenance.explanation import Record, Rejected
 from vt_dagster.provenance.log_reader import Condition, Log, as_micros, between, both
@@ -78,7 +78,7 @@ class KeyHistory:
     """
 
     log: Log
-    found: Found
+    found: RecordSearch
     around: int | None
     revisions: Sequence[int] | None
     known: int | None
@@ -146,7 +146,7 @@ def key_history(
     )
 
 
-def _outside(found: Found, moment: int) -> bool:
+def _outside(found: RecordSearch, moment: int) -> bool:
     """Whether a time is among the records that are left out."""
     if not found.records:
         return False
@@ -154,7 +154,7 @@ def _outside(found: Found, moment: int) -> bool:
     return (moment < first and found.earlier > 0) or (moment >= last and found.later > 0)
 
 
-def _spans(log: Log, found: Found, condition: Condition) -> list[Span]:
+def _spans(log: Log, found: RecordSearch, condition: Condition) -> list[Span]:
     """The versions that some records of a key make, by the library's own rules.
 
     Args:
@@ -203,7 +203,9 @@ def _answer(spans: Sequence[Span], as_of: int | None, horizons: Mapping[int, int
 # --------------------------------------------------------------------------------------- who looked
 
 
-def _all_lookups(log: Log, key: Sequence[str], found: Found, around: int | None) -> list[Lookups]:
+def _all_lookups(
+    log: Log, key: Sequence[str], found: RecordSearch, around: int | None
+) -> list[Lookups]:
     """What joins with a table looked up of a key, in the time of the records that are shown."""
     if log.head.shape.kind == "stream" or not found.records:
         return []

@@ -44,7 +44,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Costs:
+class LatenessCurves:
     """The costs of some lengths, and where a drawing has them.
 
     Args:
@@ -65,7 +65,9 @@ class Costs:
         return "M" + "L".join(f"{x} {y}" for x, y in zip(self.xs, line.ys, strict=True))
 
 
-def costs(warehouse: str, name: str, more: Sequence[str], at_most: str | None) -> Costs:
+def lateness_curves(
+    warehouse: str, name: str, more: Sequence[str], at_most: str | None
+) -> LatenessCurves:
     """See ``provenance.lateness``.
 
     Args:
@@ -87,7 +89,7 @@ def costs(warehouse: str, name: str, more: Sequence[str], at_most: str | None) -
     found = _lateness(warehouse, name, log.version, tuple(more), at_most)
     step = WIDTH / max(1, len(found.choices) - 1)
     xs = [round(place * step, 1) for place in range(len(found.choices))]
-    return Costs(found, xs, _lines(found))
+    return LatenessCurves(found, xs, _lines(found))
 
 
 def _lines(found: Lateness) -> list[Line]:

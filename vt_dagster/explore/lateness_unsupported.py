@@ -17,7 +17,7 @@ _COUNTS = {
 
 
 @dataclass(frozen=True)
-class NoCost:
+class LatenessUnsupported:
     """Why the cost of other lengths cannot be told from the logs alone.
 
     Args:
@@ -29,35 +29,35 @@ class NoCost:
     settings: tuple[str, ...]
 
 
-_SESSIONS = NoCost(
+_SESSIONS = LatenessUnsupported(
     "A session is what its records make of it: one that comes in time may join two sessions, and one "
     "that is dropped leaves two. So what another grace lets in changes the windows of other records, "
     "and cannot be counted record by record, as it is for tumbling and hopping windows.",
     ("window.grace",),
 )
-_SLIDING = NoCost(
+_SLIDING = LatenessUnsupported(
     "A sliding window begins or ends at a record: one that is dropped takes its windows with it. So "
     "what another grace lets in changes which windows there are, and cannot be counted record by "
     "record, as it is for tumbling and hopping windows.",
     ("window.grace",),
 )
-_CORRECTED = NoCost(
+_CORRECTED = LatenessUnsupported(
     "Its rows follow what they are joined with: one that goes out too early is corrected by a later "
     "run. So no length makes it wrong, but for what comes later than corrected_for: such rows are "
     "counted here, and are in quarantine with the record that came too late.",
     ("corrected_for", "grace_period"),
 )
-_CORRECTED_STREAMS = NoCost(
+_CORRECTED_STREAMS = LatenessUnsupported(
     "That a record has no match is taken back when its match comes. So no grace makes a row wrong, but "
     "for what comes later than corrected_for: it is counted here, and is in quarantine.",
     ("corrected_for", "grace"),
 )
-_AS_KNOWN = NoCost(
+_AS_KNOWN = LatenessUnsupported(
     "It is joined by what was known at a time of each record's own (as_known). What comes later than "
     "that is left out on purpose, so nothing is wrong by what is known now.",
     ("as_known",),
 )
-_BY_SOURCE = NoCost(
+_BY_SOURCE = LatenessUnsupported(
     "It follows the order of its source: each record is taken, however old its timestamp is. So no "
     "record of it is late, whatever its history retention is.",
     (),
@@ -66,7 +66,7 @@ _OPERATORS = {"CorrectedJoin": _CORRECTED, "CorrectedStreamJoin": _CORRECTED_STR
 _WINDOWS = {"SessionWindow": _SESSIONS, "SlidingWindow": _SLIDING}
 
 
-def no_cost(shape: Shape) -> NoCost | None:
+def no_cost(shape: Shape) -> LatenessUnsupported | None:
     """Why an asset has no cost of other lengths; None = ``lateness`` tells it, or it has none."""
     if shape.ordered_by_source:
         return _BY_SOURCE

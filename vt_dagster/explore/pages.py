@@ -142,7 +142,7 @@ class Pages:
         return self.page(
             "lateness.html",
             name=name,
-            costs=lateness_curves.costs(self._warehouse, name, more, at_most),
+            costs=lateness_curves.lateness_curves(self._warehouse, name, more, at_most),
             grace=asked.get("grace", ""),
             at_most=at_most or "",
             width=lateness_curves.WIDTH,
@@ -160,7 +160,7 @@ class Pages:
         if one and other:
             require_asset(self._warehouse, one)
             require_asset(self._warehouse, other)
-            found = table_diff.differences(self._warehouse, *sides)
+            found = table_diff.table_diff(self._warehouse, *sides)
         return self.page(
             "compare.html",
             names=asset_names(self._warehouse),

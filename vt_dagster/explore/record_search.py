@@ -21,7 +21,7 @@ LOOKED_AT = 20_000_000
 
 
 @dataclass(frozen=True)
-class Found:
+class RecordSearch:
     """The newest records that meet a condition, or those around a time.
 
     Args:
@@ -59,7 +59,7 @@ def newest(
     by_arrival: bool = False,
     most: int = MOST,
     looked_at: int = LOOKED_AT,
-) -> Found:
+) -> RecordSearch:
     """The newest records that meet a condition, by timestamp or by arrival, and how many there are.
 
     Narrow columns are read in parts, of which the newest records are kept; then these are read whole.
@@ -85,7 +85,7 @@ def newest(
     by_place = {one.place: one for one in log.at(places)}
     records = [by_place[place] for place in places if place in by_place]
     seen = sum(end - start for start, end in ranges.values())
-    return Found(records, kept, count, earlier, later, seen, total)
+    return RecordSearch(records, kept, count, earlier, later, seen, total)
 
 
 def _newest(

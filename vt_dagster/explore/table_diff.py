@@ -48,7 +48,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Differences:
+class TableDiff:
     """What is not the same.
 
     Args:
@@ -63,7 +63,7 @@ class Differences:
     shown: Sequence[Difference]
 
 
-def differences(warehouse: str, one: Side, other: Side) -> Differences:
+def table_diff(warehouse: str, one: Side, other: Side) -> TableDiff:
     """What two tables hold that is not the same.
 
     Raises:
@@ -89,7 +89,7 @@ def differences(warehouse: str, one: Side, other: Side) -> Differences:
     key = [c for c in logs[0].key if c in columns]
     told = "versions" if what else "records" if logs[0].head.shape.kind == "stream" else "current rows"
     counts = tuple(int(pc.call_function("sum", [rows.column(_COUNT)]).as_py() or 0) for rows in only)
-    return Differences(
+    return TableDiff(
         told,
         columns,
         (sides[0].num_rows, sides[1].num_rows),

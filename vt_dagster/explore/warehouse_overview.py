@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vt_dagster.errors import StorageError, VtDagsterError
-from vt_dagster.explore.lateness_unsupported import NoCost, no_cost
+from vt_dagster.explore.lateness_unsupported import LatenessUnsupported, no_cost
 from vt_dagster.storage import delta
 from vt_dagster.storage.arrow_reader import asset_names, head_of
 from vt_dagster.storage.commit_log import Checkpoint
@@ -69,7 +69,7 @@ class Facts:
     stream_time: int | None = None
     totals: Mapping[str, int] = field(default_factory=dict[str, int])
     gauges: Mapping[str, float] = field(default_factory=dict[str, float])
-    no_cost: NoCost | None = None
+    no_cost: LatenessUnsupported | None = None
     trouble: str = ""
 
     @property

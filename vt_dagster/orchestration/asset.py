@@ -16,7 +16,7 @@ from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.corrected_join import TOO_LATE
 from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
 from vt_dagster.orchestration.dagster_types import RESULTS, misfit
-from vt_dagster.orchestration.dataframe_inputs import Inputs, given, partitions_of
+from vt_dagster.orchestration.dataframe_inputs import Inputs, delivered_frames, partitions_of
 from vt_dagster.orchestration.metadata import lag_metadata, positions_of, run_metadata
 from vt_dagster.orchestration.resources import PREFIX, keys_of, stores_for, tables_key
 from vt_dagster.orchestration.run_config import config_of
@@ -107,7 +107,7 @@ def _of_frames(
     about["required_resource_keys"] = about["required_resource_keys"] | inputs.required_resource_keys
 
     def of_frames(context: dg.AssetExecutionContext, **values: Any) -> dg.MaterializeResult[Any]:
-        with given(context, node, source, values) as deliveries:
+        with delivered_frames(context, node, source, values) as deliveries:
             for _ in range(_TRIES if source.partitions_def is not None else 0):
                 try:
                     return _run(context, node, prefix, {"source": deliveries})
@@ -166,7 +166,9 @@ def materialized(
     key, last = dg.AssetKey(node.path), None if head is None else head.commit
     if receipt.commit is None and partitions_of(node) is not None:
         return _of_partition(context, key, last)
-    if receipt.commit is None and (head is None or not to_be_told(context, key, head.commit)):
+    if receipt.commit is None and (
+        head is None or not needs_materialization(context, key, head.commit)
+    ):
         return unchanged(context, key, last, arrival)
     if receipt.commit is None and head is not None:
         receipt = Receipt(head.commit, head.version)
@@ -199,7 +201,7 @@ def data_version(commit: Commit) -> dg.DataVersion:
     return dg.DataVersion(f"{commit.log[:8]}:{commit.total}")
 
 
-def to_be_told(context: Any, key: dg.AssetKey, last: Commit) -> bool:
+def needs_materialization(context: Any, key: dg.AssetKey, last: Commit) -> bool:
     """Whether this instance has not heard of a commit: its run died before it could tell, or was none
     of this instance."""
     event = context.instance.get_latest_materialization_event(key)

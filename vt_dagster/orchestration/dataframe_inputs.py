@@ -131,7 +131,7 @@ def _signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
 
 
 @contextmanager
-def given(
+def delivered_frames(
     context: dg.AssetExecutionContext, node: Stream, source: FrameSource, values: Mapping[str, Any]
 ) -> Iterator[Given]:
     """The source of one run.

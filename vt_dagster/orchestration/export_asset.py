@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 import dagster as dg
 from typing_extensions import Unpack
 
-from vt_dagster.orchestration.asset import data_version, to_be_told, unchanged
+from vt_dagster.orchestration.asset import data_version, needs_materialization, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
@@ -127,7 +127,7 @@ def _run(
         return _materialized(export, commit, started)
     context.log.info(f"{export.name}: nothing new in the log of {export.node.name}")
     last = way.head()
-    if last is None or not to_be_told(context, key, last):
+    if last is None or not needs_materialization(context, key, last):
         return unchanged(context, key, last)
     way.register()  # whoever died before telling may have died before this
     return _materialized(export, last, started)

@@ -35,7 +35,7 @@ from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.table_store import tie_break_of
 from vt_dagster.orchestration.op_names import steps_of
-from vt_dagster.orchestration.text_timeline import told
+from vt_dagster.orchestration.text_timeline import counts_text
 from vt_dagster.rules import METRICS
 from vt_dagster.runs.results import Receipt
 from vt_dagster.sources.pinned_topics import PinnedTopics
@@ -209,7 +209,7 @@ def run_metadata(
     counts = {n: commit.counts.get(n, 0) for n in counted if _told(node, n, commit)}
     rows = store.stored_rows()
     newest = max(commit.stream_time.values()) if commit.stream_time else None
-    metadata: dict[str, Any] = {"at_a_glance": told(counts, rows, newest), **_explore(node)}
+    metadata: dict[str, Any] = {"at_a_glance": counts_text(counts, rows, newest), **_explore(node)}
     metadata |= {f"records_{name}": number for name, number in counts.items()}
     for name in _KIP_328:
         if name in commit.counts and _told(node, name, commit):

@@ -23,7 +23,7 @@ from vt_dagster.orchestration.asset import (
     data_version,
     log_arrival,
     materialized,
-    to_be_told,
+    needs_materialization,
     unchanged,
 )
 from vt_dagster.orchestration.dagster_types import (
@@ -239,7 +239,7 @@ def publish_op(
         last, key = commit or way.head(), dg.AssetKey(publication)
         if commit is None:
             context.log.info(f"{publication}: nothing new in the log of {node.name}")
-            if last is None or not to_be_told(context, key, last):
+            if last is None or not needs_materialization(context, key, last):
                 return _output(unchanged(context, key, last))
         else:
             context.log.info(

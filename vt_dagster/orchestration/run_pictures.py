@@ -40,9 +40,9 @@ from vt_dagster.orchestration.text_timeline import (
     bucket_of,
     drawn_of,
     in_buckets,
+    lateness_text,
     moment_of,
     sketch,
-    told_lateness,
 )
 from vt_dagster.runs.arrival import Arrival
 from vt_dagster.runs.results import Receipt
@@ -121,7 +121,7 @@ def _drawn_timeline(lanes: list[Lane], joined: bool, sample: Sample) -> dict[str
 
 def _drawn_lateness(lateness: Sequence[float], limits: dict[str, timedelta], of: int) -> dict[str, Any]:
     return {
-        "at_a_glance_lateness": told_lateness(lateness, limits, of),
+        "at_a_glance_lateness": lateness_text(lateness, limits, of),
         "lateness": _as_image("lateness", histogram(lateness, limits, of)),
     }
 

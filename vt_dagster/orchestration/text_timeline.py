@@ -31,7 +31,7 @@ class Lane:
     """How many records it has in the time that is shown, where not all of them are drawn."""
 
 
-def told(counts: Mapping[str, int], rows: int | None, stream_time: int | None) -> str:
+def counts_text(counts: Mapping[str, int], rows: int | None, stream_time: int | None) -> str:
     """What a run did, in a line.
 
     Args:
@@ -46,7 +46,7 @@ def told(counts: Mapping[str, int], rows: int | None, stream_time: int | None) -
     return said if stream_time is None else f"{said}; stream time: {moment_of(stream_time)} UTC"
 
 
-def told_lateness(lateness: Sequence[float], limits: Mapping[str, timedelta], of: int) -> str:
+def lateness_text(lateness: Sequence[float], limits: Mapping[str, timedelta], of: int) -> str:
     """How far behind stream time records came, in a line.
 
     Args:

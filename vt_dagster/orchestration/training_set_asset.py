@@ -9,7 +9,7 @@ import dagster as dg
 from typing_extensions import Unpack
 
 from vt_dagster.columns import TIMESTAMP
-from vt_dagster.orchestration.asset import data_version, to_be_told, unchanged
+from vt_dagster.orchestration.asset import data_version, needs_materialization, unchanged
 from vt_dagster.orchestration.metadata import column_schema, positions_of
 from vt_dagster.orchestration.resources import PREFIX, keys_of, spark_for, tables_key, warehouse_of
 from vt_dagster.orchestration.translator import SpecAttributes, spec_arguments
@@ -80,7 +80,7 @@ def build_training_set(
         commit = way.run(pinned, context.run.run_id)
         if commit is None:
             commit = way.head()
-            if commit is None or not to_be_told(context, spec.key, commit):
+            if commit is None or not needs_materialization(context, spec.key, commit):
                 return unchanged(context, spec.key, commit)
         return _materialized(declared, to, commit, started)
 

@@ -16,13 +16,13 @@ from vt_dagster.errors import StorageError
 from vt_dagster.provenance import explain_stream_table_join
 from vt_dagster.provenance.explain_aggregates import stream_aggregate, table_aggregate
 from vt_dagster.provenance.explain_corrected_join import corrected
-from vt_dagster.provenance.explain_request import Asked, Made
+from vt_dagster.provenance.explain_request import Derivation, ExplainRequest
 from vt_dagster.provenance.explain_row_by_row import PASSING, row_by_row
 from vt_dagster.provenance.explain_stream_joins import corrected_streams, stream_stream
 from vt_dagster.provenance.explain_suppress import held, suppress
 from vt_dagster.provenance.explain_table_joins import foreign_key, of_histories, table_table
 from vt_dagster.provenance.explain_windows import too_late, windowed_aggregate
-from vt_dagster.provenance.explanation import Explanation, Record, Told
+from vt_dagster.provenance.explanation import Explanation, Reasoning, Record
 from vt_dagster.provenance.expression_parser import split
 from vt_dagster.provenance.log_reader import Log, as_micros, as_time, written
 from vt_dagster.provenance.record_selection import asked_for, in_micros
@@ -36,7 +36,7 @@ _DEEPEST = 50
 MOST, _MOST_IN_ALL = 20, 200
 """So many records that one was made of are named; so many are explained, down to the sources."""
 
-KINDS: Mapping[str, Callable[[Asked], Made]] = {
+KINDS: Mapping[str, Callable[[ExplainRequest], Derivation]] = {
     **dict.fromkeys(PASSING, row_by_row),
     "StreamTableJoin": explain_stream_table_join.stream_table,
     "CorrectedJoin": corrected,
@@ -149,7 +149,7 @@ class Explainer:
         return self._known[place]
 
     def _explained(self, log: Log, record: Record, depth: int) -> Explanation:
-        told = Told()
+        told = Reasoning()
         operator = log.meaning.get("operator", SOURCE)
         found = Explanation(log.name, operator, record)
         commit = log.commit_of(record)
@@ -170,12 +170,18 @@ class Explainer:
         return replace(found, decisions=tuple(told.decisions), notes=tuple(told.notes))
 
     def _made(
-        self, found: Explanation, log: Log, record: Record, commit: Commit, told: Told, depth: int
+        self,
+        found: Explanation,
+        log: Log,
+        record: Record,
+        commit: Commit,
+        reasoning: Reasoning,
+        depth: int,
     ) -> Explanation:
-        inputs = self._all_inputs(log, told)
+        inputs = self._all_inputs(log, reasoning)
         if len(inputs) < len(set(_names(log))):
             return found
-        made = KINDS[found.operator](Asked(log, record, commit, told, inputs, self._most))
+        made = KINDS[found.operator](ExplainRequest(log, record, commit, reasoning, inputs, self._most))
         parts = tuple(self._of(up, one, depth + 1) for up, one in made.parts)
         return replace(
             found,
@@ -185,7 +191,7 @@ class Explainer:
             candidates_in_all=made.candidates_in_all,
         )
 
-    def _all_inputs(self, log: Log, told: Told) -> dict[str, Log]:
+    def _all_inputs(self, log: Log, reasoning: Reasoning) -> dict[str, Log]:
         """The logs of an operator's inputs, those that are there."""
         found: dict[str, Log] = {}
         for name in dict.fromkeys(_names(log)):
@@ -194,7 +200,7 @@ class Explainer:
                 self._inputs[place] = log.input(name)
             up = self._inputs[place]
             if up is None:
-                told.notes.append(
+                reasoning.notes.append(
                     f"the log of {name} that it was made of is not in {log.warehouse} any more"
                 )
             else:
@@ -205,7 +211,7 @@ class Explainer:
 
     def _absent(self, log: Log, key: Sequence[Any] | None, absent: str) -> Explanation:
         """Why there is no such row: what became of what it would have been made of."""
-        told = Told()
+        told = Reasoning()
         told.notes.append(f"{log.name} has no such row: {absent}")
         erased = sum(log.commit.erased.values())
         if erased:
@@ -224,49 +230,51 @@ class Explainer:
             found = self._not_made(found, log, key, told)
         return replace(found, decisions=tuple(told.decisions), notes=tuple(told.notes))
 
-    def _not_made(self, found: Explanation, log: Log, key: Sequence[Any], told: Told) -> Explanation:
+    def _not_made(
+        self, found: Explanation, log: Log, key: Sequence[Any], reasoning: Reasoning
+    ) -> Explanation:
         """Why an operator has made no row of a key."""
-        inputs = self._all_inputs(log, told)
+        inputs = self._all_inputs(log, reasoning)
         for name, up in inputs.items():
             if found.operator == "WindowedAggregate":
-                late = too_late(log, up, key, self._most, told)
+                late = too_late(log, up, key, self._most, reasoning)
                 return replace(found, candidates=tuple(late), candidates_in_all=len(late))
             if found.operator in ("StreamTableJoin", "Suppress"):
                 records = up.records(up.of_key(key))
                 if found.operator == "Suppress":
-                    records = held(log, up, name, records, told)
+                    records = held(log, up, name, records, reasoning)
                 elif records:
-                    _tell_not_joined(log, name, records[-1], told)
+                    _tell_not_joined(log, name, records[-1], reasoning)
                 parts = [self._of(up, one, 1) for one in records[-1:]]
                 return replace(found, made_of=tuple(parts or [self._by_key(up, key)]))
         if found.operator in _SAME_KEY:
             sides = list(inputs.values())[: 1 if found.operator == "ForeignKeyJoin" else None]
             return replace(found, made_of=tuple(self._by_key(up, key) for up in sides))
-        told.notes.append(f"nothing of it has come; it is made of {', '.join(inputs)}")
+        reasoning.notes.append(f"nothing of it has come; it is made of {', '.join(inputs)}")
         return found
 
     def _by_key(self, log: Log, key: Sequence[Any]) -> Explanation:
         return self.explain(log.name, key=list(key))
 
 
-def _tell_not_joined(log: Log, name: str, record: Record, told: Told) -> None:
+def _tell_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) -> None:
     """Tells what became of the stream's newest record of a key that has no result."""
     commit = log.taken_by(name, record.partition, record.offset)
     released = log.commit.emitted_up_to.get(record.partition)
     if commit is None:
-        told.notes.append(f"no run of {log.name} has taken {record} yet")
+        reasoning.notes.append(f"no run of {log.name} has taken {record} yet")
     elif record.is_tombstone:
-        told.decide(rules.DROPPED, f"{record} has no value")
+        reasoning.decide(rules.DROPPED, f"{record} has no value")
     elif released is not None and as_micros(record.timestamp) > released:
         now = log.commit.stream_time[record.partition]
         grace = explain_stream_table_join.grace_of(log.commit, record.partition)
-        told.decide(
+        reasoning.decide(
             rules.WAITING,
             f"{record} of {record.timestamp} waits since run {commit.batch}, until stream time, which "
             f"is {as_time(now)}, has passed it by {spoken(grace)}",
         )
     else:
-        told.decide(rules.NO_MATCH, f"{record} found nothing, in an inner join")
+        reasoning.decide(rules.NO_MATCH, f"{record} found nothing, in an inner join")
 
 
 def _names(log: Log) -> list[str]:

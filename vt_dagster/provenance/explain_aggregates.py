@@ -17,7 +17,12 @@ from vt_dagster.columns import (
     RECORDED_AT,
     TIMESTAMP,
 )
-from vt_dagster.provenance.explain_request import Arrivals, Asked, Made, which
+from vt_dagster.provenance.explain_request import (
+    Arrivals,
+    Derivation,
+    ExplainRequest,
+    triggering_update,
+)
 from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.expression_parser import Group, named, replaced_rows
 from vt_dagster.provenance.log_reader import Log, Place, as_micros
@@ -26,28 +31,29 @@ from vt_dagster.storage.arrow_fold import values_by_partition
 _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
 
-def keys_of(asked: Asked, source: Log) -> list[tuple[str, str]]:
+def keys_of(request: ExplainRequest, source: Log) -> list[tuple[str, str]]:
     """The (name, SQL expression) pairs of an aggregate's key, without the window."""
-    chosen = named(asked.meaning.get("group_key", "()"))
+    chosen = named(request.meaning.get("group_key", "()"))
     return chosen or [(c, c) for c in source.key]
 
 
-def cannot_be_told(asked: Asked, source: Log) -> Made:
+def cannot_be_told(request: ExplainRequest, source: Log) -> Derivation:
     """The answer where a group's key cannot be computed."""
-    asked.told.notes.append(
-        f"the group {asked.meaning['group_key']} cannot be computed without Spark: ask for the rows of "
+    request.reasoning.notes.append(
+        f"the group {request.meaning['group_key']} cannot be computed without Spark: ask for the "
+        "rows of "
         f"{source.name} by key"
     )
-    return Made()
+    return Derivation()
 
 
 def members(
-    asked: Asked,
+    request: ExplainRequest,
     source: Log,
     found: Sequence[Place],
     also: Iterable[Place] = (),
     count: int | None = None,
-) -> Made:
+) -> Derivation:
     """A group's records as an answer: the newest of them, and how many there are.
 
     Args:
@@ -57,42 +63,44 @@ def members(
     """
     extra = set(also)
     count = len(found) if count is None else count
-    shown = [*found[-asked.most :]]
+    shown = [*found[-request.most :]]
     order = {place: i for i, place in enumerate(found)}
     records = source.at({*shown, *extra})
     records.sort(key=lambda one: (order.get(one.place, -1), one.place))
     if count > len(shown):
-        asked.told.notes.append(f"the newest {len(shown)} of the {count:,} records that are in")
-    return Made([(source, one) for one in records], count + len(extra - {*found}))
+        request.reasoning.notes.append(f"the newest {len(shown)} of the {count:,} records that are in")
+    return Derivation([(source, one) for one in records], count + len(extra - {*found}))
 
 
-def stream_aggregate(asked: Asked) -> Made:
+def stream_aggregate(request: ExplainRequest) -> Derivation:
     """The records of a stream that a group has, see ``core.stream_aggregate``."""
-    name = asked.meaning["source"]
-    source = asked.inputs[name]
-    group = Group(source, keys_of(asked, source), asked.record.values)
-    rows = source.rows(group.condition(), end=asked.end(name), only=[*_OURS, *group.columns])
+    name = request.meaning["source"]
+    source = request.inputs[name]
+    group = Group(source, keys_of(request, source), request.record.values)
+    rows = source.rows(group.condition(), end=request.end(name), only=[*_OURS, *group.columns])
     inside = group.has(rows)
     if inside is None:
-        return cannot_be_told(asked, source)
-    rekeyed = asked.meaning.get("group_key", "()") != "()"
+        return cannot_be_told(request, source)
+    rekeyed = request.meaning.get("group_key", "()") != "()"
     rows = rows.filter(pa.array(inside & ~rows.column(IS_TOMBSTONE).to_numpy()))
-    before = values_by_partition(rows, asked.start(name), 0) > rows.column(OFFSET).to_numpy()
+    before = values_by_partition(rows, request.start(name), 0) > rows.column(OFFSET).to_numpy()
     entries = narrow(source, rows.filter(pa.array(~before)))
-    new = [one for _, one in Arrivals(asked, [name], rekeyed).sorted([(0, e) for e in entries])]
-    place = which(asked, _times(asked, new))
+    new = [one for _, one in Arrivals(request, [name], rekeyed).sorted([(0, e) for e in entries])]
+    place = triggering_update(request, _times(request, new))
     new = new if place is None else new[: place + 1]
     earlier = rows.filter(pa.array(before)).sort_by([(RECORDED_AT, "ascending"), (OFFSET, "ascending")])
     count = earlier.num_rows + len(new)
     if place is not None:
-        asked.told.decide(rules.TRIGGERED, f"{new[place]}, the record number {count} of its group")
-    shown = earlier.slice(max(0, earlier.num_rows - asked.most)).select([PARTITION, OFFSET])
+        request.reasoning.decide(
+            rules.TRIGGERED, f"{new[place]}, the record number {count} of its group"
+        )
+    shown = earlier.slice(max(0, earlier.num_rows - request.most)).select([PARTITION, OFFSET])
     taken = list(zip(*shown.to_pydict().values(), strict=True)) + [one.place for one in new]
-    if asked.log.versioned:
-        asked.told.notes.append(
+    if request.log.versioned:
+        request.reasoning.notes.append(
             "what the result refused, older than its history retention, is not told from what is in"
         )
-    return members(asked, source, taken, count=count)
+    return members(request, source, taken, count=count)
 
 
 def narrow(source: Log, rows: pa.Table) -> list[Record]:
@@ -101,9 +109,9 @@ def narrow(source: Log, rows: pa.Table) -> list[Record]:
     return source.as_records(rows.select(ours))
 
 
-def _times(asked: Asked, updates: Sequence[Record]) -> list[tuple[int, bool]]:
+def _times(request: ExplainRequest, updates: Sequence[Record]) -> list[tuple[int, bool]]:
     """The timestamps of a group's updates, which never go back."""
-    newest, times = asked.newest_before, list[tuple[int, bool]]()
+    newest, times = request.newest_before, list[tuple[int, bool]]()
     for one in updates:
         own = as_micros(one.timestamp)
         newest = own if newest is None else max(own, newest)
@@ -114,23 +122,23 @@ def _times(asked: Asked, updates: Sequence[Record]) -> list[tuple[int, bool]]:
 # ------------------------------------------------------------------------------------------ of tables
 
 
-def table_aggregate(asked: Asked) -> Made:
+def table_aggregate(request: ExplainRequest) -> Derivation:
     """The rows of a table that a group has, see ``core.table_aggregate``."""
-    name = asked.meaning["source"]
-    source = asked.inputs[name]
-    group = Group(source, keys_of(asked, source), asked.record.values)
+    name = request.meaning["source"]
+    source = request.inputs[name]
+    group = Group(source, keys_of(request, source), request.record.values)
     columns = [*_OURS, IS_LATEST, OLD, *source.key, *group.columns]
-    rows = source.rows(group.condition(replaced=True), end=asked.end(name), only=columns)
+    rows = source.rows(group.condition(replaced=True), end=request.end(name), only=columns)
     if source.versioned:
         rows = rows.filter(rows.column(IS_LATEST))
     new, old = group.has(rows), group.has(replaced_rows(rows))
     if new is None or old is None:
-        return cannot_be_told(asked, source)
+        return cannot_be_told(request, source)
     new &= ~rows.column(IS_TOMBSTONE).to_numpy()
     old &= ~rows.column(OLD).is_null().to_numpy()
     rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
-    if asked.meaning["aggregates"].startswith("Aggregator("):
-        asked.told.notes.append(
+    if request.meaning["aggregates"].startswith("Aggregator("):
+        request.reasoning.notes.append(
             "functions of its own: rows that are in the group no more may show, where taking them out "
             "does not undo what they gave"
         )
@@ -140,21 +148,26 @@ def table_aggregate(asked: Asked) -> Made:
         one.place: (key, inside)
         for one, key, inside in zip(changes, keys, rows.column("_in").to_pylist(), strict=True)
     }
-    ordered = [one for _, one in Arrivals(asked, [name]).sorted([(0, one) for one in changes])]
-    earlier = [one for one in ordered if not asked.is_new(name, one)]
+    ordered = [one for _, one in Arrivals(request, [name]).sorted([(0, one) for one in changes])]
+    earlier = [one for one in ordered if not request.is_new(name, one)]
     fresh = ordered[len(earlier) :]
-    place = which(asked, _times(asked, fresh))
+    place = triggering_update(request, _times(request, fresh))
     if place is None:
-        asked.told.notes.append("the change that it came with cannot be told: these are in after it")
+        request.reasoning.notes.append(
+            "the change that it came with cannot be told: these are in after it"
+        )
     else:
-        asked.told.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
+        request.reasoning.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
     taken = [*earlier, *(fresh if place is None else fresh[: place + 1])]
-    return _rows_in(asked, source, taken, about)
+    return _rows_in(request, source, taken, about)
 
 
 def _rows_in(
-    asked: Asked, source: Log, taken: Sequence[Record], about: Mapping[Place, tuple[Any, bool]]
-) -> Made:
+    request: ExplainRequest,
+    source: Log,
+    taken: Sequence[Record],
+    about: Mapping[Place, tuple[Any, bool]],
+) -> Derivation:
     """The rows that are in a group after some changes of it.
 
     Its timestamp is the largest of all changes, and what a change took out is in no more: where a row
@@ -175,5 +188,9 @@ def _rows_in(
             key, _ = about[one.place]
             also |= {one.place, before[one.place], last[key], before[last[key]]}
     if also:
-        asked.told.notes.append("a row that is in the group no more gave its timestamp, or left last")
-    return members(asked, source, list(inside.values()), {place for place in also if place is not None})
+        request.reasoning.notes.append(
+            "a row that is in the group no more gave its timestamp, or left last"
+        )
+    return members(
+        request, source, list(inside.values()), {place for place in also if place is not None}
+    )

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from vt_dagster.columns import OFFSET, TIMESTAMP
-from vt_dagster.provenance.explanation import Candidate, Record, Told
+from vt_dagster.provenance.explanation import Candidate, Reasoning, Record
 from vt_dagster.provenance.log_reader import Condition, Log, as_micros, at_time, both
 from vt_dagster.storage.arrow_fold import micros
 from vt_dagster.storage.commit_log import Commit, Offsets
 
 
 @dataclass(frozen=True)
-class Made:
+class Derivation:
     """What a record was made of.
 
     Args:
@@ -34,13 +34,13 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExplainRequest:
     """A record of an operator's result whose parts are asked for.
 
     Args:
         log: the result's.
         commit: that the record came by.
-        told: to which the rules that decided are added.
+        reasoning: to which the rules that decided are added.
         inputs: the operator's inputs, by the names that commits have of them.
         most: so many parts, and so many candidates, are named at most.
     """
@@ -48,7 +48,7 @@ class Asked:
     log: Log
     record: Record
     commit: Commit
-    told: Told
+    reasoning: Reasoning
     inputs: Mapping[str, Log]
     most: int
 
@@ -134,7 +134,7 @@ class Update:
     made_of: Sequence[tuple[Log, Record]]
 
 
-def which(asked: Asked, times: Sequence[tuple[int, bool]]) -> int | None:
+def triggering_update(request: ExplainRequest, times: Sequence[tuple[int, bool]]) -> int | None:
     """Which of a run's updates of a key became the record; None = that cannot be told.
 
     Each update is a result. But a versioned table refuses what is older than its retention, and with
@@ -144,17 +144,19 @@ def which(asked: Asked, times: Sequence[tuple[int, bool]]) -> int | None:
         times: of each update in order, in the record's partition: the timestamp that it had (epoch
             microseconds), and whether it was a tombstone.
     """
-    results = asked.results()
-    place = [one.offset for one in results].index(asked.record.offset)
+    results = request.results()
+    place = [one.offset for one in results].index(request.record.offset)
     if len(results) == len(times):
         return place
     if len(results) > len(times):
-        asked.told.notes.append(
+        request.reasoning.notes.append(
             "records of its run are not there any more: it cannot be told which one"
         )
         return None
-    if not asked.log.versioned:
-        asked.told.notes.append(f"of {len(times)} updates of its run only the last one is a result")
+    if not request.log.versioned:
+        request.reasoning.notes.append(
+            f"of {len(times)} updates of its run only the last one is a result"
+        )
         return len(times) - 1 if len(results) == 1 else None
     found, rest = -1, enumerate(times)
     for one in results[: place + 1]:
@@ -173,8 +175,8 @@ class Arrivals:
         merges: whether a run orders them by time; else each partition's stay as they are.
     """
 
-    def __init__(self, asked: Asked, names: Sequence[str], merges: bool = True) -> None:
-        self._asked, self._names, self._merges = asked, names, merges
+    def __init__(self, request: ExplainRequest, names: Sequence[str], merges: bool = True) -> None:
+        self._asked, self._names, self._merges = request, names, merges
         self._times: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def sorted(self, found: Sequence[tuple[int, Record]]) -> list[tuple[int, Record]]:

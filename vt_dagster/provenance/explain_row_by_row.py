@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vt_dagster.provenance.explain_request import Asked, Made
-from vt_dagster.provenance.explanation import Record, Told
+from vt_dagster.provenance.explain_request import Derivation, ExplainRequest
+from vt_dagster.provenance.explanation import Reasoning, Record
 from vt_dagster.provenance.log_reader import Log, at_time, both
 from vt_dagster.storage.commit_log import Commit
 
@@ -43,21 +43,21 @@ PASSING = {
 """The operators that make results of a record alone, by the names that commits have of them."""
 
 
-def row_by_row(asked: Asked) -> Made:
+def row_by_row(request: ExplainRequest) -> Derivation:
     """The record that a result was made of; of several that look the same all. Before it, where a plain
     table's filter tells that a row is gone, the row that it replaced."""
-    log, record, commit, told = asked.log, asked.record, asked.commit, asked.told
-    inputs = asked.inputs
+    log, record, commit, told = request.log, request.record, request.commit, request.reasoning
+    inputs = request.inputs
     found = _origins(log, list(inputs.items()), record, commit, told)
     if record.is_tombstone and log.meaning["operator"] == "Filter":
         negated = "not " if log.meaning.get("negate") == "True" else ""
         condition = f"{negated}{log.meaning['predicate']}"
         told.notes.append(f"a tombstone: its record is one, or does not meet: {condition}")
-    return Made(found[: asked.most], len(found))
+    return Derivation(found[: request.most], len(found))
 
 
 def _origins(
-    log: Log, inputs: Sequence[tuple[str, Log]], record: Record, commit: Commit, told: Told
+    log: Log, inputs: Sequence[tuple[str, Log]], record: Record, commit: Commit, reasoning: Reasoning
 ) -> list[tuple[Log, Record]]:
     passing = PASSING[log.meaning["operator"]]
     taken = [
@@ -78,7 +78,7 @@ def _origins(
     if len(alike) <= 1:
         return [*befores, *alike]
     what = "one of them" if not passing.elements else "one of them, or an element of it"
-    told.notes.append(
+    reasoning.notes.append(
         f"{len(alike)} records of its run look the same from here, and give the same results or none: "
         f"it was made of {what}"
     )

@@ -16,7 +16,7 @@ from vt_dagster.columns import (
     RIGHT_OFFSET,
     RIGHT_PARTITION,
 )
-from vt_dagster.provenance.explain_request import Arrivals, Asked, Made
+from vt_dagster.provenance.explain_request import Arrivals, Derivation, ExplainRequest
 from vt_dagster.provenance.explanation import Candidate, Record
 from vt_dagster.provenance.expression_parser import length, plain, split
 from vt_dagster.provenance.log_reader import Condition, Log, as_micros, between, both
@@ -29,38 +29,38 @@ Chosen = Callable[[int, Record | None], bool]
 """Whether a result's columns have the values of a side's record; None = of no record."""
 
 
-def stream_stream(asked: Asked) -> Made:
+def stream_stream(request: ExplainRequest) -> Derivation:
     """What a result of a stream-stream join was made of, see ``core.stream_stream_join``."""
-    names = [asked.meaning["left"], asked.meaning["right"]]
-    logs = [asked.inputs[name] for name in names]
-    place, told = asked.record.partition, asked.told
-    before, after = (length(asked.meaning[c], place) for c in ("before", "after"))
-    moment, nothing = asked.record.timestamp, timedelta(0)
+    names = [request.meaning["left"], request.meaning["right"]]
+    logs = [request.inputs[name] for name in names]
+    place, told = request.record.partition, request.reasoning
+    before, after = (length(request.meaning[c], place) for c in ("before", "after"))
+    moment, nothing = request.record.timestamp, timedelta(0)
     back = [as_micros(moment - max(one, nothing)) for one in (after, before)]
     lefts, rights = (
         [
             one
-            for one in log.records(both(_same_key(asked, log), between(since, as_micros(moment))))
-            if not one.is_tombstone and asked.turn(name, one) < 2
+            for one in log.records(both(_same_key(request, log), between(since, as_micros(moment))))
+            if not one.is_tombstone and request.turn(name, one) < 2
         ]
         for name, log, since in zip(names, logs, back, strict=True)
     )
-    of_side = _chosen(asked, logs)
+    of_side = _chosen(request, logs)
     pairs = [
         (left, right)
         for left in lefts
         for right in rights
         if max(left.timestamp, right.timestamp) == moment
         and left.timestamp - before <= right.timestamp <= left.timestamp + after
-        and (asked.is_new(names[0], left) or asked.is_new(names[1], right))
+        and (request.is_new(names[0], left) or request.is_new(names[1], right))
         and of_side(0, left)
         and of_side(1, right)
     ]
-    if asked.record.is_late:
+    if request.record.is_late:
         told.decide(rules.LATE, "the later of the two by arrival came after the grace period")
     if pairs:
-        return _matched(asked, names, logs, pairs)
-    kept = {"inner": (), "left": (0,), "outer": (0, 1)}[asked.meaning["kind"]]
+        return _matched(request, names, logs, pairs)
+    kept = {"inner": (), "left": (0,), "outer": (0, 1)}[request.meaning["kind"]]
     for side in kept:
         alone = [
             one
@@ -68,20 +68,20 @@ def stream_stream(asked: Asked) -> Made:
             if one.timestamp == moment and of_side(side, one) and of_side(1 - side, None)
         ]
         if alone:
-            return _alone(asked, logs, side, _nth(asked, alone), (before, after))
+            return _alone(request, logs, side, _nth(request, alone), (before, after))
     told.notes.append("the records that it was made of are not there any more")
-    return Made()
+    return Derivation()
 
 
-def _same_key(asked: Asked, log: Log) -> Condition:
-    return log.same_key(asked.record.values, asked.log.key)
+def _same_key(request: ExplainRequest, log: Log) -> Condition:
+    return log.same_key(request.record.values, request.log.key)
 
 
-def _chosen(asked: Asked, logs: Sequence[Log]) -> Chosen:
+def _chosen(request: ExplainRequest, logs: Sequence[Log]) -> Chosen:
     """Tells records apart by the columns that the result has of them as they are."""
     found: list[tuple[int, str, str]] = []
     sides = {"left": 0, "right": 1}
-    for part in split(asked.meaning["select"]):
+    for part in split(request.meaning["select"]):
         sql, _, name = part.partition(" as ")
         side, _, column = sql.strip().partition(".")
         if side.lower() not in sides:
@@ -92,7 +92,7 @@ def _chosen(asked: Asked, logs: Sequence[Log]) -> Chosen:
             found += [(place, c, c) for c in columns]
         elif (own := plain(column, columns)) is not None:
             found.append((place, own, name.strip().strip("`") or own))
-    values, key = asked.record.values, asked.log.key
+    values, key = request.record.values, request.log.key
 
     def has(side: int, record: Record | None) -> bool:
         if record is None:
@@ -110,19 +110,22 @@ def _chosen(asked: Asked, logs: Sequence[Log]) -> Chosen:
     return has
 
 
-def _nth(asked: Asked, found: Sequence[Any]) -> Any:
+def _nth(request: ExplainRequest, found: Sequence[Any]) -> Any:
     """Of what looks the same the one that has the result's place among results that do."""
-    alike = [one for one in asked.results(at=True) if dict(one.values) == dict(asked.record.values)]
+    alike = [one for one in request.results(at=True) if dict(one.values) == dict(request.record.values)]
     if len(found) > 1 and len(found) != len(alike):
-        asked.told.notes.append(f"{len(found)} look the same from here: this is one of them")
+        request.reasoning.notes.append(f"{len(found)} look the same from here: this is one of them")
         return found[0]
-    return found[[one.offset for one in alike].index(asked.record.offset)] if found[1:] else found[0]
+    return found[[one.offset for one in alike].index(request.record.offset)] if found[1:] else found[0]
 
 
 def _matched(
-    asked: Asked, names: Sequence[str], logs: Sequence[Log], pairs: Sequence[tuple[Record, Record]]
-) -> Made:
-    arrivals = Arrivals(asked, names)
+    request: ExplainRequest,
+    names: Sequence[str],
+    logs: Sequence[Log],
+    pairs: Sequence[tuple[Record, Record]],
+) -> Derivation:
+    arrivals = Arrivals(request, names)
     ordered = {
         (place, one.place): i
         for i, (place, one) in enumerate(
@@ -135,37 +138,43 @@ def _matched(
         first = pair[at.index(min(at))]
         return max(at), first.timestamp, first.offset
 
-    left, right = _nth(asked, sorted(pairs, key=place))
+    left, right = _nth(request, sorted(pairs, key=place))
     late = ordered[0, left.place] > ordered[1, right.place]
-    _tell_match(asked, left, right)
-    asked.told.decide(rules.TRIGGERED, f"{left if late else right}, which came after the other")
+    _tell_match(request, left, right)
+    request.reasoning.decide(rules.TRIGGERED, f"{left if late else right}, which came after the other")
     parts = [(logs[0], left), (logs[1], right)]
-    return Made(parts[::-1] if late else parts)
+    return Derivation(parts[::-1] if late else parts)
 
 
-def _tell_match(asked: Asked, left: Record, right: Record) -> None:
+def _tell_match(request: ExplainRequest, left: Record, right: Record) -> None:
     apart = right.timestamp - left.timestamp
     said = spoken(abs(apart)) + (" before it" if apart < timedelta(0) else " after it")
-    asked.told.decide(rules.MATCHED, f"{right} lies {said if apart else 'at the time of'} {left}")
+    request.reasoning.decide(
+        rules.MATCHED, f"{right} lies {said if apart else 'at the time of'} {left}"
+    )
 
 
 def _alone(
-    asked: Asked, logs: Sequence[Log], side: int, record: Record, window: tuple[timedelta, timedelta]
-) -> Made:
+    request: ExplainRequest,
+    logs: Sequence[Log],
+    side: int,
+    record: Record,
+    window: tuple[timedelta, timedelta],
+) -> Derivation:
     """A record that left without a match, with what there is around it on the other side."""
     before, after = window if side == 0 else (window[1], window[0])
     low, high = record.timestamp - before, record.timestamp + after
-    name = asked.meaning[("left", "right")[1 - side]]
+    name = request.meaning[("left", "right")[1 - side]]
     other = logs[1 - side]
     if any(record.values.get(c) is None for c in logs[side].key):
-        asked.told.decide(rules.NO_MATCH, "without a key it matches nothing, and leaves at once")
-        return Made([(logs[side], record)])
-    asked.told.decide(
+        request.reasoning.decide(rules.NO_MATCH, "without a key it matches nothing, and leaves at once")
+        return Derivation([(logs[side], record)])
+    request.reasoning.decide(
         rules.NO_MATCH,
         f"{name} had no record of its key from {low} to {high}, both inclusive, when stream time had "
         f"passed {high} and the grace period",
     )
-    near = [one for one in other.records(_same_key(asked, other)) if not one.is_tombstone]
+    near = [one for one in other.records(_same_key(request, other)) if not one.is_tombstone]
     near.sort(key=lambda one: (one.timestamp, one.offset))
     inside = [one for one in near if low <= one.timestamp <= high]
     around = [one for one in near if one.timestamp < low][-_AROUND:] + inside
@@ -176,49 +185,49 @@ def _alone(
             None,
             None,
             None,
-            asked.turn(name, one) < 2,
+            request.turn(name, one) < 2,
             False,
             False,
             (rules.RECORDED_SINCE if one in inside else rules.OTHER_TIME).name,
         )
         for one in around
     ]
-    return Made([(logs[side], record)], None, shown[: asked.most], len(near))
+    return Derivation([(logs[side], record)], None, shown[: request.most], len(near))
 
 
-def corrected_streams(asked: Asked) -> Made:
+def corrected_streams(request: ExplainRequest) -> Derivation:
     """What a row of a corrected join of two streams was made of, see ``core.corrected_stream_join``:
     its key says so."""
-    told, parts = asked.told, list[tuple[Log, Record]]()
+    told, parts = request.reasoning, list[tuple[Log, Record]]()
     for side, (partition, offset) in zip(("left", "right"), _PLACES, strict=True):
-        log, place = asked.inputs[asked.meaning[side]], asked.record.values
+        log, place = request.inputs[request.meaning[side]], request.record.values
         if place[offset] < 0:
             continue
         found = log.one(place[partition], place[offset])
         if found is None:
             told.notes.append(f"its record of {log.name} is not there any more{log.limit}")
-            return Made(parts)
+            return Derivation(parts)
         parts.append((log, found))
-    if asked.record.is_late:
+    if request.record.is_late:
         told.decide(rules.LATE, "the later of its records by arrival came after corrected_for")
     if len(parts) == len(_PLACES):
-        _tell_match(asked, parts[0][1], parts[1][1])
-        return Made(parts)
-    cause = _cause(asked)
+        _tell_match(request, parts[0][1], parts[1][1])
+        return Derivation(parts)
+    cause = _cause(request)
     if cause is None:
         name, why = parts[0][0].name, "when stream time had passed its window and the grace period"
         told.decide(rules.NO_MATCH, f"nothing had come that matches this record of {name} {why}")
-        return Made(parts)
+        return Derivation(parts)
     where = cause[PARTITION], cause[OFFSET]
     by = f"{cause['table']} {where[0]}:{where[1]}"
     told.decide(rules.CORRECTED, f"revision 1, by {by}, which came after that and matches it")
-    other = asked.inputs[cause["table"]]
-    return Made([*parts, *[(other, one) for one in other.at([where])]])
+    other = request.inputs[cause["table"]]
+    return Derivation([*parts, *[(other, one) for one in other.at([where])]])
 
 
-def _cause(asked: Asked) -> dict[str, Any] | None:
+def _cause(request: ExplainRequest) -> dict[str, Any] | None:
     """Of the record that the row was taken back for."""
-    place = asked.record.partition
-    end = {place: asked.log.commit.next_offset.get(place, 0)}
-    rows = asked.log.rows(asked.log.same_key(asked.record.values), end=end, only=[CAUSE])
-    return next(one[CAUSE] for one in rows.to_pylist() if one[OFFSET] == asked.record.offset)
+    place = request.record.partition
+    end = {place: request.log.commit.next_offset.get(place, 0)}
+    rows = request.log.rows(request.log.same_key(request.record.values), end=end, only=[CAUSE])
+    return next(one[CAUSE] for one in rows.to_pylist() if one[OFFSET] == request.record.offset)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from vt_dagster import rules
-from vt_dagster.provenance.explain_request import Asked, Made
-from vt_dagster.provenance.explanation import Candidate, Record, Told
+from vt_dagster.provenance.explain_request import Derivation, ExplainRequest
+from vt_dagster.provenance.explanation import Candidate, Reasoning, Record
 from vt_dagster.provenance.expression_parser import length
 from vt_dagster.provenance.log_reader import Log, as_micros, as_time, at_time, both
 from vt_dagster.provenance.version_history import AROUND, History, Version, horizons_of
@@ -74,7 +74,7 @@ _NEVER = datetime.min.replace(tzinfo=as_time(0).tzinfo)
 
 
 def tell_waiting(
-    log: Log, name: str, result: Record, record: Record, commit: Commit, told: Told
+    log: Log, name: str, result: Record, record: Record, commit: Commit, reasoning: Reasoning
 ) -> None:
     """Tells whether a record waited, or was late, in a join with grace.
 
@@ -86,21 +86,21 @@ def tell_waiting(
     place = record.partition
     grace = grace_of(commit, place)
     if result.is_late:
-        told.decide(
+        reasoning.decide(
             rules.LATE,
             f"it came when stream time was past {record.timestamp} by more than the grace period of "
             f"{spoken(grace)}: joined at once",
         )
         return
     if not grace:
-        told.decide(rules.APPLIED, "the join has no grace period: joined by the run that took it")
+        reasoning.decide(rules.APPLIED, "the join has no grace period: joined by the run that took it")
         return
     taken = log.taken_by(name, place, record.offset)
     if taken is None or taken.batch == commit.batch:
         when = "within the run that took it"
     else:
         when = f"it came with run {taken.batch}, recorded at {as_time(taken.recorded_at)}"
-    told.decide(
+    reasoning.decide(
         rules.RELEASED,
         f"{when}, and went out when stream time was {_moment(commit.stream_time.get(place))}, its own "
         f"+ {spoken(grace)} or later",
@@ -122,7 +122,7 @@ def _moment(micros: int | None) -> str:
 # ---------------------------------------------------------------------------------- the table's row
 
 
-def pinned(log: Log, table: Log, name: str, commit: Commit, told: Told) -> Commit | None:
+def pinned(log: Log, table: Log, name: str, commit: Commit, reasoning: Reasoning) -> Commit | None:
     """The commit of a table up to which a run saw it; None = it saw none.
 
     Args:
@@ -143,9 +143,11 @@ def pinned(log: Log, table: Log, name: str, commit: Commit, told: Told) -> Commi
         found = last_that(table.root, lambda one: one["batch"] <= batch)
         if found is not None:
             if table.head.truncation is not None and found.batch < table.head.truncation.batch:
-                told.notes.append(f"what {name} knew then is told by what is left of it{table.limit}")
+                reasoning.notes.append(
+                    f"what {name} knew then is told by what is left of it{table.limit}"
+                )
             return found
-    told.notes.append(
+    reasoning.notes.append(
         f"the Delta versions of {name} that the run read are gone: what it knew is told by recorded_at"
     )
     return last_that(table.root, lambda one: one["recorded_at"] <= commit.recorded_at)
@@ -312,33 +314,33 @@ def _knows(commit: Commit | None, version: Version) -> bool:
 # -------------------------------------------------------------------------------------- the two of them
 
 
-def stream_table(asked: Asked) -> Made:
+def stream_table(request: ExplainRequest) -> Derivation:
     """What a result of a stream-table join was made of, see ``core.stream_table_join``."""
-    left, right = asked.meaning["left"], asked.meaning["right"]
-    stream, told = asked.inputs[left], asked.told
-    lefts = streams_record(asked.log, stream, left, asked.record, asked.commit)
+    left, right = request.meaning["left"], request.meaning["right"]
+    stream, told = request.inputs[left], request.reasoning
+    lefts = streams_record(request.log, stream, left, request.record, request.commit)
     if not lefts:
         told.notes.append(f"its record of {left} is not there any more{stream.limit}")
     elif len(lefts) > 1:
         told.notes.append(f"it was made of one of {len(lefts)} records of its key and time")
     for one in lefts[:1]:
-        tell_waiting(asked.log, left, asked.record, one, asked.commit, told)
-    values = [asked.record.values[c] for c in asked.log.key]
-    looked = looked_up(asked, right, lefts[0] if lefts else asked.record, values)
-    parts = [(stream, one) for one in lefts[: asked.most]]
-    return answered(asked, right, looked, parts)
+        tell_waiting(request.log, left, request.record, one, request.commit, told)
+    values = [request.record.values[c] for c in request.log.key]
+    looked = looked_up(request, right, lefts[0] if lefts else request.record, values)
+    parts = [(stream, one) for one in lefts[: request.most]]
+    return answered(request, right, looked, parts)
 
 
-def looked_up(asked: Asked, right: str, record: Record, values: Sequence[object]) -> Looked:
+def looked_up(request: ExplainRequest, right: str, record: Record, values: Sequence[object]) -> Looked:
     """What the table answered for a record of the stream.
 
     Args:
         right: the table's name.
         values: of the key.
     """
-    table, told = asked.inputs[right], asked.told
-    match = Match.of(asked.meaning, record.partition)
-    seen = pinned(asked.log, table, right, asked.commit, told)
+    table, told = request.inputs[right], request.reasoning
+    match = Match.of(request.meaning, record.partition)
+    seen = pinned(request.log, table, right, request.commit, told)
     cut = match.known_at(record)
     if cut is not None and seen is not None and seen.recorded_at > cut:
         seen = last_that(table.root, lambda one: one["recorded_at"] <= cut)
@@ -348,15 +350,17 @@ def looked_up(asked: Asked, right: str, record: Record, values: Sequence[object]
     return looked
 
 
-def answered(asked: Asked, right: str, looked: Looked, parts: Sequence[tuple[Log, Record]]) -> Made:
+def answered(
+    request: ExplainRequest, right: str, looked: Looked, parts: Sequence[tuple[Log, Record]]
+) -> Derivation:
     """The stream's records and the version that was joined, as an answer."""
     found = looked.then.found
-    version = [] if found is None else [(asked.inputs[right], looked.history.record(found.place))]
-    return Made([*parts, *version], None, looked.shown, looked.count)
+    version = [] if found is None else [(request.inputs[right], looked.history.record(found.place))]
+    return Derivation([*parts, *version], None, looked.shown, looked.count)
 
 
 def _tell_looked(
-    looked: Looked, table: Log, name: str, moment: datetime, told: Told, follows: bool
+    looked: Looked, table: Log, name: str, moment: datetime, reasoning: Reasoning, follows: bool
 ) -> None:
     """Tells what the table answered, and whether it would answer otherwise now.
 
@@ -365,11 +369,11 @@ def _tell_looked(
     """
     then, now = looked.then, looked.now
     if then.version is None:
-        told.decide(then.rule, f"{name} had no row of its key at {moment} when the run looked")
+        reasoning.decide(then.rule, f"{name} had no row of its key at {moment} when the run looked")
     else:
         end = "now" if then.version.end is None else str(then.version.end)
         valid = f", true from {then.version.begin} to {end}" if table.versioned else ""
-        told.decide(then.rule, f"{name} {_at(then.version)}{valid}")
+        reasoning.decide(then.rule, f"{name} {_at(then.version)}{valid}")
     if then.found is not None and now.found is not None and then.found.place == now.found.place:
         return
     if then.found is None and now.found is None:
@@ -378,13 +382,15 @@ def _tell_looked(
     if now.found is not None:
         says += f", recorded at {looked.history.record(now.found.place).recorded_at or 'no known time'}"
     if not table.versioned:
-        told.notes.append(f"{name} is a plain table, which has changed since: now it would be {says}")
+        reasoning.notes.append(
+            f"{name} is a plain table, which has changed since: now it would be {says}"
+        )
     elif not follows:
-        told.notes.append(f"if all that is known now counted it would be {says}")
+        reasoning.notes.append(f"if all that is known now counted it would be {says}")
     elif then.rule in (rules.HORIZON, rules.EXPIRED):
-        told.notes.append(f"with a longer history retention of {name} it would be {says}")
+        reasoning.notes.append(f"with a longer history retention of {name} it would be {says}")
     else:
-        told.decide(rules.CORRECTED, f"by what is known now it would be {says}")
+        reasoning.decide(rules.CORRECTED, f"by what is known now it would be {says}")
 
 
 def _at(version: Version) -> str:

@@ -6,46 +6,47 @@ from collections.abc import Sequence
 
 from vt_dagster import rules
 from vt_dagster.columns import WINDOW_END
-from vt_dagster.provenance.explain_request import Asked, Made
+from vt_dagster.provenance.explain_request import Derivation, ExplainRequest
 from vt_dagster.provenance.explain_windows import bounds_of, left_out
-from vt_dagster.provenance.explanation import Record, Told
+from vt_dagster.provenance.explanation import Reasoning, Record
 from vt_dagster.provenance.log_reader import Log, as_time
 from vt_dagster.storage.commit_log import Commit
 
 
-def suppress(asked: Asked) -> Made:
+def suppress(request: ExplainRequest) -> Derivation:
     """The update that a result of suppress is, see ``core.suppress``."""
-    name, log, told = asked.meaning["source"], asked.log, asked.told
-    source = asked.inputs[name]
-    same = source.same_key(asked.record.values)
-    place = asked.record.partition
-    updates = source.records(same, end={place: asked.end(name).get(place, 0)})
-    mine = [one for one in updates if _is(one, asked.record)]
+    name, log, told = request.meaning["source"], request.log, request.reasoning
+    source = request.inputs[name]
+    same = source.same_key(request.record.values)
+    place = request.record.partition
+    updates = source.records(same, end={place: request.end(name).get(place, 0)})
+    mine = [one for one in updates if _is(one, request.record)]
     if not mine:
         told.notes.append(f"the update of {name} that it is is not there any more")
-        return Made()
-    before = [one for one in asked.results(every=True) if one.offset < asked.record.offset]
+        return Derivation()
+    before = [one for one in request.results(every=True) if one.offset < request.record.offset]
     since = _held_since(updates, before, mine)
     out = next((one for one in mine if one.offset >= since.offset), mine[-1])
     out = _last_alike(updates, out)
-    now = asked.commit.stream_time.get(place)
+    now = request.commit.stream_time.get(place)
     moment = "not known" if now is None else str(as_time(now))
     told.decide(rules.SUPPRESSED, f"since {since}, of {since.timestamp}, of which it kept the place")
-    if now is not None and closes(log) and bounds_of(asked.record)[1] <= now:
+    if now is not None and closes(log) and bounds_of(request.record)[1] <= now:
         told.decide(
             rules.WINDOW_CLOSED,
-            f"its window ended at {_end(asked.record)}; at the end of run {asked.commit.batch} stream "
+            f"its window ended at {_end(request.record)}; at the end of run {request.commit.batch} "
+            "stream "
             f"time was {moment}",
         )
     else:
         told.decide(
             rules.RELEASED,
-            f"at the end of run {asked.commit.batch} stream time was {moment}: past the time of its "
+            f"at the end of run {request.commit.batch} stream time was {moment}: past the time of its "
             "place and the time limit, or the buffer was full",
         )
     replaced = [one for one in updates if since.offset <= one.offset < out.offset]
-    shown = left_out(source, replaced[-asked.most :], rules.REPLACED)
-    return Made([(source, out)], None, shown, len(replaced))
+    shown = left_out(source, replaced[-request.most :], rules.REPLACED)
+    return Derivation([(source, out)], None, shown, len(replaced))
 
 
 def _is(update: Record, result: Record) -> bool:
@@ -83,7 +84,9 @@ def _end(record: Record) -> str:
     return str(as_time(bounds_of(record)[1]))
 
 
-def held(log: Log, source: Log, name: str, updates: Sequence[Record], told: Told) -> list[Record]:
+def held(
+    log: Log, source: Log, name: str, updates: Sequence[Record], reasoning: Reasoning
+) -> list[Record]:
     """Why a key has no result of suppress: the update that is held, if one is.
 
     Args:
@@ -91,13 +94,13 @@ def held(log: Log, source: Log, name: str, updates: Sequence[Record], told: Told
     """
     taken = [one for one in updates if one.offset < log.head.inputs.get(name, {}).get(one.partition, 0)]
     if not taken:
-        told.notes.append(f"no run of {log.name} has taken a record of it yet")
+        reasoning.notes.append(f"no run of {log.name} has taken a record of it yet")
         return []
     first, last = taken[0], taken[-1]
     commit = log.taken_by(name, first.partition, first.offset)
     moment = log.head.stream_time.get(first.partition)
     now = "not known" if moment is None else str(as_time(moment))
-    told.decide(
+    reasoning.decide(
         rules.SUPPRESSED,
         f"{len(taken)} updates since run {_batch(commit)}: the first is of {first.timestamp}, the "
         f"last, {last}, of {last.timestamp}; stream time is {now}",

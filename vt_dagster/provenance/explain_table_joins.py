@@ -9,7 +9,13 @@ import pyarrow as pa
 
 from vt_dagster import rules
 from vt_dagster.columns import OFFSET, PARTITION
-from vt_dagster.provenance.explain_request import Arrivals, Asked, Made, Update, which
+from vt_dagster.provenance.explain_request import (
+    Arrivals,
+    Derivation,
+    ExplainRequest,
+    Update,
+    triggering_update,
+)
 from vt_dagster.provenance.explanation import Record
 from vt_dagster.provenance.expression_parser import evaluate, split, used
 from vt_dagster.provenance.log_reader import Condition, Log, as_micros
@@ -20,44 +26,46 @@ Key = tuple[Any, ...]
 LEFT, RIGHT = 0, 1
 
 
-def table_table(asked: Asked) -> Made:
+def table_table(request: ExplainRequest) -> Derivation:
     """What a result of a table-table join was made of, see ``core.table_table_join``."""
-    names = [asked.meaning["left"], asked.meaning["right"]]
-    logs = [asked.inputs[name] for name in names]
+    names = [request.meaning["left"], request.meaning["right"]]
+    logs = [request.inputs[name] for name in names]
     found = [
         (place, record)
         for place, (name, log) in enumerate(zip(names, logs, strict=True))
-        for record in _counted(log, log.same_key(asked.record.values, asked.log.key), asked.end(name))
+        for record in _counted(
+            log, log.same_key(request.record.values, request.log.key), request.end(name)
+        )
     ]
     rows: list[Record | None] = [None, None]
     updates: list[Update] = []
-    for place, record in Arrivals(asked, names).sorted(found):
+    for place, record in Arrivals(request, names).sorted(found):
         old, other = rows[place], rows[1 - place]
         rows[place] = None if record.is_tombstone else record
-        says, tombstone = _outcome(asked.meaning["kind"], place == LEFT, rows, old)
-        if says and asked.is_new(names[place], record):
+        says, tombstone = _outcome(request.meaning["kind"], place == LEFT, rows, old)
+        if says and request.is_new(names[place], record):
             made_of = [(logs[1 - place], other), (logs[place], old if tombstone else None)]
             updates.append(_update(logs[place], record, other, tombstone, made_of))
-    return _told(asked, updates)
+    return _told(request, updates)
 
 
-def of_histories(asked: Asked) -> Made:
+def of_histories(request: ExplainRequest) -> Derivation:
     """What a result of a history join was made of: of each side the version at its time, by all that
     the run had, see ``core.history_join``."""
-    at, made = as_micros(asked.record.timestamp), list[tuple[Log, Record]]()
-    for name in (asked.meaning["left"], asked.meaning["right"]):
-        log = asked.inputs[name]
-        same = log.same_key(asked.record.values, asked.log.key)
-        found = log.records(same, end=dict(asked.end(name)))
+    at, made = as_micros(request.record.timestamp), list[tuple[Log, Record]]()
+    for name in (request.meaning["left"], request.meaning["right"]):
+        log = request.inputs[name]
+        same = log.same_key(request.record.values, request.log.key)
+        found = log.records(same, end=dict(request.end(name)))
         until = [one for one in found if as_micros(one.timestamp) <= at]
         version = max(until, key=lambda one: (as_micros(one.timestamp), one.offset), default=None)
         if version is None:
-            asked.told.decide(rules.NO_MATCH, f"{name} had no version of it then")
+            request.reasoning.decide(rules.NO_MATCH, f"{name} had no version of it then")
             continue
         decided = rules.DELETED if version.is_tombstone else rules.AS_OF
-        asked.told.decide(decided, f"{version}, from {version.timestamp}")
+        request.reasoning.decide(decided, f"{version}, from {version.timestamp}")
         made.append((log, version))
-    return Made(made)
+    return Derivation(made)
 
 
 def _outcome(
@@ -91,13 +99,13 @@ def _update(
     return Update(log, trigger, max(times), tombstone, other, there)
 
 
-def _told(asked: Asked, updates: Sequence[Update]) -> Made:
+def _told(request: ExplainRequest, updates: Sequence[Update]) -> Derivation:
     """The update that the record is, as an answer."""
-    place = which(asked, [(one.time, one.is_tombstone) for one in updates])
+    place = triggering_update(request, [(one.time, one.is_tombstone) for one in updates])
     if place is None:
-        asked.told.notes.append("the change that it came with cannot be told")
-        return Made()
-    one, told = updates[place], asked.told
+        request.reasoning.notes.append("the change that it came with cannot be told")
+        return Derivation()
+    one, told = updates[place], request.reasoning
     told.decide(rules.TRIGGERED, f"{one.trigger}{' (a tombstone)' * one.trigger.is_tombstone}")
     if any(row is not one.other for _, row in one.made_of):
         told.notes.append(
@@ -107,38 +115,39 @@ def _told(asked: Asked, updates: Sequence[Update]) -> Made:
         told.decide(rules.NO_MATCH, "the other side had no row for it then")
     else:
         told.decide(rules.LATEST, f"{one.other}, of {one.other.timestamp}")
-    if as_micros(asked.record.timestamp) > one.time:
+    if as_micros(request.record.timestamp) > one.time:
         told.notes.append("its timestamp is that of an earlier result of its key: they do not go back")
-    return Made([*one.made_of, (one.log, one.trigger)])
+    return Derivation([*one.made_of, (one.log, one.trigger)])
 
 
 # ------------------------------------------------------------------------------------- by foreign key
 
 
-def foreign_key(asked: Asked) -> Made:
+def foreign_key(request: ExplainRequest) -> Derivation:
     """What a result of a foreign-key join was made of, see ``core.foreign_key_join``."""
-    names = [asked.meaning["left"], asked.meaning["right"]]
-    left, right = (asked.inputs[name] for name in names)
-    refers = _references(asked, left, asked.end(names[LEFT]))
+    names = [request.meaning["left"], request.meaning["right"]]
+    left, right = (request.inputs[name] for name in names)
+    refers = _references(request, left, request.end(names[LEFT]))
     if refers is None:
-        asked.told.notes.append(
-            f"the foreign key {asked.meaning['foreign_key']} cannot be computed without Spark: ask for "
+        request.reasoning.notes.append(
+            f"the foreign key {request.meaning['foreign_key']} cannot be computed without Spark: "
+            "ask for "
             f"the rows of {left.name} and {right.name} by key"
         )
-        return Made()
+        return Derivation()
     found = [(LEFT, record) for record, _ in refers.values()]
     wanted = {key for _, key in refers.values() if key is not None}
     of_key: dict[tuple[int, int], Key] = {}
     for key in wanted:
         same = right.same_key(dict(zip(right.key, key, strict=True)))
-        for record in _counted(right, same, asked.end(names[RIGHT])):
+        for record in _counted(right, same, request.end(names[RIGHT])):
             of_key[record.place] = key
             found.append((RIGHT, record))
-    kind = asked.meaning["kind"]
+    kind = request.meaning["kind"]
     row: tuple[Record, Key | None] | None = None
     rights: dict[Key, Record] = {}
     updates: list[Update] = []
-    for place, record in Arrivals(asked, names).sorted(found):
+    for place, record in Arrivals(request, names).sorted(found):
         if place == LEFT:
             old, row = row, None if record.is_tombstone else refers[record.place]
             update = _after_left(kind, (left, right), record, old, row, rights)
@@ -148,14 +157,14 @@ def foreign_key(asked: Asked) -> Made:
             if not record.is_tombstone:
                 rights[key] = record
             update = None
-            if row is not None and row[1] == key and row[0].partition == asked.record.partition:
+            if row is not None and row[1] == key and row[0].partition == request.record.partition:
                 gone = kind == "inner" and record.is_tombstone
                 update = Update(
                     right, record, as_micros(record.timestamp), gone, row[0], [(left, row[0])]
                 )
-        if update is not None and asked.is_new(names[place], record):
+        if update is not None and request.is_new(names[place], record):
             updates.append(update)
-    return _told(asked, updates)
+    return _told(request, updates)
 
 
 def _after_left(
@@ -184,13 +193,13 @@ def _after_left(
 
 
 def _references(
-    asked: Asked, left: Log, end: Mapping[int, int]
+    request: ExplainRequest, left: Log, end: Mapping[int, int]
 ) -> dict[tuple[int, int], tuple[Record, Key | None]] | None:
     """The changes of the left key that count, by place, each with its foreign key."""
-    expressions = split(asked.meaning["foreign_key"])
-    found = _counted(left, left.same_key(asked.record.values, asked.log.key), end)
+    expressions = split(request.meaning["foreign_key"])
+    found = _counted(left, left.same_key(request.record.values, request.log.key), end)
     rows = left.rows(
-        left.same_key(asked.record.values, asked.log.key),
+        left.same_key(request.record.values, request.log.key),
         end=dict(end),
         only=used(expressions, left.columns.names),
     )

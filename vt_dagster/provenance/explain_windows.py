@@ -20,8 +20,8 @@ from vt_dagster.columns import (
     WINDOW_START,
 )
 from vt_dagster.provenance.explain_aggregates import cannot_be_told, keys_of, members, narrow
-from vt_dagster.provenance.explain_request import Arrivals, Asked, Made
-from vt_dagster.provenance.explanation import Candidate, Record, Told
+from vt_dagster.provenance.explain_request import Arrivals, Derivation, ExplainRequest
+from vt_dagster.provenance.explanation import Candidate, Reasoning, Record
 from vt_dagster.provenance.expression_parser import Group, named, split
 from vt_dagster.provenance.log_reader import Log, Place, as_micros, as_time, between, both
 from vt_dagster.storage.value_texts import as_key
@@ -33,35 +33,35 @@ Merge = tuple[Sequence[Bounds], Bounds, Record]
 """The sessions that a record replaced, the one that it made, and that one's result."""
 
 
-def windowed_aggregate(asked: Asked) -> Made:
+def windowed_aggregate(request: ExplainRequest) -> Derivation:
     """The records of a stream that a window has, see ``core.windowed_aggregate``."""
-    name = asked.meaning["source"]
-    source = asked.inputs[name]
-    kind = asked.meaning["window"].partition("(")[0]
-    start, end = bounds_of(asked.record)
-    merges = _merges(asked, start, end) if kind == "SessionWindow" else []
-    if merges and asked.record.is_tombstone:
+    name = request.meaning["source"]
+    source = request.inputs[name]
+    kind = request.meaning["window"].partition("(")[0]
+    start, end = bounds_of(request.record)
+    merges = _merges(request, start, end) if kind == "SessionWindow" else []
+    if merges and request.record.is_tombstone:
         merges = _merges(
-            asked, *next((m for _, m, r in merges if r.offset > asked.record.offset), (start, end))
+            request, *next((m for _, m, r in merges if r.offset > request.record.offset), (start, end))
         )
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
-    found = _of_key(asked, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
+    found = _of_key(request, source, min(starts) - _MILLISECOND, max([end, *ends]) + _MILLISECOND)
     if found is None:
-        return cannot_be_told(asked, source)
+        return cannot_be_told(request, source)
     if kind == "SessionWindow":
-        return _session(asked, source, found, merges)
-    return _fixed(asked, source, found, sliding=kind == "SlidingWindow")
+        return _session(request, source, found, merges)
+    return _fixed(request, source, found, sliding=kind == "SlidingWindow")
 
 
-def _of_key(asked: Asked, source: Log, start: int, end: int) -> list[Record] | None:
+def _of_key(request: ExplainRequest, source: Log, start: int, end: int) -> list[Record] | None:
     """The records of the window's key between two times that have been taken until now, in order of
     arrival, without their values; None = the key cannot be computed."""
-    name = asked.meaning["source"]
-    rekeyed = asked.meaning.get("group_key", "()") != "()"
-    taken = asked.log.head.inputs.get(name, {})
+    name = request.meaning["source"]
+    rekeyed = request.meaning.get("group_key", "()") != "()"
+    taken = request.log.head.inputs.get(name, {})
     if not rekeyed:  # each partition has windows of its own
-        taken = {p: o for p, o in taken.items() if p == asked.record.partition}
-    group = Group(source, keys_of(asked, source), asked.record.values)
+        taken = {p: o for p, o in taken.items() if p == request.record.partition}
+    group = Group(source, keys_of(request, source), request.record.values)
     only = [TIMESTAMP, IS_TOMBSTONE, RECORDED_AT, *group.columns]
     near = both(group.condition(), between(start, end))
     rows = source.rows(near, end=taken, only=only)
@@ -69,7 +69,7 @@ def _of_key(asked: Asked, source: Log, start: int, end: int) -> list[Record] | N
     if inside is None:
         return None
     found = narrow(source, rows.filter(pa.array(inside)))
-    return [one for _, one in Arrivals(asked, [name], rekeyed).sorted([(0, one) for one in found])]
+    return [one for _, one in Arrivals(request, [name], rekeyed).sorted([(0, one) for one in found])]
 
 
 def bounds_of(record: Record) -> Bounds:
@@ -86,29 +86,33 @@ def _bounds(values: Mapping[str, object]) -> Bounds:
 # ------------------------------------------------------------------------- tumbling, hopping, sliding
 
 
-def _fixed(asked: Asked, source: Log, found: Sequence[Record], sliding: bool) -> Made:
-    start, end = bounds_of(asked.record)
+def _fixed(request: ExplainRequest, source: Log, found: Sequence[Record], sliding: bool) -> Derivation:
+    start, end = bounds_of(request.record)
     near = [one for one in found if not sliding or not one.is_tombstone]
     near = [one for one in near if start <= _at(one, sliding) < end + sliding]
-    taken = _let_in(asked, near, sliding)
+    taken = _let_in(request, near, sliding)
     inside = near[:taken]
     if inside:
-        asked.told.decide(rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window")
-    late = near[_let_in_until_now(asked, near, sliding) :]
-    left = _just_left(asked, found, inside, start, end) if sliding else []
-    made = members(asked, source, [one.place for one in inside], left)
-    return _with_late(asked, made, source, late)
+        request.reasoning.decide(
+            rules.TRIGGERED, f"{inside[-1]}, the record number {taken} of its window"
+        )
+    late = near[_let_in_until_now(request, near, sliding) :]
+    left = _just_left(request, found, inside, start, end) if sliding else []
+    made = members(request, source, [one.place for one in inside], left)
+    return _with_late(request, made, source, late)
 
 
 def _just_left(
-    asked: Asked, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
+    request: ExplainRequest, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
 ) -> list[Place]:
     """The record that a sliding window starts a millisecond after; none where it ends at a record."""
     if any(_at(one, True) == end for one in inside):
         return []
     before = [one for one in found if not one.is_tombstone and _at(one, True) == start - _MILLISECOND]
     for one in before[:1]:
-        asked.told.notes.append(f"its window starts a millisecond after {one}, which is not in it")
+        request.reasoning.notes.append(
+            f"its window starts a millisecond after {one}, which is not in it"
+        )
     return [one.place for one in before[:1]]
 
 
@@ -117,18 +121,18 @@ def _at(record: Record, sliding: bool) -> int:
     return moment // _MILLISECOND * _MILLISECOND if sliding else moment
 
 
-def _let_in(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
+def _let_in(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> int:
     """How many of a window's records are in it at the asked result."""
-    counted = _counted(asked)
+    counted = _counted(request)
     if counted is not None:
         return counted
-    name = asked.meaning["source"]
-    earlier = sum(asked.turn(name, one) == 0 for one in near)
-    new = [one for one in near if asked.is_new(name, one)]
-    results = asked.results()
-    place = [one.offset for one in results].index(asked.record.offset)
-    if sliding or (len(results) <= 1 < len(new) and not asked.tells_each_update):
-        asked.told.notes.append(
+    name = request.meaning["source"]
+    earlier = sum(request.turn(name, one) == 0 for one in near)
+    new = [one for one in near if request.is_new(name, one)]
+    results = request.results()
+    place = [one.offset for one in results].index(request.record.offset)
+    if sliding or (len(results) <= 1 < len(new) and not request.tells_each_update):
+        request.reasoning.notes.append(
             "which records of its run came too late for the window cannot be told without a count(*) "
             "among its aggregates"
         )
@@ -136,59 +140,63 @@ def _let_in(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
     return earlier + place + 1
 
 
-def _counted(asked: Asked) -> int | None:
+def _counted(request: ExplainRequest) -> int | None:
     """What the result itself says of how many records are in it; None = it says nothing."""
     return next(
         (
-            int(asked.record.values[column])
-            for column, sql in _aggregates(asked)
+            int(request.record.values[column])
+            for column, sql in _aggregates(request)
             if sql.replace(" ", "").lower() in ("count(*)", "count(1)")
-            and asked.record.values.get(column) is not None
+            and request.record.values.get(column) is not None
         ),
         None,
     )
 
 
-def _aggregates(asked: Asked) -> list[tuple[str, str]]:
+def _aggregates(request: ExplainRequest) -> list[tuple[str, str]]:
     """The (column, aggregate) pairs: ``((n, count(*)), (s, sum(x)))``."""
-    pairs = [split(part) for part in split(asked.meaning["aggregates"])]
+    pairs = [split(part) for part in split(request.meaning["aggregates"])]
     return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
 
 
-def _let_in_until_now(asked: Asked, near: Sequence[Record], sliding: bool) -> int:
+def _let_in_until_now(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> int:
     """How many of a window's records are in it by the last commit; where that cannot be told all."""
-    place = asked.record.partition
-    same = asked.log.same_key(asked.record.values)
-    every = asked.log.records(same, end={place: asked.log.commit.next_offset.get(place, 0)})
-    counted = _counted(replace(asked, record=every[-1]))
+    place = request.record.partition
+    same = request.log.same_key(request.record.values)
+    every = request.log.records(same, end={place: request.log.commit.next_offset.get(place, 0)})
+    counted = _counted(replace(request, record=every[-1]))
     if counted is not None:
         return counted
-    return len(every) if asked.tells_each_update and not sliding else len(near)
+    return len(every) if request.tells_each_update and not sliding else len(near)
 
 
-def _with_late(asked: Asked, made: Made, source: Log, late: Sequence[Record]) -> Made:
+def _with_late(
+    request: ExplainRequest, made: Derivation, source: Log, late: Sequence[Record]
+) -> Derivation:
     """With the records that came too late, the newest of them."""
     if not late:
         return made
-    asked.told.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
-    return Made(made.parts, made.count, left_out(source, late[-asked.most :]), len(late))
+    request.reasoning.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
+    return Derivation(made.parts, made.count, left_out(source, late[-request.most :]), len(late))
 
 
 # ------------------------------------------------------------------------------------------- sessions
 
 
-def _session(asked: Asked, source: Log, found: Sequence[Record], merges: Sequence[Merge]) -> Made:
+def _session(
+    request: ExplainRequest, source: Log, found: Sequence[Record], merges: Sequence[Merge]
+) -> Derivation:
     """The records of a session, by the results of its key: each record that is taken tells which
     sessions it replaced, by tombstones, and then the one that it made. Of a tombstone: what was in, and
     the record that replaced the session."""
-    start, end = bounds_of(asked.record)
+    start, end = bounds_of(request.record)
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
     near = [one for one in found if min(starts) <= as_micros(one.timestamp) <= max([end, *ends])]
     live: dict[Bounds, list[Place]] = {}
     inside: list[Place] = []
     late: list[Record] = []
-    gone = asked.record.is_tombstone
-    made_by = next((r.place for _, _, r in merges if r.offset >= asked.record.offset), None)
+    gone = request.record.is_tombstone
+    made_by = next((r.place for _, _, r in merges if r.offset >= request.record.offset), None)
     rest = iter(merges)
     ahead = next(rest, None)
     for one in near:
@@ -202,22 +210,23 @@ def _session(asked: Asked, source: Log, found: Sequence[Record], merges: Sequenc
         live[merged] = [*parts, one.place]
         if result.place == made_by:
             inside = [*before, one.place] if gone else live[merged]
-            asked.told.decide(rules.TRIGGERED, f"{one}, {_did(gone, len(inside), merged)}")
+            request.reasoning.decide(rules.TRIGGERED, f"{one}, {_did(gone, len(inside), merged)}")
         ahead = next(rest, None)
     if not inside:
-        asked.told.notes.append(
+        request.reasoning.notes.append(
             "its run did not keep each update: which of its records came too late cannot be told"
         )
         inside = [
             one.place
             for one in found
-            if start <= as_micros(one.timestamp) <= end and asked.turn(asked.meaning["source"], one) < 2
+            if start <= as_micros(one.timestamp) <= end
+            and request.turn(request.meaning["source"], one) < 2
         ]
-        return members(asked, source, inside)
+        return members(request, source, inside)
     order = {one.place: i for i, one in enumerate(near)}
     inside.sort(key=order.__getitem__)
     late = [one for one in late if start <= as_micros(one.timestamp) <= end]
-    return _with_late(asked, members(asked, source, inside), source, late)
+    return _with_late(request, members(request, source, inside), source, late)
 
 
 def _did(gone: bool, number: int, merged: Bounds) -> str:
@@ -234,11 +243,11 @@ def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
     return (min(starts), max(ends)) == merged
 
 
-def _merges(asked: Asked, start: int, end: int) -> list[Merge]:
+def _merges(request: ExplainRequest, start: int, end: int) -> list[Merge]:
     """The key's sessions that ever overlapped a time: what each replaced, and its result, in order."""
-    log, place = asked.log, asked.record.partition
+    log, place = request.log, request.record.partition
     keys = [(k, k) for k in log.key if k not in (WINDOW_START, WINDOW_END)]
-    of_key = Group(log, keys, asked.record.values).condition()
+    of_key = Group(log, keys, request.record.values).condition()
     near = both(of_key, between(start, end, WINDOW_START, WINDOW_END))
     results = log.records(near, end={place: log.commit.next_offset.get(place, 0)})
     found: list[Merge] = []
@@ -261,7 +270,9 @@ def left_out(
     return [Candidate(one, None, None, None, True, False, False, rule.name) for one in records]
 
 
-def too_late(log: Log, source: Log, key: Sequence[object], most: int, told: Told) -> list[Candidate]:
+def too_late(
+    log: Log, source: Log, key: Sequence[object], most: int, reasoning: Reasoning
+) -> list[Candidate]:
     """Why a window has no row: the records of it that came too late, the newest.
 
     Args:
@@ -276,7 +287,7 @@ def too_late(log: Log, source: Log, key: Sequence[object], most: int, told: Told
     inside = group.has(rows)
     near = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
     if not near:
-        told.notes.append(f"{source.name} has no record of it")
+        reasoning.notes.append(f"{source.name} has no record of it")
         return []
-    told.decide(rules.WINDOW_CLOSED, f"for all {len(near)} records of it that {source.name} has")
+    reasoning.decide(rules.WINDOW_CLOSED, f"for all {len(near)} records of it that {source.name} has")
     return left_out(source, near[-most:])

@@ -195,7 +195,7 @@ class Explanation:
 
 
 @dataclass
-class Told:
+class Reasoning:
     """An explanation that is being made."""
 
     decisions: list[Decision] = field(default_factory=list[Decision])

@@ -20,7 +20,7 @@ from vt_dagster.columns import (
     TIMESTAMP,
     VALID_TO,
 )
-from vt_dagster.provenance.explanation import Record, Told
+from vt_dagster.provenance.explanation import Reasoning, Record
 from vt_dagster.provenance.log_reader import Condition, Log, Place, as_micros, as_time, both
 from vt_dagster.storage.arrow_fold import clip_at_valid_until, fold, micros, values_by_partition
 from vt_dagster.storage.commit_log import Commit, horizons
@@ -125,62 +125,68 @@ def horizons_of(log: Log, commit: Commit) -> Mapping[int, int]:
     return dict(zip(commit.stream_time, ends, strict=True))
 
 
-def place_of(log: Log, record: Record, told: Told) -> None:
+def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
     """Tells where a record stands in the history of its key."""
     if log.head.shape.kind == "stream":
-        told.decide(rules.APPLIED, "a stream takes every record, whatever its time")
+        reasoning.decide(rules.APPLIED, "a stream takes every record, whatever its time")
         return
     history = History(log, log.same_key(record.values))
     others, _, repeats = history.versions(log.commit, record.timestamp, forgotten=False)
     here = next((v for v in others if v.place == (record.partition, record.offset)), None)
     if log.head.shape.kind == "table":
         if here is not None:
-            told.decide(rules.LATEST, "it is the row of its key")
+            reasoning.decide(rules.LATEST, "it is the row of its key")
         elif others:
-            told.decide(rules.REPLACED, f"offset {_at(others[-1])} came later")
+            reasoning.decide(rules.REPLACED, f"offset {_at(others[-1])} came later")
         else:
-            told.decide(rules.LATEST, "its key has no row any more: the last record is a tombstone")
+            reasoning.decide(
+                rules.LATEST, "its key has no row any more: the last record is a tombstone"
+            )
         return
     if log.head.shape.has_partial_updates:
-        done = _carried(log, record, others, told)
+        done = _carried(log, record, others, reasoning)
     else:
-        done = _in_force_again(log, record, told)
+        done = _in_force_again(log, record, reasoning)
     if not done:
-        _place_on_arrival(record, told)
+        _place_on_arrival(record, reasoning)
     if here is None and record.place in repeats:
         first = [v for v in others if v.begin <= record.timestamp][-1]
         columns = ", ".join(log.head.shape.new_version_on or ())
-        told.decide(rules.REPEATED, f"offset {_at(first)} began its version, with the same {columns}")
+        reasoning.decide(
+            rules.REPEATED, f"offset {_at(first)} began its version, with the same {columns}"
+        )
         return
     if here is None:
         same = [v for v in others if v.begin == record.timestamp]
-        told.decide(rules.REPLACED, f"offset {_at(same[-1])} has the same timestamp and came later")
+        reasoning.decide(
+            rules.REPLACED, f"offset {_at(same[-1])} has the same timestamp and came later"
+        )
         return
     horizon = horizons_of(log, log.commit).get(record.partition)
     if here.end is not None and horizon is not None and here.end <= as_time(horizon):
-        told.decide(
+        reasoning.decide(
             rules.EXPIRED, f"it ended at {here.end}, and the table remembers since {as_time(horizon)}"
         )
     until = "now" if here.end is None else str(here.end)
-    told.notes.append(f"true from {record.timestamp} (inclusive) to {until} (exclusive)")
+    reasoning.notes.append(f"true from {record.timestamp} (inclusive) to {until} (exclusive)")
 
 
-def _place_on_arrival(record: Record, told: Told) -> None:
+def _place_on_arrival(record: Record, reasoning: Reasoning) -> None:
     if record.is_latest is False:
-        told.decide(
+        reasoning.decide(
             rules.OUT_OF_ORDER, "when it came, its key had a record of a later timestamp already"
         )
     elif record.is_latest is None:
-        told.decide(
+        reasoning.decide(
             rules.APPLIED,
             "its log was cut off after it came: whether its key had a record of a later timestamp by "
             "then is not known any more",
         )
     else:
-        told.decide(rules.APPLIED, "when it came, no record of its key had a later timestamp")
+        reasoning.decide(rules.APPLIED, "when it came, no record of its key had a later timestamp")
 
 
-def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) -> bool:
+def _carried(log: Log, record: Record, others: Sequence[Version], reasoning: Reasoning) -> bool:
     """Tells which part of its row a record said, and what the rest is from; whether a late record has
     carried what it says into this row."""
     only, place = (PROVIDED_COLUMNS, PROPAGATED_FROM), record.place
@@ -193,11 +199,13 @@ def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) ->
         before = [v for v in others if v.begin < record.timestamp][-1:]
         there = [f"as offset {_at(v)} has them" for v in before if not v.is_tombstone]
         rest = there[0] if there else "null, since it has no row before"
-        told.notes.append(f"its own records say {', '.join(given) or 'nothing'}; the others are {rest}")
+        reasoning.notes.append(
+            f"its own records say {', '.join(given) or 'nothing'}; the others are {rest}"
+        )
     if carried:
         cause = log.one(place[0], place[1] - carried)
         of = "" if cause is None else f" of {cause.timestamp}"
-        told.decide(
+        reasoning.decide(
             rules.CARRIED,
             f"offset {place[0]}:{place[1] - carried}{of} came after it, and says what its own records "
             "do not",
@@ -205,7 +213,7 @@ def _carried(log: Log, record: Record, others: Sequence[Version], told: Told) ->
     return bool(carried)
 
 
-def _in_force_again(log: Log, record: Record, told: Told) -> bool:
+def _in_force_again(log: Log, record: Record, reasoning: Reasoning) -> bool:
     """Tells whether a row of the log is no record of its source: it puts the one before it in force
     again, with the same values at a later time, see ``core.source_order``."""
     if not log.commit.totals.get(rules.CARRIED.name, 0) or not record.is_latest:
@@ -219,7 +227,7 @@ def _in_force_again(log: Log, record: Record, told: Told) -> bool:
     )
     if one != other:
         return False
-    told.decide(
+    reasoning.decide(
         rules.CARRIED,
         f"offset {partition}:{offset - 1} of {cause.timestamp} came after the version of "
         f"{record.timestamp} in the order of the source, so it is in force again from then on",
