@@ -141,7 +141,7 @@ def check_parts(records: Path, log: str) -> str:
         expected = (
             f"SELECT key, epoch_us({TIMESTAMP}) AS t, {fills} FROM read_parquet('{records}/*.parquet')"
         )
-        last = f'arg_max({{p: price, g: grade}}, "{OFFSET}" * 1000000 + carried)'
+        last = f'arg_max({{p: price, g: grade}}, "{OFFSET}" * 1000000 + propagated_from)'
         found = f"""SELECT key, t, r.p AS price, r.g AS grade FROM (
             SELECT key, epoch_us({TIMESTAMP}) AS t, {last} AS r
             FROM read_parquet('{log}/*.parquet') GROUP BY ALL)"""
@@ -152,7 +152,7 @@ def check_parts(records: Path, log: str) -> str:
             for q in (expected, found)
         ]
         more = db.execute(
-            f"SELECT avg((carried > 0)::INT) FROM read_parquet('{log}/*.parquet')"
+            f"SELECT avg((propagated_from > 0)::INT) FROM read_parquet('{log}/*.parquet')"
         ).fetchone()
     if marks[0] != marks[1]:
         raise AssertionError(f"parts of rows: DuckDB gave {marks[0]}, got {marks[1]}")

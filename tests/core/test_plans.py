@@ -65,7 +65,7 @@ def test_a_dump_is_shuffled_and_sorted_once(spark: SparkSession) -> None:
     assert count(plan(rows)) == {"shuffles": 3, "sorts": 3, "windows": 3}
 
 
-@pytest.mark.parametrize("way", ["broadcast", Tiles(40, 0, 10**15, 2)], ids=["broadcast", "tiled"])
+@pytest.mark.parametrize("strategy", ["broadcast", Tiles(40, 0, 10**15, 2)], ids=["broadcast", "tiled"])
 def test_a_join_reads_and_sends_what_its_result_has(
     spark: SparkSession, strategy: JoinStrategy
 ) -> None:

@@ -106,7 +106,7 @@ class SourceProcessor(Processor[None]):
     def result_order(self) -> list[Column]:
         # An event that deletes every key makes a record of each, all of one place of arrival.
         keys = [F.col(f"`{k}`") for k in self.node.key] if restates(self.node) else []
-        return [F.col(ARRIVAL), *map(F.col, self._carried), *keys]
+        return [F.col(ARRIVAL), *([F.col(PROPAGATED_FROM)] if self._carried else []), *keys]
 
     def produce(
         self, rows: DataFrame, first: Column, single_task: bool, in_place: InPlace | None = None

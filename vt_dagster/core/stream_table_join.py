@@ -267,7 +267,7 @@ def join(
         earlier = F.lit(INSTANT if before else timedelta(0))
         looking = stream.withColumn(TIMESTAMP, F.col(TIMESTAMP) - earlier) if before else stream
         about: dict[str, Any] = {"left_key": stream_key, "right_key": table_key, "horizon": horizon}
-        about |= {"name": _ROW, "way": strategy}
+        about |= {"name": _ROW, "strategy": strategy}
         if history is None:
             found = as_of_join(looking, table, **about)
         else:

@@ -61,7 +61,7 @@ def advance_stream_time(
         "emitted_up_to": emitted_up_to,
         "watermarks": watermarks,
     }
-    return replace(arrival, stream_time=times, in_time=in_time, **told)
+    return replace(arrival, stream_time=times, none_late=in_time, **told)
 
 
 def watermark_columns(watermarks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:

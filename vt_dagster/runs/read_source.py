@@ -140,7 +140,7 @@ def with_table_history(
     records = _without_truncations(records, arrival, context.view)
     records = _with_unchanged(records, arrival, context.view)
     if arrival.previous is not None and meets_versions(node):
-        context = replace(context, rivals=_colliding_versions_of(records, store))
+        context = replace(context, colliding_versions=_colliding_versions_of(records, store))
     if arrival.previous is not None and follows_source(node):
         context = replace(context, last=_last_of(records, arrival, store))
     return records, context
