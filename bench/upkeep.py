@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from vt_dagster.runs.audit import audit
 from vt_dagster.storage.maintenance import maintain
 
-GATES, EXPIRY, RUNS = 1.25, 1.3, 1.3
+GATES, EXPIRY, RUNS = 1.2, 1.3, 1.3
 LAST = 10
 """Of many runs so many are compared."""
 

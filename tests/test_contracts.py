@@ -22,7 +22,7 @@ from vt_dagster.core.processor_registry import processor_of
 from vt_dagster.core.source_processor import SourceProcessor
 from vt_dagster.core.stream_table_join import StreamTableJoinProcessor
 from vt_dagster.errors import ContractError
-from vt_dagster.runs.audit import _in_one_pass, _rules
+from vt_dagster.runs.audit import Finding, _count, _OnRows, _rules
 from vt_dagster.runs.invariants import CHECKS
 from vt_dagster.runs.run import run_once
 from vt_dagster.storage.asset_store import stores_of
@@ -149,6 +149,12 @@ OF_VERSIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def findings(rows: _OnRows) -> list[Finding]:
+    """Of rows that lie in no table."""
+    (counted,) = _count([rows.counts])
+    return rows.findings(counted[None])
+
+
 def test_pandera_one_pass_and_plain_python_agree(spark: SparkSession) -> None:
     """100 random tables in one frame: which rows offend is compared table by table in one pass, and
     pandera's own validate on a few of them alone, and on all at once."""
@@ -168,7 +174,7 @@ def test_pandera_one_pass_and_plain_python_agree(spark: SparkSession) -> None:
     }
     for number, wanted in enumerate(expected):
         assert {n: by_table[number][n] for n in wanted} == wanted, (number, tables[number])
-    whole = {f.name: f.offending for f in _in_one_pass(frame, rules, ["table", "id"])}
+    whole = {f.name: f.offending for f in findings(_OnRows(frame, rules, ["table", "id"]))}
     assert whole == {n: sum(e[n] for e in expected) for n in whole}
     checks = [getattr(pa.Check, name)(**given) for name, given in OF_VERSIONS.items()]
     schema = pa.DataFrameSchema({"id": pa.Column(T.StringType())}, checks=checks)
@@ -196,7 +202,7 @@ def test_the_order_of_results(spark: SparkSession) -> None:
         older += newest.get((partition, name), moment) > moment
         newest[partition, name] = max(newest.get((partition, name), moment), moment)
     (rule,) = _rules({"timestamps_do_not_decrease": {"key": ["id"]}}, frame.columns)
-    (found,) = _in_one_pass(frame, [rule], ["id"])
+    (found,) = findings(_OnRows(frame, [rule], ["id"]))
     assert older > 3
     assert found.offending == older
     assert {"id", "newest_before"} <= set(found.sample[0])

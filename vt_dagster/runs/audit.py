@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, TypeAlias
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as W
@@ -124,8 +124,9 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
             that they could be at odds with, and the segments of the view that it wrote. What it left
             alone has been looked at after earlier runs. None = everything.
 
-    Plan: one pass over the view for all checks on it, one over the log's offsets; samples are only
-    fetched for a check that fails.
+    Plan: one job, with one pass over the view for all checks on it, one over the log's offsets and one
+    over the quarantine table; samples are only fetched for a check that fails. An operator whose
+    results are in an order takes one more job, for the oldest of the new ones.
     """
     found: list[Finding] = []
     for _ in range(_TRIES):
@@ -184,19 +185,25 @@ def _of_the_batch(store: AssetStore, head: Head, base: Base | None) -> Scope | N
 
 def _findings(store: AssetStore, head: Head, base: Base | None, scope: Scope) -> list[Finding]:
     node = store.node
-    found: list[Finding] = []
     log = invariants_of_log(node)
+    on_rows: list[_OnRows] = []
+    unchanged: list[Check] = []
     if isinstance(node, Table):
         if base is None or not scope.view:
             of_log = {*log, ACCOUNTED.name}
-            found += [_passed_over(check) for check in checks_of(node) if check.name not in of_log]
+            unchanged = [check for check in checks_of(node) if check.name not in of_log]
         elif isinstance(node, VersionedTable):
-            found += _versions(store, node, base.checkpoint, scope)
+            on_rows.append(_versions(store, node, base.checkpoint, scope))
         else:
-            found += _rows(store, node)
-    for name, given in log.items():
-        found.append(_of_log(store, node, head, scope, name, given))
-    return [*found, _accounted(store, head, scope)]
+            on_rows.append(_rows(store, node))
+    on_rows += [_of_log(store, node, head, scope, name, given) for name, given in log.items()]
+    accounts = _accounts(store, head, scope)
+    counted = _count([*[one.counts for one in on_rows], *accounts.values()])
+    found = [_passed_over(check) for check in unchanged]
+    for one, counts in zip(on_rows, counted, strict=False):
+        found += one.findings(counts.get(None, {}))
+    of_accounts = dict(zip(accounts, counted[len(on_rows) :], strict=True))
+    return [*found, _accounted(store, head, scope, of_accounts)]
 
 
 def _passed_over(check: Check) -> Finding:
@@ -205,30 +212,71 @@ def _passed_over(check: Check) -> Finding:
     )
 
 
-def _in_one_pass(rows: DataFrame, rules: Sequence[Rule], shown: Sequence[str]) -> list[Finding]:
-    """Counts the rows that break each rule in one job, and fetches samples of those that have any.
+@dataclass(frozen=True)
+class _Counts:
+    """Counts that are wanted of some rows, by the values of a column where one is given."""
+
+    rows: DataFrame
+    columns: Mapping[str, Column]
+    by: str | None = None
+
+
+_Counted: TypeAlias = dict[str | None, dict[str, int]]
+"""Counts by name, of each value (as text) of the column they are grouped by; None = of all rows."""
+
+
+def _count(wanted: Sequence[_Counts]) -> list[_Counted]:
+    """Counts of several DataFrames, in the order given.
+
+    Plan: one job, the union of their aggregates. Their stages run beside each other, and Spark plans
+    and schedules once; of a small run that is most of the time.
+    """
+    parts: list[DataFrame] = []
+    for number, one in enumerate(wanted):
+        grouped = one.rows.groupBy(*([] if one.by is None else [one.by]))
+        sums = grouped.agg(*[column.alias(name) for name, column in one.columns.items()])
+        group = F.lit(None) if one.by is None else F.col(one.by)
+        counts = F.array(*[F.col(name).cast("long") for name in one.columns])
+        parts.append(
+            sums.select(
+                F.lit(number).alias("part"), group.cast("string").alias("group"), counts.alias("counts")
+            )
+        )
+    found: list[_Counted] = [{} for _ in wanted]
+    for row in reduce(DataFrame.union, parts).collect():
+        names = wanted[row["part"]].columns
+        found[row["part"]][row["group"]] = dict(zip(names, row["counts"], strict=True))
+    return found
+
+
+@dataclass(frozen=True)
+class _OnRows:
+    """Rules that rows are to keep.
 
     Args:
         shown: the columns of a sample, besides what the invariant itself shows of an offending row.
     """
-    rows = with_columns_of(rows, rules)
-    counts = rows.agg(
-        *[
-            F.coalesce(F.sum(F.coalesce(r.violated, F.lit(False)).cast("long")), F.lit(0)).alias(r.name)
-            for r in rules
-        ]
-    ).collect()[0]
-    return [
-        Finding(r.name, counts[r.name], _sample(_shown(rows.where(r.violated), r, shown)))
-        if counts[r.name]
-        else Finding(r.name, 0, [])
-        for r in rules
-    ]
 
+    rows: DataFrame
+    rules: Sequence[Rule]
+    shown: Sequence[str]
 
-def _shown(bad: DataFrame, rule: Rule, shown: Sequence[str]) -> DataFrame:
-    more = [F.col(name).alias(shown_as(name)) for name in rule.columns]
-    return bad.select(*[F.col(f"`{c}`") for c in shown], *more)
+    @property
+    def counts(self) -> _Counts:
+        """How many rows break each rule."""
+        broken = {r.name: F.coalesce(F.count_if(r.violated), F.lit(0)) for r in self.rules}
+        return _Counts(with_columns_of(self.rows, self.rules), broken)
+
+    def findings(self, counts: Mapping[str, int]) -> list[Finding]:
+        """The rules' findings. Plan: one more job for each rule that rows break."""
+        return [Finding(r.name, counts[r.name], self._sample(r, counts[r.name])) for r in self.rules]
+
+    def _sample(self, rule: Rule, broken: int) -> list[dict[str, Any]]:
+        if not broken:
+            return []
+        bad = with_columns_of(self.rows, self.rules).where(rule.violated)
+        more = [F.col(name).alias(shown_as(name)) for name in rule.columns]
+        return _sample(bad.select(*[F.col(f"`{c}`") for c in self.shown], *more))
 
 
 def _rules(invariants: Mapping[str, dict[str, Any]], columns: Sequence[str]) -> list[Rule]:
@@ -246,9 +294,7 @@ def _sample(rows: DataFrame) -> list[dict[str, Any]]:
     return [row.asDict() for row in texts.limit(SAMPLE).collect()]
 
 
-def _versions(
-    store: AssetStore, node: VersionedTable, checkpoint: Checkpoint, scope: Scope
-) -> list[Finding]:
+def _versions(store: AssetStore, node: VersionedTable, checkpoint: Checkpoint, scope: Scope) -> _OnRows:
     layout = checkpoint.segments or Segments()
     first = scope.segment
 
@@ -274,14 +320,13 @@ def _versions(
         Rule("nothing_older_than_retention", expired & gone),
         Rule(SEGMENTED.name, ~F.col(SEGMENT).eqNullSafe(segment_of(layout))),
     ]
-    return _in_one_pass(rows, rules, [*node.key, VALID_FROM, VALID_TO, PARTITION, OFFSET])
+    return _OnRows(rows, rules, [*node.key, VALID_FROM, VALID_TO, PARTITION, OFFSET])
 
 
-def _rows(store: AssetStore, node: Table) -> list[Finding]:
+def _rows(store: AssetStore, node: Table) -> _OnRows:
     rows = parquet.read(store.spark, store.view_path, like=stored_as(node, store.log_path))
-    return _in_one_pass(
-        rows, _rules(invariants_of_view(node), rows.columns), [*node.key, TIMESTAMP, PARTITION, OFFSET]
-    )
+    rules = _rules(invariants_of_view(node), rows.columns)
+    return _OnRows(rows, rules, [*node.key, TIMESTAMP, PARTITION, OFFSET])
 
 
 def _stored_log(store: AssetStore) -> DataFrame:
@@ -307,42 +352,71 @@ def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: s
 
 def _of_log(
     store: AssetStore, node: Stream, head: Head, scope: Scope, name: str, given: dict[str, Any]
-) -> Finding:
+) -> _OnRows:
     """An invariant of the log, looked at in its new rows and the earlier ones that are as young."""
     among, moment = F.lit(True), node.key[-1]
     if name == "timestamps_do_not_decrease":
         among, moment = has_key(node.key), TIMESTAMP
     rows = _since(store, head, scope, among, moment)
     shown = [*node.key, TIMESTAMP, PARTITION, OFFSET]
-    return _in_one_pass(rows, _rules({name: given}, rows.columns), shown)[0]
+    return _OnRows(rows, _rules({name: given}, rows.columns), shown)
 
 
-def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
-    """Counts what is there and compares it with what the commits say that came in."""
-    node, totals = store.node, head.commit.totals
-    log = store.log(scope.start, head, counted=False) if scope.start else _stored_log(store)
-    offsets = F.count_distinct(OFFSET).alias("offsets")
-    spots = log.groupBy(PARTITION).agg(F.count(F.lit(1)).alias("rows"), offsets)
-    there = {r[PARTITION]: r for r in spots.collect()}
+def _log_of(store: AssetStore, head: Head, scope: Scope) -> DataFrame:
+    return store.log(scope.start, head, counted=False) if scope.start else _stored_log(store)
+
+
+def _accounts(store: AssetStore, head: Head, scope: Scope) -> dict[str, _Counts]:
+    """What has to be counted for :func:`_accounted`."""
+    node, log = store.node, _log_of(store, head, scope)
+    spots = {"rows": F.count(F.lit(1)), "offsets": F.count_distinct(OFFSET)}
+    found = {"log": _Counts(log, spots, PARTITION)}
+    if node.operator is not None:
+        return found
+    quarantine = store.quarantine()
+    if quarantine is not None:
+        found["quarantine"] = _Counts(quarantine, {"rows": F.count(F.lit(1))}, "reason")
+    if not scope.start and isinstance(node, VersionedTable):
+        if partial_columns(node):
+            log = log.where(F.coalesce(PROPAGATED_FROM, F.lit(0)) == 0)
+        again = F.count(F.lit(1)) - F.count_distinct(F.struct(*node.key, TIMESTAMP))
+        found["duplicates"] = _Counts(log, {"rows": again})
+    return found
+
+
+def _accounted(store: AssetStore, head: Head, scope: Scope, counted: Mapping[str, _Counted]) -> Finding:
+    """Compares what is there with what the commits say that came in.
+
+    Args:
+        counted: what :func:`_accounts` wants to be counted.
+    """
+    node, totals, there = store.node, head.commit.totals, counted["log"]
     erased, gone = head.commit.erased, sum(head.commit.missing.values())
     problems: list[dict[str, Any]] = []
     lost = doubled = 0
     for partition, end in sorted(head.commit.next_offset.items()):
-        row = there.get(partition)
+        row = there.get(str(partition), {})
         first = max(scope.start.get(partition, 0), head.commit.kept_from(partition))
-        rows, offsets = (row["rows"], row["offsets"]) if row else (0, 0)
+        rows, offsets = row.get("rows", 0), row.get("offsets", 0)
         # An erase is a batch of its own: in what a later one changed nothing is missing.
         wanted = end - first - (0 if scope.start else erased.get(partition, 0))
         lost += max(0, wanted - offsets)
         doubled += rows - offsets
         if rows != wanted or offsets != wanted:
-            problems += _gaps(log.where(F.col(PARTITION) == partition), partition, first, end)
+            log = _log_of(store, head, scope).where(F.col(PARTITION) == partition)
+            problems += _gaps(log, partition, first, end)
+    # What is older than the batch has been read after earlier runs; here the log's own statistics do.
+    in_log = sum(
+        (file.rows for file in delta.files(store.log_path, head.version))
+        if scope.start
+        else (row["rows"] for row in there.values())
+    )
     numbers = {f"records_{k}": n for k, n in totals.items()}
-    numbers.update(rows_in_log=_stored_log(store).count(), rows_lost=lost, **head.commit.missing)
+    numbers.update(rows_in_log=in_log, rows_lost=lost, **head.commit.missing)
     taken = sum(sum(ends.values()) for ends in head.commit.inputs.values()) - totals.get("erased", 0)
-    short = processor_of(node).accounts(totals, taken, numbers["rows_in_log"] + gone)
+    short = processor_of(node).accounts(totals, taken, in_log + gone)
     if node.operator is None:
-        rejected = _rejected_counts(store)
+        rejected = {str(reason): row["rows"] for reason, row in counted.get("quarantine", {}).items()}
         numbers.update({f"rows_in_quarantine_{k}": n for k, n in rejected.items()})
         rejected = Counter(rejected) + Counter(store.erased_rejected())
         late, lost_ties = rejected.get(Reason.LATE, 0), rejected.get(Reason.LOST_TIE, 0)
@@ -354,16 +428,11 @@ def _accounted(store: AssetStore, head: Head, scope: Scope) -> Finding:
         ]
         if scope.start:
             applied = totals.get("applied", 0) + totals.get(rules.CARRIED.name, 0)
-            short.append(("records applied = rows in the log", applied, numbers["rows_in_log"] + gone))
-        elif isinstance(node, VersionedTable):
-            log = (
-                log.where(F.coalesce(PROPAGATED_FROM, F.lit(0)) == 0) if partial_columns(node) else log
-            )
-            counted = log.agg(F.count(F.lit(1)) - F.count_distinct(F.struct(*node.key, TIMESTAMP)))
-            again = (
-                0 if partial_columns(node) else totals.get(rules.CARRIED.name, 0)
-            )  # each has a version's time
-            numbers["records_duplicate"] = max(0, counted.collect()[0][0] - again)
+            short.append(("records applied = rows in the log", applied, in_log + gone))
+        elif "duplicates" in counted:
+            # Each row that was carried on has the time of a version.
+            again = 0 if partial_columns(node) else totals.get(rules.CARRIED.name, 0)
+            numbers["records_duplicate"] = max(0, counted["duplicates"][None]["rows"] - again)
     wrong = [{"what": w, "expected": str(a), "found": str(b)} for w, a, b in short if a != b]
     offending = lost + doubled + sum(abs(a - b) for _, a, b in short)
     return Finding(ACCOUNTED.name, offending, (problems + wrong)[:SAMPLE], numbers)
@@ -391,10 +460,3 @@ def _gaps(log: DataFrame, partition: int, start: int, end: int) -> list[dict[str
         }
         for a, b in gaps
     ]
-
-
-def _rejected_counts(store: AssetStore) -> dict[str, int]:
-    rows = store.quarantine()
-    if rows is None:
-        return {}
-    return {r["reason"]: r["count"] for r in rows.groupBy("reason").count().collect()}
