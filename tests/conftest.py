@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
 from tests.market import Market, healthy_market
+from vt_dagster.spark.jars import resolve_jars
+from vt_dagster.spark.server import Server
 from vt_dagster.spark.session import build_session
 
+ROOT = Path(__file__).parent.parent
 # Of every JVM that a test starts. Most live for a minute of many short queries: to compile them well
 # takes longer than to run them. By itself the JVM then keeps 48 MB for compiled code, which a Connect
 # server of many runs fills, and hangs.
@@ -52,7 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         markers = {marker.name for marker in item.iter_markers()}
-        if not markers & _NOT_FAST and "spark" not in getattr(item, "fixturenames", ()):
+        if not markers & _NOT_FAST and not {"spark", "connect_server"} & {
+            *getattr(item, "fixturenames", ())
+        }:
             item.add_marker("fast")
     places = {name: place for place, name in enumerate(_LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
@@ -77,6 +85,51 @@ def spark() -> Iterator[SparkSession]:
     )
     yield session
     session.stop()
+
+
+@dataclass(frozen=True)
+class ConnectServer:
+    """A Spark Connect server that ``vt-dagster spark start`` has started.
+
+    Args:
+        environment: of processes that are to find it, where ``VT_DAGSTER_SPARK`` is ``server``.
+        address: ``sc://…``, with its token.
+    """
+
+    environment: dict[str, str]
+    address: str
+
+
+@pytest.fixture(scope="session")
+def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
+    """One for all tests, started in another directory than the processes that use it: a process that
+    is not about its own Spark session takes a third of the time there."""
+    tmp_path = tmp_path_factory.mktemp("server")
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
+        "PYTHONPATH": str(ROOT),
+    }
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def spark_command(*words: str) -> None:
+        subprocess.run(
+            [str(Path(sys.executable).parent / "vt-dagster"), "spark", *words],
+            cwd=elsewhere,
+            env=environment,
+            check=True,
+            capture_output=True,
+            timeout=240,
+        )
+
+    spark_command("start", "--master", "local[2]", "--conf", "spark.driver.memory=1500m")
+    found = Path(environment["XDG_CACHE_HOME"]) / "vt_dagster" / "spark" / "server.json"
+    server = Server(**json.loads(found.read_text(encoding="utf-8")))
+    yield ConnectServer(environment, server.address)
+    spark_command("stop")
+    assert not (elsewhere / "data").exists(), "nothing is written where the server stands"
 
 
 @pytest.fixture(scope="session")

@@ -8,46 +8,16 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.test_server import BIN, command
-from vt_dagster.spark.jars import resolve_jars
-from vt_dagster.spark.server import Server
+from tests.conftest import ROOT, ConnectServer
 
-ROOT = Path(__file__).parent.parent
 SOME = ("filtered", "grouped", "inner", "hopping", "corrected", "appended", "training", "log_export")
 """Those that failed, each for a reason of its own, and what they are made of."""
 ALWAYS = {"upstream", "mine", "returned", "collected"}
 """Assets that have something new in each run."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A Spark Connect server that was started in another directory than the runs are."""
-    tmp_path = tmp_path_factory.mktemp("server")
-    environment = {
-        **os.environ,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "VT_DAGSTER_JARS": str(resolve_jars()[0].parent),
-        "PYTHONPATH": str(ROOT),
-    }
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    options = ["--master", "local[2]", "--conf", "spark.driver.memory=1500m"]
-    subprocess.run(
-        [str(BIN / "vt-dagster"), "spark", "start", *options],
-        cwd=elsewhere,
-        env=environment,
-        check=True,
-        capture_output=True,
-        timeout=240,
-    )
-    yield environment
-    command(environment, "stop")
-    assert not (elsewhere / "data").exists(), "nothing is written where the server stands"
 
 
 def outcomes(
@@ -78,44 +48,42 @@ def check(found: dict[tuple[str, int], tuple[str, str]], least: int) -> None:
 
 @pytest.mark.jvm
 @pytest.mark.timeout(900)
-def test_some_kinds_on_connect(server: dict[str, str], tmp_path: Path) -> None:
-    found = outcomes(tmp_path / "runs", server, "server", *SOME)
+def test_some_kinds_on_connect(connect_server: ConnectServer, tmp_path: Path) -> None:
+    found = outcomes(tmp_path / "runs", connect_server.environment, "server", *SOME)
     check(found, len(SOME))
     lake = tmp_path / "runs" / "data" / "lake"
     for name in ("training", "log"):
         assert [*(lake / name).glob("*/*.parquet")], "the files are where the run's process is"
 
 
-def passes(environment: dict[str, str], *modules: str) -> None:
+def passes(server: ConnectServer, *modules: str) -> None:
     """These modules of tests pass with the server as their session."""
-    found = Path(environment["XDG_CACHE_HOME"]) / "vt_dagster" / "spark" / "server.json"
-    server = Server(**json.loads(found.read_text(encoding="utf-8")))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *modules],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**environment, "SPARK_REMOTE": server.address},
+        env={**server.environment, "SPARK_REMOTE": server.address},
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
 
 
 @pytest.mark.jvm
 @pytest.mark.timeout(900)
-def test_contracts_hold_on_connect(server: dict[str, str]) -> None:
-    passes(server, "tests/test_contracts.py")
+def test_contracts_hold_on_connect(connect_server: ConnectServer) -> None:
+    passes(connect_server, "tests/test_contracts.py")
 
 
 @pytest.mark.endurance
 @pytest.mark.timeout(3_600)
-def test_gates_checks_and_ops_on_connect(server: dict[str, str]) -> None:
-    passes(server, *(f"tests/{name}.py" for name in ("test_ops", "test_gates", "test_checks")))
+def test_gates_checks_and_ops_on_connect(connect_server: ConnectServer) -> None:
+    passes(connect_server, *(f"tests/{name}.py" for name in ("test_ops", "test_gates", "test_checks")))
 
 
 @pytest.mark.endurance
 @pytest.mark.timeout(7_200)
-def test_everything_on_connect(server: dict[str, str], tmp_path: Path) -> None:
-    check(outcomes(tmp_path / "runs", server, "server"), 49)
+def test_everything_on_connect(connect_server: ConnectServer, tmp_path: Path) -> None:
+    check(outcomes(tmp_path / "runs", connect_server.environment, "server"), 49)
 
 
 @pytest.mark.endurance

@@ -1,5 +1,6 @@
-"""Runs one asset of the topology and kills itself at a named point: ``ROOT ASSET POINT``. At
-``purge`` it erases the key ``b`` from the asset instead.
+"""Runs one asset of the topology and kills itself at a named point: ``ROOT ASSET POINT [ADDRESS]``. At
+``purge`` it erases the key ``b`` from the asset instead. With the address of a Spark Connect server the
+queries run there, and go on when the process is dead; without one Spark dies with it.
 
 A point is ``before:FUNCTION`` or ``after:FUNCTION``; ``during:FUNCTION`` kills some milliseconds after
 the function has begun.
@@ -14,6 +15,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from pyspark.sql import SparkSession
 
 from tests.storage.topology import Topology
 from vt_dagster.runs.erase import erase
@@ -48,8 +51,14 @@ def arm(owner: Any, name: str, when: str, matches: Any) -> None:
     setattr(owner, name, armed)
 
 
+def session(remote: str | None) -> SparkSession:
+    if remote is not None:
+        return build_session("crash", remote=remote)
+    return build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})
+
+
 def main() -> None:
-    root, asset, point = sys.argv[1:]
+    root, asset, point, *remote = sys.argv[1:]
     when, function = point.split(":")
     if function in ("log", "view", "quarantine"):
         arm(parquet, "write", when, lambda rows, path, **_: path.endswith(function))
@@ -57,7 +66,7 @@ def main() -> None:
         arm(erase_files, function, when, lambda *_: True)
     else:
         arm(AssetStore, function, when, lambda *_, **__: True)
-    spark = build_session("crash", master="local[1]", conf={"spark.sql.shuffle.partitions": "1"})
+    spark = session(*remote or [None])
     topology = Topology(Path(root))
     if function == "purge":
         node, about = getattr(topology, asset), {"key": ["b"], "among": topology.nodes}

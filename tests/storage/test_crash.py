@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.conftest import ConnectServer
 from tests.storage.topology import Topology, land_first, land_second
 from vt_dagster.runs.audit import audit
 from vt_dagster.runs.erase import erase
@@ -98,9 +99,9 @@ def _copy(prepared: Path, target: Path) -> Topology:
     return Topology(target)
 
 
-def _killed(topology: Topology, asset: str, point: str) -> None:
+def _killed(topology: Topology, asset: str, point: str, *remote: str) -> None:
     child = subprocess.run(
-        [sys.executable, "-m", "tests.storage.crash_child", str(topology.root), asset, point],
+        [sys.executable, "-m", "tests.storage.crash_child", str(topology.root), asset, point, *remote],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -129,9 +130,11 @@ def test_a_killed_join_run_leaves_no_trace(
     undisturbed: dict[str, Any],
     tmp_path: Path,
     spark: SparkSession,
+    connect_server: ConnectServer,
 ) -> None:
+    """Spark is a server, which lives on: what it writes when its client dies may be finished."""
     topology = _copy(rated, tmp_path)
-    _killed(topology, asset, point)
+    _killed(topology, asset, point, connect_server.address)
     topology.run(asset, spark)
     assert topology.tables(asset, spark) == undisturbed[asset]
     assert topology.run(asset, spark).commit is None
