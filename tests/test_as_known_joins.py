@@ -223,8 +223,8 @@ DAY = timedelta(days=1)
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ({"at": "nearest"}, "it looks into the record's future, which nobody knew then"),
-        ({"at": "forward"}, "it looks into the record's future, which nobody knew then"),
+        ({"at": "nearest"}, "after the record's timestamp, which leaks the future into the result"),
+        ({"at": "forward"}, "after the record's timestamp, which leaks the future into the result"),
         ({"at": "after_lunch"}, "at must be 'at_or_before' or 'before', got 'after_lunch'"),
         ({"as_known": "then"}, "as_known must be 'now', 'when_recorded' or a datetime.timedelta"),
         ({"as_known": -DAY}, "as_known must be between 0 and"),
@@ -232,7 +232,7 @@ DAY = timedelta(days=1)
         ({"max_age": 3}, "max_age must be a datetime.timedelta, got 3"),
         (
             {"as_known": "when_recorded", "grace_period": timedelta(minutes=1)},
-            "so waiting finds nothing more: leave grace_period out",
+            "so a grace period changes nothing: remove grace_period",
         ),
     ],
 )

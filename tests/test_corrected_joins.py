@@ -220,10 +220,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "right.valid_to changes with every later version",
     ),
-    "a key that is not there": (lambda: priced(key="id"), "as the key of a corrected join"),
+    "a key that is not there": (
+        lambda: priced(key="id"),
+        "key= of a corrected join needs columns of 'orders'",
+    ),
     "a column of its own": (
         lambda: orders().join(prices(), name="j", corrected_for=MS, select=["left.amount as revision"]),
-        "other names than \\['revision'\\]",
+        "no selected columns named \\['revision'\\]",
     ),
     "a join of tables": (
         lambda: prices().left_join(prices(), name="j", corrected_for=MS),

@@ -221,12 +221,15 @@ def test_whatever_the_arrival_it_is_the_intersection(spark: SparkSession, seed: 
             lambda: table("left").join(table("right", versioned=False), name="j", history="complete"),
             "right",
         ),
-        (lambda: joined("inner", materialized=Materialized()), "expected a history for the result"),
+        (
+            lambda: joined("inner", materialized=Materialized()),
+            "history='complete' needs a versioned result",
+        ),
         (
             lambda: joined("inner", materialized=Materialized(history_retention=2000 * MS)),
             "at most 0:00:01, the history retention of 'left', got 0:00:02",
         ),
-        (lambda: joined("inner", monotone_timestamps=True), "keeps results from going back"),
+        (lambda: joined("inner", monotone_timestamps=True), "prevents results with earlier timestamps"),
         (lambda: joined("inner", history="all"), "history must be 'latest' or 'complete', got 'all'"),
         (lambda: joined("left", foreign_key="l"), "is for a join by the common key"),
         (lambda: joined("left", emit="per_run"), "emit"),

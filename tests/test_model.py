@@ -165,7 +165,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "grace with a plain table": (
         lambda: join(right=table(), grace_period=HOUR),
-        ["priced", "'rates' is not versioned", "VersionedTable with a history_retention", "leave"],
+        [
+            "priced",
+            "'rates' is not versioned",
+            "VersionedTable with a history_retention",
+            "remove grace_period",
+        ],
     ),
     "no grace at all with a plain table": (
         lambda: join(right=table(), grace_period=timedelta(0)),
@@ -173,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "grace beyond retention": (
         lambda: join(grace_period=25 * HOUR),
-        ["priced", "1 day, 1:00:00", "1 day, 0:00:00", "'prices'", "shorten one or lengthen"],
+        ["priced", "1 day, 1:00:00", "1 day, 0:00:00", "'prices'", "shorten grace_period or lengthen"],
     ),
     "grace as a number": (lambda: join(grace_period=3), ["priced", "grace_period", "got 3"]),
     "negative grace": (lambda: join(grace_period=-HOUR), ["priced", "grace_period must be between 0"]),

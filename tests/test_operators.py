@@ -80,7 +80,7 @@ def odd() -> Table:
     return Table("odd", key="k", schema=StructType(fields))
 
 
-TIME = ["m", "other names than 'timestamp'", "leave it out, or rename it"]
+TIME = ["m", "no value column named 'timestamp'", "remove the column, or rename it"]
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a value called timestamp": (
         lambda: plain().map_values("cast(n as timestamp) as timestamp", name="m"),
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a foreign key of a side": (
         lambda: plain().join(versioned(), foreign_key="left.g", name="m"),
-        ["m", "'left.g'", "only the columns of 'rates'", "names alone"],
+        ["m", "'left.g'", "only use columns of 'rates'", "remove the prefix"],
     ),
     "suppress on a versioned table": (
         lambda: versioned().suppress(UntilTimeLimit(HOUR), name="quiet"),
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "aggregate that cannot be undone": (
         lambda: plain().group_by("g").aggregate({"least": "min(n)"}, name="groups"),
-        ["groups", "cannot take out", "count, sum and avg"],
+        ["groups", "cannot subtract", "count, sum and avg"],
     ),
     "no aggregate": (
         lambda: plain().group_by("g").aggregate({"x": "median(n)"}, name="groups"),
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ),
         ["both", "per_run", "versioned"],
     ),
-    "table of a table": (lambda: plain().to_table(name="again"), ["again", "is a table already"]),
+    "table of a table": (lambda: plain().to_table(name="again"), ["again", "is already a table"]),
 }
 
 

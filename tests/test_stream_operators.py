@@ -66,15 +66,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "select a timestamp of one's own": (
         lambda: stream().select_key("now() as timestamp", name="by"),
-        ["by", "'timestamp'", "keeps its timestamp", "rename"],
+        ["by", "'timestamp'", "the name of the record's own time", "rename"],
     ),
     "elements under a name that is taken": (
         lambda: stream().flat_map_values("array(n)", column="k", name="each"),
-        ["each", "'k'", "take another one"],
+        ["each", "'k'", "choose another name"],
     ),
     "no array": (
         lambda: stream().flat_map_values("n", column="x", name="each"),
-        ["each", "gives an array", "bigint"],
+        ["each", "an expression of type array", "bigint"],
     ),
     "an aggregate that is none": (
         lambda: stream().group_by().aggregate({"half": "median(n)"}, name="totals"),

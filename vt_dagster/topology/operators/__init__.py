@@ -1,7 +1,7 @@
-"""What makes a stream or table out of others. Each operator is checked when it is made.
+"""The operators of a topology: each makes a stream or table from others and is checked on construction.
 
-The fluent methods of ``vt_dagster.topology.model`` make these; they are public for whoever wants to
-look at a topology.
+The fluent methods of ``vt_dagster.topology.model`` build them. They are public so that tools can
+inspect a topology.
 """
 
 from vt_dagster.topology.node import Emit, Operator

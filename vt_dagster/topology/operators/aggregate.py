@@ -1,4 +1,4 @@
-"""What the aggregates have in common: a key to group by, and a result with that key."""
+"""Base of the aggregates: a group key, and a result with that key."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vt_dagster.topology.projection import Selection
 
 @dataclass(frozen=True)
 class Aggregate(OneInput, ABC):
-    """Rows aggregated by a key, which may be another than the input's.
+    """Aggregates rows by a key, which may differ from the input's key.
 
     Args:
-        group_key: the key's columns as ``column`` or ``expression as name``.
-        partitions: number of partitions of a result with another key, which the key's hash
-            chooses; None = as many as the input has. ``partition_by``: a SQL expression instead
-            of the hash.
+        group_key: key columns as ``column`` or ``expression as name``.
+        partitions: number of partitions of a result with a new key; None = that of the input.
+        partition_by: SQL expression for the partition of a result with a new key; None = hash of
+            the key.
     """
 
     group_key: tuple[str, ...] = field(default=(), kw_only=True)
@@ -35,7 +35,7 @@ class Aggregate(OneInput, ABC):
         return None if self.group_key else super().partitioning
 
     def keys(self) -> Selection:
-        """The columns of the key, of windows without their ends."""
+        """The key columns, without ``window_start`` and ``window_end``."""
         fields = tuple(self.source.schema.fields)
         chosen = self.group_key or tuple(self.source.key)
         return Selection(self.name, self.source.name, fields, chosen)

@@ -1,4 +1,4 @@
-"""What several operators have, and the checks that they make."""
+"""Parts and checks that several operators share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vt_dagster.topology.node import Input, Node, Operator, make_node
 
 @dataclass(frozen=True)
 class Materialized:
-    """How an operator's result is kept, in Kafka's word.
+    """How an operator's result is stored (Kafka Streams' ``Materialized``).
 
     Args:
-        history_retention: the result is a versioned table with this retention, in which results are
-            ordered by time and those older than the retention refused; None: a plain table, in
-            which the last result counts, also where it would inherit versions.
+        history_retention: the result is a versioned table with this retention: it orders results by
+            timestamp and refuses results older than the retention. None: a plain table, in which the
+            last result of a key wins, even if the operator would otherwise inherit versions.
     """
 
     history_retention: Duration | None = None
@@ -30,7 +30,7 @@ class Materialized:
 
 @dataclass(frozen=True)
 class OneInput(Operator, ABC):
-    """An operator with one input, whose result may be materialized."""
+    """An operator with one input and a result that may be materialized."""
 
     source: Input
     name: str
@@ -54,11 +54,11 @@ def make_table(
     inherited: Duration | None = None,
     **more: Any,
 ) -> Any:
-    """The table that an operator makes.
+    """Makes the result table of an operator.
 
     Args:
-        source: whose key and partitions it has, where ``key`` and ``more`` give no others.
-        inherited: the history retention of a result that is not materialized.
+        source: gives key and partitions unless ``key`` and ``more`` override them.
+        inherited: history retention of a result that is not materialized.
     """
     retention = inherited if materialized is None else materialized.history_retention
     about: dict[str, Any] = {
@@ -75,63 +75,63 @@ def make_table(
         return make_node("table", operator.name, **about)
     if operator.emit == "per_run":
         raise TopologyError(
-            f"{operator.name}: emit='per_run' keeps only the last result of a run, but a versioned "
-            "table is to hold them all; leave emit out, or materialize without history_retention"
+            f"{operator.name}: emit='per_run' keeps only the last result of a key in a run, but a "
+            "versioned table needs every result; remove emit, or materialize without history_retention"
         )
     return make_node("versioned_table", operator.name, history_retention=retention, **about)
 
 
 def need_table(name: str, what: str, node: Any) -> None:
-    """Refuses an input that is no table."""
+    """Raises TopologyError if an input is not a table."""
     if not (isinstance(node, Node) and node.is_table):
         raise TopologyError(
             f"{name}: {what} needs a Table or a VersionedTable, got the "
-            f"{type(node).__name__} {getattr(node, 'name', node)!r}; make a table of a stream "
+            f"{type(node).__name__} {getattr(node, 'name', node)!r}; convert a stream into a table "
             "with to_table(name=...)"
         )
 
 
 def check_not_time(name: str, columns: Sequence[str]) -> None:
-    """Refuses values by the name of the time that each result has."""
+    """Raises TopologyError if a value column is named ``timestamp``, which every result has."""
     if any(c.lower() == TIMESTAMP for c in columns):
         raise TopologyError(
-            f"{name}: expected other names than 'timestamp' for the result's values, got "
-            f"{list(columns)}: a result has a timestamp of its own; leave it out, or rename it"
+            f"{name}: expected no value column named 'timestamp', got {list(columns)}: every result "
+            "already has a timestamp; remove the column, or rename it"
         )
 
 
 def check_emit(name: str, emit: Any) -> None:
-    """Refuses an ``emit`` that is none."""
+    """Raises TopologyError if ``emit`` is not a known mode."""
     if emit not in ("every_update", "per_run"):
         raise TopologyError(f"{name}: emit must be 'every_update' or 'per_run', got {emit!r}")
 
 
 def need_each_record(name: str, what: str, node: Any) -> None:
-    """Refuses a table whose versions are not those of its records, one by one."""
+    """Raises TopologyError if a table's versions do not correspond one to one to its records."""
     if (column := valid_until_of(node)) is not None:
         raise TopologyError(
-            f"{name}: {what} follows the records of {node.name!r}, but its versions end by their "
-            f"valid_until, {column!r}, without one: expected a table without valid_until. Join a "
-            "stream with it as of its records' times, or leave valid_until out"
+            f"{name}: {what} processes each record of {node.name!r}, but valid_until={column!r} ends "
+            "versions without a record: expected a table without valid_until. Use a stream-table join "
+            "instead, or remove valid_until"
         )
     need_no_repeats(name, what, node)
 
 
 def need_no_repeats(name: str, what: str, node: Any) -> None:
-    """Refuses a table in which records may repeat a version."""
+    """Raises TopologyError if a table has records that make no new version."""
     if (columns := new_version_on_of(node)) is not None:
         raise TopologyError(
-            f"{name}: {what} follows each record of {node.name!r}, but only some make a version, by "
-            f"its new_version_on, {list(columns)}: expected a table without new_version_on. Join a "
-            "stream with it as of its records' times, or leave new_version_on out"
+            f"{name}: {what} processes each record of {node.name!r}, but with new_version_on="
+            f"{list(columns)} some records make no version: expected a table without new_version_on. "
+            "Use a stream-table join instead, or remove new_version_on"
         )
 
 
 def valid_until_of(node: Any) -> str | None:
-    """The column by which versions of a table end, if any."""
+    """Returns the ``valid_until`` column of a table, if any."""
     return getattr(node, "valid_until", None)
 
 
 def new_version_on_of(node: Any) -> tuple[str, ...] | None:
-    """The columns that make a version of a table, if not every record does."""
+    """Returns the ``new_version_on`` columns of a table; None if every record makes a version."""
     return getattr(node, "new_version_on", None)

@@ -1,4 +1,4 @@
-"""corrected join: a stream-table join whose results follow what the table learns later."""
+"""Corrected join: a stream-table join that updates its results when late table records arrive."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _POSITION = {LEFT_PARTITION: (PARTITION, IntegerType()), LEFT_OFFSET: (OFFSET, L
 
 @dataclass(frozen=True)
 class CorrectedJoin(StreamTableJoin):
-    """A stream-table join whose result is a table: one row for each stream record, joined anew when the
-    table learns more about its time.
+    """A stream-table join whose result is a table: one row per stream record, re-joined when a late
+    table record changes the version at the stream record's timestamp.
 
-    A record or tombstone of the table holds from its timestamp to the next version's. The stream
-    records of its key in that time that have been joined already are looked up again, and where the
-    answer differs the row is updated: ``revision`` counts up from 0, ``cause`` names the table's record
-    (``table, partition, offset``; null where the row came with its stream record).
+    A record or tombstone of the table is valid from its timestamp (inclusive) to the next version of
+    its key (exclusive). Previously joined stream records of that key and interval are looked up again,
+    and a row whose match differs is updated: ``revision`` counts up from 0, ``cause`` names the table
+    record (``table, partition, offset``; null for the first revision).
 
-    Late: a stream record is never too late for its row. A correction is, where the row's timestamp is
-    before the stream time of its partition, as it was before the run, less ``corrected_for``; or before
-    the stream time of the table record's partition, as it was on that record's arrival, less
-    ``corrected_for``. Then the row stays as it is, is counted once (``corrections_too_late``, whatever
-    the record says) and listed in the asset's quarantine (``too_late``): its record's place as
-    ``source``, ``partition`` and ``position``, and ``cause``. Records of the table that came before
-    still correct it. So nothing but how often a row was corrected depends on how what arrives is cut
-    into runs. Null key: as in ``StreamTableJoin``; a record without a value in a column of ``key``
-    is dropped and counted. Tombstone: of the stream, dropped and counted; of the table, a row loses its
-    match (left) or is deleted (inner).
+    Late: a stream record always gets its row. A correction is too late if the row's timestamp is before
+    ``stream time - corrected_for``, where stream time is either that of the row's partition before the
+    run or that of the table record's partition when the table record arrived. The row then keeps its
+    values. It is counted once (``corrections_too_late``, whatever the values of the table record) and
+    listed in the asset's quarantine table (``too_late``) with ``source``, ``partition`` and
+    ``position`` of its stream record, and ``cause``. Table records that arrived earlier still correct
+    the row. The number of revisions depends on how arrivals are split into runs; the final rows do not.
+    Null key: as in ``StreamTableJoin``; a record with a null in a column of ``key`` is dropped and
+    counted. Tombstone: of the stream, dropped and counted; of the table, the row loses its match (left)
+    or is deleted (inner).
 
     Args:
-        corrected_for: how long rows are corrected, in stream time; at most the table's history
-            retention. It may be changed from run to run; what was final stays so.
-        key: columns of the stream that name a record; another record with the key of a row is refused.
+        corrected_for: how long a row can be corrected, in stream time; at most the table's history
+            retention. It may change between runs; rows that are final stay final.
+        key: stream columns that identify a record; a second record with the same key fails the run.
             None: the record's partition and offset, as ``left_partition`` and ``left_offset``.
     """
 
@@ -55,9 +55,9 @@ class CorrectedJoin(StreamTableJoin):
         unknown = [k for k in key if k not in self.left.schema.names]
         if unknown:
             raise TopologyError(
-                f"{self.name}: expected columns of {self.left.name!r} as the key of a corrected join, "
-                f"{self.left.schema.names}, got {unknown}; or leave key out: then a row's key is its "
-                "record's partition and offset"
+                f"{self.name}: key= of a corrected join needs columns of {self.left.name!r}, some of "
+                f"{self.left.schema.names}, got {unknown}; correct it, or remove key= to key rows by "
+                "the record's partition and offset"
             )
         super().__post_init__()
         need_each_record(self.name, "corrected_for", self.right)
@@ -66,7 +66,8 @@ class CorrectedJoin(StreamTableJoin):
 
     @property
     def rescan_span(self) -> dict[str, timedelta]:
-        # A late record of the table is bounded by its later ones, and lies so far behind at most.
+        # A late table record is at most the history retention old, and its interval ends at the next
+        # version: older table versions are never needed.
         late = longest(self.right.retention or timedelta(0))
         return {
             self.left.name: max(self.corrected_for, *super().rescan_span.values()),
@@ -78,15 +79,15 @@ class CorrectedJoin(StreamTableJoin):
         if not self.right.versioned:
             raise TopologyError(
                 f"{self.name}: corrected_for needs a versioned table, but {self.right.name!r} is not "
-                "versioned, and cannot say what was true at a record's time: declare it as "
-                "VersionedTable with a history_retention, or leave corrected_for out"
+                "versioned and has no value as of a record's timestamp: declare it as "
+                "VersionedTable with a history_retention, or remove corrected_for"
             )
         for partition, (promised, retention) in pairs(self.corrected_for, self.right.retention):
             if promised > retention:
                 raise TopologyError(
                     f"{self.name}: corrected_for {promised}{partition} is longer than the history "
-                    f"retention {retention} of {self.right.name!r}; rows would be joined anew with "
-                    "versions that are gone: shorten one or lengthen the other"
+                    f"retention {retention} of {self.right.name!r}; corrections would need expired "
+                    "versions: shorten corrected_for or lengthen history_retention"
                 )
 
     def _check_columns(self) -> None:
@@ -95,14 +96,15 @@ class CorrectedJoin(StreamTableJoin):
         taken = sorted(name for name, _ in chosen.columns if name.lower() in own)
         if taken:
             raise TopologyError(
-                f"{self.name}: expected other names than {taken}, which a corrected join gives its own "
-                f"columns; select them under another name, for example 'left.{taken[0]} as "
+                f"{self.name}: expected no selected columns named {taken}, which a corrected join adds "
+                f"itself; select them under another name, for example 'left.{taken[0]} as "
                 f"own_{taken[0]}'"
             )
         if VALID_TO in chosen.right_columns():
             raise TopologyError(
-                f"{self.name}: right.valid_to changes with every later version, so that each would "
-                "correct the rows before it; leave it out of select, right.valid_from tells the version"
+                f"{self.name}: right.valid_to changes with every later version, so each new version "
+                "would correct earlier rows; remove it from select: right.valid_from identifies the "
+                "version"
             )
 
     def projection(self) -> Projection:
@@ -117,7 +119,7 @@ class CorrectedJoin(StreamTableJoin):
 
     @property
     def result_key(self) -> tuple[str, ...]:
-        """What names a row."""
+        """The key columns of the result."""
         return self.key or tuple(_POSITION)
 
     @property
@@ -141,4 +143,4 @@ class CorrectedJoin(StreamTableJoin):
 
     def describe(self) -> str:
         said = super().describe().removesuffix(".")
-        return f"{said}; a row of each, corrected for {spoken(self.corrected_for)} of stream time."
+        return f"{said}; one row per record, corrected for {spoken(self.corrected_for)} of stream time."

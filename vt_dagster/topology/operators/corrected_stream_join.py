@@ -1,4 +1,4 @@
-"""corrected stream-stream join: what was said to have no match is taken back where one comes later."""
+"""Corrected stream-stream join: a late match retracts the unmatched row."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ _TYPES: dict[str, DataType] = {PARTITION: IntegerType(), OFFSET: LongType()}
 
 @dataclass(frozen=True)
 class CorrectedStreamJoin(StreamStreamJoin):
-    """A stream-stream join whose result is a table: one row for each match, and one for each record of
-    a side that is kept which has none.
+    """A stream-stream join whose result is a table: one row per match, and one per unmatched record of
+    a preserved side (left in ``left``, both in ``outer``).
 
-    A record that has found no match gets its row when stream time has passed its window and ``grace``.
-    A match that comes after that, and no later than ``corrected_for``, gets its own row, and that of
-    the record is deleted: with ``old``, ``revision`` 1 and ``cause`` (``table, partition, offset`` of
-    the record that came). A record has one such row at most, and once it is deleted none any more. A
-    match's row never changes. Which rows there are depends on the order of arrival alone, and how many
-    were deleted on how that is cut into runs.
+    An unmatched record gets its row when stream time passes the end of its window plus ``grace``. A
+    match that arrives later, within ``corrected_for``, inserts its own row and retracts the unmatched
+    one: the deletion has ``old``, ``revision`` 1 and ``cause`` (``table, partition, offset`` of the
+    record that arrived). A record has at most one unmatched row, and none after its retraction. A
+    matched row never changes. The rows depend on the order of arrival only; the number of retractions
+    also depends on how arrivals are split into runs.
 
-    Late: one with ``timestamp < stream time - corrected_for``, or that was so by an earlier
-    ``corrected_for``, finds no match: it is counted, listed in the asset's quarantine (``too_late``,
-    its place as ``source``, ``partition`` and ``position``), and if its side is kept, has a row without
-    one, marked ``is_late``. Null key: dropped and counted; of a side that is kept, a row without a
-    match, at once. Tombstone: dropped and counted.
+    Late: a record with ``timestamp < stream time - corrected_for``, or that was late under an earlier
+    ``corrected_for``, finds no match. It is counted and listed in the asset's quarantine table
+    (``too_late``, with ``source``, ``partition`` and ``position``); on a preserved side it also gets an
+    unmatched row, marked ``is_late``. Null key: dropped and counted; on a preserved side, an unmatched
+    row at once. Tombstone: dropped and counted.
 
-    The key is where both records are: ``left_partition, left_offset, right_partition, right_offset``,
-    -1 of a side that has none.
+    The key is the position of both records: ``left_partition, left_offset, right_partition,
+    right_offset``, -1 for a missing side.
 
     Args:
         kind: ``left`` or ``outer``.
-        grace: how long a record waits for a match before it gets a row without one.
+        grace: how long an unmatched record waits before it gets a row, in stream time.
         corrected_for: how late a record may be and still find every match, in stream time; at least
-            ``grace``. Both may be changed from run to run; what was final stays so.
+            ``grace``. Both may change between runs; rows that are final stay final.
     """
 
     corrected_for: Duration = timedelta(0)
@@ -62,24 +62,23 @@ class CorrectedStreamJoin(StreamStreamJoin):
         super().__post_init__()
         if self.kind == "inner":
             raise TopologyError(
-                f"{self.name}: corrected_for takes back that a record has no match, which an inner "
-                "join of streams never says: leave it out, and say by grace how late a match may be; "
-                "or use left_join or outer_join"
+                f"{self.name}: corrected_for retracts unmatched rows, and an inner join of streams has "
+                "none: remove it and set grace to the allowed lateness, or use left_join or outer_join"
             )
         check_duration(self.name, "corrected_for", self.corrected_for)
         for partition, (promised, grace) in pairs(self.corrected_for, self.grace):
             if promised < grace:
                 raise TopologyError(
-                    f"{self.name}: expected corrected_for{partition} of at least the grace period, "
-                    f"{grace}, for which nothing is said that could be taken back, got {promised}: "
-                    "lengthen it, or shorten grace"
+                    f"{self.name}: expected corrected_for{partition} of at least the grace period "
+                    f"{grace}, before whose end there is no row to retract, got {promised}: lengthen "
+                    "corrected_for, or shorten grace"
                 )
         own = {REVISION, CAUSE, *self.result_key}
         taken = sorted(name for name, _ in self.projection().columns if name.lower() in own)
         if taken:
             raise TopologyError(
-                f"{self.name}: expected other names than {taken}, which a corrected join gives its own "
-                f"columns; select them under another name, for example 'left.{taken[0]} as "
+                f"{self.name}: expected no selected columns named {taken}, which a corrected join adds "
+                f"itself; select them under another name, for example 'left.{taken[0]} as "
                 f"own_{taken[0]}'"
             )
 
@@ -89,7 +88,7 @@ class CorrectedStreamJoin(StreamStreamJoin):
 
     @property
     def result_key(self) -> tuple[str, ...]:
-        """What names a row."""
+        """The key columns of the result."""
         return LEFT_PARTITION, LEFT_OFFSET, RIGHT_PARTITION, RIGHT_OFFSET
 
     @property
@@ -121,6 +120,6 @@ class CorrectedStreamJoin(StreamStreamJoin):
     def describe(self) -> str:
         said = super().describe().partition("; late after")[0]
         return (
-            f"{said} after {spoken(self.grace)}, and is taken back where one comes within "
+            f"{said} after {spoken(self.grace)}, and is retracted by a match within "
             f"{spoken(self.corrected_for)} of stream time."
         )

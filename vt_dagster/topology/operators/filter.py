@@ -1,4 +1,4 @@
-"""filter and filter_not: the rows for which a condition holds, or does not."""
+"""filter and filter_not: the rows for which a condition holds or does not hold."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from vt_dagster.topology.operators.row_by_row import RowByRow
 class Filter(RowByRow):
     """The rows of a table for which a condition holds (KIP-914).
 
-    A row that does not pass is a tombstone in the result. Of a versioned table every record goes out,
-    so that the result remembers when a row did not pass; of a plain one a record is left out where
-    neither it nor the row before it passes.
+    A row that does not pass becomes a tombstone. A versioned table emits every record, so that the
+    result has a version for the time when a row did not pass. A plain table skips a record if neither
+    the record nor its key's previous row passes.
 
-    Late: an out-of-order change of a versioned table passes with its own timestamp; a versioned
-    result of its own refuses what is older than its retention. Null key: a table has none. Tombstone:
-    stays one, with ``filter_not`` too; repeated ones as rows that do not pass.
+    Late: an out-of-order change of a versioned table is emitted with its own timestamp; a result
+    materialized with a history retention refuses records older than that. Null key: a table has none.
+    Tombstone: stays a tombstone, in ``filter_not`` too; a repeated one is treated like a row that does
+    not pass.
 
     Args:
-        predicate: a SQL condition over the table's columns; null counts as false.
-        negate: keep what does not pass (``filter_not``).
-        materialized: None: the result is versioned if the table is, and has no store of its own.
+        predicate: SQL condition over the table's columns; null counts as false.
+        negate: keep the rows that do not pass (``filter_not``).
+        materialized: None: the result has no store of its own, and is versioned if the table is.
     """
 
     called = ("filter", "filter_not")

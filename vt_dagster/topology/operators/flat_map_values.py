@@ -1,4 +1,4 @@
-"""flat_map_values: each record of a stream as several, or none."""
+"""flat_map_values: turns each record of a stream into zero or more records."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vt_dagster.topology.projection import Selection
 
 @dataclass(frozen=True)
 class FlatMapValues(OneInput):
-    """Each record of a stream as several with the same key and timestamp, one for each element of an
-    array, in the array's order.
+    """Emits one record per element of an array, in the array's order, with the key and timestamp of the
+    input record.
 
-    An empty array gives nothing. A null array stops the run before its commit, as in Kafka Streams:
-    write ``coalesce(..., array())`` for it. A null element is a tombstone. Late: passed on like any
-    other. Null key: passed on. Tombstone: the expression is made of it too, with null values.
+    An empty array emits nothing. A null array fails the run before its commit, as in Kafka Streams:
+    write ``coalesce(..., array())`` to avoid that. A null element is a tombstone. Late: emitted like
+    any other record. Null key: emitted. Tombstone: the expression is evaluated with null values.
 
     Args:
-        expression: a SQL expression over the stream's columns that gives an array.
-        column: the name of the result's value column, which takes an element.
-        keep: columns of the stream that the result has besides.
+        expression: SQL expression over the stream's columns that returns an array.
+        column: name of the value column for the elements.
+        keep: further columns of the stream to keep.
     """
 
     expression: str = field(kw_only=True)
@@ -43,16 +43,16 @@ class FlatMapValues(OneInput):
         taken = [n for n in (*self.source.key, *self.keep) if n.lower() == self.column.lower()]
         if taken:
             raise TopologyError(
-                f"{self.name}: expected a new name for the elements, got {self.column!r}, which is a "
-                "column of the result already; take another one"
+                f"{self.name}: expected a new column name for the elements, got {self.column!r}, which "
+                "the result already has; choose another name"
             )
         check_not_time(self.name, [self.column, *self.keep])
         self._columns().check(self.expression)
         kind = self._columns().type_of(self.expression)
         if not isinstance(kind, ArrayType | NullType):
             raise TopologyError(
-                f"{self.name}: expected an expression that gives an array, got {self.expression!r}, "
-                f"which is {kind.simpleString()}; for example split({self.expression}, ',')"
+                f"{self.name}: expected an expression of type array, got {self.expression!r} of type "
+                f"{kind.simpleString()}; write for example split({self.expression}, ',')"
             )
 
     @property
@@ -83,7 +83,7 @@ class FlatMapValues(OneInput):
         )
 
     def kept(self) -> tuple[str, ...]:
-        """The columns that the result has of the stream."""
+        """The stream's columns in the result."""
         return tuple(name for name, _ in self._columns().columns)
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
@@ -91,4 +91,4 @@ class FlatMapValues(OneInput):
         return {**columns.lineage(), self.column: columns.mentioned(self.expression)}
 
     def describe(self) -> str:
-        return f"Each record of {self.source.name} once for each element of {self.expression}."
+        return f"One record per element of {self.expression} in each record of {self.source.name}."

@@ -1,4 +1,4 @@
-"""foreign-key join: each row of a table with the row of another that it refers to."""
+"""Foreign-key join: each row of a table joined with the row of another table that it references."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 @dataclass(frozen=True)
 class ForeignKeyJoin(TableTableJoin):
-    """Each row of a table with the row of another that it refers to (KIP-914, KIP-213).
+    """Each row of a table joined with the row of another table that it references (KIP-914, KIP-213).
 
-    Both sides trigger: a change of the right row gives one result for each left row that refers to
-    it. The result has the left's key.
+    Changes of both sides trigger: a change of a right row emits one result for each left row that
+    references it. The result has the left key.
 
     Late: a change that is out of order for its key in a versioned side is dropped and counted. Null
-    key: a table has none; without a foreign key a left row gives nothing (inner; dropped and counted
-    where it had none before) or is kept alone (left). Tombstone: on the left a tombstone where there
-    was a row, of an inner join where it had a foreign key; on the right one for each row that refers
-    to it (inner), or that row alone (left), as often as it comes.
+    key: a table has none; a left row without a foreign key emits nothing (inner; dropped and counted if
+    it had none before either) or is kept unmatched (left). Tombstone: on the left, a tombstone
+    if there was a row (inner: with a foreign key); on the right, for each row that references it, a
+    tombstone (inner) or the unmatched row (left), again for each repeated tombstone.
 
     Args:
         kind: ``inner`` or ``left``.
-        foreign_key: SQL expressions over the left's columns, one for each column of the right's key.
-            A row in which any is null refers to nothing.
+        foreign_key: SQL expressions over the left columns, one per column of the right key. A row with
+            a null in any of them references nothing.
     """
 
     foreign_key: tuple[str, ...] = ()
@@ -56,8 +56,8 @@ class ForeignKeyJoin(TableTableJoin):
             side = _SIDE.search(_TEXT.sub("", expression))
             if side and side[1].lower() not in map(str.lower, self.left.schema.names):
                 raise TopologyError(
-                    f"{self.name}: the foreign key {expression!r} names a side of the join, but has "
-                    f"only the columns of {self.left.name!r}; write their names alone"
+                    f"{self.name}: the foreign key {expression!r} names a side of the join, but can "
+                    f"only use columns of {self.left.name!r}; remove the prefix 'left.' or 'right.'"
                 )
         types = [own.type_of(expression) for expression in self.foreign_key]
         if not same_types(types, self.right.key_types):
@@ -71,4 +71,4 @@ class ForeignKeyJoin(TableTableJoin):
 
     def describe(self) -> str:
         by = ", ".join(self.foreign_key)
-        return f"{self.left.name}, each row with the row of {self.right.name} that {by} refers to."
+        return f"{self.left.name}, each row with the row of {self.right.name} that {by} references."

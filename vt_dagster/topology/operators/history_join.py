@@ -1,4 +1,4 @@
-"""History join: two versioned tables with the same key, at every time of both their histories."""
+"""History join: two versioned tables with the same key, joined over their whole histories."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from vt_dagster.topology.operators.table_table_join import TableTableJoin
 
 @dataclass(frozen=True)
 class HistoryJoin(TableTableJoin):
-    """Two versioned tables at every time: the result's versions are the intersections of both sides'.
+    """A temporal join of two versioned tables: the result's versions are the intersections of the
+    validity intervals of both sides.
 
-    Where a record of either side changes what is true from its timestamp to its key's next version,
-    the result is told anew from each begin of a version of either side in that time. So, other than
-    Kafka Streams' table-table join, whatever the order of arrival and however arrivals are cut into
-    runs, the result has the same versions in the end. A run says each of them once.
+    A record of either side changes the table from its timestamp (inclusive) to the next version of its
+    key (exclusive). The result is recomputed at each start of a version of either side in that
+    interval. Unlike Kafka Streams' table-table join, the final versions depend neither on the order of
+    arrival nor on how arrivals are split into runs. A run emits each version once.
 
-    Late: a record out of order is a record like any other; the result refuses what is older than its
-    own retention in stream time, which is that of both sides. Null key: a table has none. Tombstone:
-    it ends what is true of that side; the result has one from where the kind of join wants the side.
+    Late: an out-of-order record is processed like any other; the result refuses versions older than its
+    history retention, in the stream time of both sides together. Null key: a table has none. Tombstone:
+    ends the version of its side; the result has a tombstone from then on if the kind of join needs that
+    side.
 
     Args:
         kind: ``inner``, ``left`` or ``outer``.
-        materialized: None: a history as long as the shorter of both sides'.
+        materialized: None: the shorter history retention of the two sides.
     """
 
     def __post_init__(self) -> None:
@@ -37,20 +39,20 @@ class HistoryJoin(TableTableJoin):
         for side in self.inputs:
             if not side.versioned:
                 raise TopologyError(
-                    f"{self.name}: expected two versioned tables to join by their whole history, but "
-                    f"{side.name!r} remembers its latest rows alone; make it a VersionedTable (of a "
-                    "result: materialized=Materialized(history_retention=...)), or leave history out"
+                    f"{self.name}: history='complete' needs two versioned tables, but {side.name!r} "
+                    "keeps only its latest rows; declare it as VersionedTable (for an operator's "
+                    "result: materialized=Materialized(history_retention=...)), or remove history"
                 )
         if self.materialized is not None and self.materialized.history_retention is None:
             raise TopologyError(
-                f"{self.name}: expected a history for the result of history='complete', got none; give "
-                "materialized=Materialized(history_retention=...), or leave it out"
+                f"{self.name}: history='complete' needs a versioned result, got a Materialized without "
+                "history_retention; set Materialized(history_retention=...), or remove materialized"
             )
         self._check_length()
         if self.monotone_timestamps:
             raise TopologyError(
-                f"{self.name}: monotone_timestamps keeps results from going back in time, but with "
-                "history='complete' that is what they do; leave one of them out"
+                f"{self.name}: monotone_timestamps prevents results with earlier timestamps, but "
+                "history='complete' emits them for late records; remove one of the two settings"
             )
 
     def _check_length(self) -> None:
@@ -61,9 +63,9 @@ class HistoryJoin(TableTableJoin):
             for partition, (asked, there) in pairs(kept, side.retention):
                 if asked > there:
                     raise TopologyError(
-                        f"{self.name}: expected a history of the result of at most {there}{partition}, "
-                        f"the history retention of {side.name!r}, got {asked}: older results would be "
-                        "made of versions that are gone; shorten it, or lengthen that"
+                        f"{self.name}: expected a history_retention of at most {there}{partition}, "
+                        f"the history retention of {side.name!r}, got {asked}: older results would "
+                        f"need expired versions; shorten it, or lengthen that of {side.name!r}"
                     )
 
     @property
@@ -78,8 +80,8 @@ class HistoryJoin(TableTableJoin):
 
     def describe(self) -> str:
         return (
-            f"{self.left.name} and {self.right.name} by their common key ({self.kind}), at every time "
-            "of both their histories."
+            f"{self.left.name} and {self.right.name} by their common key ({self.kind}), over their "
+            "whole histories."
         )
 
 

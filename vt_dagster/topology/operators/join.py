@@ -1,4 +1,4 @@
-"""What the joins have in common: two sides, and columns chosen from both."""
+"""Base of the joins: two sides, and columns selected from both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JoinKind = Literal["inner", "left", "outer"]
 
 @dataclass(frozen=True)
 class Join(Operator, ABC):
-    """Two sides, and what the result has of them."""
+    """Two sides and the columns selected from them."""
 
     left: Input
     right: Input
@@ -46,13 +46,13 @@ class Join(Operator, ABC):
 
 
 def check_kind(name: str, what: str, kind: Any, kinds: tuple[str, ...]) -> None:
-    """Refuses a kind of join that there is not."""
+    """Raises TopologyError if a kind of join is not one of ``kinds``."""
     if kind not in kinds:
         raise TopologyError(f"{name}: a {what} is one of {', '.join(kinds)}, got {kind!r}")
 
 
 def check_keys(name: str, left: Node, right: Node) -> None:
-    """Refuses a join by keys of different types."""
+    """Raises TopologyError if the keys of both sides have different types."""
 
     def types(side: Node) -> str:
         together = zip(side.key, side.key_types, strict=True)

@@ -1,4 +1,4 @@
-"""map_values: the same keys with other values."""
+"""map_values: replaces the value columns of a table."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from vt_dagster.topology.projection import Selection
 
 @dataclass(frozen=True)
 class MapValues(RowByRow):
-    """A table with other values: ``select`` gives the value columns, the key stays (KIP-914).
+    """Replaces the value columns of a table by ``select`` and keeps the key (KIP-914).
 
-    Late: an out-of-order change of a versioned table passes with its own timestamp; a versioned
-    result of its own refuses what is older than its retention. Null key: a table has none. Tombstone:
-    stays one; each goes out, repeated ones too.
+    Late: an out-of-order change of a versioned table is emitted with its own timestamp; a result
+    materialized with a history retention refuses records older than that. Null key: a table has none.
+    Tombstone: stays a tombstone; repeated ones are emitted too.
 
     Args:
         select: ``column``, ``*``, or a SQL expression over the table's columns with an alias.
-        materialized: None: the result is versioned if the table is, and has no store of its own.
+        materialized: None: the result has no store of its own, and is versioned if the table is.
     """
 
     select: tuple[str, ...] = field(kw_only=True)

@@ -1,4 +1,4 @@
-"""merge: several streams as one."""
+"""merge: combines several streams into one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vt_dagster.topology.schema import same_types
 
 @dataclass(frozen=True)
 class Merge(Operator):
-    """The records of several streams with the same columns and key, each as it is.
+    """The unchanged records of several streams with the same columns and key.
 
-    Nothing is made unique or brought into order of time: a run takes the records as a Kafka Streams
-    task does, always the one with the smallest timestamp among the heads. Late: passed on like any
-    other. Null key: passed on. Tombstone: passed on.
+    Records are neither deduplicated nor sorted by time: like a Kafka Streams task, a run always takes
+    the smallest timestamp among the next records of all streams. Late: emitted like any other. Null
+    key: emitted. Tombstone: emitted.
 
     Args:
-        sources: two streams or more; one may be there twice, and is then counted twice.
+        sources: two streams or more; a stream given twice emits each record twice.
     """
 
     sources: tuple[Input, ...]
@@ -68,7 +68,7 @@ class Merge(Operator):
     def result(self, **shown: Any) -> Any:
         first = self.sources[0]
         known = [_types(node) for node in self.sources]
-        # Where only Spark can tell the type of a column, another stream may say it.
+        # A column whose type only Spark can infer (NullType) takes the type it has in another stream.
         told = [
             StructField(f.name, next((k[f.name] for k in known if k[f.name] != NullType()), f.dataType))
             for f in first.schema.fields
@@ -96,7 +96,7 @@ class Merge(Operator):
 
 
 def _types(node: Input) -> dict[str, DataType]:
-    """The types of a stream's columns, but for the timestamp, which every record has."""
+    """Returns the types of a stream's columns, except the timestamp, which every record has."""
     return {f.name: f.dataType for f in node.schema.fields if f.name.lower() != TIMESTAMP}
 
 

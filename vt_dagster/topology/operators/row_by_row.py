@@ -1,4 +1,4 @@
-"""What filter and map_values have in common: one row in, one row out."""
+"""Base of filter and map_values: one row in, one row out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vt_dagster.topology.windows import Window
 
 
 class RowByRow(OneInput, ABC):
-    """What passes on what its input says of a row, unless it is materialized."""
+    """A stateless operator: without ``materialized`` it uses the versions of its input."""
 
     @property
     def stored(self) -> bool:
@@ -33,7 +33,7 @@ class RowByRow(OneInput, ABC):
 
     @property
     def condition(self) -> str:
-        """The SQL condition that decides which rows pass; empty = all do."""
+        """SQL condition of the rows that pass; empty = all."""
         return ""
 
     def _rows(self, schema: StructType, shown: dict[str, Any]) -> Any:
@@ -43,9 +43,9 @@ class RowByRow(OneInput, ABC):
             kept = self.lineage().get(column) == [(source.name, column)]
             if not kept or (materialized is not None and materialized.history_retention is None):
                 raise TopologyError(
-                    f"{self.name}: expected a versioned table with the column {column!r}, by which the "
-                    f"versions of {source.name!r} end (valid_until), got one without it, or without "
-                    "versions; select it as it is, and materialize with a history_retention"
+                    f"{self.name}: expected a versioned result with the column {column!r}, the "
+                    f"valid_until of {source.name!r}, got one without the column or without versions; "
+                    "select the column unchanged, and materialize with a history_retention"
                 )
             more["valid_until"] = column
         if (columns := new_version_on_of(source)) is not None:
@@ -55,21 +55,21 @@ class RowByRow(OneInput, ABC):
         return make_table(self, source, schema, materialized, shown, **about)
 
     def _check_repeats(self, columns: Sequence[str]) -> None:
-        """Refuses a result in which the records that repeat a version could differ from it.
+        """Raises TopologyError if a record without a version could differ from its version.
 
         Args:
-            columns: by which versions of the source begin.
+            columns: ``new_version_on`` of the source.
         """
         source, materialized, lineage = self.source, self.materialized, self.lineage()
         lost = [c for c in columns if lineage.get(c) != [(source.name, c)]]
         if lost or (materialized is not None and materialized.history_retention is None):
             raise TopologyError(
-                f"{self.name}: expected a versioned table with the columns {list(columns)}, by which "
-                f"versions of {source.name!r} begin (new_version_on), got one without "
-                f"{lost or 'versions'}; select them as they are, and materialize with a "
-                "history_retention"
+                f"{self.name}: expected a versioned result with the columns {list(columns)}, the "
+                f"new_version_on of {source.name!r}, got one without {lost or 'versions'}; select the "
+                "columns unchanged, and materialize with a history_retention"
             )
-        # Wherever the text has the name, also where it means something else.
+        # A textual match: it may refuse a condition that has the name in another meaning, never the
+        # reverse.
         others = [c for c in source.schema.names if c not in (*columns, *source.key)]
         named = [
             c
@@ -78,8 +78,7 @@ class RowByRow(OneInput, ABC):
         ]
         if named:
             raise TopologyError(
-                f"{self.name}: expected a condition over {[*source.key, *columns]}, which are the same "
-                f"in all records of a version of {source.name!r} (new_version_on), got one over "
-                f"{named}: {self.condition!r}; name those in new_version_on too, or filter what is "
-                "joined with it"
+                f"{self.name}: expected a condition over {[*source.key, *columns]}, the columns that "
+                f"are equal in all records of a version of {source.name!r} (new_version_on), got one "
+                f"over {named}: {self.condition!r}; add them to new_version_on, or filter after a join"
             )

@@ -1,4 +1,4 @@
-"""select_key: a stream under another key."""
+"""select_key: gives the records of a stream a new key."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from vt_dagster.topology.projection import Selection
 
 @dataclass(frozen=True)
 class SelectKey(OneInput):
-    """A stream's records under another key, in the partitions of that key.
+    """Gives the records of a stream a new key and repartitions them by that key.
 
-    The stream's columns stay, but for those that have the name of a new key column. Late: passed on
-    like any other. Null key: the new key is made for records without an old one too; a null new key is
-    passed on, and left out by what groups by it. Tombstone: passed on under the new key.
+    All other columns are kept; a new key column replaces a column of the same name. Late: emitted like
+    any other record. Null key: a record without an old key gets the new key too; a record with a null
+    new key is emitted, and skipped by aggregates. Tombstone: emitted with the new key.
 
     Args:
-        group_key: the new key's columns as ``column`` or ``expression as name``.
-        partitions, partition_by: of the result, as of a source.
+        group_key: key columns as ``column`` or ``expression as name``.
+        partitions: number of partitions of the result; None = that of the input.
+        partition_by: SQL expression over the new key that gives the partition; None = hash of the key.
     """
 
     group_key: tuple[str, ...] = field(kw_only=True)
@@ -34,8 +35,8 @@ class SelectKey(OneInput):
     def __post_init__(self) -> None:
         if self.source.is_table:
             raise TopologyError(
-                f"{self.name}: expected a stream to select a key of, got the table "
-                f"{self.source.name!r}; use group_by(...), or its to_stream(name=...)"
+                f"{self.name}: select_key needs a stream, got the table {self.source.name!r}; use "
+                "group_by(...), or convert it with to_stream(name=...)"
             )
         if not self.group_key:
             raise TopologyError(
@@ -44,8 +45,8 @@ class SelectKey(OneInput):
             )
         if any(name.lower() == TIMESTAMP for name, _ in self.keys().columns):
             raise TopologyError(
-                f"{self.name}: expected another name than 'timestamp' for a key column: a record keeps "
-                "its timestamp; rename it, for example 'timestamp as at'"
+                f"{self.name}: expected no key column named 'timestamp', the name of the record's own "
+                "time; rename it, for example 'timestamp as at'"
             )
 
     @property
@@ -57,7 +58,7 @@ class SelectKey(OneInput):
         return None
 
     def keys(self) -> Selection:
-        """The columns of the new key."""
+        """The new key columns."""
         fields = tuple(self.source.schema.fields)
         return Selection(self.name, self.source.name, fields, self.group_key)
 

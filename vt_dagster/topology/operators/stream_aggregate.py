@@ -1,4 +1,4 @@
-"""group_by and aggregate of a stream without windows: one row a group, for ever."""
+"""aggregate of a stream without windows: one row per key over all its records."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from vt_dagster.topology.operators.base import check_emit
 
 @dataclass(frozen=True)
 class StreamAggregate(Aggregate):
-    """All records of a stream aggregated by key, Kafka Streams' ``groupByKey().aggregate()``.
+    """Aggregates all records of a stream by key, like Kafka Streams' ``groupByKey().aggregate()``.
 
-    Each record gives one result, with the largest timestamp of its group so far. Late: counted like any
-    other. Null key: dropped and counted; where the records were brought to another key (``group_by``
-    with columns, ``select_key``) left out uncounted, as Kafka Streams' repartitioning does. Tombstone:
+    Each record emits one result with the largest timestamp of its group so far. Late: aggregated like
+    any other record. Null key: dropped and counted; after a change of key (``group_by`` with columns,
+    ``select_key``) dropped without being counted, as in Kafka Streams' repartitioning. Tombstone:
     dropped and counted.
 
     Args:
-        group_key: empty = the stream's own key.
-        aggregates: (name, SQL aggregate) pairs, of count, sum, min, max, avg.
-        materialized: None: a plain table; with a history retention: a versioned one.
+        group_key: empty = the stream's key.
+        aggregates: (name, SQL aggregate) pairs; count, sum, min, max or avg.
+        materialized: None: a plain table; with a history retention: a versioned table.
     """
 
     called = ("aggregate",)
@@ -33,8 +33,8 @@ class StreamAggregate(Aggregate):
     def __post_init__(self) -> None:
         if self.source.is_table:
             raise TopologyError(
-                f"{self.name}: expected a stream, got the table {self.source.name!r}, of which old "
-                "rows have to be taken out; use its group_by(...).aggregate(...)"
+                f"{self.name}: expected a stream, got the table {self.source.name!r}, whose old rows "
+                "must be subtracted; use its group_by(...).aggregate(...)"
             )
         check_emit(self.name, self.emit)
         self.parsed()

@@ -1,4 +1,4 @@
-"""stream-stream join: the records of two streams that are near each other in time."""
+"""Stream-stream join: the records of two streams within a time window of each other."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ _NOTHING = timedelta(0)
 
 @dataclass(frozen=True)
 class StreamStreamJoin(Join):
-    """Each record with those of the other stream that have its key and lie within a window of time.
+    """Joins each record with the records of the other stream that have its key and lie in its window.
 
-    A left record at ``t`` matches the right ones from ``t - before`` to ``t + after``, both inclusive.
-    One result for each match, when the later of the two arrives, with the larger timestamp; those of
-    one record in order of the other side's time, then of its arrival. Nothing is replaced: equal
-    records each count. A record whose side is kept (the left one in ``left``, both in ``outer``) and
-    that has found no match leaves without one as soon as stream time has passed its window and the
-    grace period, once. Stream time is that of both sides together, by partition: both should be
-    partitioned alike.
+    A left record at ``t`` matches the right records from ``t - before`` to ``t + after``, both
+    inclusive. Each match emits one result when its second record arrives, with the larger timestamp.
+    Results of one record are ordered by timestamp of the other side, then by arrival. Records never
+    replace each other: duplicates each match. An unmatched record of a preserved side (left in
+    ``left``, both in ``outer``) is emitted once, as soon as stream time passes the end of its window
+    plus ``grace``. Stream time is the maximum of both sides, per partition: both sides should be
+    partitioned by the same rule.
 
-    Late: one with ``timestamp < stream time - grace`` is counted and still joined with what is later
-    than the other side's time - (before + after + grace), as in Kafka Streams; its results are marked
-    ``is_late``. Null key: dropped and counted; of a side that is kept, kept without a match, at once.
-    Tombstone: dropped and counted.
+    Late: a record with ``timestamp < stream time - grace`` is counted and still joined with the records
+    later than the stream time of the other side minus (before + after + grace), as in Kafka Streams;
+    its results are marked ``is_late``. Null key: dropped and counted; on a preserved side, emitted
+    unmatched at once. Tombstone: dropped and counted.
 
     Args:
-        left, right: streams with keys of the same types. The result has the left one's key.
-        kind: ``inner``: matches alone; ``left``, ``outer``: also what has none.
-        select: as of any join; where a left record is missing, all of it but the key is null.
-        before: how far before a left record a right one may lie, inclusive; may be negative.
-        after: how far after it, likewise; ``before + after`` must not be negative.
-        grace: how late a record may be and still find every match; so long an unmatched one waits
-            after its window has ended.
+        left, right: streams with keys of the same types. The result has the left key.
+        kind: ``inner``: matches only; ``left``, ``outer``: also unmatched records.
+        select: as in any join; without a left record, all left columns except the key are null.
+        before: how far before a left record its matches may lie, inclusive; may be negative.
+        after: how far after a left record its matches may lie, inclusive; may be negative, but
+            ``before + after`` must not be.
+        grace: how late a record may be and still find every match, in stream time. An unmatched record
+            waits this long after the end of its window.
     """
 
     called = ("stream_join",)
@@ -68,13 +69,13 @@ class StreamStreamJoin(Join):
             if before + after < _NOTHING:
                 raise TopologyError(
                     f"{self.name}: expected before + after{partition} of 0 or more, got {before} and "
-                    f"{after}: such a window ends before it starts; make one of them longer"
+                    f"{after}: the window ends before it starts; lengthen before or after"
                 )
         self.projection()
 
     @property
     def waits(self) -> bool:
-        """Whether records may wait, and be late."""
+        """Whether records may wait for a match, and can be late."""
         return True
 
     @property
@@ -84,7 +85,7 @@ class StreamStreamJoin(Join):
 
     @property
     def reach(self) -> Duration:
-        """The window and the promise: so long a record is of use to those that are late."""
+        """before + after + ``promise``: how long a late record may still match a record."""
         return plus(plus(self.before, self.after), self.promise)
 
     @property
@@ -119,8 +120,8 @@ class StreamStreamJoin(Join):
         )
 
     def describe(self) -> str:
-        alone = {"inner": "", "left": "; a left one without a match leaves alone"}
-        missing = alone.get(self.kind, "; one without a match leaves alone")
+        alone = {"inner": "", "left": "; an unmatched left record is emitted alone"}
+        missing = alone.get(self.kind, "; an unmatched record is emitted alone")
         return (
             f"{self.left.name}, each record with those of {self.right.name} from "
             f"{_spoken(self.before)} before it to {_spoken(self.after)} after it{missing}; late after "
@@ -129,7 +130,7 @@ class StreamStreamJoin(Join):
 
 
 def _size(value: Any) -> Any:
-    """A bound without its sign; what is none stays as it is, to be refused."""
+    """Returns the absolute value of a bound; ``check_duration`` refuses what is no duration."""
     if isinstance(value, timedelta):
         return abs(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""stream-table join: each record with the table as of the record's own time."""
+"""Stream-table join: each record joined with the table as of the record's timestamp."""
 
 from __future__ import annotations
 
@@ -17,48 +17,49 @@ from vt_dagster.topology.operators.join import Join, check_keys, check_kind
 from vt_dagster.topology.projection import Side
 
 AsKnown: TypeAlias = Literal["now", "when_recorded"] | timedelta
-"""By when a version must have been recorded, see ``StreamTableJoin``."""
+"""By which system time a version must be recorded, see ``StreamTableJoin``."""
 At: TypeAlias = Literal["at_or_before", "before"]
-"""Whether a version of the record's very own time is found."""
+"""Whether a version that starts exactly at the record's timestamp matches."""
 
 _KAFKAS = {"as_known": "now", "max_age": "None", "at": "at_or_before"}
-"""What was never said of joins before these could be chosen: it is not part of their meaning."""
+"""Defaults (Kafka Streams' behaviour). ``meaning`` omits them: commits written before these settings
+existed do not have them."""
 
 
 @dataclass(frozen=True)
 class StreamTableJoin(Join):
-    """A stream record joined with the table as of the record's own timestamp (KIP-914, KIP-923).
+    """Joins each stream record with the table as of the record's timestamp (KIP-914, KIP-923).
 
-    Late: a record that comes after its grace period is joined at once; as of a time before the
-    table's history it finds the latest version if that is old enough, else nothing. Null key: dropped
-    and counted (inner), or kept with nulls, at once (left). Tombstone: of the stream, dropped and
-    counted; of the table, the key has no row from then on.
+    Late: a record that arrives after its grace period is joined at once; if its timestamp is before the
+    table's history, it matches the latest version if that is old enough, else nothing. Null key:
+    dropped and counted (inner), or emitted at once with nulls (left). Tombstone: of the stream, dropped
+    and counted; of the table, the key has no row from then on.
 
     Args:
-        left: the stream; only its records trigger results, which keep its key and timestamp.
-        right: the table; a versioned one is read as of the record's timestamp (inclusive), any
-            other as it is when the run starts.
-        kind: ``inner``: a record without a match gives nothing; ``left``: it is kept, with nulls.
+        left: the stream; only its records trigger results, which have their key and timestamp.
+        right: the table; a versioned table is read as of the record's timestamp (inclusive), a plain
+            table as it is when the run starts.
+        kind: ``inner``: an unmatched record emits nothing; ``left``: it is emitted with nulls.
         name: name of the result.
         select: columns of the result: ``left.*``, ``right.column``, ``right.column as name``, or
-            any SQL expression over them with an alias. A versioned table also offers
-            ``right.valid_from`` and ``right.valid_to`` (null where nothing matched). The key
-            columns are always there.
-        grace_period: a record waits until stream time >= its timestamp + grace period; one that
-            arrives later than that is joined at once. Needs a versioned table, and at most its
-            history retention. None or 0: nothing waits.
-        as_known: of a versioned table, among which versions the one of the record's timestamp is
-            looked for. ``now``: all. ``when_recorded``: those recorded no later than the stream's
-            record was (``recorded_at`` of both logs, inclusive), which is what a live system could
-            have known. A duration: those recorded no later than timestamp + duration (inclusive)
-            that are there when the run starts; a ``grace_period`` lets the record wait for them. With
-            stream time and history retention of then: what ``read(as_of=, as_known_at=)`` gives. A
-            row of a log from before times of record were noted counts as known from the start, and
-            such a record of the stream as recorded at its timestamp.
-        max_age: of a versioned table, a version that began longer before the record than this gives no
-            match (exactly that long before does). A deletion never gives an older version.
-        at: of a versioned table, ``at_or_before``: the version that began at the record's timestamp or
-            before; ``before``: only before.
+            any SQL expression over them with an alias. A versioned table also has
+            ``right.valid_from`` (inclusive) and ``right.valid_to`` (exclusive), null without a match.
+            The key columns are always included.
+        grace_period: a record waits until stream time >= its timestamp + grace period; a record that
+            arrives later is joined at once. Needs a versioned table; at most its history retention.
+            None or 0: nothing waits.
+        as_known: which versions of a versioned table can match, by system time. ``now``: all.
+            ``when_recorded``: those recorded no later than the stream record (``recorded_at`` of both
+            logs, inclusive), which a live system could have known. A duration: those recorded no later
+            than timestamp + duration (inclusive) that exist when the run starts; a ``grace_period``
+            lets the record wait for them. The result equals ``read(as_of=, as_known_at=)``, with the
+            stream time and history retention of that system time. In a log from before ``recorded_at``
+            existed, a table row counts as known from the start, and a stream record as recorded at its
+            timestamp.
+        max_age: of a versioned table: a version that starts longer before the record than this does not
+            match (exactly this long before does). A deletion never reveals an older version.
+        at: of a versioned table: ``at_or_before``: the latest version that starts at the record's
+            timestamp or before; ``before``: only before.
     """
 
     grace_period: Duration | None = None
@@ -89,7 +90,7 @@ class StreamTableJoin(Join):
 
     @property
     def waits(self) -> bool:
-        """Whether anything can wait: a grace period of zero is none."""
+        """Whether records can wait: there is a grace period and it is not 0."""
         return self.grace_period is not None and self.grace_period != type(self.grace_period)()
 
     @property
@@ -111,7 +112,7 @@ class StreamTableJoin(Join):
 
     @property
     def _chosen(self) -> dict[str, str]:
-        """What is not as in Kafka Streams, as it is said to people."""
+        """The settings that differ from Kafka Streams' behaviour, for descriptions and metadata."""
         told = {"as_known": self.as_known, "max_age": self.max_age, "at": self.at}
         return {
             name: spoken(value) if isinstance(value, timedelta) else str(value)
@@ -129,23 +130,23 @@ class StreamTableJoin(Join):
         if kept is None:
             raise TopologyError(
                 f"{self.name}: a grace period needs a versioned table, but {self.right.name!r} is "
-                "not versioned: declare it as VersionedTable with a history_retention, or leave "
-                "grace_period out"
+                "not versioned: declare it as VersionedTable with a history_retention, or remove "
+                "grace_period"
             )
         for partition, (period, retention) in pairs(grace, kept):
             if period > retention:
                 raise TopologyError(
                     f"{self.name}: the grace period {period}{partition} is longer than the history "
                     f"retention {retention} of {self.right.name!r}; records would leave the buffer "
-                    "after the versions they need are gone: shorten one or lengthen the other"
+                    "after their versions expire: shorten grace_period or lengthen history_retention"
                 )
 
     def _check_waits_for_nothing(self) -> None:
         if self.as_known == "when_recorded" and self.waits:
             raise TopologyError(
-                f"{self.name}: as_known='when_recorded' takes what was recorded before the stream's "
-                "record came, so waiting finds nothing more: leave grace_period out, or let as_known "
-                "be a duration, up to which later records of the table count"
+                f"{self.name}: as_known='when_recorded' ignores versions recorded after the stream "
+                "record, so a grace period changes nothing: remove grace_period, or set as_known to a "
+                "duration to also match versions recorded that much later"
             )
 
     def _side(self, node: Node) -> Side:
@@ -167,23 +168,23 @@ class StreamTableJoin(Join):
         )
 
     def describe(self) -> str:
-        how = "as of its own time" if self.right.versioned else "as it is when the run starts"
-        missing = "; without a match it gives nothing" if self.kind == "inner" else ""
+        how = "as of its timestamp" if self.right.versioned else "as it is when the run starts"
+        missing = "; without a match it emits nothing" if self.kind == "inner" else ""
         wait = f"; waits {spoken(self.grace_period)} of stream time first" if self.grace_period else ""
         more = "".join(f"; {name} {value}" for name, value in self._chosen.items())
         return f"{self.left.name}, each record with {self.right.name} {how}{missing}{wait}{more}."
 
 
 def check_match(name: str, table: Node, as_known: Any, max_age: Any, at: Any) -> None:
-    """Refuses a way to match records with versions that there is not, or not of this table.
+    """Checks the settings by which records match versions of a table.
 
     Raises:
-        TopologyError: names the setting and what came.
+        TopologyError: an invalid value, or a setting that this table does not support.
     """
     if at in ("nearest", "forward", "after", "at_or_after"):
         raise TopologyError(
-            f"{name}: at={at!r} would find versions that begin after a record's own time: it looks "
-            "into the record's future, which nobody knew then; expected 'at_or_before' or 'before'"
+            f"{name}: at={at!r} would match versions that start after the record's timestamp, which "
+            "leaks the future into the result; expected 'at_or_before' or 'before'"
         )
     if at not in ("at_or_before", "before"):
         raise TopologyError(f"{name}: at must be 'at_or_before' or 'before', got {at!r}")
@@ -205,7 +206,6 @@ def check_match(name: str, table: Node, as_known: Any, max_age: Any, at: Any) ->
         check_duration(name, "max_age", max_age)
     if (as_known, max_age, at) != ("now", None, "at_or_before") and not table.versioned:
         raise TopologyError(
-            f"{name}: as_known, max_age and at choose among the versions of a table, but "
-            f"{table.name!r} is not versioned: declare it as VersionedTable with a history_retention, "
-            "or leave them out"
+            f"{name}: as_known, max_age and at need a versioned table, but {table.name!r} is not "
+            "versioned: declare it as VersionedTable with a history_retention, or remove them"
         )

@@ -1,4 +1,4 @@
-"""suppress: holding back updates of a table."""
+"""suppress: buffers updates of a table and emits fewer of them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from vt_dagster.topology.windows import Window
 
 WhenFull = Literal["emit_early", "shut_down", "unbounded"]
 Limit = int | Mapping[int, int | None] | None
-"""How many records or bytes a partition's buffer may hold; None = any number."""
+"""Most records or bytes in a partition's buffer; None = no limit."""
 
 
 @dataclass(frozen=True)
 class UntilTimeLimit:
-    """At most one update of a key in each stretch of stream time (KIP-328).
+    """Emits at most one update of a key per ``duration`` of stream time (KIP-328).
 
     Args:
-        duration: how long the first update of a key waits for others; the last of them goes out.
-        max_records, max_bytes: what the buffer of a partition may hold; None = any. Bytes are those
-            of the rows as JSON text.
-        when_full: ``emit_early``: the oldest go out before their time; ``shut_down``: the run fails
-            before its commit; ``unbounded``: there is no limit (the buffer lies on disk).
+        duration: how long the first update of a key waits for others, in stream time; then the last
+            of them is emitted.
+        max_records, max_bytes: limits of a partition's buffer; None = no limit. Bytes are those of
+            the rows as JSON text.
+        when_full: ``emit_early``: the oldest updates are emitted early; ``shut_down``: the run fails
+            before its commit; ``unbounded``: no limit (the buffer is on disk).
     """
 
     duration: Duration
@@ -36,11 +37,12 @@ class UntilTimeLimit:
 
 @dataclass(frozen=True)
 class UntilWindowCloses:
-    """Only the final result of each window, once (KIP-328).
+    """Emits only the final result of each window, once (KIP-328).
 
     Args:
-        when_full: ``shut_down`` or ``unbounded``. ``emit_early`` is refused: what goes out early is
-            not final.
+        max_records, max_bytes: as in :class:`UntilTimeLimit`.
+        when_full: ``shut_down`` or ``unbounded``. ``emit_early`` is refused: an early result is not
+            final.
     """
 
     max_records: Limit = None
@@ -50,18 +52,18 @@ class UntilWindowCloses:
 
 @dataclass(frozen=True)
 class Suppress(OneInput):
-    """Holds back updates of a table: until a time limit, or until a window closes (KIP-328).
+    """Buffers updates of a table until a time limit, or until a window closes (KIP-328).
 
     Each materialization has KIP-328's metrics: ``suppression_emit`` (from the first result on), and
     ``suppression_buffer_count_*`` and ``suppression_buffer_size_*`` (``current``, ``avg``, ``max``;
     size in bytes of JSON text).
-    ``when_full="shut_down"`` ends a run before its commit with the buffer, its limit and how to go on;
-    the next run with a larger limit takes the same records.
+    ``when_full="shut_down"`` fails a run before its commit, with an error that names the buffer and its
+    limit; the next run with a larger limit reads the same records again.
 
-    Late: an update replaces the one of its key that waits, also where it is older, and keeps its
-    place; one whose time has passed when it comes goes out after what was due then. Null key: a table
-    has none. Tombstone: until a time limit it goes out like any update; until a window closes it
-    takes the window's place in the buffer and never goes out.
+    Late: an update replaces the buffered update of its key, even a newer one, and takes its place in
+    the buffer; an update that is already due on arrival is emitted after the updates due before it.
+    Null key: a table has none. Tombstone: with a time limit, emitted like any update; until a window
+    closes, it takes the window's place in the buffer and is never emitted.
     """
 
     until: UntilTimeLimit | UntilWindowCloses = field(kw_only=True)
@@ -71,8 +73,8 @@ class Suppress(OneInput):
         until: Any = self.until
         if self.source.versioned:
             raise TopologyError(
-                f"{self.name}: suppress would lose versions of {self.source.name!r}, which is "
-                "versioned; materialize it as a plain table first, for example "
+                f"{self.name}: suppress would lose versions of the versioned table "
+                f"{self.source.name!r}; materialize it as a plain table first, for example "
                 "filter('true', name=..., materialized=Materialized())"
             )
         if not isinstance(until, UntilTimeLimit | UntilWindowCloses):
@@ -92,7 +94,7 @@ class Suppress(OneInput):
             return
         if until.when_full == "emit_early":
             raise TopologyError(
-                f"{self.name}: until_window_closes promises final results only, so a full buffer "
+                f"{self.name}: until_window_closes emits final results only, so a full buffer "
                 "cannot emit early; use when_full='shut_down' or 'unbounded'"
             )
         self._closing()
@@ -106,8 +108,8 @@ class Suppress(OneInput):
             raise TopologyError(f"{self.name}: {what} must be a number, 0 or more, got {wrong[0]!r}")
         if any(n is not None for n in every) and self.until.when_full == "unbounded":
             raise TopologyError(
-                f"{self.name}: {what} is given, but when_full='unbounded' has no limit; leave one of "
-                "them out"
+                f"{self.name}: {what} is set, but when_full='unbounded' has no limit; remove one of "
+                "the two"
             )
 
     @property
@@ -124,7 +126,7 @@ class Suppress(OneInput):
 
     @property
     def period(self) -> Duration:
-        """How long after its place in the buffer an update goes out."""
+        """How long an update stays in the buffer, in stream time."""
         if isinstance(self.until, UntilTimeLimit):
             return self.until.duration
         return self._closing().closes_after
@@ -134,5 +136,5 @@ class Suppress(OneInput):
 
     def describe(self) -> str:
         if isinstance(self.until, UntilWindowCloses):
-            return f"{self.source.name}, each window once, when it has closed."
-        return f"{self.source.name}, at most one update of a key in {spoken(self.until.duration)}."
+            return f"{self.source.name}, each window once, after it has closed."
+        return f"{self.source.name}, at most one update of a key per {spoken(self.until.duration)}."

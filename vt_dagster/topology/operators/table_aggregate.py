@@ -1,4 +1,4 @@
-"""aggregate of a table: its rows by another key."""
+"""aggregate of a table: its current rows, grouped by another key."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Aggregator:
-    """A user-written aggregation, in Python, called once for each added or taken-out row.
+    """A user-defined aggregation in Python, called once for each added or subtracted row.
 
     Rows and aggregates are dicts. It runs in Spark's Python workers over sorted batches, with the
     aggregate of one group in memory.
 
     Args:
-        initializer: gives the aggregate of an empty group; None: the first row added is taken as
-            it is (Kafka's ``reduce``).
-        adder: ``(row, aggregate) -> aggregate``.
-        subtractor: the same, for a row that is replaced or deleted.
-        schema: the columns of the aggregate, a StructType; None: those of the row (``reduce``).
+        adder: ``(row, aggregate) -> aggregate``, for a new row.
+        subtractor: ``(row, aggregate) -> aggregate``, for a row that is replaced or deleted.
+        initializer: returns the aggregate of an empty group; None: the first row is the aggregate
+            (Kafka's ``reduce``).
+        schema: columns of the aggregate, a StructType; None: those of the row (``reduce``).
     """
 
     adder: Callable[[Row, Row], Row]
@@ -39,21 +39,20 @@ class Aggregator:
 
 @dataclass(frozen=True)
 class TableAggregate(Aggregate):
-    """A table's rows aggregated by another key (KIP-914).
+    """Aggregates a table's current rows by another key (KIP-914).
 
-    A change takes the old row out of its group and adds the new one. Out-of-order records of a
-    versioned table are ignored. Results of a group never go back in time; a group that empties
-    stays.
+    A change subtracts the old row from its group and adds the new row to its group. Timestamps of a
+    group's results never decrease; an empty group keeps its row.
 
     Late: an out-of-order change of a versioned table is ignored and not counted; a versioned result
-    refuses what is older than its retention. Null key: a table has none; a row in whose group key
-    anything is null belongs to no group. Tombstone: takes the old row out of its group; of a row that
-    is not there it does nothing.
+    refuses records older than its history retention. Null key: a table has none; a row with a null in
+    its group key belongs to no group. Tombstone: subtracts the old row from its group; without an old
+    row it is ignored.
 
     Args:
-        group_key: the new key's columns; a row in which any is null belongs to no group.
-        select: the columns that an :class:`Aggregator` sees.
-        aggregates: (name, SQL aggregate) pairs, of count, sum, avg; or an Aggregator.
+        group_key: new key columns; a row with a null in any of them belongs to no group.
+        select: the columns passed to an :class:`Aggregator`.
+        aggregates: (name, SQL aggregate) pairs, count, sum or avg; or an Aggregator.
     """
 
     called = ("aggregate",)
@@ -74,13 +73,13 @@ class TableAggregate(Aggregate):
             self.selection()
         elif not self.parsed().invertible:
             raise TopologyError(
-                f"{self.name}: min and max cannot take out a row that was replaced; aggregate a "
-                "table by count, sum and avg, or with an Aggregator of your own"
+                f"{self.name}: min and max cannot subtract a replaced row; aggregate a table with "
+                "count, sum and avg, or write an Aggregator"
             )
         self.keys()
 
     def selection(self) -> Selection:
-        """The columns that an Aggregator sees."""
+        """The columns passed to an Aggregator."""
         return Selection(self.name, self.source.name, tuple(self.source.schema.fields), self.select)
 
     def parsed(self) -> Aggregates:

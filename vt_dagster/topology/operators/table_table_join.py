@@ -1,4 +1,4 @@
-"""table-table join: the current rows of two tables with the same key."""
+"""Table-table join: the current rows of two tables with the same key."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from vt_dagster.topology.operators.join import Join, check_keys, check_kind
 
 @dataclass(frozen=True)
 class TableTableJoin(Join):
-    """The current rows of two tables with the same key, joined anew at each change (KIP-914).
+    """Joins the current rows of two tables with the same key, again at each change (KIP-914).
 
-    A change that is out of order for its key in a versioned side is dropped and counted. The result's
-    timestamp is the larger of the change's and the other side's row's.
+    The result's timestamp is the larger of those of the change and of the other side's row.
 
     Late: a change that is out of order for its key in a versioned side is dropped and counted; a
-    versioned result refuses what is older than its retention. Null key: a table has none. Tombstone:
-    the result is one where the kind of join wants the side that is gone, as often as it comes, and
-    none where neither side has or had a row.
+    versioned result refuses records older than its history retention. Null key: a table has none.
+    Tombstone: emits a tombstone if the kind of join needs the deleted side, again for each repeated
+    tombstone; emits nothing if neither side has or had a row.
 
     Args:
         kind: ``inner``, ``left`` or ``outer``.
-        materialized: None: a plain table; with a history retention: a versioned one.
-        monotone_timestamps: a result is never older than the last one of its key, tombstones
-            included; None = where both sides are versioned. False: Kafka Streams' own timestamps.
+        materialized: None: a plain table; with a history retention: a versioned table.
+        monotone_timestamps: True: timestamps of a key's results never decrease, tombstones included;
+            False: the timestamps of Kafka Streams; None: True if both sides are versioned.
         emit: ``every_update``, or ``per_run``: only the last update of each key in a run.
     """
 
@@ -57,7 +56,7 @@ class TableTableJoin(Join):
 
     @property
     def monotone(self) -> bool:
-        """Whether results are kept from going back in time."""
+        """Whether timestamps of a key's results never decrease."""
         if self.monotone_timestamps is None:
             return self.left.versioned and self.right.versioned
         return self.monotone_timestamps
@@ -73,11 +72,11 @@ class TableTableJoin(Join):
         return self.made(StructType(fields), shown)
 
     def made(self, schema: StructType, shown: dict[str, Any]) -> Any:
-        """The table that it makes."""
+        """Makes the result table."""
         return make_table(self, self.left, schema, self.materialized, shown)
 
     def describe(self) -> str:
         return (
-            f"{self.left.name} and {self.right.name} by their common key ({self.kind}), joined anew "
-            "at each change of either."
+            f"{self.left.name} and {self.right.name} by their common key ({self.kind}), joined again "
+            "at each change of either side."
         )

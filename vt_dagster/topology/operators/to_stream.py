@@ -1,4 +1,4 @@
-"""to_stream: the changes of a table as records of a stream."""
+"""to_stream: converts a table's changelog into a stream."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vt_dagster.topology.operators.base import (
 
 @dataclass(frozen=True)
 class ToStream(OneInput):
-    """The changes of a table as records of a stream.
+    """The changelog of a table as a stream.
 
-    Late: out-of-order changes go out with their own timestamps; what the table refused does not.
-    Null key: a table has none. Tombstone: a record without a value.
+    Late: out-of-order changes are emitted with their own timestamps; records that the table refused are
+    not. Null key: a table has none. Tombstone: emitted as a record without a value.
     """
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""to_table: a stream's records as changes of a table."""
+"""to_table: reads a stream as the changelog of a table."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vt_dagster.topology.operators.base import OneInput, make_table
 
 @dataclass(frozen=True)
 class ToTable(OneInput):
-    """A stream's records as changes of a table: the last record of a key counts.
+    """Reads a stream as the changelog of a table: each record is an upsert of its key.
 
-    Versioned only with a history retention of its own.
+    The result is versioned only if ``materialized`` has a history retention.
 
-    Late: a versioned result refuses what is older than its retention; a plain one takes every record.
-    Null key: dropped and counted. Tombstone: deletes the key's row.
+    Late: a versioned result refuses records older than its history retention; a plain one accepts every
+    record. Null key: dropped and counted. Tombstone: deletes the key's row.
     """
 
     def __post_init__(self) -> None:
         if self.source.is_table:
             raise TopologyError(
-                f"{self.name}: to_table makes a table of a stream, but {self.source.name!r} is a "
-                "table already; use it as it is, or its to_stream(name=...)"
+                f"{self.name}: to_table needs a stream, but {self.source.name!r} is already a table; "
+                "use it directly, or convert it with to_stream(name=...) first"
             )
 
     @property

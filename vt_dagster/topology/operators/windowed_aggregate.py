@@ -1,4 +1,4 @@
-"""aggregate of a stream: its records by key and window."""
+"""Windowed aggregate of a stream: its records by key and window."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from vt_dagster.topology.windows import Window
 
 @dataclass(frozen=True)
 class WindowedAggregate(Aggregate):
-    """A stream's records aggregated by key and window (KIP-328's window grace).
+    """Aggregates a stream's records by key and window (grace period as in KIP-328).
 
-    A window is updated while it is open; a record whose window has closed is dropped and counted.
-    The result is a plain table whose key ends with ``window_start`` and ``window_end``.
+    A record updates its windows while they are open. The result is a plain table whose key ends with
+    ``window_start`` and ``window_end`` (timestamps).
 
     Each materialization has KIP-328's metrics: ``record_lateness_avg_seconds``,
-    ``record_lateness_max_seconds``, ``late_records_dropped`` (records that found a window closed) and
+    ``record_lateness_max_seconds``, ``late_records_dropped`` (records whose window was closed) and
     ``expired_window_records_dropped`` (closed windows that records would have updated; from the first
-    of them on). Where a run takes more than 100,000 records of a partition, the lateness is told as if
-    stream time moved evenly within each thousand of them; what is late is decided exactly.
+    one on). If a run reads more than 100,000 records of a partition, the lateness metrics assume that
+    stream time advances evenly within each thousand of them; which records are late is decided
+    exactly.
 
-    Late: a record updates those of its windows that are open; each that is closed counts as dropped.
-    Null key: dropped and counted; it does not move stream time. Tombstone: a record like any other,
-    whose values are null; sliding windows drop and count it.
+    Late: a record updates its open windows; each closed window is counted as dropped. Null key: dropped
+    and counted, does not advance stream time. Tombstone: aggregated like any record, with null values;
+    sliding windows drop and count it.
 
     Args:
         window: tumbling, hopping, session or sliding.
-        group_key: empty = the stream's own key.
-        aggregates: (name, SQL aggregate) pairs, of count, sum, min, max, avg.
+        group_key: empty = the stream's key.
+        aggregates: (name, SQL aggregate) pairs; count, sum, min, max or avg.
     """
 
     window: Window = field(kw_only=True)
@@ -44,8 +45,8 @@ class WindowedAggregate(Aggregate):
     def __post_init__(self) -> None:
         if self.source.is_table:
             raise TopologyError(
-                f"{self.name}: windows hold records of a stream, but {self.source.name!r} is a table; "
-                "use its changes, to_stream(name=...), or group_by without a window"
+                f"{self.name}: windowed_by needs a stream, but {self.source.name!r} is a table; "
+                "convert it with to_stream(name=...), or use group_by without a window"
             )
         check_emit(self.name, self.emit)
         self.parsed()
@@ -53,8 +54,8 @@ class WindowedAggregate(Aggregate):
         taken = [n for n, _ in keys.columns if n.lower() in (WINDOW_START, WINDOW_END)]
         if taken:
             raise TopologyError(
-                f"{self.name}: the key columns {taken} have the names of the window's ends; rename "
-                "them, for example 'window_start as asked_from'"
+                f"{self.name}: the key columns {taken} have the names of the result's window bounds; "
+                "rename them, for example 'window_start as asked_from'"
             )
 
     def parsed(self) -> Aggregates:
