@@ -251,5 +251,7 @@ def test_refused_beside_what_has_no_versions(about: dict[str, Any]) -> None:
     with pytest.raises(TopologyError, match="'plain' is not versioned"):
         ORDERS.left_join(plain, name="x", **about)
     (what,) = about
-    with pytest.raises(TopologyError, match=f"{what} is for a join of a stream with a versioned table"):
+    with pytest.raises(
+        TopologyError, match=f"{what} is only for a join of a stream with a versioned table"
+    ):
         ORDERS.left_join(Stream("more", key="k", schema=SCHEMA), name="x", within=DAY, **about)

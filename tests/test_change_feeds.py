@@ -128,7 +128,7 @@ def test_one_condition_by_either_name() -> None:
     assert table(deleted_when="v is null") == table(tombstone="v is null")
     assert replace(table(deleted_when="v is null"), tombstone=None) == table()
     assert code_version(table(deleted_when="v is null")) != code_version(table())
-    for wrong, said in ({"tombstone": "v is null"}, "leave one out"), ({}, "op = 'D'"):
+    for wrong, said in ({"tombstone": "v is null"}, "remove one, or combine"), ({}, "op = 'D'"):
         with pytest.raises(TopologyError, match=said):
             table(deleted_when="lsn = 1" if wrong else " ", **wrong)
     assert not hasattr(Stream("s", **ABOUT), "deleted_when")

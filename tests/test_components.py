@@ -493,7 +493,11 @@ BROKEN = {
         "recorded_at: order_at",
         "type timestamp, of which there are ['ordered_at'], got 'order_at'; correct it",
     ),
-    "suppress": ("input: by_maker", "input: prices", "suppress would lose versions of 'prices'"),
+    "suppress": (
+        "input: by_maker",
+        "input: prices",
+        "suppress would lose versions of the versioned table 'prices'",
+    ),
 }
 
 

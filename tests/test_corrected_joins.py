@@ -230,11 +230,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a join of tables": (
         lambda: prices().left_join(prices(), name="j", corrected_for=MS),
-        "follows every change of both already: leave corrected_for out",
+        "already follows every change of both: remove corrected_for",
     ),
     "a key without a promise": (
         lambda: orders().join(prices(), name="j", key="order_id"),
-        "key is for a corrected join with a versioned table",
+        "key is only for a corrected join with a versioned table",
     ),
 }
 

@@ -141,11 +141,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "stream on the right": (
         lambda: join(right=stream("other")),
-        ["priced", "in time the records of two streams", "say within=timedelta(hours=1)"],
+        ["priced", "a join of two streams needs a time window", "set within=timedelta(hours=1)"],
     ),
     "table on the left": (
         lambda: join(left=table(), grace_period=HOUR),
-        ["priced", "a grace period lets a stream's records wait", "'rates'", "leave grace_period out"],
+        ["priced", "a grace period is only for a join of a stream", "'rates'", "remove grace_period"],
     ),
     "key types": (
         lambda: join(right=versioned(key="n", schema=schema(n=IntegerType()))),

@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "versioned broadcast": (lambda: versioned(broadcast=True), ["prices", "broadcast", "plain Table"]),
     "grace of tables": (
         lambda: plain().join(versioned(), name="both", grace_period=HOUR),
-        ["both", "'rates'", "'prices'", "leave grace_period out"],
+        ["both", "'rates'", "'prices'", "remove grace_period"],
     ),
     "grace on a join's result": (
         lambda: stream().join(

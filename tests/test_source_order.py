@@ -658,7 +658,7 @@ def test_deleted_at_is_checked_and_shown(spark: SparkSession, tmp_path: Path) ->
     assert definition_metadata(stated)["vt_dagster/deleted_at"] == "removed_on"
     with pytest.raises(TopologyError, match="expected deleted_at to be a SQL expression"):
         VersionedTable("t", **about, deleted_at=" ")
-    with pytest.raises(TopologyError, match="expected deleted_at of a table with a source"):
+    with pytest.raises(TopologyError, match="deleted_at needs a table with a source"):
         replace(plain.filter("v > 1", name="f"), deleted_at="changed_at")
     (tmp_path / "in").mkdir()
     lines = [

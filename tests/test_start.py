@@ -395,10 +395,10 @@ def test_in_dagster(accounts: Accounts) -> None:
 def test_what_cannot_be_started_with(accounts: Accounts) -> None:
     dumps = accounts.table.start
     for about, said in (
-        ({"start": FilesSource("dump")}, "a source of whole states"),
-        ({"start": DeltaSource("crm", mode="changes")}, "a source of whole states"),
-        ({"source": None}, "beside a source of changes"),
-        ({"source": dumps}, "beside a source of changes"),
+        ({"start": FilesSource("dump")}, "a source of snapshots"),
+        ({"start": DeltaSource("crm", mode="changes")}, "a source of snapshots"),
+        ({"source": None}, "start needs a source of changes"),
+        ({"source": dumps}, "start needs a source of changes"),
         ({"start": replace(dumps, ignore=["no"])}, "ignore must name value columns"),
         ({"start": replace(dumps, optional=["k"])}, "expected optional columns"),
     ):

@@ -50,7 +50,10 @@ def rates() -> Table:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "no window": (lambda: orders().join(payments(), name="x"), ["x", "got nothing", "within="]),
+    "no window": (
+        lambda: orders().join(payments(), name="x"),
+        ["x", "needs a time window, got none", "within="],
+    ),
     "a window that ends before it starts": (
         lambda: orders().left_join(payments(), name="x", before=MS, after=-2 * MS),
         ["x", "before + after of 0 or more", "lengthen before or after"],
@@ -65,11 +68,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a grace period for a stream": (
         lambda: orders().left_join(payments(), name="x", within=HOUR, grace_period=HOUR),  # type: ignore[call-overload]
-        ["x", "grace_period lets", "'payments' is a stream: leave it out", "say grace"],
+        ["x", "grace_period is only", "'payments' is a stream: remove it", "set grace"],
     ),
     "a window for a table": (
         lambda: orders().join(rates(), name="x", within=HOUR, grace=HOUR),  # type: ignore[call-overload]
-        ["x", "within and grace", "'rates' is a Table", "leave it out"],
+        ["x", "within and grace", "'rates' is a Table", "remove it"],
     ),
     "an outer join with a table": (
         lambda: orders().outer_join(rates(), name="x"),
@@ -106,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a key of a corrected join of streams": (
         lambda: orders().left_join(payments(), name="x", within=HOUR, corrected_for=HOUR, key="k"),  # type: ignore[call-overload]
-        ["x", "'payments' is a stream", "leave key out"],
+        ["x", "'payments' is a stream", "remove key="],
     ),
     "a name that corrections have": (
         lambda: orders().left_join(

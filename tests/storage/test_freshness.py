@@ -210,7 +210,7 @@ SORTED = ["k", "n", "valid_from", "valid_to", "is_tombstone", "offset"]
 
 def test_a_stream_has_none() -> None:
     source = FilesSource("landing")
-    with pytest.raises(TopologyError, match="freshness is of a table's view"):
+    with pytest.raises(TopologyError, match="freshness applies to a table's view"):
         Stream("orders", key="k", schema=SCHEMA, source=source, freshness="every_run")
     for wrong in ("daily", timedelta(-1), 3):
         with pytest.raises(TopologyError, match="'on_growth', 'every_run' or a timedelta"):

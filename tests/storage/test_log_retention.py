@@ -386,22 +386,22 @@ def test_erased_after_a_cut(alone: Kept, spark: SparkSession) -> None:
     [
         (
             lambda t: t.orders.left_join(t.rates, name="x", grace_period=timedelta(minutes=9)),
-            "needs records of 'orders' again for 9 minutes (grace period, window or corrected_for), "
-            "longer than 'orders' keeps its log, 8 minutes",
+            "re-reads records of 'orders' for 9 minutes (grace period, window or corrected_for), "
+            "longer than its log_retention of 8 minutes",
         ),
         (
             lambda t: t.orders.join(t.rates, name="x", corrected_for=timedelta(minutes=9)),
-            "again for 9 minutes",
+            "re-reads records of 'orders' for 9 minutes",
         ),
         (
             lambda t: t.orders.join(
                 t.orders, name="x", within=timedelta(minutes=3), grace=timedelta(minutes=4)
             ),
-            "again for 10 minutes",
+            "re-reads records of 'orders' for 10 minutes",
         ),
         (
             lambda t: t.orders.join(t.rates, name="x", as_known="when_recorded"),
-            "asks what was known of 'rates' at each record's time",
+            "as_known needs the whole log of 'rates'",
         ),
         (
             lambda t: TrainingSet("x", t.orders, (FeatureView(t.rates, key="k"),)),

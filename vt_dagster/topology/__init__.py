@@ -1,1 +1,1 @@
-"""Tables and streams as typed values, the operators between them, and the rules that hold."""
+"""Streams and tables as typed values, the operators between them, and the checks on both."""

@@ -1,8 +1,8 @@
-"""Tables and streams as typed values, and the rules that hold between them.
+"""Streams and tables as typed values.
 
-A topology is made of :class:`Stream`, :class:`Table` and :class:`VersionedTable` values. Making one
-checks it: whatever Kafka Streams refuses when a topology is built raises :class:`TopologyError`
-here, which is when definitions load, before any run. Nothing in this module starts Spark.
+A topology consists of :class:`Stream`, :class:`Table` and :class:`VersionedTable` values. Each is
+checked on construction: whatever Kafka Streams refuses when it builds a topology raises
+:class:`TopologyError` when definitions load, before any run. Nothing in this module starts Spark.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from vt_dagster.topology.table_options import (
 )
 
 History: TypeAlias = Literal["latest", "complete"]
-"""Which of their rows two tables are joined by, see ``HistoryJoin``."""
+"""Which rows of two tables are joined: the latest, or all versions, see ``HistoryJoin``."""
 
 Ready: TypeAlias = Literal["initial_load"] | datetime | None
-"""From when on joins look into a table, see ``VersionedTable``."""
+"""When joins may start to read a table, see ``VersionedTable``."""
 
 
 @dataclass(frozen=True)
@@ -54,50 +54,48 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
 
     Args:
         name: the asset's name: letters, digits, underscores.
-        key: the key column, or several for a composite key (a tuple, once made). A record lacks a
-            key where any of them is null.
-        schema: every column of a record, key included: a pandera model for PySpark, whose checks are
-            then applied before each commit, or a StructType (which it is, once made). Any Spark type
-            may be a value; a key must not hold a map.
-        timestamp: the column, or a SQL expression over the columns, that says when the record was
-            true (TIMESTAMP, UTC). The log has it as ``timestamp``.
-        tombstone: a SQL condition that marks a record whose *value is null*: a deletion in a
-            table, in a stream a record that joins drop. Where it is null, it does not hold. None:
-            there are none; a null column alone never makes a tombstone. Of files, topics and Delta
-            tables it may name columns that are not in the schema: they are read as text, for it alone.
-            It is checked when a run starts.
-        partitions: number of partitions of the log of a files source; a record goes to the hash of
-            its key modulo this number. Stream time is kept per partition, so it is a semantic
-            setting, not only one of speed.
-        partition_by: a SQL expression over the key columns that gives the partition, instead of the
+        key: key column, or several for a composite key (stored as a tuple). A record with a null in
+            any of them has no key.
+        schema: all columns of a record, key included: a pandera model for PySpark, whose checks run
+            before each commit, or a StructType (stored as a StructType). A value may have any Spark
+            type; a key must not contain a map.
+        timestamp: column, or SQL expression over the columns, with the record's event time (TIMESTAMP,
+            UTC). The log stores it as ``timestamp``.
+        tombstone: SQL condition for records whose *value is null*: a deletion in a table; in a stream,
+            a record that joins drop. Null counts as false. None: no tombstones; null columns alone
+            never make one. With files, topics and Delta tables it may use columns that are not in the
+            schema; they are read as text, for this condition only. It is checked when a run starts.
+        partitions: number of partitions of the log of a files source; a record's partition is the
+            hash of its key modulo this number. Stream time is tracked per partition, so this setting
+            affects results as well as speed.
+        partition_by: SQL expression over the key columns that gives the partition, instead of the
             hash of the key.
         source: where the records come from; None for the result of an operator.
-        null_key: what becomes of a source record without a key: ``quarantine`` (default), or
-            ``keep`` so that a left join can emit it with nothing on the right.
-        renamed: ``{"before": "now"}``: columns that had another name before. Rows of then have their
-            values under the new name, here and in what is made of it, and so have files and messages
-            that still come with the old one. It is noted with the rows: once all that is downstream
-            has run, it may be left out.
+        null_key: handling of source records without a key: ``quarantine`` (default), or ``keep``, so
+            that a left join can emit them unmatched.
+        renamed: ``{"before": "now"}``: columns that had another name before. Old rows have their values
+            under the new name, here and downstream, and so do files and messages that still use the old
+            name. The rename is stored with the rows: remove it once everything downstream has run.
         description, group, owners: shown in Dagster.
-        key_prefix: what stands before the name in its key in Dagster, and the folders in which its
-            tables are: ``"shop/eu"`` or ``["shop", "eu"]``. Names are unique whatever their prefix.
-        log_retention: maintenance (``build_maintenance``) cuts off the batches of the log that were
-            recorded longer ago than this (``recorded_at``, a clock's time, not stream time), as far as
-            every consumer has taken them and none may read them again. What was known since then can
-            still be asked for; before that, and to who begins at the start, the log answers by an error
-            that names the limit. None (default): all is kept.
+        key_prefix: parts of the Dagster key before the name, and the folders of the asset's tables:
+            ``"shop/eu"`` or ``["shop", "eu"]``. Names must be unique across prefixes.
+        log_retention: maintenance (``build_maintenance``) truncates batches of the log that were
+            recorded longer ago than this (``recorded_at``, system time, not stream time), once every
+            consumer has read them and none may need them again. Reads as known after that time still
+            work; earlier reads, and consumers that start at the beginning, fail with an error that
+            names the limit. None (default): the log is never truncated.
     """
 
     def __hash__(self) -> int:
-        # What else they hold, a duration of each partition's own say, need not be hashable.
+        # Names are unique, and other fields need not be hashable (a mapping of durations, for example).
         return hash(self.name)
 
     def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
-        """Its records as changes of a table; see ``ToTable``."""
+        """Reads the stream as the changelog of a table; see ``ToTable``."""
         return ToTable(self, name, materialized).result(**shown)
 
     def merge(self, *others: Stream, name: str, **shown: Any) -> Stream:
-        """Its records and those of other streams as one; see ``Merge``."""
+        """Combines this and other streams into one; see ``Merge``."""
         return Merge((self, *others), name).result(**shown)
 
     def select_key(
@@ -108,11 +106,11 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
         partition_by: str | None = None,
         **shown: Any,
     ) -> Stream:
-        """Its records under another key; see ``SelectKey``.
+        """Gives the records a new key; see ``SelectKey``.
 
         Args:
             key: ``column`` or ``expression as name``.
-            partitions, partition_by: of the result, as of a source.
+            partitions, partition_by: partitioning of the result, as for a source.
         """
         made = SelectKey(self, name, group_key=key, partitions=partitions, partition_by=partition_by)
         return made.result(**shown)
@@ -120,12 +118,12 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
     def flat_map_values(
         self, expression: str, *, column: str, name: str, keep: Sequence[str] = (), **shown: Any
     ) -> Stream:
-        """Each record as several, one for each element of an array; see ``FlatMapValues``.
+        """Emits one record per element of an array; see ``FlatMapValues``.
 
         Args:
-            expression: SQL over its columns that gives an array, for example ``split(words, ' ')``.
-            column: the value column that takes an element.
-            keep: columns that the result has besides key and element.
+            expression: SQL over the columns that returns an array, for example ``split(words, ' ')``.
+            column: name of the value column for the elements.
+            keep: further columns of the stream to keep.
         """
         made = FlatMapValues(self, name, expression=expression, column=column, keep=tuple(keep))
         return made.result(**shown)
@@ -133,41 +131,42 @@ class Stream(StreamJoins["Stream", "Table"], Node, kind="stream"):
     def group_by(
         self, *key: str, partitions: int | None = None, partition_by: str | None = None
     ) -> GroupedStream[Table]:
-        """Its records by another key, to be aggregated in windows; see ``WindowedAggregate``.
+        """Groups the records by a key; see ``StreamAggregate`` and ``WindowedAggregate``.
 
         Args:
-            key: ``column`` or ``expression as name``; none: the stream's own key.
-            partitions, partition_by: of the result, as of a source.
+            key: ``column`` or ``expression as name``; none: the stream's key.
+            partitions, partition_by: partitioning of the result, as for a source.
         """
         return GroupedStream(self, key, partitions, partition_by)
 
     @property
     def inputs(self) -> tuple[Stream, ...]:
-        """The streams and tables that this one is made of; empty for a source."""
+        """The inputs of its operator; empty for a source."""
         return cast("tuple[Stream, ...]", super().inputs)
 
 
 @dataclass(frozen=True)
 class Table(Stream, kind="table"):
-    """A stream of changes of which the latest record per key, by arrival, counts.
+    """A changelog in which the last record per key, by arrival, is the current row.
 
-    A later record replaces an earlier one whatever their timestamps, as in Kafka Streams' plain
-    stores. Joins with a stream use what the table holds when the run starts. Records without a key
-    are quarantined.
+    A record replaces an earlier arrival whatever their timestamps, as in Kafka Streams' plain stores.
+    Joins with a stream read the table as it is when the run starts. Records without a key are
+    quarantined.
 
     Args:
-        freshness: how far the view, which other engines read, may be behind the log; whoever reads
-            through this library gets what was committed, whatever it is. ``on_growth`` (default): it is
-            written by each run as long as it has at most 100,000 rows, and then whenever what was
-            committed since is a fifth of it, a million records, or of 64 runs. ``every_run``: by each
-            run, which costs what the table holds. A timedelta: by the first run that finds it that old.
-        broadcast: a small table that every executor holds a copy of in joins with streams (Kafka's
-            global table). A versioned table cannot be one.
-        deleted_when: the same as ``tombstone``, as change feeds say it: ``"op = 'D'"``. Give one of
-            both; it is kept as ``tombstone``.
-        deleted_at: a SQL expression of type timestamp that says when a deletion happened; null: as
-            without it. It may name what ``tombstone`` may, and of dumps, Delta tables and topics
-            ``record_time``: see ``docs/guides/change-feeds.md``. Of a table with a source.
+        freshness: how far the view, which other engines read, may lag behind the log; reads through
+            this library always see all commits. ``on_growth`` (default): each run writes the view while
+            it has at most 100,000 rows; then a run writes it once the commits since the last write
+            amount to a fifth of its rows, a million records, or 64 runs. ``every_run``: each run writes
+            it, at a cost that grows with the table. A timedelta: the first run that finds the view
+            this old writes it.
+        broadcast: a small table that Spark broadcasts to every executor in joins with streams (Kafka's
+            global table). A versioned table cannot be broadcast.
+        deleted_when: alias of ``tombstone`` in the terms of change feeds: ``"op = 'D'"``. Set only one
+            of the two; it is stored as ``tombstone``.
+        deleted_at: SQL expression of type timestamp for the time of a deletion; null: as without this
+            setting. It may use the columns that ``tombstone`` may use, and for dumps, Delta tables and
+            topics ``record_time``: see ``docs/guides/change-feeds.md``. Only for a table with a source.
     """
 
     broadcast: bool = field(default=False, kw_only=True)
@@ -186,7 +185,7 @@ class Table(Stream, kind="table"):
 
     @property
     def is_table(self) -> bool:
-        """It is one."""
+        """Always true."""
         return True
 
     def join(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -205,9 +204,8 @@ class Table(Stream, kind="table"):
     ) -> Table:
         """Inner join with another table, by the common key or a foreign key.
 
-        See ``TableTableJoin`` and ``ForeignKeyJoin``; with ``history="complete"``, of two versioned
-        tables by their common key, ``HistoryJoin``. ``grace_period`` belongs to streams and is
-        refused.
+        See ``TableTableJoin`` and ``ForeignKeyJoin``; for ``history="complete"`` (two versioned tables,
+        common key) ``HistoryJoin``. ``grace_period`` is only for streams and is refused.
         """
         about = {"select": tuple(select), "materialized": materialized, "emit": emit}
         about |= {"monotone_timestamps": monotone_timestamps}
@@ -287,72 +285,71 @@ class Table(Stream, kind="table"):
         materialized: Materialized | None = None,
         **shown: Any,
     ) -> Table:
-        """The same keys with other values; see ``MapValues``."""
+        """Replaces the value columns and keeps the key; see ``MapValues``."""
         return MapValues(self, name, materialized, select=select).result(**shown)
 
     def group_by(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *key: str, partitions: int | None = None, partition_by: str | None = None
     ) -> GroupedTable[Table]:
-        """Its rows by another key, to be aggregated; see ``TableAggregate``.
+        """Groups the rows by another key; see ``TableAggregate``.
 
         Args:
             key: ``column`` or ``expression as name``.
-            partitions, partition_by: of the result, as of a source.
+            partitions, partition_by: partitioning of the result, as for a source.
         """
         return GroupedTable(self, key, partitions, partition_by)
 
     def suppress(self, until: UntilTimeLimit | UntilWindowCloses, *, name: str, **shown: Any) -> Table:
-        """Holds back updates; see ``Suppress``."""
+        """Buffers updates and emits fewer of them; see ``Suppress``."""
         return Suppress(self, name, until=until).result(**shown)
 
     def to_table(self, *, name: str, materialized: Materialized | None = None, **shown: Any) -> Table:
-        """Refused, for it is a table; ``to_stream(name=...)`` gives its changes, to make another of."""
+        """Raises TopologyError: it is already a table. Use ``to_stream(name=...)`` first."""
         return ToTable(self, name, materialized).result(**shown)
 
     def to_stream(self, *, name: str, **shown: Any) -> Stream:
-        """Its changes as records of a stream; see ``ToStream``."""
+        """Converts the table's changelog into a stream; see ``ToStream``."""
         return ToStream(self, name).result(**shown)
 
 
 @dataclass(frozen=True)
 class VersionedTable(Table, kind="versioned_table"):
-    """A table that remembers what was true when (KIP-889).
+    """A table that keeps the versions of each key over time (KIP-889).
 
     Args:
-        history_retention: how far back the table answers, and how late a record may be: one with
-            ``timestamp < stream time - history_retention`` is refused and counted; one exactly
-            that old is accepted.
-        segment_interval: Kafka's name for the width of a piece of stored history. It never changes
-            a result.
-        ready: from when on joins may look into it; until then they, and those with what is made of it,
-            take nothing, so that no record is joined with the first part of a table that is still being
-            loaded. ``initial_load``: once it has taken all that its first run found in the source. A
-            time (with a time zone): once stream time has come to it, inclusive, in each partition that
-            has records. None: at once, as in Kafka Streams. Of a table with a source.
-        tie_break: a value column: of records with one key and timestamp that with its largest value
-            counts, whatever the order of arrival; the others are refused and counted, ``lost_tie``.
-            Null is smaller than any value; of equal values the last that arrives counts. Text is
-            compared by its characters: give a number. None: the last that arrives counts, as in Kafka
-            Streams. It holds for what arrives from then on. Of a table with a source.
-        valid_until: a value column (TIMESTAMP) that says when a version ends at the latest: exclusive;
-            null: with the next version. No tombstone is made of it: a version that begins before this
-            end, and came later, has its own. Whoever looks after it finds nothing.
-        start: a snapshot, ``SnapshotSource`` or ``DeltaSource(mode="snapshots")``, with which the table
-            begins, beside the changes of its source: see ``docs/guides/start.md``. A row of it counts
-            from its own ``timestamp`` on, or where that is null or no column from the snapshot's time,
-            unless the changes tell its key something of that time or before (``covered``).
-        new_version_on: value columns; a record makes a version only where one of them differs from
-            the version before it in time (null equals null). A version has the values and the
-            ``valid_from`` of its first record; records that repeat it change nothing, until a late
-            one comes between. None: every record makes one, as in Kafka Streams.
-        only_columns: the value columns that a record says; it leaves the others as they are at its
-            time, whatever it has there. A list of columns; or a SQL expression over the columns of the
-            source, as ``tombstone``, that gives an ARRAY<STRING> of names (or a text: a JSON array, or
-            names with commas between), null: all. None: all. What a late record says also holds in the
-            versions after it, up to one whose record says that column; a deletion says all. Not left
-            out are ``timestamp`` and ``valid_until``: they are each record's own.
-        ignore_null_updates: whether a null means "unchanged", in the same way: in all value columns
-            (True), or in a list of them.
+        history_retention: how far back the table can be read, and how late a record may be, in stream
+            time: a record with ``timestamp < stream time - history_retention`` is refused and counted;
+            a record exactly that old is accepted.
+        segment_interval: width of a segment of stored history, as in Kafka. It never changes a result.
+        ready: when joins may start to read the table; until then they and everything downstream read
+            nothing, so that no record is joined with a partly loaded table. ``initial_load``: once all
+            records that its first run saw in the source are loaded. A time (with a time zone): once
+            stream time reaches it (inclusive) in each partition that has records. None: at once, as in
+            Kafka Streams. Only for a table with a source.
+        tie_break: value column that decides between records with the same key and timestamp: the
+            largest value wins, whatever the order of arrival; the others are refused and counted as
+            ``lost_tie``. Null is smaller than any value; among equal values the last arrival wins. Text
+            compares by characters: use a number column. None: the last arrival wins, as in Kafka
+            Streams. A change applies to later arrivals only. Only for a table with a source.
+        valid_until: value column (TIMESTAMP) with the latest end of a version, exclusive; null: the
+            version ends with the next one. It creates no tombstone: a version that starts before this
+            end and arrived later has its own end. A lookup after the end finds nothing.
+        start: snapshot with the initial rows, ``SnapshotSource`` or ``DeltaSource(mode="snapshots")``,
+            in addition to the changes of ``source``: see ``docs/guides/start.md``. A row is valid from
+            its ``timestamp``, or from the snapshot's time if that is null or not a column. It is
+            skipped if the changes have a record of its key at that time or before (``covered``).
+        new_version_on: value columns; a record makes a new version only if one of them differs from
+            the previous version in time (null equals null). A version has the values and the
+            ``valid_from`` of its first record; records that repeat it change nothing, unless a late
+            record falls between them. None: every record makes a version, as in Kafka Streams.
+        only_columns: value columns that a record provides (partial update); all others keep their
+            values as of the record's time, whatever the record contains. A list of columns; or a SQL
+            expression over the columns of the source, as in ``tombstone``, that returns an
+            ARRAY<STRING> of names (or text: a JSON array or comma-separated names), null: all. None:
+            all. Values of a late record carry over into later versions, up to one whose record provides
+            that column; a deletion provides all. ``timestamp`` and ``valid_until`` are always provided.
+        ignore_null_updates: whether a null means "not provided", as in ``only_columns``: in all value
+            columns (True), or in a list of them.
     """
 
     history_retention: Duration = field(kw_only=True)
@@ -389,7 +386,7 @@ class VersionedTable(Table, kind="versioned_table"):
 
     @property
     def has_partial_updates(self) -> bool:
-        """Whether a record may say a part of its row."""
+        """Whether a record may provide only some value columns."""
         return has_partial_updates(self)
 
 

@@ -1,7 +1,7 @@
-"""A stream or table as a typed value, what it is made by, and the rules that hold for any of them.
+"""Base classes of streams, tables and operators, and the checks common to all streams and tables.
 
-Operators know no more than this module of what they take and give. ``vt_dagster.topology.model`` adds
-the classes that people use, with a method for each operator.
+Operators depend on this module only, not on ``vt_dagster.topology.model``, whose public classes have a
+method for each operator.
 """
 
 from __future__ import annotations
@@ -29,83 +29,83 @@ Emit = Literal["every_update", "per_run"]
 """``per_run``: only the last update of each key in a run."""
 
 Freshness: TypeAlias = Literal["every_run", "on_growth"] | timedelta
-"""How far a table's view may be behind its log, see ``Table``."""
+"""How far a table's view may lag behind its log, see ``Table``."""
 
 Kind = Literal["stream", "table", "versioned_table"]
 
 N = TypeVar("N", bound="Node")
 Input: TypeAlias = Any
-"""A ``Node``; to users of an operator it is a ``Stream`` or ``Table``, which cannot be named here."""
+"""A ``Node``. Users see ``Stream`` or ``Table``, which this module cannot import (import cycle)."""
 
 MIXED = "mixed"
-"""The partitioning of streams of which one has a key in other partitions than another."""
+"""Partitioning of merged streams that are not copartitioned: a key may be in several partitions."""
 _NO_MEANING = {
     *("name", "materialized", "emit", "monotone_timestamps"),
     *("grace", "grace_period", "corrected_for", "retention", "until"),
 }
-"""Fields that may change from run to run: what is said from then on is as true as what was before."""
+"""Fields that may change between runs: earlier results remain valid in the same log."""
 _DEEPEST = 3
-"""A warehouse is looked through for assets so deep and no further: it may be anybody's directory."""
+"""Most parts of a key prefix: a search for assets goes this deep into a warehouse, which may be any
+directory."""
 _KINDS: dict[Kind, type[Node]] = {}
 
 
 class Source(Protocol):
     """Where the records of a source asset come from; see ``FilesSource`` and ``KafkaSource``.
 
-    A source may also say ``tables_only = True``, ``own_partitions = True`` where it has partitions of
-    its own, and ``upstream``: the key of the asset that delivers what it reads.
+    A source may also set ``tables_only = True``, ``own_partitions = True`` if its records come with
+    partitions, and ``upstream``: the key of the asset that produces its records.
     """
 
     def describe(self) -> str:
-        """What is read, for descriptions and messages."""
+        """Returns what is read, for descriptions and messages."""
         ...
 
     @property
     def gives_timestamp(self) -> bool:
-        """Whether it has a ``timestamp`` of its own for each record."""
+        """Whether the source provides a ``timestamp`` for each record."""
         ...
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """Refuses columns that it cannot give, by a ``TopologyError``."""
+        """Raises TopologyError for columns that it cannot provide."""
         ...
 
 
 class Operator(Called, ABC):
-    """What a stream or table is the result of."""
+    """An operator of a topology; makes a stream or table from its inputs."""
 
     name: str
     emit: Emit = "every_update"
-    """Which of a run's results count: every one, or the last of each key."""
+    """Which results of a run are emitted: all, or the last of each key."""
     window: Window | None = None
-    """The windows that the result's rows belong to; None where they belong to none."""
+    """Windows of the result's rows; None = not windowed."""
 
     @property
     @abstractmethod
     def inputs(self) -> tuple[Input, ...]:
-        """The streams and tables whose logs it consumes or whose views it reads."""
+        """The streams and tables whose logs it consumes or whose tables it reads."""
 
     @property
     def waits_for(self) -> tuple[Input, ...]:
-        """The tables that it takes nothing without before they are ready, see ``VersionedTable``."""
+        """The tables that must be ready before it reads any input, see ``VersionedTable``."""
         return ()
 
     @abstractmethod
     def result(self, **shown: Any) -> Any:
-        """The stream or table that it makes; ``shown``: description, group, owners, key_prefix,
-        freshness."""
+        """Makes the result; ``shown``: description, group, owners, key_prefix, freshness."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What it does, in a sentence."""
+        """Returns what it does, in one sentence."""
 
     @abstractmethod
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        """For each column of the result the (asset, column) pairs that it is made of."""
+        """Returns for each column of the result the (asset, column) pairs that it derives from."""
 
     @property
     def rekeyed(self) -> bool:
-        """Whether the result's records have another key than that by which its source was partitioned.
-        Kafka Streams then brings them to other partitions before it groups or joins them."""
+        """Whether the result has another key than its source was partitioned by. Kafka Streams
+        repartitions such records before it groups or joins them."""
         return False
 
     @property
@@ -115,41 +115,41 @@ class Operator(Called, ABC):
 
     @property
     def partitioning(self) -> tuple[Any, ...] | None:
-        """That of a result, by default its first input's; None: its own key gives it."""
+        """Partitioning of the result: by default that of the first input; None = by its own key."""
         return self.inputs[0].partitioning
 
     @property
     def meaning(self) -> dict[str, str]:
-        """What its results mean, by name: with another value they would be results of something else,
-        and do not belong in the same log. Not how long something is waited for or kept."""
+        """The settings that define the results, by name: results under other values must not share a
+        log. Excludes waiting times and retention."""
         told = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
         told = {name: _meaning(value) for name, value in told.items() if name not in _NO_MEANING}
         return {"operator": type(self).__name__, **told}
 
     @property
     def settings(self) -> dict[str, str]:
-        """What an asset's metadata says of it, by name."""
+        """Settings to show in the asset's metadata, by name."""
         return {}
 
     @property
     def log_columns(self) -> tuple[str, ...]:
-        """Columns that it adds to its result's log, besides those of any log."""
+        """Columns that it adds to its result's log, besides those of every log."""
         return ()
 
     @property
     def rescan_span(self) -> dict[str, timedelta]:
-        """Of each input whose log it reads again: so far back in stream time it may need that."""
+        """How far back in stream time it may re-read the log of an input, by the input's name."""
         return {}
 
     @property
     def needs_whole_log(self) -> tuple[Input, ...]:
-        """The inputs whose logs it may need as a whole at any time."""
+        """The inputs whose whole logs it may need at any time."""
         return ()
 
     @property
     def stored(self) -> bool:
-        """Whether the result has a store of its own, which decides what is latest and what was
-        before; else it passes on what its input says (filter, map_values)."""
+        """Whether the result has a store of its own, which gives the latest and previous row of a key;
+        otherwise its input gives both (filter, map_values)."""
         return True
 
 
@@ -172,10 +172,10 @@ def _meaning(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """What streams and tables have in common; ``Stream`` says what the fields mean.
+    """Base of streams and tables; ``Stream`` documents the other fields.
 
     Args:
-        operator: what it is the result of; None: it has a source.
+        operator: the operator that makes it; None: it has a source.
         contract: the pandera model that ``schema`` was made from, if any.
     """
 
@@ -199,7 +199,7 @@ class Node:
     contract: Any = field(default=None, kw_only=True, repr=False)
 
     def __init_subclass__(cls, kind: Kind | None = None, **more: Any) -> None:
-        """``kind``: of the class whose values ``make_node`` makes for operators."""
+        """Registers the class that ``make_node`` uses for ``kind``."""
         super().__init_subclass__(**more)
         if kind is not None:
             _KINDS[kind] = cls
@@ -220,7 +220,7 @@ class Node:
         if len(self.key_prefix) > _DEEPEST:
             raise TopologyError(
                 f"{self.name}: expected a key_prefix of at most {_DEEPEST} parts, got "
-                f"{'/'.join(self.key_prefix)!r}; join some by underscores"
+                f"{'/'.join(self.key_prefix)!r}; join some parts with underscores"
             )
         check_columns(self.name, self._kind(), key, self.schema, self.timestamp)
         if self.operator is None and not (self._timed_by_source and self.timestamp == TIMESTAMP):
@@ -245,9 +245,9 @@ class Node:
     def _check_kind(self, source: Source) -> None:
         if getattr(source, "tables_only", False) and not self.is_table:
             raise TopologyError(
-                f"{self.name}: {source.describe()} say what is true, and become puts and deletions of "
-                "rows: expected a Table or VersionedTable, got a Stream; declare it as a table, whose "
-                "changes to_stream() gives"
+                f"{self.name}: {source.describe()} are turned into upserts and deletions of rows: "
+                "expected a Table or VersionedTable, got a Stream; declare a table, and use its "
+                "to_stream()"
             )
 
     def _check_freshness(self) -> None:
@@ -260,26 +260,26 @@ class Node:
             )
         if wanted != "on_growth" and not self.is_table:
             raise TopologyError(
-                f"{self.name}: freshness is of a table's view, but a stream has its log alone, which "
-                "each run appends to: leave it out"
+                f"{self.name}: freshness applies to a table's view, but a stream only has a log, "
+                "which each run appends to: remove freshness"
             )
 
     def _check_logs(self, operator: Operator) -> None:
-        """Refuses to be made of a log that is cut off before its records are done with."""
+        """Raises TopologyError if an input's log is truncated before the operator is done with it."""
         for node in operator.needs_whole_log:
             if node.log_retention is not None:
                 raise TopologyError(
-                    f"{self.name}: asks what was known of {node.name!r} at each record's time, which "
-                    f"its whole log answers, but {node.name!r} has a log_retention of "
-                    f"{spoken(node.log_retention)}; leave that out, or join with as_known='now'"
+                    f"{self.name}: as_known needs the whole log of {node.name!r}, which has a "
+                    f"log_retention of {spoken(node.log_retention)}; remove log_retention, or join "
+                    "with as_known='now'"
                 )
         for node in operator.inputs:
             reach = operator.rescan_span.get(node.name, timedelta(0))
             if node.log_retention is not None and reach > node.log_retention:
                 raise TopologyError(
-                    f"{self.name}: needs records of {node.name!r} again for {spoken(reach)} (grace "
-                    f"period, window or corrected_for), longer than {node.name!r} keeps its log, "
-                    f"{spoken(node.log_retention)}; shorten that or lengthen its log_retention"
+                    f"{self.name}: re-reads records of {node.name!r} for {spoken(reach)} (grace "
+                    f"period, window or corrected_for), longer than its log_retention of "
+                    f"{spoken(node.log_retention)}; shorten the former or lengthen log_retention"
                 )
 
     @property
@@ -292,33 +292,34 @@ class Node:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Its key in Dagster, and the folders of its tables in a warehouse."""
+        """The parts of its Dagster key, which are also its folders in a warehouse."""
         return (*self.key_prefix, self.name)
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        """The streams and tables that this one is made of; empty for a source."""
+        """The inputs of its operator; empty for a source."""
         return () if self.operator is None else self.operator.inputs
 
     @property
     def rekeyed(self) -> bool:
-        """Whether its records have been brought to another key, see ``Operator.rekeyed``."""
+        """Whether an operator changed the key of its records, see ``Operator.rekeyed``."""
         return self.operator is not None and self.operator.rekeyed
 
     @cached_property
     def partitioning(self) -> tuple[Any, ...]:
-        """What gives a key its partition: two nodes of the same have a key in the same one."""
+        """The rule that gives a key its partition; nodes with equal rules are copartitioned."""
         own = ("source",) if getattr(self.source, "own_partitions", False) else None
         chosen = self.partition_by or ""
-        for place, name in enumerate(self.key):  # whatever it is called
+        # Key columns by position: the rules of two nodes are equal even if their keys differ in name.
+        for place, name in enumerate(self.key):
             chosen = re.sub(rf"\b{re.escape(name)}\b", f"{{{place}}}", chosen)
         kept = own if self.operator is None else self.operator.partitioning
         return kept or ("key", self.partitions, chosen)
 
     @cached_property
     def earlier(self) -> Names:
-        """By column the names that it had before: as declared, and as it has them of an input's column
-        of the same name."""
+        """Earlier names by column: those declared, and those inherited from an input's column of the
+        same name."""
         found = dict(names_before(self.name, self.renamed, self.schema))
         known = {up.name: up.earlier for up in self.inputs}
         if self.operator is None or not any(known.values()):
@@ -332,8 +333,8 @@ class Node:
         return found
 
     def changed_meaning(self, then: Mapping[str, str]) -> list[str]:
-        """What its operator means now and did not mean by a commit, in words; columns that have been
-        renamed since mean the same."""
+        """Returns the differences between its operator's ``meaning`` and that of an earlier commit, as
+        text; a renamed column is no difference."""
         now = {} if self.operator is None else self.operator.meaning
         if not now or not then:
             return []
@@ -356,35 +357,35 @@ class Node:
 
     @property
     def is_table(self) -> bool:
-        """Whether its records are changes of rows, of which one a key counts."""
+        """Whether its records are a changelog with one current row per key."""
         return False
 
     @property
     def retention(self) -> Duration | None:
-        """How far back it remembers what was true when; None: it does not."""
+        """Its history retention; None: it is not versioned."""
         return None
 
     @property
     def versioned(self) -> bool:
-        """Whether it remembers what was true when."""
+        """Whether it keeps the versions of each key over time."""
         return self.retention is not None
 
     @property
     def window(self) -> Window | None:
-        """The windows that its rows belong to; None where they belong to none."""
+        """Windows of its rows; None = not windowed."""
         return None if self.operator is None else self.operator.window
 
 
 def make_node(kind: Kind, name: str, **about: Any) -> Any:
-    """A stream or table of the class that was declared as of this kind.
+    """Makes a stream or table of the class registered for ``kind``.
 
-    Operators make their results by it: the classes have methods that make operators.
+    Operators cannot import those classes, whose methods make operators.
     """
     return _KINDS[kind](name, **about)
 
 
 def topological(nodes: Sequence[N]) -> list[N]:
-    """The given nodes and all their inputs, each once, inputs first."""
+    """Returns the nodes and all their inputs in topological order, each once."""
     found: dict[str, Any] = {}
 
     def visit(node: Node) -> None:

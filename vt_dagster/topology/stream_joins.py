@@ -1,6 +1,7 @@
-"""What a stream is joined with: a table, or another stream within a window of time.
+"""The join methods of a stream: with a table, or with another stream within a time window.
 
-The classes of ``vt_dagster.topology.model`` have these methods; they cannot be named here.
+``Stream`` and ``Table`` in ``vt_dagster.topology.model`` inherit them. This module cannot import those
+classes (import cycle), so they are type variables.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Window:
-    """What a join with another stream is told of time."""
+    """The time settings of a stream-stream join."""
 
     within: Duration | None
     before: Duration | None
@@ -38,11 +39,11 @@ class _Window:
     grace: Duration | None
 
     def ends(self, name: str) -> tuple[Duration, Duration, Duration]:
-        """before, after and grace."""
+        """Returns before, after and grace."""
         if self.within is None and self.before is None and self.after is None:
             raise TopologyError(
-                f"{name}: expected how far apart in time the records of two streams may be, got "
-                "nothing: say within=timedelta(hours=1), or before and after"
+                f"{name}: a join of two streams needs a time window, got none: set "
+                "within=timedelta(hours=1), or before and after"
             )
         nothing = timedelta(0) if self.within is None else self.within
         before = nothing if self.before is None else self.before
@@ -50,18 +51,18 @@ class _Window:
         return before, after, timedelta(0) if self.grace is None else self.grace
 
     def refuse_beside_table(self, name: str, table: Node) -> None:
-        """They have no meaning there."""
+        """Raises TopologyError if any is set for a join with a table."""
         given = [what for what, value in vars(self).items() if value is not None]
         if given:
             raise TopologyError(
-                f"{name}: {' and '.join(given)} is for a join of two streams, but {table.name!r} is a "
-                f"{type(table).__name__}: leave it out; grace_period lets records wait for a table's"
+                f"{name}: {' and '.join(given)} is only for a join of two streams, but {table.name!r} "
+                f"is a {type(table).__name__}: remove it, or use grace_period to wait for table records"
             )
 
 
 @dataclass(frozen=True)
 class _Promise:
-    """What a corrected join is told."""
+    """The settings of a corrected join."""
 
     corrected_for: Duration | None = None
     key: str | Sequence[str] = ()
@@ -71,30 +72,30 @@ class _Promise:
         return (self.key,) if isinstance(self.key, str) else tuple(self.key)
 
     def refuse(self, name: str, where: str) -> None:
-        """They have no meaning there."""
+        """Raises TopologyError if any is set for another kind of join."""
         given = [what for what, value in vars(self).items() if value not in (None, ())]
         if given:
             raise TopologyError(
-                f"{name}: {' and '.join(given)} is for a corrected join with a versioned table, not "
-                f"for {where}: leave it out, or say corrected_for=timedelta(days=7)"
+                f"{name}: {' and '.join(given)} is only for a corrected join with a versioned table, "
+                f"not for {where}: remove it, or set corrected_for=timedelta(days=7)"
             )
 
 
 @dataclass(frozen=True)
 class _Match:
-    """What a join with a table is told of versions."""
+    """The settings by which a stream-table join chooses versions."""
 
     as_known: AsKnown
     max_age: timedelta | None
     at: At
 
     def refuse(self, name: str, where: str) -> None:
-        """They have no meaning there."""
+        """Raises TopologyError if any is set for another kind of join."""
         given = [what for what, value in vars(self).items() if value != getattr(_KAFKAS, what)]
         if given:
             raise TopologyError(
-                f"{name}: {' and '.join(given)} is for a join of a stream with a versioned table, not "
-                f"for {where}: leave it out"
+                f"{name}: {' and '.join(given)} is only for a join of a stream with a versioned table, "
+                f"not for {where}: remove it"
             )
 
 
@@ -165,26 +166,27 @@ class StreamJoins(Generic[S, T]):
         grace: Duration | None = None,
         **shown: Any,
     ) -> S | T:
-        """Inner join with a table, each record as of its own time, see ``StreamTableJoin``; or with a
-        stream, each record with those near it in time, see ``StreamStreamJoin``; or as it will have
-        been told (``corrected_for``), see ``CorrectedJoin`` and ``CorrectedStreamJoin``: then the
-        result is a table.
+        """Inner join with a table as of each record's timestamp, see ``StreamTableJoin``; or with a
+        stream within a time window, see ``StreamStreamJoin``. With ``corrected_for`` late matches
+        correct the result, which is a table: see ``CorrectedJoin`` and ``CorrectedStreamJoin``.
 
         Args:
-            grace_period: of a join with a table.
-            corrected_for: of a join with a versioned table: how long results follow what it learns; of
-                a left or outer join with a stream: how late a match may be that takes back a row
-                without one.
-            key: of a corrected join with a table: columns that name a record; none: its partition and
+            grace_period: join with a table: how long a record waits for table records.
+            corrected_for: join with a versioned table: how long late table records correct the result;
+                left or outer join with a stream: how late a match may be and still retract the
+                unmatched row.
+            key: corrected join with a table: columns that identify a record; none: its partition and
                 offset.
-            as_known: of a join with a versioned table, among which versions is looked: now,
-                when_recorded, or those recorded until so long after the record's timestamp.
-            max_age: likewise, how long before the record a version may have begun (inclusive).
-            at: likewise, at_or_before or before the record's timestamp.
-            within: of a join with a stream: how far before and after a record its matches may lie.
-            before, after: the same of one direction; either may be negative. One that is not given is
-                as ``within`` says, else 0.
-            grace: how late a record of a stream may be and still find every match; none: not at all.
+            as_known: join with a versioned table: which versions can match: now, when_recorded, or a
+                duration: those recorded no later than that after the record's timestamp.
+            max_age: join with a versioned table: how long before the record a version may start
+                (inclusive).
+            at: join with a versioned table: match versions that start at_or_before or before the
+                record's timestamp.
+            within: join with a stream: how far before and after a record its matches may lie.
+            before, after: join with a stream: as ``within``, for one direction; may be negative.
+                Default: ``within``, else 0.
+            grace: join with a stream: how late a record may be and still find every match; default 0.
             shown: description, group, owners and key_prefix of the result.
         """
         about, match = _Window(within, before, after, grace), _Match(as_known, max_age, at)
@@ -337,7 +339,7 @@ class StreamJoins(Generic[S, T]):
         if other.is_table:
             about.refuse_beside_table(name, other)
             if promise.corrected_for is not None:
-                match.refuse(name, "a join that is corrected: it follows all that is known")
+                match.refuse(name, "a corrected join, which follows all versions")
                 told = {"corrected_for": promise.corrected_for, "key": promise.names}
                 return CorrectedJoin(self, other, kind, name, select, grace_period, **told)
             promise.refuse(name, "a join without corrected_for")
@@ -345,16 +347,16 @@ class StreamJoins(Generic[S, T]):
         match.refuse(name, f"a join with {other.name!r}, a stream")
         if grace_period is not None:
             raise TopologyError(
-                f"{name}: grace_period lets a stream's records wait for a table's, but {other.name!r} "
-                "is a stream: leave it out, and say grace, how late records of either may be"
+                f"{name}: grace_period is only for joins with a table, but {other.name!r} is a stream: "
+                "remove it, and set grace, the allowed lateness of both streams"
             )
         if promise.corrected_for is None:
             promise.refuse(name, f"a join with {other.name!r}, a stream")
             return StreamStreamJoin(self, other, kind, name, select, *about.ends(name))
         if promise.names:
             raise TopologyError(
-                f"{name}: key names a record of a corrected join with a table, but {other.name!r} is a "
-                "stream, and a row of two streams has the places of both its records: leave key out"
+                f"{name}: key= is only for joins with a table, but {other.name!r} is a stream; "
+                "stream-stream rows are keyed by the positions of both records: remove key="
             )
         return CorrectedStreamJoin(
             self, other, kind, name, select, *about.ends(name), promise.corrected_for
