@@ -169,9 +169,9 @@ def test_what_is_refused_and_what_is_not() -> None:
     assert refusal("n > 0 -- a comment\n and rand() > 0") is not None
     assert {e: r for e in TAKEN if (r := refusal(e)) is not None} == {}
     assert refusal("n > rand()") == (
-        "t: expected predicate to give the same value whenever a row is computed, got 'n > rand()', "
-        "where rand() gives another value each time it is computed: a run that is repeated, a replay "
-        "or a restatement would give other rows; make it of the row, for example "
+        "t: expected predicate to be deterministic, got 'n > rand()', "
+        "where rand() returns another value at each evaluation: a repeated run, a replay "
+        "or a restatement would give other rows; derive it from the row, for example "
         "pmod(xxhash64(id), 100) < 50"
     )
 
@@ -189,7 +189,7 @@ def test_columns_by_the_names_of_functions() -> None:
         # a result's column is none of the input's
         if name not in ("now", "uuid"):
             plain = Table("t", key="k", schema=SCHEMA, timestamp="at")
-            with pytest.raises(TopologyError, match=f"where {name}, of which there is no column"):
+            with pytest.raises(TopologyError, match=f"where {name}, which is no column here"):
                 plain.map_values(f"{name} as {name}", name="m")
 
 
@@ -260,7 +260,7 @@ PLACES: dict[str, Callable[[str], Any]] = {
 def test_wherever_an_expression_stands(place: str) -> None:
     assert PLACES[place]("1") is not None
     for expression in ("rand()", "unix_seconds(now())", "monotonically_increasing_id()"):
-        with pytest.raises(TopologyError, match=f"expected {place.split(' (')[0]} to give the same"):
+        with pytest.raises(TopologyError, match=f"expected {place.split(' (')[0]} to be deterministic"):
             PLACES[place](expression)
 
 

@@ -59,11 +59,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "reserved column": (
         lambda: stream(schema=schema(offset=LongType())),
-        ["sales", "['offset']", "vt_dagster needs itself", "rename"],
+        ["sales", "['offset']", "names that vt_dagster reserves", "rename"],
     ),
     "reserved for the time of record": (
         lambda: table(schema=schema(Recorded_At=TimestampType())),
-        ["rates", "['Recorded_At']", "vt_dagster needs itself", "rename"],
+        ["rates", "['Recorded_At']", "names that vt_dagster reserves", "rename"],
     ),
     "column with an underscore": (
         lambda: stream(schema=schema(_x=LongType())),
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "time as key": (
         lambda: table(key="timestamp", schema=schema(timestamp=TimestampType()), timestamp="timestamp"),
-        ["rates", "another key column than 'timestamp'", "another name"],
+        ["rates", "a key without 'timestamp'", "another name"],
     ),
     "no timestamp": (lambda: stream(timestamp=""), ["sales", "timestamp column ''", "name one"]),
     "odd timestamp of another type": (

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a group of a time": (
         lambda: plain().group_by("timestamp").count(name="m"),
-        ["m", "another key column than 'timestamp'"],
+        ["m", "a key without 'timestamp'"],
     ),
     "an odd column in an expression": (
         lambda: odd().map_values("a-b as x", name="m"),
@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: plain().group_by("g").aggregate({"least": "min(n)"}, name="groups"),
         ["groups", "cannot subtract", "count, sum and avg"],
     ),
-    "no aggregate": (
+    "an unknown aggregate": (
         lambda: plain().group_by("g").aggregate({"x": "median(n)"}, name="groups"),
         ["groups", "median"],
     ),
@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "filter without a condition": (lambda: plain().filter(" ", name="f"), ["f", "SQL condition"]),
     "a value in the key's place": (
         lambda: plain().map_values("upper(k) as k", name="m"),
-        ["m", "'k' is the key"],
+        ["m", "'k' is a key column and cannot change"],
     ),
     "windows of a table": (
         lambda: Stream.group_by(plain()).windowed_by(TumblingWindow(HOUR)).count(name="w"),

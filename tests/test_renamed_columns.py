@@ -435,7 +435,9 @@ def test_left_out_before_all_have_run() -> None:
 def test_declared_wrongly(renamed: dict[str, str], names: list[str]) -> None:
     kinds: dict[str, DataType] = {name: StringType() for name in names}
     about = schema(k=StringType(), timestamp=TimestampType(), **kinds)
-    with pytest.raises(TopologyError, match="expected renamed to say by which names columns went"):
+    with pytest.raises(
+        TopologyError, match="expected renamed to map earlier column names to current ones"
+    ):
         Stream("s", key="k", schema=about, renamed=renamed)
 
 

@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ),
         ["x", "no selected columns named ['cause']", "'left.cause as own_cause'"],
     ),
-    "a column that is not there": (
+    "an unknown column": (
         lambda: orders().join(payments(), name="x", within=HOUR, select=["right.total"]),
         ["x", "'payments' has no column 'total'"],
     ),

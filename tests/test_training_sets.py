@@ -135,7 +135,7 @@ def test_one_row_each_as_known_pinned_and_made_again(spark: SparkSession, tmp_pa
     [
         ({"features": ()}, "examples: expected features to join, got none"),
         ({"key": "nothing"}, "that hold the key of 'rates', ['k string'], got ['nothing']"),
-        ({"prefix": "", "columns": ["n", "n"]}, "expected each column once, got ['n'] more often"),
+        ({"prefix": "", "columns": ["n", "n"]}, "expected each column once, got ['n'] more than once"),
         ({"columns": ["m"]}, "expected features among ['n', 'valid_from'], got ['m']"),
         ({"at": "nearest"}, "after the record's timestamp, which leaks the future"),
         ({"at": "forward"}, "after the record's timestamp, which leaks the future"),

@@ -71,7 +71,7 @@ def test_each_partition_has_its_own_retention(spark: SparkSession, tmp_path: Pat
 
 
 def test_a_partition_without_a_length_is_named() -> None:
-    with pytest.raises(ContractError, match=r"partition 2, got some only for \[0, 1\]"):
+    with pytest.raises(ContractError, match=r"partition 2, got only \[0, 1\]"):
         length_at({0: HOUR, 1: HOUR}, 2)
 
 

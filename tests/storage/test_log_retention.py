@@ -405,7 +405,7 @@ def test_erased_after_a_cut(alone: Kept, spark: SparkSession) -> None:
         ),
         (
             lambda t: TrainingSet("x", t.orders, (FeatureView(t.rates, key="k"),)),
-            "is made of the whole log of 'orders' each time",
+            "each run reads the whole log of 'orders', whose log_retention",
         ),
         (
             lambda t: replace(t.orders, log_retention=timedelta(-1)),

@@ -1,7 +1,7 @@
-"""What an aggregate computes: ``{"departures": "count(*)", "mean_delay": "avg(dep_delay)"}``, parsed.
+"""Parses aggregates such as ``{"departures": "count(*)", "mean_delay": "avg(dep_delay)"}``.
 
-An aggregate is kept as *accumulators*, each merged from record to record by sum, min or max; the
-columns that people see are expressions over them.
+An aggregate is stored as *accumulators*, each merged from record to record by sum, min or max; the
+result columns are SQL expressions over them.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _NOT_NUMBERS = (
 
 @dataclass(frozen=True)
 class Accumulator:
-    """One number or value that is kept for a group.
+    """One stored value of a group.
 
     Args:
         name: its column; begins with ``_acc``.
-        expression: SQL over a record's columns; null counts for nothing.
-        merge: how two of them become one. As in SQL, null and x give x.
+        expression: SQL over a record's columns; null is ignored.
+        merge: how two values are combined. As in SQL, null and x give x.
     """
 
     name: str
@@ -83,21 +83,21 @@ class _Call:
 
 @dataclass(frozen=True)
 class Aggregates:
-    """The columns of an aggregate, and the accumulators that they are made of.
+    """The result columns of an aggregate, and the accumulators they derive from.
 
-    The sum of nothing is 0, as in Kafka Streams; avg, min and max of nothing are null. Identical
-    accumulators are kept once.
+    The sum over no values is 0, as in Kafka Streams; avg, min and max over no values are null.
+    Identical accumulators are stored once.
 
     Args:
-        asset: the result's name, for messages.
+        asset: name of the result, for messages.
         declared: (column, aggregate) pairs, or a mapping.
 
     Attributes:
         columns: (name, SQL expression over the accumulators).
-        accumulators: what is kept.
+        accumulators: the stored values.
 
     Raises:
-        TopologyError: something else than one aggregate call.
+        TopologyError: an expression that is not a single aggregate call.
     """
 
     asset: str
@@ -109,7 +109,7 @@ class Aggregates:
         given = self.declared.items() if isinstance(self.declared, Mapping) else self.declared
         object.__setattr__(self, "declared", tuple((str(c), a) for c, a in given))
         if not self.declared:
-            raise TopologyError(f"{self.asset}: no aggregate is given; {_EXPECTED}")
+            raise TopologyError(f"{self.asset}: expected aggregates, got none; {_EXPECTED}")
         kept: dict[tuple[str, Merge], Accumulator] = {}
 
         def keep(expression: str, merge: Merge) -> str:
@@ -135,17 +135,17 @@ class Aggregates:
 
     @property
     def invertible(self) -> bool:
-        """Whether a record can be taken out again: every accumulator is a sum."""
+        """Whether a record can be subtracted: every accumulator is a sum."""
         return all(a.merge == "sum" for a in self.accumulators)
 
     def fields(self, input: StructType) -> list[StructField]:
-        """The columns with their types; NullType where only Spark can tell.
+        """Returns the result columns with their types; NullType if only Spark can infer one.
 
         Args:
-            input: the schema of the records that are aggregated.
+            input: schema of the aggregated records.
 
         Raises:
-            TopologyError: a column that is not there, or that cannot be summed or compared.
+            TopologyError: a column that does not exist, or that cannot be summed or compared.
         """
         types = {f.name.lower(): f.dataType for f in input.fields}
         types.setdefault(TIMESTAMP, TimestampType())
@@ -161,12 +161,14 @@ class Aggregates:
     def _parse(self, column: str, aggregate: object) -> _Call:
         call = _CALL.fullmatch(aggregate) if isinstance(aggregate, str) else None
         if call is None or not _is_one_expression(call["inside"]):
-            raise TopologyError(f"{self.asset}: {column!r} is {aggregate!r}, no aggregate; {_EXPECTED}")
+            raise TopologyError(
+                f"{self.asset}: {column!r} is {aggregate!r}, not an aggregate; {_EXPECTED}"
+            )
         function, inside = call["function"].lower(), call["inside"].strip()
         if function not in _KNOWN:
             raise TopologyError(
-                f"{self.asset}: {column!r} is {aggregate!r}, but {call['function']!r} cannot be kept "
-                f"up to date from record to record; {_EXPECTED}"
+                f"{self.asset}: {column!r} is {aggregate!r}, but {call['function']!r} has no "
+                f"incremental update; {_EXPECTED}"
             )
         if inside == "*" and function != "count":
             raise TopologyError(
@@ -175,7 +177,7 @@ class Aggregates:
         if re.match(r"(distinct|all)\b", inside, re.IGNORECASE):
             raise TopologyError(
                 f"{self.asset}: {column!r} is {aggregate!r}, but {inside.split()[0]!r} is not "
-                f"supported: distinct values would all have to be kept; {_EXPECTED}"
+                f"supported, since distinct values would need unbounded state; {_EXPECTED}"
             )
         return _Call(column, "avg" if function == "mean" else function, inside)
 
@@ -196,8 +198,8 @@ class Aggregates:
         if call.function != "count" and isinstance(of, wrong):
             raise TopologyError(
                 f"{self.asset}: {call.column!r} is {call.function}({call.inside}), but {call.inside!r} "
-                f"is {of.simpleString()}, of which there is no {call.function}; give it an expression "
-                f"that makes {'a number' if call.function in ('sum', 'avg') else 'another type'} of it"
+                f"is {of.simpleString()}, a type without {call.function}; write an expression that "
+                f"converts it to {'a number' if call.function in ('sum', 'avg') else 'another type'}"
             )
         if call.function == "count":
             return LongType()
@@ -215,7 +217,7 @@ class Aggregates:
 
 
 def _is_one_expression(text: str) -> bool:
-    """Whether SQL text is one expression: not empty, parentheses in pairs, no comma outside them."""
+    """Returns whether SQL text is one expression: not empty, balanced parentheses, no comma outside."""
     depth, quote, escaped = 0, "", False
     for c in text:
         if quote:

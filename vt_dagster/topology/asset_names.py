@@ -1,4 +1,4 @@
-"""What assets may be called: a name is a directory of the warehouse and part of names in Dagster."""
+"""Names of assets: a name is a directory of the warehouse and part of names in Dagster."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from vt_dagster.errors import TopologyError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_AN_ASSET = frozenset({"attempts", "log", "quarantine", "view"})
-"""The folders of an asset's own tables: none of them can be on the way to another asset."""
+"""Folders of an asset's own tables: the path of another asset must not lead through one."""
 _LONGEST = 100
-"""A name is part of names of directories, files, ops and checks, which may have some 200 characters."""
+"""A name is part of directory, file, op and check names, which are limited to some 200 characters."""
 
 
 def require_name(name: str, kind: str) -> None:
-    """A name becomes a directory of the warehouse and part of a Dagster name.
-
-    Raises:
-        TopologyError: it is none.
-    """
+    """Raises TopologyError for a name that cannot be a directory and part of a Dagster name."""
     if not _NAME.fullmatch(name):
         raise TopologyError(
             f"{name!r} is not a name for a {kind}: use letters, digits and underscores, not starting "
@@ -32,10 +28,10 @@ def require_name(name: str, kind: str) -> None:
 
 
 def require_path(path: str, kind: str) -> list[str]:
-    """The parts of an asset's path in a warehouse, ``shop/eu/prices``: its key in Dagster.
+    """Returns the parts of an asset's path in a warehouse, ``shop/eu/prices``: its Dagster key.
 
     Raises:
-        TopologyError: it is none, for example since it leads into the folder of another asset.
+        TopologyError: an invalid path, for example one inside the folder of another asset.
     """
     parts = path.split("/")
     for part in parts:
@@ -49,15 +45,15 @@ def require_path(path: str, kind: str) -> list[str]:
 
 
 class Called:
-    """What kinds of operators are called, in the names of their ops."""
+    """Names of operator kinds, used in the names of their ops."""
 
     @classmethod
     def words(cls) -> tuple[str, ...]:
-        """Those of this class: what it says in ``called``, else its own name, like ``map_values``."""
+        """Returns the names of this class: ``called``, else the class name as ``map_values``."""
         own = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         return vars(cls).get("called", (own,))
 
     @property
     def word(self) -> str:
-        """Which of them this one is called."""
+        """The name of this operator's kind, one of ``words``."""
         return self.words()[0]

@@ -1,8 +1,8 @@
-"""Columns that had other names before: what is said of them, and what else means the same by it.
+"""Renamed columns: where earlier names are stored, and how they are matched.
 
-A file knows a column by its name alone, so rows of before have it under its earlier ones. A field says
-by its metadata which these are, in a table's schema as in those that are made of a declaration; whoever
-reads rows gives the value under the newest name.
+Files identify a column by name, so old rows have it under an earlier name. The metadata of a field, in
+a table's schema and in a declared one, lists its earlier names; readers return the value under the
+current name.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from vt_dagster.columns import OLD, RESERVED, TIMESTAMP, WAS
 from vt_dagster.errors import TopologyError
 
 Names = Mapping[str, tuple[str, ...]]
-"""By column: the names that it had before, the newest first."""
+"""Earlier names by column, the newest first."""
 
 _TOKEN = re.compile(r"'(?:[^']|'')*'|`[^`]+`|\w+|\s+|.", re.DOTALL)
 
 
 def was(field: StructField) -> tuple[str, ...]:
-    """The names that a field had before, the newest first."""
+    """Returns the earlier names of a field, the newest first."""
     return tuple((field.metadata or {}).get(WAS, ()))
 
 
 def named(name: str, kind: DataType, before: Sequence[str]) -> StructField:
-    """A field that had other names before."""
+    """Makes a field with earlier names."""
     return StructField(name, kind, metadata={WAS: list(before)} if before else None)
 
 
 def earlier_names(columns: StructType) -> set[str]:
-    """All names by which rows of before know columns."""
+    """Returns all earlier names of columns."""
     return {name for field in columns.fields for name in was(field)}
 
 
 def noted(columns: StructType, like: StructType) -> StructType:
-    """Columns with what others of the same names say of their earlier names, within ``old`` too."""
+    """Returns columns with the earlier names that ``like`` has for them, also inside ``old``."""
     known = {f.name: f for f in like.fields}
 
     def one(field: StructField) -> StructField:
@@ -51,7 +51,7 @@ def noted(columns: StructType, like: StructType) -> StructType:
 
 
 def with_all_names(columns: StructType, stored: StructType) -> StructType:
-    """Columns with the earlier names that they say themselves, and those that a table has noted."""
+    """Returns columns with their own earlier names and those stored in a table's schema."""
     groups = [{f.name, *was(f)} for f in stored.fields if was(f)]
 
     def one(field: StructField) -> StructField:
@@ -68,11 +68,10 @@ def with_all_names(columns: StructType, stored: StructType) -> StructType:
 
 
 def names_before(asset: str, renamed: Mapping[str, str], schema: StructType) -> Names:
-    """By column of a schema the names that it had before, out of a declaration's ``{old: new}``, in
-    which one that had several has an entry for each.
+    """Returns the earlier names by column, from a declared ``{old: new}`` with an entry per old name.
 
     Raises:
-        TopologyError: the new name is no column, or the old one is.
+        TopologyError: the new name is not a column, or the old one is.
     """
     found: dict[str, tuple[str, ...]] = {}
     columns = {name.lower() for name in schema.names}
@@ -84,21 +83,21 @@ def names_before(asset: str, renamed: Mapping[str, str], schema: StructType) -> 
         odd = {old.lower(), new.lower()} & {TIMESTAMP, *RESERVED}
         if old.lower() in columns or new not in schema.names or odd:
             raise TopologyError(
-                f"{asset}: expected renamed to say by which names columns went before, as "
-                f"{{'before': 'now'}}, where only the name of now is a column, got {old!r}: {new!r} "
-                f"beside the columns {schema.names}; correct it, or leave out what is not true any more"
+                f"{asset}: expected renamed to map earlier column names to current ones, as "
+                f"{{'before': 'now'}}, where only the current name is a column, got {old!r}: {new!r} "
+                f"with the columns {schema.names}; correct or remove the entry"
             )
         found[new] = (old, *found.get(new, ()))
     return found
 
 
 def same_meaning(now: str, then: str, sides: Sequence[Names], own: Names) -> bool:
-    """Whether two texts of an operator's meaning are the same but for names of columns.
+    """Returns whether two values of an operator's ``meaning`` are equal except for renamed columns.
 
     Args:
-        now, then: SQL with names, as it is declared and as it was.
-        sides: the earlier names of the columns of its inputs, the left one first.
-        own: of its result.
+        now, then: SQL with column names, as declared now and in an earlier commit.
+        sides: earlier names of the columns of its inputs, the left one first.
+        own: earlier names of the columns of its result.
     """
     if now == then:
         return True
@@ -106,7 +105,7 @@ def same_meaning(now: str, then: str, sides: Sequence[Names], own: Names) -> boo
 
 
 def _pattern(text: str, sides: Sequence[Names], own: Names) -> str:
-    """What a text could have been before, where its columns had other names."""
+    """Returns a regex for a text under all earlier names of its columns."""
     tokens, found, i = _TOKEN.findall(text), list[str](), 0
     while i < len(tokens):
         token, name = tokens[i], tokens[i].strip("`")
@@ -123,10 +122,10 @@ def _pattern(text: str, sides: Sequence[Names], own: Names) -> str:
         either = f"(?:{'|'.join(map(_quoted, (name, *before)))})"
         alias = re.fullmatch(r"\s+as\s+(`[^`]+`|\w+)", "".join(tokens[i : i + 4]), re.IGNORECASE)
         if alias is None:
-            # 'right.new' gives what 'right.old as new' gave.
+            # 'right.new' selects the same as 'right.old as new' before.
             found.append(f"{either}(?: as {_quoted(name)})?")
         elif alias[1].strip("`") in before:
-            # 'right.new as old' gives what 'right.old' gave.
+            # 'right.new as old' selects the same as 'right.old' before.
             old = _quoted(alias[1].strip("`"))
             found.append(f"(?:{either} as {old}|{old})")
             i += 4

@@ -1,12 +1,12 @@
-"""Refuses SQL expressions that give another value when they are computed once more from the same row.
+"""Refuses nondeterministic SQL expressions.
 
-A result is computed more than once: a run that was killed is run again, a replay and a restatement
-make a log anew, a plan reads a row twice. ``rand()`` then gives other rows, ``now()`` other times.
-Definitions load without Spark, so the text is taken apart here as Spark's lexer does it: a name in a
-string, in a comment or of a column is no call.
+A row may be computed more than once: a killed run is repeated, a replay or restatement rewrites a log,
+a plan reads a row twice. ``rand()`` then gives other rows, ``now()`` other times. Definitions load
+without Spark, so this module tokenizes the text as Spark's lexer does: a name in a string, in a comment
+or of a column is no call.
 
-What this module does not know are functions of the user's own; ``unknown_functions`` names them, and a
-first run asks Spark (``vt_dagster.runs.udf_determinism``).
+User-defined functions are unknown here; ``unknown_functions`` lists them, and a first run checks them
+with Spark (``vt_dagster.runs.udf_determinism``).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pyspark.sql.types import DataType, NullType, StructField, TimestampType
 from vt_dagster.columns import TIMESTAMP
 from vt_dagster.errors import TopologyError
 
-_RANDOM = "gives another value each time it is computed"
-_CLOCK = "gives the time of the computation"
-_PLACE = "depends on how Spark reads the rows and spreads them over tasks"
+_RANDOM = "returns another value at each evaluation"
+_CLOCK = "returns the time of the evaluation"
+_PLACE = "depends on how Spark reads the rows and distributes them to tasks"
 _SESSION = "depends on the session, its user or Spark's version"
-_JAVA = "calls Java code, which may give anything"
-_OTHERS = "looks at other rows, of which each run has others"
+_JAVA = "calls Java code, which may return anything"
+_OTHERS = "reads other rows, which differ from run to run"
 
-_HASH = "make it of the row, for example pmod(xxhash64(id), 100) < 50"
-_TIMES = "take a time that the row has, for example its timestamp"
+_HASH = "derive it from the row, for example pmod(xxhash64(id), 100) < 50"
+_TIMES = "use a time of the row, for example its timestamp"
 _COLUMN = "let the source deliver it as a column"
 _ADVICE = {
     _RANDOM: _HASH,
@@ -68,19 +68,19 @@ _WITHOUT_PARENTHESES = {
     *("current_timestamp", "current_date", "current_time", "localtimestamp"),
     *("current_user", "session_user", "user"),
 }
-"""Spark takes them for functions where there is no column of that name."""
+"""Spark reads these as function calls unless a column has the name."""
 
 _OF_OPERATORS = ("predicate", "expression", "group_key", "select", "aggregates", "foreign_key")
-"""Fields of operators that hold SQL over the columns of their inputs: a text, several, or pairs of a
-name and a text."""
+"""Fields of operators with SQL over the columns of their inputs: a text, several, or pairs of name and
+text."""
 _OF_NODES = ("timestamp", "partition_by", "tombstone", "only_columns")
-"""Fields of streams and tables that hold SQL over their own columns, or name some."""
+"""Fields of streams and tables with SQL over their own columns, or with column names."""
 
 _SPECIAL = re.compile(r"\s*(now|today|tomorrow|yesterday)(\s.*)?", re.IGNORECASE | re.DOTALL)
-"""Texts that Spark reads as times of its clock, with a time zone behind where one is wanted."""
+"""Strings that Spark casts to a time of its clock, optionally followed by a time zone."""
 _TIME_TYPES = ("date", "time", "timestamp", "timestamp_ntz", "timestamp_ltz")
 _OF_TIMES = re.compile(r"date|time|day|hour|minute|second|month|year|quarter|week|trunc")
-"""Is in the names of functions that take times."""
+"""Matches the names of functions that take times."""
 
 _COMMENT = re.compile(r"--(?:\\\r?\n|[^\r\n])*")
 _TEXT = re.compile(
@@ -98,21 +98,21 @@ _KEYWORDS = {
     *("tinyint", "long", "short", "byte", "float", "real", "double", "boolean", "binary", "date"),
     *("timestamp", "void", "variant"),
 }
-"""Words before a parenthesis that call no function of the user's own."""
+"""Words before a parenthesis that are no call of a user-defined function."""
 _OWN_NAMES = {
     *("chr", "len", "luhn_check", "mod", "space", "from_avro", "to_avro", "schema_of_avro"),
     *("from_protobuf", "to_protobuf"),
 }
-"""Functions of Spark's that ``pyspark.sql.functions`` has not got."""
+"""Functions of Spark that ``pyspark.sql.functions`` lacks."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of an SQL expression.
+    """A token of an SQL expression.
 
     Args:
         kind: ``name``, ``quoted`` (in backticks), ``text`` (a string) or ``symbol``.
-        value: in lower case but for texts; what is between the quotes.
+        value: without quotes; in lower case except for strings.
     """
 
     kind: Literal["name", "quoted", "text", "symbol"]
@@ -129,7 +129,7 @@ _NONE = Token("symbol", "")
 
 @lru_cache(maxsize=4096)
 def tokens(expression: str) -> tuple[Token, ...]:
-    """The pieces of an SQL expression, without blanks and comments."""
+    """Returns the tokens of an SQL expression, without whitespace and comments."""
     return tuple(_tokens(expression))
 
 
@@ -160,7 +160,7 @@ def _tokens(expression: str) -> Iterator[Token]:
 
 
 def _after_comment(expression: str, place: int) -> int:
-    """Where a comment ends, within which there may be others."""
+    """Returns the end of a block comment, which may contain nested ones."""
     depth = 0
     for mark in re.finditer(r"/\*|\*/", expression[place:]):
         depth += 1 if mark[0] == "/*" else -1
@@ -170,7 +170,7 @@ def _after_comment(expression: str, place: int) -> int:
 
 
 def unknown_functions(expression: str) -> set[str]:
-    """The functions that an expression calls and that are not Spark's own."""
+    """Returns the functions called in an expression that are not built into Spark."""
     found = tokens(expression)
     called = {
         token.value
@@ -185,8 +185,8 @@ class Expression(NamedTuple):
     """An SQL expression of a definition.
 
     Args:
-        setting: where it stands.
-        of_inputs: whether it is over the columns of the inputs, or over the node's own.
+        setting: name of the setting that contains it.
+        of_inputs: whether it uses the columns of the inputs instead of the node's own.
     """
 
     setting: str
@@ -195,24 +195,20 @@ class Expression(NamedTuple):
 
 
 def expressions_of(node: Any) -> list[Expression]:
-    """The SQL expressions of a stream or table, those of its operator included."""
+    """Returns the SQL expressions of a stream or table, including those of its operator."""
     own = ((name, getattr(node, name, None)) for name in _OF_NODES)
     found = [Expression(n, text, False) for n, text in own if isinstance(text, str)]
     for name in _OF_OPERATORS:
         given = getattr(node.operator, name, ())
         several = (given,) if isinstance(given, str) else given
-        if isinstance(several, tuple):  # else functions of the user's own
+        if isinstance(several, tuple):  # otherwise an Aggregator: Python functions
             texts = cast("tuple[Any, ...]", several)
             found += [Expression(name, t if isinstance(t, str) else t[-1], True) for t in texts]
     return found
 
 
 def check_expressions(node: Any) -> None:
-    """Refuses a stream or table with an expression that may give another value for the same row.
-
-    Raises:
-        TopologyError: as ``require_deterministic``.
-    """
+    """Raises TopologyError if an expression of a stream or table is nondeterministic."""
     time = StructField(TIMESTAMP, TimestampType())
     own = [*node.schema.fields, time]
     theirs = [*(f for up in node.inputs for f in up.schema.fields), time]
@@ -224,35 +220,32 @@ def check_expressions(node: Any) -> None:
 def require_deterministic(
     name: str, setting: str, expression: str, columns: Sequence[StructField]
 ) -> None:
-    """Refuses an expression that may give another value for the same row.
+    """Raises TopologyError if an expression is nondeterministic.
 
     Args:
-        name: of the asset; ``setting``: where the expression stands, for the message.
-        columns: that it may name.
-
-    Raises:
-        TopologyError: names the function, what it depends on, and what to write instead.
+        name: name of the asset, for the message.
+        setting: the setting that contains the expression, for the message.
+        columns: the columns that the expression may use.
     """
     found = _Expression(tokens(expression), columns).first()
     if found is None:
         return
     what, why = found
     raise TopologyError(
-        f"{name}: expected {setting} to give the same value whenever a row is computed, got "
-        f"{expression!r}, where {what} {why}: a run that is repeated, a replay or a restatement would "
-        f"give other rows; {_ADVICE[why]}"
+        f"{name}: expected {setting} to be deterministic, got {expression!r}, where {what} {why}: a "
+        f"repeated run, a replay or a restatement would give other rows; {_ADVICE[why]}"
     )
 
 
 class _Expression:
-    """An expression, and what in it gives other values."""
+    """An expression, and its nondeterministic parts."""
 
     def __init__(self, pieces: tuple[Token, ...], columns: Sequence[StructField]) -> None:
         self._pieces = pieces
         self._types: dict[str, list[DataType]] = {}
         for column in columns:
             self._types.setdefault(column.name.lower(), []).append(column.dataType)
-        # Of ``x -> …`` and ``(x, y) -> …``
+        # Lambda parameters: ``x -> …`` and ``(x, y) -> …``
         self._variables = set[str]()
         for place, piece in enumerate(pieces):
             if piece.value == "->" and piece.kind == "symbol":
@@ -275,7 +268,7 @@ class _Expression:
         return piece.value if piece.kind == "symbol" else ""
 
     def first(self) -> tuple[str, str] | None:
-        """The first of them, and what it depends on."""
+        """Returns the first nondeterministic part and the reason."""
         for place, piece in enumerate(self._pieces):
             if piece.is_name:
                 found = self._called(place) if self._symbol(place + 1) == "(" else self._named(place)
@@ -308,10 +301,11 @@ class _Expression:
             return None
         if "." in (before.value, after) or after in ("=>", "->") or before.value == "as":
             return None
-        return f"{name}, of which there is no column,", _FUNCTIONS[name]
+        return f"{name}, which is no column here,", _FUNCTIONS[name]
 
     def _makes_a_vector(self, place: int) -> bool:
-        """Whether ``aes_encrypt`` makes up what it begins with, as it does unless that is given."""
+        """Returns whether ``aes_encrypt`` generates a random initialization vector: none is passed and
+        the mode is not ECB."""
         depth, commas = 0, 0
         for token in self._pieces[place + 1 :]:
             if token.kind == "symbol" and token.value in "([":
@@ -327,18 +321,18 @@ class _Expression:
         return commas < 4
 
     def _clock(self, place: int) -> tuple[str, str] | None:
-        """A text like 'now', where it may be taken for a time."""
+        """Checks a string like 'now' that Spark may cast to a time."""
         text = self._at(place).value
         if _SPECIAL.fullmatch(text) is None or self._at(place - 1).value in ("like", "ilike"):
             return None
         typed = self._at(place - 1).kind == "name" and self._at(place - 1).value in _TIME_TYPES
         if not typed and not any(self._of_time(other) for other in range(len(self._pieces))):
             return None
-        what = f"{text!r}, which Spark may read as a time (a text is compared by like instead),"
+        what = f"{text!r}, which Spark may cast to a time (compare text with like instead),"
         return what, _CLOCK
 
     def _of_time(self, place: int) -> bool:
-        """Whether a piece may be a time, or make one."""
+        """Returns whether a token may be a time, or return one."""
         piece, before = self._at(place), self._at(place - 1)
         if not piece.is_name:
             return False

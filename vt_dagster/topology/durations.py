@@ -1,4 +1,4 @@
-"""Lengths and points of time, as users give them."""
+"""Durations and times: checks, parsing and formatting."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, cast
 from vt_dagster.errors import ContractError, TopologyError
 
 Duration = timedelta | Mapping[int, timedelta]
-"""A length of stream time. A mapping gives each partition a length of its own, as the conformance
-runner needs, which runs scenarios of many configurations side by side as partitions."""
+"""A length of stream time. A mapping sets one per partition, for the conformance runner, which runs
+scenarios with different settings side by side as partitions."""
 
 _LONGEST = timedelta(days=365_000)
 FOREVER = timedelta(days=50_000_000)
@@ -24,11 +24,7 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[wdhms])\s*")
 
 
 def check_duration(name: str, what: str, value: Any, longest: timedelta = _LONGEST) -> None:
-    """Refuses what is no duration, or one below zero or beyond reason.
-
-    Raises:
-        TopologyError: names the asset, the setting, and what came.
-    """
+    """Raises TopologyError for a value that is no duration, negative, or longer than ``longest``."""
     every: list[Any] = [value]
     if isinstance(value, Mapping):
         every = list(cast(Mapping[int, Any], value).values())
@@ -55,7 +51,7 @@ _UNITS = (
 
 
 def spoken(value: Duration) -> str:
-    """A duration as people say it: ``1 day 6 hours``; of a mapping that it differs by partition."""
+    """Formats a duration: ``1 day 6 hours``; a mapping as a fixed text."""
     if not isinstance(value, timedelta):
         return "a length of each partition's own"
     words: list[str] = []
@@ -67,7 +63,7 @@ def spoken(value: Duration) -> str:
 
 
 def in_micros(value: Duration) -> int | dict[int, int]:
-    """A duration as commits have it, in microseconds."""
+    """Returns a duration in microseconds, as stored in commits."""
     one = timedelta(microseconds=1)
     if isinstance(value, timedelta):
         return value // one
@@ -75,27 +71,27 @@ def in_micros(value: Duration) -> int | dict[int, int]:
 
 
 def length_at(value: Duration, partition: int) -> timedelta:
-    """A duration as it is in a partition.
+    """Returns the duration of a partition.
 
     Raises:
-        ContractError: each partition has its own, and this one has none.
+        ContractError: a mapping that lacks this partition.
     """
     if isinstance(value, timedelta):
         return value
     if partition not in value:
         raise ContractError(
-            f"expected a duration for partition {partition}, got some only for {sorted(value)}; add it"
+            f"expected a duration for partition {partition}, got only {sorted(value)}; add it"
         )
     return value[partition]
 
 
 def longest(value: Duration) -> timedelta:
-    """A duration as it is in the partition where it is longest."""
+    """Returns the longest duration of all partitions."""
     return value if isinstance(value, timedelta) else max(value.values(), default=timedelta(0))
 
 
 def pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, timedelta]]]:
-    """Both durations side by side: once, or once for each partition that either mentions."""
+    """Pairs two durations: once, or once per partition if either is a mapping."""
     partitions = sorted(
         {*(one if isinstance(one, Mapping) else ())} | {*(other if isinstance(other, Mapping) else ())}
     )
@@ -105,7 +101,7 @@ def pairs(one: Duration, other: Duration) -> list[tuple[str, tuple[timedelta, ti
 
 
 def plus(one: Duration, other: Duration) -> Duration:
-    """The sum, for each partition where either is a mapping."""
+    """Adds two durations, per partition if either is a mapping."""
     if isinstance(one, timedelta) and isinstance(other, timedelta):
         return one + other
     partitions = {*(one if isinstance(one, Mapping) else ())} | {
@@ -115,10 +111,10 @@ def plus(one: Duration, other: Duration) -> Duration:
 
 
 def printed(text: str) -> timedelta:
-    """The length of time that Python prints like this: ``1 day, 2:00:00``.
+    """Parses the text of a timedelta: ``1 day, 2:00:00``.
 
     Raises:
-        ContractError: it prints none so.
+        ContractError: another text.
     """
     found = _PRINTED.fullmatch(text)
     if found is None:
@@ -128,10 +124,10 @@ def printed(text: str) -> timedelta:
 
 
 def parse_length(text: str) -> timedelta:
-    """A length of time as people write it: ``7d``, ``1h30m``, ``250ms``.
+    """Parses a duration: ``7d``, ``1h30m``, ``250ms``.
 
     Raises:
-        ContractError: it is none.
+        ContractError: another text.
     """
     amounts = list(_AMOUNT.finditer(text.strip()))
     if not amounts or "".join(a.group() for a in amounts) != text.strip():
@@ -146,10 +142,10 @@ def parse_length(text: str) -> timedelta:
 
 
 def parse_time(text: str) -> int:
-    """Epoch microseconds of an ISO 8601 time; UTC where it has no offset.
+    """Parses an ISO 8601 time to epoch microseconds; UTC if it has no offset.
 
     Raises:
-        ContractError: it is not one.
+        ContractError: another text.
     """
     try:
         moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
@@ -160,7 +156,7 @@ def parse_time(text: str) -> int:
 
 
 def in_utc(moment: int) -> str:
-    """Epoch microseconds as :func:`parse_time` reads them; of years that Python has not, the year."""
+    """Formats epoch microseconds for :func:`parse_time`; only the year if Python has no such date."""
     try:
         return f"{_EPOCH + timedelta(microseconds=moment):%Y-%m-%dT%H:%M:%S.%fZ}".replace(".000000", "")
     except OverflowError:

@@ -1,4 +1,4 @@
-"""A training set: a stream's records, each with what many versioned tables said as of its own time."""
+"""Training sets: records of a stream, each joined point-in-time with many versioned tables."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vt_dagster.topology.schema import same_types
 
 @dataclass(frozen=True)
 class FeatureView:
-    """A versioned table as a training set sees it: of each row the version as of the row's time.
+    """A versioned table in a training set: each row gets the version as of its timestamp.
 
     Args:
         table: the table.
-        key: columns of the spine that hold the table's key, in its order; None = those of its names.
-        columns: the table's columns; none = all values. Also ``valid_from``.
-        prefix: before their names in the set.
-        as_known: see ``StreamTableJoin``; here ``when_recorded`` where nothing is said, so that nothing
-            is in a row that was not known when the row was. A duration needs no grace period.
-        max_age: an older version gives nulls (exactly that old does not).
-        at: ``at_or_before`` or ``before`` the row's time.
+        key: columns of the spine with the table's key, in its order; None = columns of the same names.
+        columns: columns of the table, and ``valid_from``; none = all value columns.
+        prefix: prefix of their names in the training set.
+        as_known: see ``StreamTableJoin``. The default is ``when_recorded``, so that a row contains
+            nothing that was unknown when it was recorded. A duration needs no grace period.
+        max_age: an older version gives nulls (a version exactly that old does not).
+        at: ``at_or_before`` or ``before`` the row's timestamp.
     """
 
     table: VersionedTable
@@ -44,8 +44,8 @@ class FeatureView:
         table: Any = self.table
         if not isinstance(table, VersionedTable):
             raise TopologyError(
-                f"expected a VersionedTable whose versions are the features, got {table!r}; declare it "
-                "with a history_retention"
+                f"expected a VersionedTable with the features, got {table!r}; declare it as "
+                "VersionedTable with a history_retention"
             )
         key = table.key if self.key is None else self.key
         object.__setattr__(self, "key", (key,) if isinstance(key, str) else tuple(key))
@@ -62,23 +62,23 @@ class FeatureView:
 
     @property
     def of_spine(self) -> tuple[str, ...]:
-        """The spine's columns that hold the table's key."""
+        """The spine's columns with the table's key."""
         return tuple(self.key or ())
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Its columns."""
+        """The selected columns of the table."""
         table = self.table
         there = (c for c in table.schema.names if c not in table.key and c.lower() != TIMESTAMP)
         return tuple(self.columns) or tuple(there)
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """Each with its name in the set before it."""
+        """The selected columns as (name in the training set, name in the table)."""
         return [(f"{self.prefix}{c}", c) for c in self.chosen]
 
     def declared(self) -> dict[str, Any]:
-        """What it means, for the manifest."""
+        """Returns the declaration for the manifest."""
         return {
             "table": self.table.name,
             "key": list(self.of_spine),
@@ -92,14 +92,14 @@ class FeatureView:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """What a training set is made of.
+    """The declaration of a training set.
 
     Args:
-        spine: the stream whose records are the rows, duplicates included; deleted ones are
-            none.
-        features: what each row gets, by name of column.
-        matured_after: only rows whose timestamp + this is at or before the spine's stream time, in
-            their partition, are given, so that labels have had that long to come.
+        name: name of the training set.
+        spine: the stream whose records are the rows, duplicates included, tombstones excluded.
+        features: the feature views joined to each row.
+        matured_after: include only rows with timestamp + this <= the stream time of their partition of
+            the spine, so that labels have had this long to arrive.
 
     Raises:
         TopologyError: a key, column or name does not fit.
@@ -116,7 +116,7 @@ class TrainingSet:
         if not isinstance(spine, Stream) or isinstance(spine, Table):
             raise TopologyError(
                 f"{self.name}: expected a Stream as the spine, whose records are the rows, got "
-                f"{getattr(spine, 'name', spine)!r}; make a stream of a table by to_stream"
+                f"{getattr(spine, 'name', spine)!r}; convert a table with to_stream(name=...)"
             )
         if not self.features:
             raise TopologyError(f"{self.name}: expected features to join, got none; pass FeatureViews")
@@ -128,8 +128,8 @@ class TrainingSet:
         twice = sorted({n for n in self.columns if self.columns.count(n) > 1})
         if twice:
             raise TopologyError(
-                f"{self.name}: expected each column once, got {twice} more often; give the feature "
-                "view a prefix, or choose its columns"
+                f"{self.name}: expected each column once, got {twice} more than once; set prefix or "
+                "columns of the feature view"
             )
 
     def _check_logs(self) -> None:
@@ -137,9 +137,8 @@ class TrainingSet:
         for node in (self.spine, *asked):
             if node.log_retention is not None:
                 raise TopologyError(
-                    f"{self.name}: is made of the whole log of {node.name!r} each time, but "
-                    f"{node.name!r} has a log_retention of {spoken(node.log_retention)}, after which "
-                    "records are cut off: leave that out"
+                    f"{self.name}: each run reads the whole log of {node.name!r}, whose log_retention "
+                    f"{spoken(node.log_retention)} truncates old records: remove log_retention"
                 )
 
     def _check_key(self, view: FeatureView) -> None:
@@ -150,18 +149,18 @@ class TrainingSet:
             wanted = [f"{k} {t.simpleString()}" for k, t in _typed(view.table)]
             raise TopologyError(
                 f"{self.name}: expected columns of {self.spine.name!r} that hold the key of "
-                f"{view.table.name!r}, {wanted}, got {list(key)}; it has "
+                f"{view.table.name!r}, {wanted}, got {list(key)}; set key to columns of "
                 f"{self.spine.schema.simpleString()}"
             )
 
     @property
     def own(self) -> list[str]:
-        """The spine's columns in the set."""
+        """The spine's columns in the training set."""
         return [*(c for c in self.spine.schema.names if c.lower() != TIMESTAMP), TIMESTAMP]
 
     @property
     def columns(self) -> list[str]:
-        """Those of the set, in order."""
+        """The columns of the training set, in order."""
         return [*self.own, *(name for view in self.features for name, _ in view.named)]
 
     @property
@@ -171,7 +170,7 @@ class TrainingSet:
         return list({node.name: node for node in nodes}.values())
 
     def declared(self) -> dict[str, Any]:
-        """What it means, for the manifest."""
+        """Returns the declaration for the manifest."""
         return {
             "spine": self.spine.name,
             "columns": self.columns,

@@ -1,4 +1,4 @@
-"""What ``group_by`` and ``windowed_by`` give: a step on the way to an aggregate."""
+"""The results of ``group_by`` and ``windowed_by``, whose methods make aggregates."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vt_dagster.topology.operators import (
 from vt_dagster.topology.windows import Window
 
 T = TypeVar("T", bound=Node)
-"""The class of what an aggregate gives, a table: it has methods that give what is in this module."""
+"""``Table``, which this module cannot import (import cycle)."""
 
 
 @dataclass(frozen=True)
 class GroupedTable(Generic[T]):
-    """A table's rows by another key; see :class:`vt_dagster.topology.operators.TableAggregate`."""
+    """A table grouped by another key; see :class:`vt_dagster.topology.operators.TableAggregate`."""
 
     table: Node
     key: tuple[str, ...]
@@ -41,17 +41,17 @@ class GroupedTable(Generic[T]):
         emit: Emit = "every_update",
         **shown: Any,
     ) -> T:
-        """One row a group.
+        """Makes a table with one row per group.
 
         Args:
-            aggregates: ``{"aircraft": "count(*)", "seats": "sum(seats)"}``, of count, sum and avg
-                over SQL expressions; or an :class:`Aggregator`.
-            select: the columns that an Aggregator sees.
-            emit: every update, in the order of the records, as Kafka Streams without a cache; or of
-                each group the last of a run, as its cache leaves it. Floating-point numbers are
-                summed in the order of the records either way, so that both end with the same bits;
-                that costs a sort by group. Whole numbers and decimals are exact in any order: with
-                ``per_run`` they are a hash aggregate.
+            aggregates: ``{"aircraft": "count(*)", "seats": "sum(seats)"}``: count, sum and avg over
+                SQL expressions; or an :class:`Aggregator`.
+            select: the columns passed to an Aggregator.
+            emit: ``every_update``, in order of the records, like Kafka Streams without a cache; or
+                ``per_run``: only the last update of each group in a run, like Kafka Streams with a
+                cache. Both sum floating-point numbers in order of the records, at the cost of a sort by
+                group, so that the final bits are equal. Integers and decimals are exact in any order:
+                with ``per_run`` they use a hash aggregate.
         """
         chosen = aggregates if isinstance(aggregates, Aggregator) else tuple(aggregates.items())
         return TableAggregate(
@@ -67,11 +67,11 @@ class GroupedTable(Generic[T]):
         ).result(**shown)
 
     def count(self, *, name: str, column: str = "count", **more: Any) -> T:
-        """The number of rows of each group."""
+        """Counts the rows of each group."""
         return self.aggregate({column: "count(*)"}, name=name, **more)
 
     def sum(self, expression: str, *, name: str, column: str = "sum", **more: Any) -> T:
-        """The sum of an expression over each group's rows; null adds nothing."""
+        """Sums an expression over the rows of each group; null adds nothing."""
         return self.aggregate({column: f"sum({expression})"}, name=name, **more)
 
     def reduce(
@@ -82,13 +82,13 @@ class GroupedTable(Generic[T]):
         name: str,
         **more: Any,
     ) -> T:
-        """The rows of each group combined by functions ``(row, aggregate) -> aggregate``."""
+        """Combines the rows of each group with functions ``(row, aggregate) -> aggregate``."""
         return self.aggregate(Aggregator(adder, subtractor), name=name, **more)
 
 
 @dataclass(frozen=True)
 class GroupedStream(Generic[T]):
-    """A stream's records by a key, to be aggregated as they are or cut into windows."""
+    """A stream grouped by a key, to aggregate with or without windows."""
 
     stream: Node
     key: tuple[str, ...]
@@ -96,7 +96,7 @@ class GroupedStream(Generic[T]):
     partition_by: str | None = None
 
     def windowed_by(self, window: Window) -> WindowedStream[T]:
-        """The records of each key in tumbling, hopping, session or sliding windows."""
+        """Groups the records of each key by tumbling, hopping, session or sliding windows."""
         return WindowedStream(self, window)
 
     def aggregate(
@@ -108,11 +108,11 @@ class GroupedStream(Generic[T]):
         emit: Emit = "every_update",
         **shown: Any,
     ) -> T:
-        """One row for each key, of all its records; see ``StreamAggregate``.
+        """Makes a table with one row per key; see ``StreamAggregate``.
 
         Args:
-            aggregates: ``{"orders": "count(*)", "amount": "sum(amount)"}``, of count, sum and avg over
-                SQL expressions.
+            aggregates: ``{"orders": "count(*)", "amount": "sum(amount)"}``: count, sum, min, max and
+                avg over SQL expressions.
         """
         return StreamAggregate(
             self.stream,
@@ -126,13 +126,13 @@ class GroupedStream(Generic[T]):
         ).result(**shown)
 
     def count(self, *, name: str, column: str = "count", **more: Any) -> T:
-        """The number of records of each key."""
+        """Counts the records of each key."""
         return self.aggregate({column: "count(*)"}, name=name, **more)
 
 
 @dataclass(frozen=True)
 class WindowedStream(Generic[T]):
-    """A stream's records by key and window; see ``WindowedAggregate``."""
+    """A stream grouped by key and window; see ``WindowedAggregate``."""
 
     grouped: GroupedStream[T]
     window: Window
@@ -145,10 +145,10 @@ class WindowedStream(Generic[T]):
         emit: Emit = "every_update",
         **shown: Any,
     ) -> T:
-        """One row for each key and window.
+        """Makes a table with one row per key and window.
 
         Args:
-            aggregates: ``{"departures": "count(*)", "mean_delay": "avg(dep_delay)"}``, of count, sum,
+            aggregates: ``{"departures": "count(*)", "mean_delay": "avg(dep_delay)"}``: count, sum,
                 min, max and avg over SQL expressions.
         """
         grouped = self.grouped
@@ -164,5 +164,5 @@ class WindowedStream(Generic[T]):
         ).result(**shown)
 
     def count(self, *, name: str, column: str = "count", **more: Any) -> T:
-        """The number of records of each key and window."""
+        """Counts the records of each key and window."""
         return self.aggregate({column: "count(*)"}, name=name, **more)

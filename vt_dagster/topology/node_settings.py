@@ -1,4 +1,4 @@
-"""A stream or table with other settings than it was declared with."""
+"""Changes settings of a declared stream or table, for what-if runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FIXED = frozenset(
 
 
 def with_settings(node: Stream, settings: Mapping[str, str]) -> Stream:
-    """The same stream or table with other settings, of its operator or its own.
+    """Returns a copy of a stream or table with changed settings of its own or of its operator.
 
     Args:
-        settings: by name; of a part by its path, ``window.grace``. Values are texts: lengths of time
-            like ``2h``, JSON, or what they are.
+        settings: values by name, or by path for nested settings, ``window.grace``. Values are texts:
+            durations like ``2h``, JSON, or plain text.
 
     Raises:
-        TopologyError: it has no such setting, or the value makes no sense.
+        TopologyError: an unknown setting, or an invalid value.
     """
     for name, text in settings.items():
         first = name.partition(".")[0]
@@ -45,7 +45,7 @@ def with_settings(node: Stream, settings: Mapping[str, str]) -> Stream:
 
 
 def settable(owner: Any) -> list[str]:
-    """The settings of an operator or a source asset."""
+    """Returns the names of the settings of an operator or a source asset."""
     return sorted(f.name for f in fields(owner) if f.name not in _FIXED)
 
 
@@ -57,13 +57,15 @@ def _set(asset: str, owner: Any, name: str, text: str) -> Any:
     value = getattr(owner, first)
     if rest:
         if not is_dataclass(value):
-            raise TopologyError(f"{asset}: expected a setting with parts, got {name!r} of {value!r}")
+            raise TopologyError(
+                f"{asset}: expected a setting with nested settings, got {name!r} of {value!r}"
+            )
         return replace(owner, **{first: _set(asset, value, rest, text)})
     return replace(owner, **{first: _value(value, text)})
 
 
 def _value(now: Any, text: str) -> Any:
-    """A text as the kind of value that stands there now; where nothing does, what it looks like."""
+    """Parses a text as the type of the current value; without one, by its form."""
     if isinstance(now, str):
         return text
     if now is None or isinstance(now, timedelta):

@@ -1,7 +1,7 @@
-"""Which columns an operator gives, checked early.
+"""The selected columns of an operator's result, checked when the operator is made.
 
-A join's: ``left.*``, ``right.column``, ``expression as name``. Of one table: ``*``, ``column``,
-``expression as name``.
+A join selects ``left.*``, ``right.column`` or ``expression as name``; an operator with one input ``*``,
+``column`` or ``expression as name``.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ _NAMED: dict[str, DataType] = {
 
 @dataclass(frozen=True)
 class Selection:
-    """Columns chosen from one stream or table, as (name, SQL expression).
+    """Columns selected from one stream or table, as (name, SQL expression).
 
     Args:
-        asset: the result's name, for messages.
-        source: the name of what is chosen from.
+        asset: name of the result, for messages.
+        source: name of the stream or table.
         fields: its columns.
-        select: what the user chose.
-        key: columns that the result has in any case, unchanged and first.
+        select: the user's selection.
+        key: columns that the result always has, unchanged and first.
 
     Raises:
-        TopologyError: a column that is not there, has no name, or stands twice.
+        TopologyError: a column that does not exist, has no name, or is selected twice.
     """
 
     asset: str
@@ -80,7 +80,7 @@ class Selection:
         for name, expression in chosen:
             if name.lower() in lowered and expression.strip("` ").lower() != name.lower():
                 raise TopologyError(
-                    f"{self.asset}: {name!r} is the key and keeps its value; select {expression!r} "
+                    f"{self.asset}: {name!r} is a key column and cannot change; select {expression!r} "
                     "under another name"
                 )
         keys = [(k, f"`{k}`") for k in self.key]
@@ -88,7 +88,7 @@ class Selection:
         names = [n.lower() for n, _ in chosen]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
-            raise TopologyError(f"{self.asset}: select gives {twice} more than once; rename one")
+            raise TopologyError(f"{self.asset}: select has {twice} more than once; rename one")
         object.__setattr__(self, "columns", tuple(chosen))
 
     def _expand(self, item: str) -> list[tuple[str, str]]:
@@ -107,12 +107,11 @@ class Selection:
             self.check(alias.group("expression"))
             return [(alias.group("name").strip("`"), alias.group("expression"))]
         raise TopologyError(
-            f"{self.asset}: cannot tell the name of {item!r}; write 'column', '*' or "
-            "'expression as name'"
+            f"{self.asset}: {item!r} has no column name; write 'column', '*' or 'expression as name'"
         )
 
     def check(self, expression: str) -> None:
-        """Refuses an expression that is the name of a column, but means something else."""
+        """Raises TopologyError if an expression is a column's name but Spark parses it differently."""
         check_sql_name(self.asset, expression, [f.name for f in self.fields])
 
     def _find(self, name: str) -> StructField | None:
@@ -120,7 +119,7 @@ class Selection:
         return next((f for f in self.fields if f.name.lower() == plain), None)
 
     def type_of(self, expression: str) -> DataType:
-        """The type of an expression; NullType where only Spark can tell."""
+        """Returns the type of an expression; NullType if only Spark can infer it."""
         found = self._find(expression)
         if found is not None:
             return found.dataType
@@ -128,15 +127,15 @@ class Selection:
         return _NAMED.get(cast.group(1).lower(), NullType()) if cast else NullType()
 
     def fields_of_result(self) -> list[StructField]:
-        """The columns with their types; NullType where only Spark can tell."""
+        """Returns the columns with their types; NullType if only Spark can infer one."""
         return [StructField(name, self.type_of(expression)) for name, expression in self.columns]
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        """For each column the (asset, column) pairs that it is made of."""
+        """Returns for each column the (asset, column) pairs that it derives from."""
         return {name: self.mentioned(expression) for name, expression in self.columns}
 
     def mentioned(self, expression: str) -> list[tuple[str, str]]:
-        """The (asset, column) pairs that a SQL expression over the columns has in it."""
+        """Returns the (asset, column) pairs that a SQL expression mentions."""
 
         def has(column: str) -> bool:
             pattern = rf"(?<![\w.]){re.escape(column)}(?!\w)"
@@ -147,14 +146,14 @@ class Selection:
 
 @dataclass(frozen=True)
 class Side:
-    """One input of a join: its asset, its columns, and the times that it offers besides."""
+    """One input of a join: its asset, its columns, and its further time columns (``valid_from``...)."""
 
     asset: str
     fields: tuple[StructField, ...]
     times: tuple[str, ...]
 
     def find(self, column: str) -> StructField | None:
-        """A column by name, whatever its case; None where it is one of the times, or not there."""
+        """Returns a column by name, ignoring case; None if it is a time column or does not exist."""
         found = [f for f in self.fields if f.name.lower() == column.lower()]
         return found[0] if found else None
 
@@ -164,13 +163,13 @@ class Projection:
     """The columns of a join's result as (name, SQL expression), key columns first if not selected.
 
     Args:
-        asset: the result's name, for messages.
+        asset: name of the result, for messages.
         key: the left side's key columns, which the result keeps.
         sides: ``left`` and ``right``.
-        select: what the user chose.
+        select: the user's selection.
 
     Raises:
-        TopologyError: a column that is not there, has no name, or stands twice.
+        TopologyError: a column that does not exist, has no name, or is selected twice.
     """
 
     asset: str
@@ -190,14 +189,14 @@ class Projection:
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise TopologyError(
-                f"{self.asset}: select gives {twice} more than once; choose one side's column, or "
-                f"give it another name, for example "
+                f"{self.asset}: select has {twice} more than once; choose one side's column, or "
+                f"rename it, for example "
                 f"'right.{twice[0]} as {self.sides['right'].asset}_{twice[0]}'"
             )
         object.__setattr__(self, "columns", tuple(chosen))
 
     def lineage(self) -> dict[str, list[tuple[str, str]]]:
-        """For each column the (asset, column) pairs that it is made of."""
+        """Returns for each column the (asset, column) pairs that it derives from."""
         return {
             name: [
                 (self.sides[side.lower()].asset, column.strip("`"))
@@ -207,7 +206,7 @@ class Projection:
         }
 
     def right_columns(self) -> set[str]:
-        """The right side's columns that the result is made of."""
+        """Returns the right side's columns that the result uses."""
         used = {
             column.strip("`").lower()
             for _, expression in self.columns
@@ -219,7 +218,7 @@ class Projection:
         return {n for n in names if n.lower() in used}
 
     def fields(self) -> list[StructField]:
-        """The columns with their types; NullType where only Spark can tell an expression's."""
+        """Returns the columns with their types; NullType if only Spark can infer one."""
         return [self._field(name, expression) for name, expression in self.columns]
 
     def _field(self, name: str, expression: str) -> StructField:
@@ -256,12 +255,12 @@ class Projection:
         if alias:
             return [(alias.group("name").strip("`"), alias.group("expression"))]
         raise TopologyError(
-            f"{self.asset}: cannot tell the name of the selected column {item!r}; write "
-            "'left.column', 'right.column', 'left.*', 'right.*' or 'expression as name'"
+            f"{self.asset}: the selected column {item!r} has no name; write 'left.column', "
+            "'right.column', 'left.*', 'right.*' or 'expression as name'"
         )
 
     def _odd(self, item: str) -> tuple[str, str] | None:
-        """A column of a side whose name SQL takes only in backticks, where an item is that alone."""
+        """Returns (name, expression) if an item is just a column whose name SQL needs in backticks."""
         whole = _WHOLE.fullmatch(item)
         found = self.sides[whole[1].lower()].find(whole[2]) if whole else None
         if whole is None or found is None or is_sql_name(whole[2]):
@@ -271,7 +270,7 @@ class Projection:
     def _refuse_unquoted(self, text: str) -> None:
         side, _, column = text.strip().partition(".")
         raise TopologyError(
-            f"{self.asset}: select has {text.strip()!r}, which SQL does not read as a column's name; "
+            f"{self.asset}: select has {text.strip()!r}, which SQL does not parse as a column name; "
             f"write it in backticks, '{side.strip()}.`{column.strip()}`'"
         )
 
@@ -284,16 +283,17 @@ class Projection:
             )
 
     def _check_key(self, name: str, expression: str) -> None:
-        """The result keeps the stream's key, so its columns can have no other value."""
+        """Raises TopologyError if a key column gets another value than the stream's."""
         for k in self.key:
             if name.lower() == k.lower() and not _is(expression, k):
                 raise TopologyError(
-                    f"{self.asset}: {k!r} is the result's key and has the stream's value; select "
+                    f"{self.asset}: {k!r} is a key column and has the stream's value; select "
                     f"{expression!r} under another name"
                 )
 
     def _is_own_timestamp(self, name: str, expression: str) -> bool:
-        """The result has the stream record's timestamp in any case; another needs another name."""
+        """Returns whether a column is the left ``timestamp``, which the result always has; raises
+        TopologyError if another expression has that name."""
         if name.lower() != TIMESTAMP:
             return False
         if not _is(expression, TIMESTAMP):

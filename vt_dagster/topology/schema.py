@@ -1,4 +1,4 @@
-"""What the columns of a stream or table must be like."""
+"""Checks of the schema of a stream or table, and comparison of Spark types."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _ODD_CHARACTERS = re.compile(r"[ .,;{}()=`]")
 _SQL_NAME = re.compile(
     r"(?!(?:null|true|false|\d+(?:e\d+)?(?:[lsyfd]|bd)?)$)[a-z0-9_]+", re.ASCII | re.IGNORECASE
 )
-"""What SQL takes for a column's name as it stands: no literal, and nothing but letters and digits."""
+"""A name that SQL accepts without backticks: letters, digits and underscores, and no literal."""
 
 
 def is_sql_name(name: str) -> bool:
-    """Whether SQL text names a column by this name without backticks around it."""
+    """Returns whether SQL accepts a column name without backticks."""
     return _SQL_NAME.fullmatch(name) is not None
 
 
 def check_sql_name(name: str, text: str, columns: Sequence[str]) -> None:
-    """Refuses SQL text that is a column's name, but that Spark reads as something else."""
+    """Raises TopologyError if SQL text equals a column's name but Spark parses it differently."""
     plain = text.strip()
     if plain.lower() in {c.lower() for c in columns} and not is_sql_name(plain):
         raise TopologyError(
-            f"{name}: {plain!r} is the name of a column, which SQL does not read as one; write it in "
-            f"backticks, '`{plain}`', or an expression in parentheses, '({plain})'"
+            f"{name}: {plain!r} is the name of a column, but SQL does not parse it as one; write it in "
+            f"backticks, '`{plain}`', or, if it is an expression, in parentheses, '({plain})'"
         )
 
 
 def as_struct(schema: Any, name: str) -> StructType:
-    """The Spark schema of a pandera model (``to_structtype``) or of a StructType itself."""
+    """Returns the StructType of a pandera model (``to_structtype``), or a StructType itself."""
     if isinstance(schema, StructType):
         return schema
     convert = getattr(schema, "to_structtype", None)
@@ -56,24 +56,24 @@ def as_struct(schema: Any, name: str) -> StructType:
 
 
 def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, timestamp: str) -> None:
-    """Refuses names that the tables cannot have, and keys that are no keys.
+    """Raises TopologyError for column names that tables cannot have, and for invalid keys.
 
     Args:
         name, kind: of the stream or table, for messages.
-        timestamp: what says when a record was true.
+        timestamp: column or SQL expression of the record's timestamp.
     """
     names = [f.name for f in schema.fields]
     lowered = [n.lower() for n in names]
     twice = sorted({n for n in lowered if lowered.count(n) > 1})
     if twice:
         raise TopologyError(
-            f"{name}: columns {twice} stand more than once in the schema (Spark does not "
-            "tell upper from lower case); rename one"
+            f"{name}: columns {twice} occur more than once in the schema (Spark ignores case); "
+            "rename one"
         )
     taken = [n for n in names if n.lower() in RESERVED or n.startswith("_")]
     if taken:
         raise TopologyError(
-            f"{name}: columns {taken} have names that vt_dagster needs itself "
+            f"{name}: columns {taken} have names that vt_dagster reserves "
             f"({', '.join(sorted(RESERVED))}, and names that begin with an underscore); "
             "rename them in the schema"
         )
@@ -95,19 +95,20 @@ def check_columns(name: str, kind: str, key: Sequence[str], schema: StructType, 
     timed = [k for k in key if k.lower() == TIMESTAMP]
     if timed:
         raise TopologyError(
-            f"{name}: expected another key column than 'timestamp', which is the record's own time and "
-            "may change while its key stays; give a column of another name the same value"
+            f"{name}: expected a key without 'timestamp', which differs between records of one key; "
+            "copy it to a column with another name to use it as key"
         )
     for k in key:
         if holds_map(schema[k].dataType):
             raise TopologyError(
                 f"{name}: key column {k!r} is {schema[k].dataType.simpleString()}; "
-                "a map can be neither grouped nor joined: use its entries or a string"
+                "Spark can neither group nor join by a map: use its entries or a string"
             )
 
 
 def check_timestamp(name: str, schema: StructType, timestamp: str) -> None:
-    """Refuses a column that is not there or is no TIMESTAMP; an expression is left to Spark."""
+    """Raises TopologyError if the timestamp column is missing or no TIMESTAMP; Spark checks
+    expressions."""
     if timestamp in schema.names:
         if not isinstance(schema[timestamp].dataType, TimestampType):
             got = schema[timestamp].dataType.simpleString()
@@ -125,7 +126,7 @@ def check_timestamp(name: str, schema: StructType, timestamp: str) -> None:
 
 
 def same_types(ones: Sequence[DataType], others: Sequence[DataType]) -> bool:
-    """Whether keys can be compared; a type that only Spark can tell is taken to fit."""
+    """Returns whether keys can be compared; NullType (only Spark can infer the type) fits any type."""
     if len(ones) != len(others):
         return False
     unknown = NullType()
@@ -133,12 +134,12 @@ def same_types(ones: Sequence[DataType], others: Sequence[DataType]) -> bool:
 
 
 def same(one: DataType, other: DataType) -> bool:
-    """Whether two types are the same but for what may be null in them."""
+    """Returns whether two types are equal except for nullability."""
     return nullable(one.jsonValue()) == nullable(other.jsonValue())
 
 
 def nullable(kind: Any) -> Any:
-    """A Spark type's JSON with all fields nullable and without notes, as Delta tables are."""
+    """Returns a Spark type's JSON with all fields nullable and without metadata, as in Delta tables."""
     if isinstance(kind, dict):
         named = {k: nullable(v) for k, v in kind.items()}
         flags = {"nullable", "containsNull", "valueContainsNull"}
@@ -153,15 +154,15 @@ Fits = Callable[[DataType, DataType], bool]
 def differences(
     got: DataType, wanted: DataType, path: str, fits: Fits = lambda got, wanted: False
 ) -> list[str]:
-    """Where values of a type cannot be read as another one: the parts that differ, with both types.
+    """Returns the parts in which values of type ``got`` cannot be read as ``wanted``, with both types.
 
-    Fields are known by their names at any depth: their order, what may be null in them, and fields
-    that only the first type has make no difference. A field that only the other one has is null; but a
-    struct must have one of its fields, or it would be null as a whole.
+    Fields match by name at any depth: order, nullability and fields only in ``got`` are ignored. A
+    field only in ``wanted`` is read as null; but a struct needs at least one of its fields, or all of
+    it would be null.
 
     Args:
-        path: of the value, for messages.
-        fits: of two types that are not the same and have no parts, whether one is read as the other.
+        path: path of the value, for messages.
+        fits: whether an atomic type is readable as another, different one.
     """
     if isinstance(got, ArrayType) and isinstance(wanted, ArrayType):
         return differences(got.elementType, wanted.elementType, f"{path}[]", fits)
@@ -184,12 +185,12 @@ def differences(
 
 
 def _plain(kind: DataType) -> DataType:
-    """CHAR and VARCHAR are texts, as Spark reads them."""
+    """Returns STRING for CHAR and VARCHAR, as Spark reads them; other types unchanged."""
     return StringType() if isinstance(kind, CharType | VarcharType) else kind
 
 
 def _check_characters(name: str, schema: StructType) -> None:
-    """Refuses names that Delta Lake or Spark's SQL cannot have, of columns and of fields in them."""
+    """Raises TopologyError for columns or nested fields with names that Delta or Spark SQL refuses."""
     paths = list(_paths(schema, ()))
     odd = [
         "/".join(path)
@@ -198,21 +199,21 @@ def _check_characters(name: str, schema: StructType) -> None:
     ]
     if odd:
         raise TopologyError(
-            f"{name}: columns {odd} have names, or fields with names, that Delta Lake or Spark's SQL "
-            "does not take (empty, *, or with a blank . , ; { } ( ) = ` or what is not printed); "
-            "rename them in the schema"
+            f"{name}: columns or fields {odd} have names that Delta Lake or Spark SQL does not accept "
+            "(empty, *, or with a space . , ; { } ( ) = ` or a non-printable character); rename them "
+            "in the schema"
         )
     lowered = ["/".join(path).lower() for path in paths]
     twice = sorted({path for path in lowered if lowered.count(path) > 1})
     if twice:
         raise TopologyError(
-            f"{name}: fields {twice} stand more than once in their struct (Spark does not tell upper "
-            "from lower case); rename one"
+            f"{name}: fields {twice} occur more than once in their struct (Spark ignores case); rename "
+            "one"
         )
 
 
 def _paths(kind: DataType, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The names of all fields, each with those of the columns and fields that it is in."""
+    """Yields the path of each column and nested field, as a tuple of names."""
     if isinstance(kind, StructType):
         for f in kind.fields:
             yield (*above, f.name)
@@ -225,7 +226,7 @@ def _paths(kind: DataType, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def holds_map(kind: DataType) -> bool:
-    """Whether there is a map in a type, whose values can be neither grouped nor put in order."""
+    """Returns whether a type contains a map, which Spark can neither group nor sort by."""
     if isinstance(kind, MapType):
         return True
     if isinstance(kind, ArrayType):

@@ -1,4 +1,4 @@
-"""The windows that a stream's records are cut into: tumbling, hopping, session, sliding."""
+"""The windows of a windowed aggregate: tumbling, hopping, session, sliding."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ _NONE = timedelta(0)
 
 @dataclass(frozen=True)
 class TumblingWindow:
-    """Windows of one size, side by side: [start, start + size), starts are multiples of the size.
+    """Adjacent windows of one size: start inclusive, end exclusive.
 
-    Starts count from 1970-01-01 00:00 UTC. A record belongs to one window.
+    Starts are multiples of the size, counted from 1970-01-01 00:00 UTC. A record belongs to one window.
 
     Args:
         size: length of a window.
-        grace: how long after its end a window still takes records: it is closed as soon as
+        grace: how long after its end a window accepts records, in stream time: it closes when
             stream time >= end + grace.
         retention: how long Kafka's store keeps a window; at least size + grace. It never changes
             a result.
 
     Raises:
-        TopologyError: a length below zero, a size of zero, a retention that is too short.
+        TopologyError: a negative length, a size of zero, a retention that is too short.
     """
 
     size: Duration
     grace: Duration = _NONE
     retention: Duration | None = None
     end_inclusive: ClassVar[bool] = False
+    """Whether a record exactly at the end of a window belongs to it."""
     open_when_due: ClassVar[bool] = False
-    """Whether a record at the very end of a window belongs to it."""
 
     def __post_init__(self) -> None:
         _check_lengths(self, "size")
 
     @property
     def advance(self) -> Duration:
-        """From the start of one window to the start of the next."""
+        """Time from the start of one window to the start of the next."""
         return self.size
 
     @property
@@ -56,18 +56,18 @@ class TumblingWindow:
 
 @dataclass(frozen=True)
 class HoppingWindow:
-    """Windows of one size, one every ``advance``: they overlap, and a record belongs to several.
+    """Overlapping windows of one size, one every ``advance``: start inclusive, end exclusive.
 
-    A window is [start, start + size), starts are multiples of the advance, counted from 1970-01-01
-    00:00 UTC. No window that a later record belongs to starts before that.
+    A record may belong to several windows. Starts are multiples of the advance, counted from 1970-01-01
+    00:00 UTC. No window of a later record starts before that time.
 
     Args:
         size: length of a window.
-        advance: from the start of one window to the start of the next; at most the size.
+        advance: time from the start of one window to the start of the next; at most the size.
         grace, retention: see :class:`TumblingWindow`.
 
     Raises:
-        TopologyError: a length below zero, a size or an advance of zero, an advance longer than the
+        TopologyError: a negative length, a size or an advance of zero, an advance longer than the
             size, a retention that is too short.
     """
 
@@ -76,8 +76,8 @@ class HoppingWindow:
     grace: Duration = _NONE
     retention: Duration | None = None
     end_inclusive: ClassVar[bool] = False
+    """Whether a record exactly at the end of a window belongs to it."""
     open_when_due: ClassVar[bool] = False
-    """Whether a record at the very end of a window belongs to it."""
 
     def __post_init__(self) -> None:
         _check_lengths(self, "size", "advance")
@@ -85,7 +85,7 @@ class HoppingWindow:
             if advance > size:
                 raise TopologyError(
                     f"HoppingWindow: the advance {advance}{partition} is longer than the size {size}, "
-                    "so records between two windows would belong to none: shorten the advance"
+                    "so records between two windows would belong to no window: shorten the advance"
                 )
 
     @property
@@ -103,20 +103,20 @@ class HoppingWindow:
 
 @dataclass(frozen=True)
 class SessionWindow:
-    """Windows of activity: records of a key at most ``gap`` apart share one, however long it gets.
+    """Windows of activity: records of a key at most ``gap`` apart share a session of any length.
 
-    A session is [timestamp of its first record, timestamp of its last], both inclusive. A record
-    that lies between two sessions merges them.
+    A session ranges from the timestamp of its first record to that of its last, both inclusive. A
+    record within the gap of two sessions merges them.
 
     Args:
-        gap: the longest silence within a session, inclusive.
-        grace: how much longer than the gap a session waits for records: it is closed as soon as
+        gap: longest time between two consecutive records of a session, inclusive.
+        grace: how much longer than the gap a session waits for records, in stream time: it closes when
             stream time > end + gap + grace.
         retention: how long Kafka's store keeps a session; at least gap + grace. It never changes a
             result.
 
     Raises:
-        TopologyError: a length below zero, a gap of zero, a retention that is too short.
+        TopologyError: a negative length, a gap of zero, a retention that is too short.
     """
 
     gap: Duration
@@ -130,7 +130,7 @@ class SessionWindow:
 
     @property
     def closes_after(self) -> Duration:
-        """How long after its end a session is open, inclusive."""
+        """How long after its end a session stays open, inclusive."""
         return plus(self.gap, self.grace)
 
     def describe(self) -> str:
@@ -140,50 +140,51 @@ class SessionWindow:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Windows that move with the records: all that lie at most ``time_difference`` apart share one.
+    """Windows that move with the records: records at most ``time_difference`` apart share a window.
 
-    A window is [end - time difference, end], both inclusive. There is one that ends at each record, and
-    one that starts a millisecond after each record, as soon as others are in it; but none starts
-    before 1970-01-01 00:00 UTC, so that the first one is [0, time difference]. Times are rounded down
-    to milliseconds, as Kafka's are. A record without a value is dropped.
+    A window ranges from end - time difference to end, both inclusive. One window ends at each record;
+    another starts a millisecond after each record once it contains other records. No window starts
+    before 1970-01-01 00:00 UTC: the first is [0, time difference]. Times are rounded down to
+    milliseconds, as in Kafka. A record without a value is dropped.
 
     Args:
-        time_difference: how far apart the first and the last record of a window may lie.
-        grace: how long after its end a window still takes records: it is closed as soon as
+        time_difference: longest time between the first and the last record of a window.
+        grace: how long after its end a window accepts records, in stream time: it closes when
             stream time > end + grace.
-        retention: how long Kafka's store keeps a window, after its start; None = twice the time
-            difference + grace, and at least that. A late record does not see a window that starts
-            that long or longer before the latest window of its partition. More than three times the
-            time difference + grace hides none, and spares each run a look at all its records.
+        retention: how long Kafka's store keeps a window after its start; at least twice the time
+            difference + grace, which is the default. A late record does not see a window that starts
+            this long or longer before the latest window of its partition. A retention of more than
+            three times the time difference + grace hides no window, and saves each run a scan of all
+            its records.
 
     Raises:
-        TopologyError: a length below zero, a time difference of zero, a retention that is too short.
+        TopologyError: a negative length, a time difference of zero, a retention that is too short.
     """
 
     time_difference: Duration
     grace: Duration = _NONE
     retention: Duration | None = None
     end_inclusive: ClassVar[bool] = False
-    """Their end is, but it is a length after the start, as that of a hopping window."""
+    """False although the end is inclusive: start + length gives the end, as in a hopping window."""
     open_when_due: ClassVar[bool] = True
-    """Whether a window still takes records when its final result is due, which then comes again."""
+    """Whether a window still accepts records when its final result is due; each emits it again."""
 
     def __post_init__(self) -> None:
         _check_lengths(self, "time_difference", times=2)
 
     @property
     def closes_after(self) -> Duration:
-        """How long after its end a window is open, inclusive."""
+        """How long after its end a window stays open, inclusive."""
         return self.grace
 
     @property
     def remembers(self) -> Duration:
-        """How long before the latest window's start a window's start must not lie to be seen."""
+        """A window that starts this long before the latest window is no longer seen."""
         return self._lookback(2) if self.retention is None else self.retention
 
     @property
     def hides(self) -> bool:
-        """Whether a late record can look so far back that the retention hides a window from it."""
+        """Whether the retention can hide a window from a late record."""
         far = pairs(self.remembers, self._lookback(3))
         return any(kept <= most for _, (kept, most) in far)
 
@@ -199,7 +200,7 @@ Window = TumblingWindow | HoppingWindow | SessionWindow | SlidingWindow
 
 
 def _times(length: Duration, times: int, more: Duration) -> Duration:
-    """A length a number of times, and another one."""
+    """Returns ``times * length + more``."""
     for _ in range(times):
         more = plus(more, length)
     return more
@@ -223,5 +224,5 @@ def _check_lengths(window: Window, first: str, *more: str, times: int = 1) -> No
         if kept < least:
             raise TopologyError(
                 f"{kind}: the retention {kept}{partition} is shorter than {of} + grace = {least}, "
-                "so windows would be forgotten while they are open: lengthen it, or leave it out"
+                "so open windows would expire: lengthen it, or remove retention"
             )
