@@ -377,7 +377,9 @@ def test_no_sensor_of_an_upstream_asset(tmp_path: Path) -> None:
     text = SOURCES.format(warehouse=tmp_path / "warehouse")
     given = text.replace("metadata: {columns: [n]}}\n", "start: x}\n        sensor: {running: true}\n")
     assert "'start' is not known here; expected key, as_type" in errors(given)
-    assert "expected no sensor of an upstream asset" in errors(given.replace(", start: x", ""))
+    assert "expected no sensor, since Dagster tracks the upstream asset itself" in errors(
+        given.replace(", start: x", "")
+    )
 
 
 def errors(text: str) -> str:
@@ -442,7 +444,7 @@ BROKEN = {
     "empty": (
         "until: window_closes",
         "until:",
-        "until is empty: give a value, {} for defaults, or leave it out",
+        "until is empty: set a value, {} for defaults, or remove it",
     ),
     "size": ("size: 1h, grace", "size: 0h, grace", "size must be longer than 0"),
     "format": ("format: csv", "format: xml", "Input should be 'jsonl', 'csv' or 'parquet'"),
@@ -464,18 +466,18 @@ BROKEN = {
         "filter needs a Table, got the Stream 'orders'",
     ),
     "twice": ("- name: dear", "- name: cheap", "two assets have the name 'cheap'; rename one of them"),
-    "circle": ("input: hourly", "input: final", "final -> final goes in a circle; break it"),
+    "circle": ("input: hourly", "input: final", "final -> final is a cycle; break it"),
     "column": ("right.price,", "right.prise,", "'prices' has no column 'prise'"),
     "window of a table": (
         "input: listed",
         "input: listed\n        window: {session: {gap: 1h}}",
-        "windows hold records of a stream, but 'listed' is a table",
+        "window needs a stream, but 'listed' is a table",
     ),
     "aggregate": ("n: count(*), amount: sum", "n: median(n), amount: sum", "'n' is 'median(n)'"),
     "not of streams": (
         "grace_period: 1h",
         "foreign_key: unit",
-        "the left_join of a Stream, here 'orders', has no foreign_key; leave it out",
+        "the left_join of a Stream, here 'orders', has no foreign_key; remove it",
     ),
     "not of windows": (
         "size: 1h, grace: 5m}",

@@ -1,4 +1,4 @@
-"""The component itself: from a YAML file's entries to Dagster's definitions."""
+"""The component: turns the entries of a YAML file into Dagster definitions."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ _PARTITION_SENSOR = part(
     [build_partition_sensor],
     ["resource_prefix"],
     report=(str, Field(description="The Python path of an asset with partitions that reads a table.")),
-    reads=(str, Field(description="That table: an asset of this file, or the Python path of one.")),
+    reads=(str, Field(description="The table: an asset of this file, or the Python path of one.")),
 )
 
 
 class TopologyAttributes(Part):
-    """Streams and tables, in any order, and where they are kept."""
+    """Streams and tables, in any order, and their warehouse."""
 
     assets: list[AssetPart] = Field(  # pyright: ignore[reportInvalidTypeForm]
-        description="Streams and tables; one may be made of others, wherever they stand in the list."
+        description="Streams and tables, in any order; one may be an input of another."
     )
     warehouse: optional(str) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None,
-        description="The directory or URL of the tables. Left out: the project's own definitions give "
-        "the resources, by vt_dagster.build_resources.",
+        description="The directory or URL of the tables. Without it, the project's definitions must "
+        "provide the resources with vt_dagster.build_resources.",
     )
     spark: optional(_SPARK) = Field(  # pyright: ignore[reportInvalidTypeForm]
-        default=None, description="The Spark session, with a warehouse only."
+        default=None, description="The Spark session; only together with warehouse."
     )
     maintenance: optional(_MAINTENANCE) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None,
-        description="A job and schedule that keep the tables of the warehouse in shape, and cut off "
-        "the logs of this file's assets as their log_retention says; in one file alone.",
+        description="A job and schedule that maintain the tables of the warehouse, and truncate the "
+        "logs of this file's assets by their log_retention; set it in one file only.",
     )
     partition_sensors: optional(list[_PARTITION_SENSOR]) = Field(  # pyright: ignore[reportInvalidTypeForm]
         default=None,
-        description="Sensors that ask for the partitions of assets of yours that a table made wrong.",
+        description="Sensors that re-run partitions of your assets after late changes of a table.",
     )
 
 
@@ -96,7 +96,7 @@ class _Scaffolder(dg.Scaffolder):
 
 @dg.scaffold_with(_Scaffolder)
 class TopologyComponent(dg.Component):
-    """Versioned tables, tables, streams and what is made of them, from files in a directory on."""
+    """Versioned tables, tables, streams and the results of operators, from their sources on."""
 
     def __init__(
         self, attributes: TopologyAttributes, position: dg.ResolutionContext | None = None
@@ -114,7 +114,7 @@ class TopologyComponent(dg.Component):
 
     @classmethod
     def load(cls, attributes: Any, context: dg.ComponentLoadContext) -> TopologyComponent:
-        """Renders templates, which Dagster leaves to the component, and checks what they give."""
+        """Renders templates, which Dagster leaves to the component, and validates the result."""
         here = context.resolution_context.at_path("attributes")
         given = (attributes or TopologyAttributes(assets=[])).model_dump(exclude_unset=True)
         try:
@@ -154,12 +154,12 @@ class TopologyComponent(dg.Component):
 
 @cache
 def _session(settings: str) -> SparkResource:
-    """One resource for all files that name the same settings, since Dagster merges no others."""
+    """Returns one resource for all files with equal settings: Dagster merges only identical objects."""
     return SparkResource(**json.loads(settings))
 
 
 def _rendered(value: Any, context: dg.ResolutionContext) -> Any:
-    """Renders templates alone: SQL texts like ``'x'`` are no Python values to be evaluated."""
+    """Renders templates only: Dagster would evaluate SQL texts like ``'x'`` as Python values."""
     if isinstance(value, dict):
         return {k: _rendered(v, context.at_path(k)) for k, v in value.items()}
     if isinstance(value, list):
@@ -168,7 +168,7 @@ def _rendered(value: Any, context: dg.ResolutionContext) -> Any:
 
 
 def _placed(context: dg.ResolutionContext | None, path: Any, message: str) -> str:
-    """A message with the file, the line and the lines around it."""
+    """Adds the file, the line and the lines around it to a message."""
     for step in path:
         context = None if context is None else context.at_path(step)
     if context is None or context.source_position_tree is None:
@@ -178,7 +178,7 @@ def _placed(context: dg.ResolutionContext | None, path: Any, message: str) -> st
 
 
 class _Builder:
-    """Makes the entries' nodes, inputs first; an error gets the place that it belongs to."""
+    """Makes the streams and tables of the entries, inputs first; errors get their place in the file."""
 
     def __init__(
         self, entries: list[Choice], position: dg.ResolutionContext | None, module: str
@@ -199,7 +199,7 @@ class _Builder:
             self._paths[name] = ("assets", number, entry.chosen)
 
     def node(self, name: str) -> Stream:
-        """The stream or table of an entry."""
+        """Returns the stream or table of an entry."""
         if name not in self._made:
             entry, path = self.entries[name], self._paths[name]
             self._open.append(name)
@@ -217,7 +217,7 @@ class _Builder:
         return self._made[name]
 
     def partition_sensor(self, number: int, about: Part) -> dg.SensorDefinition:
-        """The sensor of one of ``partition_sensors``."""
+        """Makes the sensor of an entry of ``partition_sensors``."""
         place, values = ("partition_sensors", number), about.values()
         reads = self._input((*place, "reads"), values.pop("reads"))
         try:
@@ -225,7 +225,7 @@ class _Builder:
             if not isinstance(report, dg.AssetsDefinition):
                 raise DefinitionsError(
                     f"expected report to be the Python path of an asset, got {path!r}, a "
-                    f"{type(report).__name__}; name the function that has the @dg.asset"
+                    f"{type(report).__name__}; name the function decorated with @dg.asset"
                 )
             return build_partition_sensor(report, reads=reads, **values)
         except VtDagsterError as error:
@@ -233,7 +233,7 @@ class _Builder:
 
     def _input(self, path: tuple[Any, ...], name: str) -> Stream:
         if name in self._open:
-            raise self._error(path, f"{' -> '.join([*self._open, name])} goes in a circle; break it")
+            raise self._error(path, f"{' -> '.join([*self._open, name])} is a cycle; break it")
         if name in self.entries:
             return self.node(name)
         if "." not in name:
@@ -253,7 +253,7 @@ class _Builder:
         return found
 
     def _imported(self, setting: str, path: str) -> Any:
-        """What a Python path names; one that begins with a dot starts at the project's ``defs``."""
+        """Imports the object of a Python path; a leading dot stands for the project's ``defs``."""
         module, _, name = path.rpartition(".")
         try:
             return getattr(importlib.import_module(module or ".", self._module), name)
@@ -264,7 +264,7 @@ class _Builder:
             ) from None
 
     def _nearest(self, path: tuple[Any, ...], about: Part, message: str) -> tuple[Any, ...]:
-        """The setting that a message speaks of, as far as that can be told; else the entry."""
+        """Returns the path of the setting that a message names first, or that of the entry."""
         said = [
             (re.search(rf"(?<![\w.]){words}(?![\w.])", message), p) for p, words in _settings(about)
         ]
@@ -276,7 +276,7 @@ class _Builder:
 
 
 def _settings(about: Part) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Where each setting of a piece of YAML stands, and how a message names it."""
+    """Yields the path of each setting, and a regex for its name in messages."""
     for name in about.given:
         value = vars(about)[name]
         yield (name,), name.replace("_", "[_ ]")

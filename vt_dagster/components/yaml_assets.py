@@ -1,4 +1,4 @@
-"""What an entry of the YAML's ``assets`` may be, and the stream or table that it makes."""
+"""The kinds of entries in the YAML's ``assets``, and the streams or tables that they make."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ _format = choice(
     },
 )
 _kafka_types = {KafkaCluster: _part("Cluster", KafkaCluster), Format: _format}
-_start = Field(default=None, description="current, earliest, or a version to begin with.")
+_start = Field(default=None, description="current, earliest, or a version to start from.")
 _named = {
-    "as_type": "the class that its IO manager is asked for, for example polars.DataFrame",
-    "partitions_def": "a Dagster partitions definition, which the asset then has",
-    "partition_mapping": "a Dagster partition mapping: which of its partitions belong to a run",
+    "as_type": "the class to load from its IO manager, for example polars.DataFrame",
+    "partitions_def": "a Dagster partitions definition for this asset",
+    "partition_mapping": "a Dagster partition mapping: which of its partitions a run reads",
 }
-"""The settings of a source that no YAML can say, but that it can name."""
+"""Settings of a source whose values are Python objects, given in YAML by their paths."""
 _source = choice(
     "Source",
     "Where records come from.",
@@ -104,7 +104,7 @@ _source = choice(
             "UpstreamAsset",
             AssetSource,
             types={Mapping[str, Any]: dict[str, Any]},
-            key=(str, Field(description="Of the upstream asset, its parts joined by slashes.")),
+            key=(str, Field(description="Key of the upstream asset, its parts joined by slashes.")),
             **{
                 name: (optional(str), Field(default=None, description=f"Python path: {what}."))
                 for name, what in _named.items()
@@ -114,7 +114,7 @@ _source = choice(
 )
 _whole = choice(
     "Snapshot",
-    "A snapshot to start with.",
+    "A snapshot with the initial rows.",
     {
         "snapshots": _part("Snapshots", SnapshotSource),
         "delta": _part("Delta", DeltaSource, start=(optional(int | str), _start)),
@@ -123,7 +123,7 @@ _whole = choice(
 _sensor = _part("Sensor", build_sensor)
 _window = choice(
     "Window",
-    "The windows that records are cut into.",
+    "The windows of the aggregate.",
     {
         "tumbling": _part("Tumbling", TumblingWindow),
         "hopping": _part("Hopping", HoppingWindow),
@@ -133,7 +133,7 @@ _window = choice(
 )
 _until = choice(
     "Until",
-    "How long updates are held back.",
+    "How long updates are buffered.",
     {
         "time_limit": _part("TimeLimit", UntilTimeLimit),
         "window_closes": _part("WindowCloses", UntilWindowCloses),
@@ -156,8 +156,8 @@ _READY: Any = (
     optional(Annotated[datetime | str, BeforeValidator(_as_ready, json_schema_input_type=str)]),
     Field(
         default=None,
-        description="From when on joins look into it, and take nothing before: initial_load, once it "
-        "has all that its first run found, or a time that its stream time has come to.",
+        description="When joins may start to read it: initial_load, once all records that its first "
+        "run saw are loaded, or a time that its stream time must reach.",
     ),
 )
 
@@ -170,14 +170,14 @@ _AS_KNOWN: Any = (
     optional(Annotated[timedelta | str, BeforeValidator(_as_known, json_schema_input_type=str)]),
     Field(
         default=None,
-        description="Of a versioned table, which versions count: now, when_recorded, or a length of "
-        "time like 1d: those recorded until so long after the record's timestamp.",
+        description="Which versions of a versioned table can match: now, when_recorded, or a duration "
+        "like 1d: those recorded no later than that after the record's timestamp.",
     ),
 )
 
 _STARTS: Any = (
     optional(_whole),
-    Field(default=None, description="A snapshot with which it begins, beside the changes of source."),
+    Field(default=None, description="Snapshot with the initial rows, in addition to source's changes."),
 )
 
 _NODE: Any = (
@@ -189,7 +189,7 @@ _NODE: Any = (
 _OF_VERSIONS = {
     "ready": _READY,
     "start": _STARTS,
-    # A text is an expression here, not a list of one column.
+    # A string is an SQL expression here, not a list of one column.
     "only_columns": (
         optional(list[str] | str),
         Field(default=None, description=described(VersionedTable, "only_columns")),
@@ -209,14 +209,14 @@ def _declared(name: str, kind: type[Stream]) -> type[Part]:
         schema=(optional(str), Field(default=None, description="Python path of a pandera model.")),
         columns=(optional(dict[str, Column]), Field(default=None, description="Instead of schema.")),
         source=(_source, Field(description="Where its records come from.")),
-        sensor=(optional(_sensor), Field(default=None, description="How its sensor looks for more.")),
+        sensor=(optional(_sensor), Field(default=None, description="Settings of its sensor.")),
         **(_OF_VERSIONS if kind is VersionedTable else {}),
     )
 
 
 @dataclass(frozen=True)
 class Concept:
-    """One thing that an entry may be: its YAML, and how the result follows from it."""
+    """A kind of entry: its YAML model, and the function that makes the stream or table."""
 
     yaml: type[Part]
     inputs: tuple[str, ...]
@@ -231,7 +231,8 @@ def _source_concept(title: str, kind: type[Stream]) -> Concept:
         if (columns is None) == (schema is None):
             raise TopologyError(
                 f"{name}: expected either columns or schema, got {'both' if columns else 'neither'}; "
-                "list the columns as name: type, or name a pandera model: my_project.schemas.Price"
+                "list the columns as name: type, or set schema to a pandera model: "
+                "my_project.schemas.Price"
             )
         return kind(name, schema=schema or contract(name, columns), **values, **shown)
 
@@ -239,13 +240,13 @@ def _source_concept(title: str, kind: type[Stream]) -> Concept:
 
 
 def _bound(name: str) -> Any:
-    where = "-5m ends the window before a record" if name == "after" else "-5m starts it after one"
-    told = f"Of two streams: how far {name} a left record its matches may lie; {where}."
+    where = "-5m ends the window before it" if name == "after" else "-5m starts the window after it"
+    told = f"Join of two streams: how far {name} a left record its matches may lie; {where}."
     return (optional(SignedDurationText), Field(default=None, description=told))
 
 
 def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
-    """A method of streams or tables: ``left`` and ``right`` where it takes another, else ``input``."""
+    """Makes the kind of entry for a method: inputs ``left`` and ``right`` for joins, else ``input``."""
     targets = [getattr(kind, method) for kind in kinds]
     joins = {"other", "others"} & set(inspect.signature(targets[0]).parameters)
     inputs = ("left", "right") if joins else ("input",)
@@ -265,7 +266,7 @@ def _method_concept(title: str, method: str, *kinds: type[Stream]) -> Concept:
         if called is None:
             raise TopologyError(
                 f"{name}: {method} needs a {' or a '.join(k.__name__ for k in kinds)}, got the "
-                f"{type(first).__name__} {first.name!r}; make a table of a stream by to_table"
+                f"{type(first).__name__} {first.name!r}; convert a stream with to_table"
             )
         _refuse_foreign(name, method, called, values, first)
         takes = inspect.signature(called).parameters
@@ -285,8 +286,8 @@ def _aggregate(
     if isinstance(grouped, GroupedTable):
         if window is not None:
             raise TopologyError(
-                f"{name}: windows hold records of a stream, but {node.name!r} is a table; leave window "
-                "out, or make a stream of the table's changes by to_stream"
+                f"{name}: window needs a stream, but {node.name!r} is a table; remove window, or "
+                "convert the table with to_stream"
             )
         return grouped.aggregate(name=name, **values, **shown)
     made = grouped if window is None else grouped.windowed_by(window)
@@ -297,12 +298,12 @@ def _aggregate(
 def _refuse_foreign(
     name: str, method: str, called: Callable[..., Any], values: dict[str, Any], node: Stream
 ) -> None:
-    """Refuses settings that belong to the method of another kind of node."""
+    """Raises TopologyError for settings that only another kind of input has."""
     foreign = [n for n in values if n not in inspect.signature(called).parameters]
     if foreign:
         raise TopologyError(
             f"{name}: the {method} of a {type(node).__name__}, here {node.name!r}, has no "
-            f"{' and no '.join(foreign)}; leave it out"
+            f"{' and no '.join(foreign)}; remove it"
         )
 
 
@@ -313,7 +314,7 @@ _AGGREGATE = part(
     {Materialized: _materialized},
     input=_NODE,
     group_by=(optional(Texts), Field(default=None, description="column, or expression as name.")),
-    window=(optional(_window), Field(default=None, description="Of a stream: its windows.")),
+    window=(optional(_window), Field(default=None, description="Windows, for a stream only.")),
     aggregates=(
         dict[str, str],
         Field(description="By name: count(*), sum(x), avg(x), min(x), max(x)."),
@@ -343,7 +344,7 @@ CONCEPTS: dict[str, Concept] = {
 
 AssetPart: type[Choice] = choice(
     "Asset",
-    "A stream or table: its name, how it is shown, and one thing that it is.",
+    "A stream or table: its name, how Dagster shows it, and exactly one source or operator.",
     {name: concept.yaml for name, concept in CONCEPTS.items()},
     name=(str, ...),
     description=(optional(str), None),
@@ -354,12 +355,12 @@ AssetPart: type[Choice] = choice(
         optional(_freshness),
         Field(
             default=None,
-            description="How far a table's view may be behind its log: on_growth, every_run, or 1h.",
+            description="How far a table's view may lag behind its log: on_growth, every_run, or 1h.",
         ),
     ),
     log_retention=(
         optional(DurationText),
-        Field(default=None, description="How long maintenance keeps what was recorded, like 90d."),
+        Field(default=None, description="How long maintenance keeps batches of the log, like 90d."),
     ),
 )
 
@@ -367,11 +368,11 @@ AssetPart: type[Choice] = choice(
 def make_asset(
     entry: Choice, inputs: Mapping[str, Stream], found: Callable[[str, str], Any]
 ) -> tuple[Stream, dict[str, Any]]:
-    """The stream or table of an entry, and the options of its sensor.
+    """Makes the stream or table of an entry, and the options of its sensor.
 
     Args:
-        inputs: what it is made of, by role.
-        found: gives what a setting names by a Python path.
+        inputs: its inputs, by role.
+        found: imports the object that a setting names by a Python path.
     """
     given: Any = entry
     concept, about = CONCEPTS[entry.chosen], getattr(entry, entry.chosen)
@@ -390,7 +391,7 @@ def make_asset(
     node = concept.make(given.name, values, dict(inputs), shown)
     if sensor is not None and not has_sensor(node):
         raise TopologyError(
-            f"{node.name}: expected no sensor of an upstream asset, whose news Dagster itself sees, "
-            "got one; take it out, and give this asset an automation_condition under post_processing"
+            f"{node.name}: expected no sensor, since Dagster tracks the upstream asset itself, got "
+            "one; remove it, and set an automation_condition under post_processing"
         )
     return node, {} if sensor is None else sensor.values()

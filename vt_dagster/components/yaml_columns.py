@@ -1,4 +1,4 @@
-"""Columns in YAML: Spark's types as texts, and pandera's checks by their names."""
+"""Columns in YAML: Spark types as texts, and pandera checks by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHECKS = (
     *("eq", "ne", "gt", "ge", "lt", "le", "in_range", "isin", "notin"),
     *("str_contains", "str_startswith", "str_endswith"),
 )
-"""pandera's checks that PySpark has, as ``pandera.pyspark.Field`` names them."""
+"""The pandera checks for PySpark, by their names in ``pandera.pyspark.Field``."""
 
 
 def _fields() -> dict[str, Any]:
@@ -62,17 +62,17 @@ def _typed(value: Any) -> Any:
 _Settings = create_model(
     "Column",
     __base__=Part,
-    __doc__="A column: the text of its type alone, or that and what its values must be like.",
+    __doc__="A column: its type as text, or its type and checks of its values.",
     **_fields(),
 )
 Column = Annotated[_Settings, BeforeValidator(_typed, json_schema_input_type=str | _Settings)]
 
 
 def spark_type(name: str, column: str, text: str) -> T.DataType:
-    """The Spark type of a text, without Spark.
+    """Parses a Spark type without a Spark session.
 
     Raises:
-        TopologyError: there is no such type.
+        TopologyError: an unknown type.
     """
     plain = text.strip().lower()
     if plain in _TYPES:
@@ -83,13 +83,12 @@ def spark_type(name: str, column: str, text: str) -> T.DataType:
         return T.ArrayType(spark_type(name, column, found[1]))
     raise TopologyError(
         f"{name}: column {column!r} has the type {text!r}; expected {', '.join(_TYPES)}, decimal(p,s) "
-        "or array<type>; for structs and maps write a pandera model in Python and give its path as "
-        "schema"
+        "or array<type>; for structs and maps write a pandera model and set schema to its Python path"
     )
 
 
 def contract(name: str, columns: Mapping[str, Part]) -> type[pa.DataFrameModel]:
-    """A pandera model of columns, as a Python user would write it.
+    """Makes a pandera model of columns, as a Python user would write it.
 
     Args:
         columns: a ``Column`` for each name.

@@ -1,8 +1,7 @@
-"""The YAML's models, made from the parameters of what they stand for.
+"""Pydantic models of the YAML, made from the parameters of Python classes and methods.
 
-A parameter that a class or method of ``vt_dagster`` gets is thereby one that the YAML has. Here is only
-how a YAML value becomes a Python one, and what an error says; whether the values make sense is checked
-where it is checked for Python.
+A new parameter of such a class or method is thereby a new YAML setting. This module only converts YAML
+values to Python values and words its errors; the Python classes check the values.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from vt_dagster.topology.durations import parse_length
 
 
 def is_template(value: Any) -> bool:
-    """Whether a value is to be rendered by Dagster, for example ``{{ env.RETENTION }}``."""
+    """Returns whether a value is a template, for example ``{{ env.RETENTION }}``."""
     return isinstance(value, str) and "{{" in value
 
 
 def as_duration(value: Any) -> Any:
-    """``7d``, ``1h30m``, ``250ms``: a timedelta. A template is left as it is."""
+    """Converts ``7d``, ``1h30m``, ``250ms`` to a timedelta; returns a template unchanged."""
     if isinstance(value, timedelta) or is_template(value):
         return value
     try:
@@ -46,7 +45,7 @@ def as_duration(value: Any) -> Any:
 
 
 def as_signed_duration(value: Any) -> Any:
-    """The same, which may be negative: ``-5m``."""
+    """As ``as_duration``, but the duration may be negative: ``-5m``."""
     text = str(value).strip()
     return -as_duration(text[1:]) if text.startswith("-") else as_duration(value)
 
@@ -63,7 +62,7 @@ Texts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=li
 
 
 class _NotNull:
-    """Null is refused, so the schema that editors and `dg check yaml` go by is without it."""
+    """Removes null from the JSON schema for editors and `dg check yaml`, since null is refused."""
 
     @staticmethod
     def __get_pydantic_json_schema__(core_schema: Any, handler: Any) -> Any:
@@ -73,16 +72,16 @@ class _NotNull:
 
 
 def optional(kind: Any) -> Any:
-    """A type that may be left out."""
+    """Makes the type of a setting that may be omitted."""
     return Annotated[kind | None, _NotNull]
 
 
 class Part(BaseModel):
-    """A piece of YAML. An unknown name is an error that says which there are."""
+    """A YAML mapping. The error for an unknown name lists the known ones."""
 
     model_config = ConfigDict(extra="forbid")
     target: ClassVar[Callable[..., Any] | None] = None
-    """What it stands for; it is called with what the YAML gives."""
+    """The class or function to call with the YAML's values."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -93,9 +92,7 @@ class Part(BaseModel):
         if not isinstance(value, dict):
             raise ValueError(f"expected some of {', '.join(cls.model_fields)}, got {value!r}")
         problems: list[Any] = [
-            _problem(
-                (name,), None, f"{name} is empty: give a value, {{}} for defaults, or leave it out"
-            )
+            _problem((name,), None, f"{name} is empty: set a value, {{}} for defaults, or remove it")
             for name, given in value.items()
             if given is None
         ]
@@ -108,7 +105,7 @@ class Part(BaseModel):
 
     @classmethod
     def _spelled_out(cls, value: Any) -> Any:
-        """What a short form means."""
+        """Expands a short form."""
         return value
 
     @classmethod
@@ -126,25 +123,25 @@ class Part(BaseModel):
 
     @property
     def given(self) -> list[str]:
-        """The names that the YAML has, in the order in which they are documented."""
+        """The names set in the YAML, in documented order."""
         return [name for name in type(self).model_fields if name in self.model_fields_set]
 
     def values(self) -> dict[str, Any]:
-        """What was given, by name, as Python has it."""
+        """Returns the values set in the YAML as Python values, by name."""
         return {name: _python(getattr(self, name)) for name in self.given}
 
     def make(self) -> Any:
-        """The value that it stands for."""
+        """Makes the Python value."""
         assert self.target is not None
         return type(self).target(**self.values())  # pyright: ignore[reportOptionalCall]
 
 
 class Choice(Part):
-    """A piece of YAML that gives exactly one of several, by its name."""
+    """A YAML mapping with exactly one of several names."""
 
     choices: ClassVar[tuple[str, ...]] = ()
     alone: ClassVar[tuple[str, ...]] = ()
-    """Those that need no settings, for which the name alone will do."""
+    """Choices without required settings, which may be written as the name only."""
 
     @classmethod
     def _spelled_out(cls, value: Any) -> Any:
@@ -170,7 +167,7 @@ class Choice(Part):
 
     @property
     def chosen(self) -> str:
-        """The name of what was chosen."""
+        """The chosen name."""
         return next(name for name in self.choices if name in self.model_fields_set)
 
     def make(self) -> Any:
@@ -188,7 +185,7 @@ def _python(value: Any) -> Any:
 
 
 def choice(name: str, doc: str, of: Mapping[str, type[Part]], /, **more: Any) -> type[Choice]:
-    """A model that gives one of ``of``; ``more``: other fields, as pydantic's create_model has them."""
+    """Makes a model with one of ``of``; ``more``: other fields, as for pydantic's create_model."""
     fields: dict[str, Any] = {n: (optional(p), None) for n, p in of.items()}
     with warnings.catch_warnings():  # pydantic's own BaseModel.json is deprecated, ours is a field
         warnings.filterwarnings("ignore", 'Field name "json"')
@@ -207,12 +204,12 @@ def part(
     types: Mapping[Any, Any] = {},
     **more: Any,
 ) -> type[Part]:
-    """A model with the parameters of some classes or functions; where two have one, the first counts.
+    """Makes a model with the parameters of classes or functions; the first definition of a name wins.
 
     Args:
         leave_out: parameters that the YAML does not have.
-        types: the YAML's type for some Python types, which are looked for in unions as well.
-        more: other fields, or other types, as pydantic's create_model has them.
+        types: YAML types for Python types, also inside unions.
+        more: other fields, or other types, as for pydantic's create_model.
     """
     fields: dict[str, Any] = {}
     kind: Any
@@ -240,12 +237,12 @@ def part(
 
 
 def _is_plain(target: Any) -> bool:
-    """Whether a class is no dataclass, so that its annotations are those of ``__init__``."""
+    """Returns whether a class is no dataclass, so that ``__init__`` has its annotations."""
     return isinstance(target, type) and not hasattr(target, "__dataclass_fields__")
 
 
 def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
-    """The YAML's type of a parameter: of a union, the first member that the YAML can say."""
+    """Returns the YAML type of a parameter; for a union, the first member with a YAML type."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     known = {timedelta: DurationText, Sequence[str]: Texts, tuple[str, ...]: Texts, **types}
     for member in members:
@@ -260,11 +257,11 @@ def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
             return dict[str, str]
     if members == (Any,) or all(m is NoneType for m in members):
         return Any
-    raise TypeError(f"the YAML has no type for {hint}; give one in types or in more")
+    raise TypeError(f"the YAML has no type for {hint}; add one to types or more")
 
 
 def described(target: Any, name: str) -> str | None:
-    """What a docstring's ``Args:`` says of a parameter."""
+    """Returns the text of a parameter in the ``Args:`` of a docstring."""
     kinds = target.__mro__ if isinstance(target, type) else (target,)
     doc = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in kinds)
     found = re.search(rf"^ {{4}}(?:\w+, )*{name}(?:, \w+)*: (.*(?:\n {{8}}.*)*)", doc, re.MULTILINE)
