@@ -201,7 +201,7 @@ def test_each_element_is_a_record(spark: SparkSession) -> None:
     ]
     with pytest.raises(NullArrayError, match=r"words: expected an array .* null of 1: transform"):
         driver.pipe("sales", row("c", "z", 3, 20), row("d", None, 4, 20))
-    assert driver.read("words") == [], "nothing of the run has happened"
+    assert driver.read("words") == [], "the whole run is rolled back"
     driver.pipe("sales", row("c", "z", 3, 20))
     assert seen(driver.read("words"), "word", "offset") == [("z", 3)]
 

@@ -1,4 +1,4 @@
-"""Test a topology: records in, records out, on Spark, without files."""
+"""Tests of topologies on Spark: pipe records in, read records out, without files."""
 
 from vt_dagster.testing.driver import REFUSED, TopologyTestDriver, VersionedStore
 

@@ -1,7 +1,7 @@
-"""Test a topology: pipe records in, read records out, look into the tables.
+"""Test driver of a topology: pipe records in, read records out, inspect the tables.
 
-The driver runs assets as Dagster does (``runs.run``), on Spark, but keeps logs and views in memory.
-Nothing depends on the wall clock: time advances by the records' timestamps alone.
+The driver runs assets like Dagster (``runs.run``) on Spark, but keeps logs and views in memory. It does
+not use the wall clock: only the records' timestamps advance time.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from vt_dagster.testing.versioned_store import REFUSED, Row, VersionedStore
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 _REFUSED = (Outcome.LATE, Outcome.LOST_TIE)
-"""Records that are none of the log, though nothing is wrong with them."""
+"""Outcomes of valid records that the log refuses."""
 
 
 class TopologyTestDriver:
-    """Runs a topology on records that a test gives it.
+    """Runs a topology on the records of a test.
 
     Args:
-        nodes: streams and tables; their inputs come along.
-        spark: the session to use; None starts a small local one. The driver works in a session of
-            its own beside it (with Spark Connect: in it), tuned for a few rows a run.
+        nodes: streams and tables; their inputs are included.
+        spark: the session to use; None starts a small local one. The driver uses a new session of the
+            same application (with Spark Connect: this session), tuned for a few rows per run.
 
     Example:
         >>> driver = TopologyTestDriver(flights_with_weather)
@@ -62,28 +62,27 @@ class TopologyTestDriver:
     # -- records in ------------------------------------------------------------------------------
 
     def pipe(self, name: str, *records: Mapping[str, Any]) -> None:
-        """One run with these records of one source, in order of arrival.
+        """Runs the topology with these records of one source, in order of arrival.
 
         Args:
-            records: the source's columns by name; a column left out is null. A timestamp is a
-                datetime (naive = UTC) or an integer, epoch milliseconds. ``partition`` may be
-                given; else it is the key's hash. ``is_tombstone=True`` makes a record a tombstone
-                whatever the source's tombstone condition says.
+            records: values by column; a missing column is null. A timestamp is a datetime (naive = UTC)
+                or an integer, epoch milliseconds. ``partition`` is optional; default: hash of the key.
+                ``is_tombstone=True`` makes a record a tombstone, whatever the source's condition.
         """
         self.run({name: records})
 
     def run(self, inputs: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
-        """One run with records of several sources. Tables take theirs before streams are joined.
+        """Runs the topology with records of several sources; tables read theirs before streams join.
 
-        Where an operator refuses (a full buffer), or records break their contract, nothing of the run
-        has happened.
+        If an operator fails (a full buffer) or records violate their contract, the whole run is rolled
+        back.
         """
         sources = sorted(n for n, node in self.nodes.items() if not node.inputs)
         unknown = sorted(set(inputs) - set(sources))
         if unknown:
             raise ContractError(
                 f"expected records for the sources {sources}, got some for {unknown}; pipe into a "
-                "source and read results of operators with read()"
+                "source, and read the results of operators with read()"
             )
         before = {name: store.saved() for name, store in self._stores.items()}
         outcomes = {name: some.copy() for name, some in self._fates.items()}
@@ -120,15 +119,15 @@ class TopologyTestDriver:
     # -- results out -----------------------------------------------------------------------------
 
     def read(self, name: str) -> list[Row]:
-        """The log rows that were added since the last read, by partition within each run."""
+        """Returns the log rows added since the last read, by partition within each run."""
         self._node(name)
         rows = self._stores[name].rows.slice(self._read[name]).to_pylist()
         self._read[name] += len(rows)
         return rows
 
     def table(self, name: str) -> list[Row]:
-        """The current rows of a table, by key; tombstones are not among them. Of a corrected join with
-        ``is_final``."""
+        """Returns the current rows of a table by key, without tombstones; those of a corrected join
+        have ``is_final``."""
         node = self._table(name)
         with self._session():
             view = of_table.current(node, self._stores[name].view())
@@ -138,18 +137,18 @@ class TopologyTestDriver:
             return _rows_of(with_finality(of_table.rows_now(node, view, times), watermarks), node)
 
     def versions(self, name: str) -> list[Row]:
-        """All versions of a versioned table, tombstones included, by key and ``valid_from``."""
+        """Returns all versions of a versioned table, with tombstones, by key and ``valid_from``."""
         node = self._versioned_table(name)
         with self._session():
             return _rows_of(of_table.as_read(node, self._stores[name].view()), node)
 
     def store(self, name: str) -> VersionedStore:
-        """A versioned table's store, with the calls of KIP-889."""
+        """Returns the store of a versioned table, with the methods of KIP-889."""
         node = self._versioned_table(name)
         return VersionedStore(node, self._stores[name], self.pipe, self._session)
 
     def waiting(self, name: str) -> list[Row]:
-        """The stream records that wait in a join's grace buffer, or for a match, by timestamp."""
+        """Returns the stream records in a join's grace buffer or waiting for a match, by timestamp."""
         node, head = self._node(name), self._stores[name].head()
         if head is None or not head.commit.counts.get(Outcome.WAITING):
             return []
@@ -160,16 +159,16 @@ class TopologyTestDriver:
             return rows.orderBy(TIMESTAMP, OFFSET).toArrow().to_pylist()
 
     def metrics(self, name: str, partition: int | None = None) -> dict[str, int]:
-        """Counts of a node's records since the start, by outcome; also those waiting now.
+        """Counts a node's records since the start by outcome, and the records waiting now.
 
         Args:
-            partition: count those of one partition only.
+            partition: count one partition only.
 
         Returns:
-            ``applied``, ``carried``, ``late``, ``lost_tie``, ``dropped``, ``quarantined`` and why
-            (``quarantined/null_key``, …), ``waiting``; an outcome that nothing met is left
-            out, ``waiting`` never is. In a join, ``late`` records were joined at once; in a table they
-            were refused.
+            ``applied``, ``carried``, ``late``, ``lost_tie``, ``dropped``, ``quarantined`` and its
+            reasons (``quarantined/null_key``, …), ``waiting``; outcomes with count 0 are omitted,
+            except ``waiting``. ``late`` records of a join were joined at once; those of a table were
+            refused.
         """
         self._node(name)
         store = self._stores[name]
@@ -190,8 +189,8 @@ class TopologyTestDriver:
     def _node(self, name: str) -> Stream:
         if name not in self.nodes:
             raise ContractError(
-                f"expected one of {sorted(self.nodes)}, got {name!r}; correct the name or give the "
-                "driver that stream or table"
+                f"expected one of {sorted(self.nodes)}, got {name!r}; correct the name, or pass that "
+                "stream or table to the driver"
             )
         return self.nodes[name]
 
@@ -214,7 +213,7 @@ class TopologyTestDriver:
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Leaves the user's session the active one: creating a DataFrame activates its session."""
+        """Restores the user's session as the active one: creating a DataFrame activates its session."""
         try:
             yield
         finally:
@@ -223,7 +222,7 @@ class TopologyTestDriver:
 
 
 def _own_session(spark: SparkSession) -> SparkSession:
-    """A session beside the user's for the driver's settings; the user's own with Spark Connect."""
+    """Returns a new session for the driver's settings; the user's session with Spark Connect."""
     try:
         own = spark.newSession()
     except PySparkException:

@@ -1,6 +1,6 @@
-"""A real Kafka broker for tests and for trying things out: ``python -m vt_dagster.testing_kafka DIR``.
+"""A real Kafka broker for tests and experiments: ``python -m vt_dagster.testing_kafka DIR``.
 
-One process in KRaft mode on this machine, from the jars that Kafka publishes. Needs Java.
+One local process in KRaft mode, from the jars that Kafka publishes. Needs Java.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _START_SECONDS = 60
 
 
 class KafkaBroker:
-    """A broker on free ports of this machine that keeps its data in a directory.
+    """A local Kafka broker on free ports with its data in a directory.
 
-    Started again it has the same ports and the same data. Topics keep their records for ever, unless
-    a topic says otherwise, and are not created by merely being named.
+    After a restart it has the same ports and data. Topics keep their records forever unless configured
+    otherwise, and are not created automatically.
 
     Args:
-        directory: for data, settings and the broker's own output.
-        port: of the plain listener; None = a free one.
-        user: name and password; adds a second listener, ``secure_servers``, that wants TLS and
+        directory: directory for data, settings and the broker's output.
+        port: port of the plaintext listener; None = a free port.
+        user: name and password; adds a second listener, ``secure_servers``, with TLS and
             SCRAM-SHA-256.
 
     Example:
@@ -51,14 +51,14 @@ class KafkaBroker:
 
     @property
     def ca_location(self) -> Path:
-        """The certificate (PEM) that vouches for the secure listener."""
+        """The CA certificate (PEM) of the secure listener."""
         return self._directory / "ca.pem"
 
     def start(self) -> KafkaBroker:
-        """Starts the process and returns when it answers.
+        """Starts the process and returns when its port accepts connections.
 
         Raises:
-            SourceError: it ended, or did not answer within a minute.
+            SourceError: the process ended, or did not accept connections within a minute.
         """
         settings = self._directory / "server.properties"
         classpath = ":".join(str(jar) for jar in resolve_broker_jars())
@@ -80,17 +80,18 @@ class KafkaBroker:
                 tail = output.read_text(errors="replace")[-500:]
                 self.kill()
                 raise SourceError(
-                    f"expected a Kafka broker on port {self._port}, it ended: {tail}; see {output}"
+                    f"expected a Kafka broker on port {self._port}, but it did not start: {tail}; see "
+                    f"{output}"
                 )
             time.sleep(0.1)
         return self
 
     def stop(self) -> None:
-        """Lets the broker write what it has, then ends it."""
+        """Shuts the broker down cleanly (SIGTERM)."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the broker at once (SIGKILL)."""
+        """Kills the broker at once (SIGKILL)."""
         self._end(signal.SIGKILL)
 
     def __enter__(self) -> KafkaBroker:
@@ -146,15 +147,15 @@ class KafkaBroker:
             more = ["--add-scram", f"SCRAM-SHA-256=[name={name},password={password}]"]
         settings.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        # Joined by a "=": an id may begin with "-".
+        # "--cluster-id=ID" in one argument: an id may begin with "-".
         about = [f"--cluster-id={cluster}", f"--config={settings}"]
         format_ = [*command, "kafka.tools.StorageTool", "format", *about]
         done = subprocess.run([*format_, *more], capture_output=True, text=True, check=False)
         if done.returncode:
             settings.unlink()
             raise SourceError(
-                f"expected Kafka's storage to be made in {self._directory}, got: "
-                f"{(done.stdout + done.stderr)[-500:]}; look whether the directory can be written"
+                f"expected to format Kafka's storage in {self._directory}, got: "
+                f"{(done.stdout + done.stderr)[-500:]}; check that the directory is writable"
             )
 
     def _tls(self, password: str) -> dict[str, str]:
@@ -193,8 +194,8 @@ def _answers(port: int) -> bool:
 
 
 def main(directory: str = "data/kafka") -> None:
-    """Runs a broker on Kafka's usual port, in the foreground, until it is interrupted."""
+    """Runs a broker on Kafka's default port in the foreground until interrupted."""
     with KafkaBroker(directory, 9092) as broker:
-        print(f"Kafka broker on {broker.bootstrap_servers}, data in {directory}; Ctrl-C ends it")
+        print(f"Kafka broker on {broker.bootstrap_servers}, data in {directory}; Ctrl-C stops it")
         with contextlib.suppress(KeyboardInterrupt):
             signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -1,4 +1,4 @@
-"""The tables of the test driver: logs in memory, as Arrow tables, and views made from them."""
+"""The store of the test driver: logs in memory as Arrow tables, and views computed from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 class MemoryStore(Store):
-    """One stream or table: what ``AssetStore`` is on Delta."""
+    """The store of one stream or table in memory; the counterpart of ``AssetStore`` on Delta."""
 
     def __init__(self, node: Stream, spark: SparkSession) -> None:
         self.node = node
@@ -50,23 +50,23 @@ class MemoryStore(Store):
         recorded = StructField(RECORDED_AT, TimestampType())
         self._log = to_arrow_schema(StructType([*log_schema(node), recorded])).empty_table()
         self._commits: list[tuple[Commit, int]] = []
-        """Each with the number of rows in the log after it."""
+        """Commits, each with the number of log rows after it."""
         self._state: pa.Table | None = None
         self._staged: dict[str, pa.Table] = {}
         self._views: dict[int, DataFrame] = {}
         self.held: pa.Table | None = None
-        """The results of the last run, also those that are not in the log."""
+        """The results of the last run, including those that the log refused."""
         self.rejected: list[tuple[int, str]] = []
-        """Partition and reason of each record of a source that is not in the log."""
+        """Partition and reason of each source record that the log refused."""
         self._refused: pa.Table | None = None
 
     def saved(self) -> dict[str, Any]:
-        """All that it holds, for ``restore``; Arrow tables never change."""
+        """Returns a copy of its state for ``restore``; Arrow tables are immutable and not copied."""
         copied = {n: v.copy() for n, v in vars(self).items() if isinstance(v, list | dict)}
         return {**vars(self), **copied}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Makes it what it was."""
+        """Restores a saved state."""
         vars(self).update(saved)
 
     @property
@@ -74,21 +74,21 @@ class MemoryStore(Store):
         return self._spark
 
     def frame(self, table: pa.Table) -> DataFrame:
-        """An Arrow table for Spark, as one task's."""
-        # Spark Connect makes no DataFrame of an empty Arrow table that comes without a Spark schema.
+        """Returns an Arrow table as a DataFrame with one partition."""
+        # Spark Connect cannot make a DataFrame of an empty Arrow table without a Spark schema.
         schema = from_arrow_schema(table.schema)
-        # Of an empty chunk and one after it, Spark takes the empty one for all.
+        # combine_chunks: Spark loses the rows after an empty chunk.
         return self._spark.createDataFrame(table.combine_chunks(), schema).coalesce(1)
 
     # -- reading ---------------------------------------------------------------------------------
 
     @property
     def rows(self) -> pa.Table:
-        """The whole log, without the times of record, which are the clock's."""
+        """The whole log without ``recorded_at``, which depends on the clock."""
         return self._log.drop_columns([RECORDED_AT])
 
     def head(self) -> Head | None:
-        """The last commit; None before the first."""
+        """Returns the last commit; None before the first."""
         return Head(len(self._commits), self._commits[-1][0]) if self._commits else None
 
     def catch_up(
@@ -107,7 +107,7 @@ class MemoryStore(Store):
 
     def log(self, start: Offsets, head: Head, after: int | None = None) -> DataFrame:
         ends = [0, *(end for _, end in self._commits)]
-        # Whoever consumes a log has come to one of its commits.
+        # A consumer's start offsets are always those of a commit.
         offsets = [Offsets(), *(commit.next_offset for commit, _ in self._commits)]
         first = max(i for i, one in enumerate(offsets) if one == start or i == 0)
         new = self._log.slice(ends[first], ends[head.version] - ends[first])
@@ -123,13 +123,13 @@ class MemoryStore(Store):
         assert head is not None
         if head.version not in self._views:
             rows = self.log({}, head)
-            # The same view serves all who read it.
+            # Cached per version: all readers share one DataFrame.
             view = of_table.fold(node, None, rows, by_partition(head.commit.stream_time))
             self._views = {head.version: view}
         return self._views[head.version]
 
     def view(self) -> DataFrame:
-        """The view as it is now; empty before the first commit."""
+        """Returns the current view; empty before the first commit."""
         assert isinstance(self.node, Table)
         if self.head() is None:
             return self.frame(to_arrow_schema(view_schema(self.node)).empty_table())
@@ -158,7 +158,7 @@ class MemoryStore(Store):
     # -- writing ---------------------------------------------------------------------------------
 
     def planner_settings(self, small: bool) -> AbstractContextManager[None]:
-        return nullcontext()  # the driver's session is, always
+        return nullcontext()  # the driver's session always has them
 
     def persist(self, rows: DataFrame) -> DataFrame:
         self.held = rows.toArrow()
@@ -205,7 +205,7 @@ class MemoryStore(Store):
 
 @dataclass(frozen=True)
 class Records(Uncounted):
-    """Records that a test gives, as a source that is taken whole."""
+    """A source with the records of one run of a test."""
 
     store: MemoryStore
     records: Sequence[Mapping[str, Any]]
@@ -230,7 +230,7 @@ class Records(Uncounted):
         return not self.records
 
     def consumed(self) -> None:
-        """A test gives each record once."""
+        """Does nothing: each instance is read by one run only."""
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         return {"inputs": {}}
@@ -276,14 +276,14 @@ class Records(Uncounted):
 
 
 def to_value(value: Any, kind: Any) -> Any:
-    """A value as Arrow wants it: times become datetimes, everything else stays."""
+    """Converts a value for Arrow: times to datetimes, other values unchanged."""
     if isinstance(kind, TimestampType) and isinstance(value, int | datetime):
         return _EPOCH + timedelta(microseconds=to_micros(value))
     return value
 
 
 def to_micros(moment: datetime | int) -> int:
-    """Epoch microseconds of a datetime (naive = UTC) or of epoch milliseconds."""
+    """Converts a datetime (naive = UTC) or epoch milliseconds to epoch microseconds."""
     if isinstance(moment, int):
         return moment * 1000
     aware = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)

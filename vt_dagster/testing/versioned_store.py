@@ -1,4 +1,4 @@
-"""A versioned table in a test: put, get, delete and history, as KIP-889 names them."""
+"""A versioned table in a test, with the methods of KIP-889: put, get, delete and history."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _AT = "_at"
 
 
 class Refused(Enum):
-    """The answer of a put that the table did not take."""
+    """The result of a put that the table refused."""
 
     REFUSED = "refused"
 
@@ -49,11 +49,11 @@ REFUSED: Final = Refused.REFUSED
 
 
 class VersionedStore:
-    """The calls of KIP-889 on a versioned table of a :class:`TopologyTestDriver`.
+    """The methods of KIP-889 on a versioned table of a :class:`TopologyTestDriver`.
 
-    A key is a value, or a tuple for a composite key; none of it may be null. A time is a datetime
-    (naive = UTC) or an integer, epoch milliseconds. The ``..._each`` methods make many calls at
-    once: each sees the table as it was before them, so give them different keys.
+    A key is a value, or a tuple for a composite key, without nulls. A time is a datetime (naive = UTC)
+    or an integer, epoch milliseconds. The ``..._each`` methods make many calls in one run: each call
+    sees the table as it was before the run, so pass distinct keys.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class VersionedStore:
         self._node, self._store, self._pipe, self._session = node, store, pipe, session
 
     def get(self, key: Any, as_of: datetime | int | None = None) -> Row | None:
-        """The row of a key, as of a time (inclusive) or now; None where there is none, where it was
-        deleted, or where the time is older than the history retention (unless the current version
-        answers it)."""
+        """Returns the row of a key as of a time (inclusive) or now; None if there is none, if it was
+        deleted, or if the time is older than the history retention (unless the current version was
+        already valid then)."""
         return self.get_each((key, as_of))[0]
 
     def get_each(self, *calls: tuple[Any, datetime | int | None]) -> list[Row | None]:
-        """The answers to many :meth:`get` calls, given as (key, as_of)."""
+        """Returns the results of many :meth:`get` calls, given as (key, as_of)."""
         node = self._node
         schema = StructType(
             [StructField(k, t) for k, t in zip(node.key, node.key_types, strict=True)]
@@ -97,7 +97,7 @@ class VersionedStore:
         return [found.get(i) for i in range(len(calls))]
 
     def history(self, key: Any) -> list[Row]:
-        """All versions of a key by ``valid_from``, tombstones included."""
+        """Returns all versions of a key by ``valid_from``, with tombstones."""
         values = tuple(self._key(key).values())
         with self._session():
             view = of_table.as_read(self._node, self._store.view())
@@ -107,21 +107,21 @@ class VersionedStore:
     def put(
         self, key: Any, value: Any, timestamp: datetime | int
     ) -> datetime | Literal[Refused.REFUSED] | None:
-        """Stores a value, as a run of its own.
+        """Stores a value in a run of its own.
 
         Args:
-            value: the value columns by name; the bare value where there is only one such column;
-                None = a tombstone, whatever the table's tombstone condition says.
+            value: the value columns by name; the bare value if there is only one value column;
+                None = a tombstone, whatever the table's tombstone condition.
 
         Returns:
-            when the value's validity ends (exclusive): the timestamp of the key's next version, or
-            None where the value is the latest; ``REFUSED`` where the timestamp is older than the
-            history retention, or the value loses a tie.
+            the end of the value's validity (exclusive): the timestamp of the key's next version, or
+            None if the value is the latest; ``REFUSED`` if the timestamp is older than the history
+            retention, or the value loses a tie.
         """
         return self.put_each(self._record(key, value, timestamp))[0]
 
     def put_each(self, *records: Mapping[str, Any]) -> list[datetime | Literal[Refused.REFUSED] | None]:
-        """The answers to many :meth:`put` calls, given as records for ``pipe``, made in one run."""
+        """Returns the results of many :meth:`put` calls, given as records for ``pipe``, in one run."""
         self._pipe(self._node.name, *records)
         assert self._store.held is not None
         outcomes = {r[ARRIVAL]: r for r in self._store.held.to_pylist()}
@@ -132,7 +132,7 @@ class VersionedStore:
             if row[OUTCOME] == Outcome.QUARANTINED:
                 raise ContractError(
                     f"{self._node.name}: expected a record with a key and a timestamp, got "
-                    f"{dict(records[i])} ({row[REASON]}); give both"
+                    f"{dict(records[i])} ({row[REASON]}); set both"
                 )
             own = versions[tuple(_hashable(row[k]) for k in self._node.key)]
             refused = row[OUTCOME] in (Outcome.LATE, Outcome.LOST_TIE)
@@ -141,22 +141,22 @@ class VersionedStore:
         return answers
 
     def delete(self, key: Any, timestamp: datetime | int) -> Row | None:
-        """Stores a tombstone, as a run of its own.
+        """Stores a tombstone in a run of its own.
 
         Returns:
-            the row that was valid then; None where there was none, or where the timestamp is older
-            than the history retention, and nothing is stored.
+            the row that was valid at the timestamp; None if there was none, or if the timestamp is
+            older than the history retention, and nothing is stored.
         """
         return self.delete_each(self._record(key, None, timestamp))[0]
 
     def delete_each(self, *records: Mapping[str, Any]) -> list[Row | None]:
-        """The answers to many :meth:`delete` calls, given as records for ``pipe``, in one run."""
+        """Returns the results of many :meth:`delete` calls, as records for ``pipe``, in one run."""
         removed = self.find_each(*records)
         self.put_each(*({**r, IS_TOMBSTONE: True} for r in records))
         return removed
 
     def find_each(self, *records: Mapping[str, Any]) -> list[Row | None]:
-        """What :meth:`delete_each` would answer; changes nothing."""
+        """Returns the results of :meth:`delete_each` without changing the table."""
         node, store = self._node, self._store
         with self._session():
             asked = replace(node, tombstone=None)
@@ -183,7 +183,7 @@ class VersionedStore:
         return {} if head is None else head.commit.stream_time
 
     def _valid_to(self) -> Mapping[tuple[Any, ...], dict[datetime, datetime | None]]:
-        """By key and ``valid_from``."""
+        """Returns ``valid_to`` by key and ``valid_from``."""
         columns = [*self._node.key, VALID_FROM, VALID_TO]
         with self._session():
             view = of_table.as_read(self._node, self._store.view()).select(*columns).toArrow()
