@@ -1,9 +1,8 @@
-"""Runs scenario files through the operators on Spark and compares with what they expect.
+"""Runs scenario files through the operators on Spark and compares the output with Kafka Streams'.
 
-A scenario (``tests/conformance/FORMAT.md``) is a topology, its input records in order of arrival,
-and the output of Kafka Streams. Scenarios whose topologies have the same structure run side by
-side: each is a partition of its own, its number is part of every key, and durations are given per
-partition.
+A scenario (``tests/conformance/FORMAT.md``) is a topology, its input records in order of arrival, and
+the output of Kafka Streams. Scenarios with topologies of the same structure run side by side: each is
+one partition, its number is part of every key, and durations are set per partition.
 """
 
 from vt_dagster.conformance.runner import conformance, run

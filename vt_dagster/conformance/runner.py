@@ -1,4 +1,4 @@
-"""Reads scenarios, runs those of each operator, prints how they compare."""
+"""Reads scenarios, runs those of each operator, and prints the comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vt_dagster.errors import SourceError, TopologyError
 from vt_dagster.spark.session import build_session
 
 _THREADS = 2
-"""A run is mostly waiting for Spark's planner."""
+"""Two, since a run mostly waits for Spark's planner."""
 
 
 def run(
@@ -40,23 +40,23 @@ def run(
     spark: SparkSession | None = None,
     echo: Callable[[str], Any] = print,
 ) -> Report:
-    """Runs the scenarios of files and directories and prints how they compare.
+    """Runs the scenarios of files and directories and prints the comparison.
 
-    At granularity ``record`` every record that can trigger output is a run of its own, and output
-    is compared entry by entry, trigger and order included. At granularity ``run`` a run takes as
-    many records as may be taken at once without changing results: see ``versioned_stores`` and
-    ``side_by_side`` for what exactly is compared.
+    At granularity ``record`` each record that can trigger output is a run of its own, and output is
+    compared entry by entry, with trigger and order. At granularity ``run`` a run reads as many records
+    as possible without changing results: ``versioned_stores`` and ``side_by_side`` document what is
+    compared.
 
     Args:
-        paths: scenario files, or directories that are searched for ``*.json``.
+        paths: scenario files, or directories to search for ``*.json``.
         operators: run only these; None = all. Limits in bytes are not supported.
-        json_file: where to write the report as JSON, if anywhere.
+        granularity: ``record`` or ``run``.
+        json_file: file for the report as JSON; None = no file.
         spark: the session to use; None starts a small local one.
-        echo: prints a line. The last one is ``N identical, M different, K not supported``.
+        echo: prints a line. The last line is ``N identical, M different, K not supported``.
 
     Raises:
-        SourceError: a file that is not there or not a scenario file, no scenario at all, or an
-            operator that the format does not have.
+        SourceError: a missing or invalid scenario file, no scenario, or an unknown operator.
     """
     if granularity not in ("record", "run"):
         raise SourceError(f"expected the granularity 'record' or 'run', got {granularity!r}")
@@ -114,7 +114,7 @@ def conformance(
 
 
 def _builds(scenario: Scenario, results: Mapping[Scenario, ScenarioOutcome]) -> bool:
-    """Whether the scenario goes on to run; one that must be refused when it is built is done."""
+    """Returns whether the scenario can run; settles those that fail, or must fail, when built."""
     must_fail = scenario.error is not None and scenario.error["at"] == "build"
     try:
         store_of(scenario) if scenario.operator == "versioned_store" else nodes_of([layout(scenario)])
@@ -136,10 +136,10 @@ def _error(scenario: Scenario) -> str:
 
 def _session() -> SparkSession:
     conf = {
-        # Many short queries leave much garbage that nobody needs any more.
+        # Many short queries make much short-lived garbage: a large young generation collects it.
         "spark.driver.extraJavaOptions": "-XX:+UseParallelGC -Xmn600m",
         "spark.python.sql.dataFrameDebugging.enabled": "false",
-        # Nobody looks back at thousands of plans.
+        # Do not keep thousands of plans for the UI.
         "spark.sql.ui.retainedExecutions": "1",
         "spark.ui.retainedJobs": "1",
         "spark.ui.retainedStages": "1",

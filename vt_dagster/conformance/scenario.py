@@ -1,4 +1,4 @@
-"""Scenario files, what became of each scenario, and how lists are compared."""
+"""Scenario files, their outcomes, and the comparison of lists."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OPERATORS = (
     "stream_flat_map_values",
     "stream_stream_join",
 )
-"""The operators that FORMAT.md knows."""
+"""The operators defined in FORMAT.md."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """One scenario; where it has ``by_design``, that is already in place of what it replaces."""
+    """One scenario; values of ``by_design`` already replace those of Kafka Streams."""
 
     name: str
     path: Path
@@ -52,13 +52,13 @@ class Scenario:
 
     @property
     def optional(self) -> bool:
-        """Whether it is reported apart and fails nothing: it lies in a directory named ``optional``."""
+        """Whether it is reported separately and never fails: its directory is named ``optional``."""
         return "optional" in self.path.parts
 
 
 @dataclass
 class ScenarioOutcome:
-    """What became of one scenario."""
+    """The outcome of one scenario."""
 
     scenario: Scenario
     result: Literal["identical", "different", "not supported"]
@@ -67,10 +67,10 @@ class ScenarioOutcome:
 
 @dataclass(frozen=True)
 class Job:
-    """Scenarios that run together: runs them and settles their outcomes.
+    """Runs a group of scenarios together and settles their outcomes.
 
     Args:
-        cost: about how many runs of a node that takes; long ones start first.
+        cost: estimated number of node runs; long jobs start first.
     """
 
     cost: int
@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of every scenario."""
+    """The outcomes of all scenarios."""
 
     outcomes: Sequence[ScenarioOutcome]
 
@@ -88,17 +88,17 @@ class Report:
 
     @property
     def identical(self) -> int:
-        """Scenarios, optional ones apart, that gave exactly what they expect."""
+        """Number of scenarios, without optional ones, with exactly the expected output."""
         return self._count("identical")
 
     @property
     def different(self) -> int:
-        """Scenarios, optional ones apart, that gave something else."""
+        """Number of scenarios, without optional ones, with other output."""
         return self._count("different")
 
     @property
     def not_supported(self) -> int:
-        """Scenarios, optional ones apart, that cannot be run: see ``steps.supported``."""
+        """Number of scenarios, without optional ones, that cannot run: see ``steps.supported``."""
         return self._count("not supported")
 
     @property
@@ -107,7 +107,7 @@ class Report:
         return self.different == 0 and self.not_supported == 0
 
     def lines(self) -> Iterator[str]:
-        """Every difference, the optional scenarios if there are any, and last the counts."""
+        """Yields each difference, the counts of optional scenarios if any, and last the counts."""
         for outcome in self.outcomes:
             if outcome.result == "different":
                 yield f"{outcome.scenario.name} ({outcome.scenario.path}):"
@@ -121,7 +121,7 @@ class Report:
         return "{} identical, {} different, {} not supported".format(*counts)
 
     def as_json(self) -> Entry:
-        """The report as plain values: counts, and each scenario with its differences."""
+        """Returns the report as plain values: counts, and each scenario with its differences."""
         return {
             "identical": self.identical,
             "different": self.different,
@@ -144,7 +144,9 @@ class Report:
 def read_scenarios(paths: Iterable[Path | str]) -> Iterator[Scenario]:
     for path in map(Path, paths):
         if not path.exists():
-            raise SourceError(f"expected a scenario file or directory, got {path}, which is not there")
+            raise SourceError(
+                f"expected a scenario file or directory, got {path}, which does not exist; correct it"
+            )
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             try:
                 content = json.loads(file.read_text(encoding="utf-8"))
@@ -173,7 +175,7 @@ def _scenario(path: Path, raw: Mapping[str, Any]) -> Scenario:
 
 
 def compare(what: str, expected: Sequence[Any], got: Sequence[Any]) -> list[str]:
-    """One message for each position at which two lists differ."""
+    """Returns one message per position at which two lists differ."""
     missing = object()
 
     def text(value: Any) -> str:
@@ -194,7 +196,7 @@ def settle(outcome: ScenarioOutcome, differences: list[str]) -> None:
 def compare_state(
     scenario: Scenario, store: Sequence[Entry], dropped: int | None, failed_at: int | None
 ) -> list[str]:
-    """Differences in what is left at the end: an error, the store, the metric if it was counted."""
+    """Returns the differences in the final state: error, store, and the metric if counted."""
     must_fail_at = scenario.error["trigger"] if scenario.error else None
     if failed_at != must_fail_at:
 

@@ -1,4 +1,4 @@
-"""Scenarios of every operator but the store: runs those of one shape side by side, and compares."""
+"""Runs and compares scenarios of all operators except the store, those of one shape side by side."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _grouped(layouts: Sequence[Layout], granularity: Granularity) -> list[list[L
 
 
 def split_into_runs(each: Layout, granularity: Granularity) -> list[range]:
-    """The runs of a scenario, as ranges of its records."""
+    """Returns the runs of a scenario, as ranges of its records."""
     records = each.scenario.records
     streams = {s["input"] for s in each.steps.values() if s["op"] == "stream"}
     joined = each.steps[each.output]["op"] == "stream_table_join"
@@ -116,8 +116,8 @@ def split_into_runs(each: Layout, granularity: Granularity) -> list[range]:
 
 
 def _joined_sources(each: Layout) -> list[Config]:
-    """The two sources of a join of tables or of streams, left one first, if that is the only node with
-    two inputs."""
+    """Returns the two sources of a table-table or stream-stream join, left first, if the join is the
+    only node with two inputs."""
     joins = [inputs for s in each.steps.values() if len(inputs := inputs_of(s)) == 2]
     sides = [[each.steps[i] for i in inputs] for inputs in joins]
     alike = ([["table", "table"]], [["stream", "stream"]])
@@ -194,8 +194,8 @@ def differences(
 
 
 def dropped(node: Stream, outcomes: Mapping[str, int]) -> int:
-    """What a node adds to Kafka's dropped-records-total, by what became of its records."""
-    # Late records of a join with grace are joined at once.
+    """Returns a node's share of Kafka's dropped-records-total, from its outcomes."""
+    # Late records of a join with a grace period are joined at once, not dropped.
     late = outcomes.get(Outcome.LATE, 0) if processor_of(node).drops_late else 0
     return late + outcomes.get(Outcome.QUARANTINED, 0) + outcomes.get(Outcome.DROPPED, 0)
 
@@ -231,7 +231,7 @@ class _Group:
         return self.nodes[each.shapes[step]].name
 
     def _step(self, cuts: dict[int, range]) -> None:
-        """One run of every scenario that has not failed; those that fail now are left out of it."""
+        """Runs all scenarios that have not failed; repeats the run without those that fail now."""
         while True:
             inputs: dict[str, list[Entry]] = defaultdict(list)
             for number, run in cuts.items():

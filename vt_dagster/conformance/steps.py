@@ -1,7 +1,7 @@
-"""A scenario's topology as steps, and the same steps of many scenarios as one node.
+"""A scenario's topology as steps, and equal steps of many scenarios as one node.
 
-Steps that are alike but for numbers and texts have the same *shape*: they are one node, which takes its
-numbers by partition and its texts by the ``scenario`` column.
+Steps that differ only in numbers and texts have the same *shape* and become one node, which has its
+numbers per partition and looks up its texts by the ``scenario`` column.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from vt_dagster.topology.windows import (
 
 Config = Mapping[str, Any]
 Shape = tuple[Any, ...]
-"""What a node does, but for numbers and texts, and the shapes of its inputs."""
+"""The operation of a node without its numbers and texts, and the shapes of its inputs."""
 SourceMaker = Callable[..., Any]
 
 _INPUTS = ("left", "right", "from", "stream", "table")
 
 
 def supported(scenario: Scenario) -> bool:
-    """Whether it can be run: it has no limit in bytes, which are those of Kafka's own objects."""
+    """Returns whether it can run: it has no limit in bytes, which are sizes of Kafka's own objects."""
     return "max_bytes" not in (scenario.config.get("suppress") or {})
 
 
@@ -60,13 +60,13 @@ class Layout:
 
     @property
     def value(self) -> str:
-        """The column of the output that is compared: windows have a count and a sum."""
+        """The compared column of the output: windows have a count and a sum."""
         windows = [s["aggregate"] for s in self.steps.values() if s["op"] == "window"]
         return windows[0] if windows else "value"
 
     @property
     def holds_back(self) -> bool:
-        """Whether results wait: then a run of many records gives the same ones in another order."""
+        """Whether results wait: a run of many records then emits the same results in another order."""
         return any(
             s["op"] == "suppress"
             or (s["op"] == "stream_table_join" and s["grace"])
@@ -76,9 +76,9 @@ class Layout:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether every record has to be a run: a buffer's limit counts after each record; a record
-        that is refused must not take others along; and where the ways of a record meet again, it must
-        not meet the records after it."""
+        """Whether each record needs its own run: a buffer's limit applies after each record; a failing
+        record must not fail others; and where two paths of a record join again, they must not see
+        later records."""
         limits = [(s.get("suppress") or {}).get("max_records") for s in self.steps.values()]
         fails = any(s.get("null_value") == "no_list" for s in self.steps.values())
         return fails or any(n is not None for n in limits) or self._meets_again()
@@ -94,7 +94,7 @@ class Layout:
 
 
 def inputs_of(step: Config) -> list[str]:
-    """The ids of the steps that a step takes."""
+    """Returns the ids of a step's inputs."""
     if step["op"] in ("table", "stream", "global_table"):
         return []
     return [step[i] for i in _INPUTS if i in step]
