@@ -1,4 +1,5 @@
-"""What a table's new records change: which times of which keys, and what was said of them before."""
+"""Which time intervals of which keys a table's new records change, and the answers that they
+replace."""
 
 from __future__ import annotations
 
@@ -38,31 +39,32 @@ def affected_times(
     chunk: Column | None,
     broadcastable: bool,
 ) -> DataFrame:
-    """From when to when each of a table's new records is what is true, to rows that it still corrects.
+    """Returns the interval in which each new record of a table is valid, for the rows that it still
+    corrects.
 
-    A record corrects rows whose timestamp is not before its *edge*: its partition's stream time on its
-    own arrival less the promise. To a row before that it is as if it were not there, and the record
-    that answers is the last one, by timestamp and offset, of those that came before. So an answer
-    depends on the order of arrival, never on what is taken together.
+    A record corrects rows whose timestamp is at or after its *edge*: the stream time of its partition
+    on its own arrival, less the promise. A row before the edge ignores the record and keeps the last
+    record, by timestamp and offset, among those that arrived earlier. The result therefore depends on
+    the order of arrival alone, never on how records are batched into runs.
 
-    Plan: a semi-join of the earlier records, then one shuffle and sort by key of what is left, and that
-    of ``with_stream_time`` over the new ones.
+    Plan: a semi-join of the earlier records, then one shuffle and sort by key of the remaining rows,
+    and the plan of ``with_stream_time`` over the new records.
 
     Args:
         changes: the table's log rows of the run.
-        earlier: its log rows before them that are younger than the oldest of these; None = none.
-        values: the table's columns that answers have.
-        promised: how long rows are corrected, microseconds.
+        earlier: the table's earlier log rows that are younger than the oldest change; None = none.
+        values: the columns of the table that answers contain.
+        promised: how long rows are corrected, in microseconds.
         stream_time: before the run, epoch microseconds, by partition of the table.
         chunk: see ``with_stream_time``.
-        broadcastable: whether each task may have all keys of the changes.
+        broadcastable: whether every task may receive all keys of the changes.
 
     Returns:
-        ``match_names`` of the key, ``_from`` (inclusive), ``_to`` (exclusive; null = from then on),
+        ``match_names`` of the key, ``_from`` (inclusive), ``_to`` (exclusive; null = open),
         ``_edge`` (epoch microseconds), ``_by``: a struct of the record's partition and offset,
-        ``_answer``: a struct of the values, null of a tombstone; and ``_until`` (exclusive; null = from
-        then on): where it stops to be true to rows before any edge. Times of a key from the edge on do
-        not overlap, nor do those up to ``_until``.
+        ``_answer``: a struct of the values, null for a tombstone; and ``_until`` (exclusive; null =
+        open): the end of the record's interval for rows before any edge. For one key, the intervals
+        from the edge on do not overlap, and neither do the intervals up to ``_until``.
     """
     on, at = match_names(key), F.col(TIMESTAMP)
     before = F.timestamp_micros(stream_time)
@@ -84,7 +86,7 @@ def affected_times(
         )
         keys = rows.select(*on)
         rows = union(rows, there.join(F.broadcast(keys) if broadcastable else keys, on, "left_semi"))
-    # Descending: a frame that grows downwards is made anew for each row.
+    # A descending window: Spark recomputes a frame that grows downwards for each row.
     later = W.partitionBy(*on).orderBy(*[F.col(c).desc() for c in (FROM, OFFSET, PARTITION)])
     until, seen_until = F.lag(FROM), F.min(_SEEN)
     timed = rows.withColumns(
@@ -105,12 +107,12 @@ def affected_times(
 def with_row_of_key(
     records: DataFrame, own: Sequence[str], rows: DataFrame, key: Sequence[str], what: Column, name: str
 ) -> DataFrame:
-    """Records with what another table has for their key, null where nothing.
+    """Joins records with a column of another table's row of their key; null where there is no row.
 
     Args:
-        own: the records' columns that are the other's key.
-        rows, key: the other table, one row a key.
-        what: over its columns; ``name``: what it is called.
+        own: the columns of the records that hold the other table's key.
+        rows, key: the other table, one row per key.
+        what: an expression over the other table's columns; ``name``: the name of its result.
     """
     names = [f"_key{i}" for i in range(len(key))]
     theirs = [c.alias(n) for c, n in zip(columns(key), names, strict=True)]
@@ -122,7 +124,8 @@ def with_row_of_key(
 
 
 def nullable(rows: DataFrame, name: str) -> DataFrame:
-    """Rows with a column that may be null: Arrow makes no null of a struct whose fields cannot be."""
+    """Makes the fields of a struct column nullable: Arrow cannot write a null struct of non-null
+    fields."""
     kind = rows.schema[name].dataType
     if not isinstance(kind, StructType):
         return rows
@@ -131,25 +134,25 @@ def nullable(rows: DataFrame, name: str) -> DataFrame:
 
 
 def same(name: str, kind: str, row: Column) -> Column:
-    """Whether a column has the value that it has in another row; null is like any other.
+    """Returns whether a column equals the field of that name in another row; two nulls are equal.
 
     Args:
-        kind: Spark's name of its type.
-        row: the other, a struct.
+        kind: Spark's name of the column's type.
+        row: the other row, a struct.
     """
     one, other = F.col(f"`{name}`"), row.getField(name)
-    if "map<" in kind:  # Spark compares no maps
+    if "map<" in kind:  # Spark cannot compare maps
         one, other = F.to_json(F.struct(one)), F.to_json(F.struct(other))
     return one.eqNullSafe(other)
 
 
 def with_finality(rows: DataFrame, watermarks: Mapping[str, Mapping[int, int]]) -> DataFrame:
-    """The rows of a table, of a corrected join with ``is_final``: whether a row can no longer change.
+    """Adds ``is_final`` to the rows of a corrected join's table: whether a row can no longer change.
 
-    A row exactly as old as the promise is not final. Where none of its partition is, it is false.
+    A row exactly as old as the promise is not final. In a partition without a final row it is false.
 
     Args:
-        watermarks: of the commit that the rows are as of, see ``Commit``.
+        watermarks: those of the commit that the rows are read as of, see ``Commit``.
     """
     if FINAL not in watermarks:
         return rows

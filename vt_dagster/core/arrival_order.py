@@ -1,7 +1,7 @@
-"""Order of arrival: what every operator needs to know about a run's records.
+"""The order in which records arrive, and how rows are numbered in that order.
 
-To spare a long partition a single task, arrivals are cut into chunks: what each holds is counted
-first, and a chunk then starts with the sum of those before it.
+A long partition is split into chunks of arrivals, so that one task need not process all of it: each
+chunk is aggregated first, and a chunk then starts with the aggregate of all chunks before it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from vt_dagster.columns import ARRIVAL, OFFSET, PARTITION, RECORDED_AT
 from vt_dagster.topology.durations import Duration
 
 CHUNK = 100_000
-"""Arrivals handled by one task at a time."""
+"""Arrivals that one task processes."""
 
 FINE = 1_000
-"""Arrivals of which something is told together, as long as that is enough."""
+"""Arrivals in a small chunk, for which bounds are computed before exact values."""
 
 HOUR = 3_600_000_000
-"""Microseconds of arrivals handled by one task at a time, where that goes by time."""
+"""Microseconds of arrivals that one task processes where ``_arrival`` is a time."""
 
 STRIDE = 1 << 30
-"""More rows than a file has, or a bucket of :func:`in_order_of_keys`."""
+"""More rows than a file or a bucket of :func:`in_order_of_keys` has."""
 MOST_BUCKETS = 64
 
 _CHUNK = "_chunk"
@@ -38,7 +38,7 @@ _PLACE, _BUCKET = "_place", "_bucket"
 
 
 class Outcome:
-    """What became of a record in a run; every record has exactly one outcome, see ``rules``."""
+    """The outcome of a record in a run. Every record has exactly one, see ``rules``."""
 
     APPLIED = rules.APPLIED.name
     LATE = rules.LATE.name
@@ -57,41 +57,35 @@ class Outcome:
 
 
 def union(rows: DataFrame, more: DataFrame | None) -> DataFrame:
-    """The rows of both, null in columns that one of them lacks."""
+    """Returns the rows of both; a column that one of them lacks is null there."""
     if more is None:
         return rows
     return rows.unionByName(more, allowMissingColumns=True)
 
 
 def with_columns(rows: DataFrame, told: Mapping[str, Column]) -> DataFrame:
-    """Rows with more columns, or none: Spark Connect refuses ``withColumns`` of nothing."""
+    """Adds columns, possibly none: Spark Connect refuses ``withColumns`` with an empty mapping."""
     return rows.withColumns({**told}) if told else rows
 
 
 def gathered(rows: DataFrame, by: Sequence[str]) -> DataFrame:
-    """The rows, all those that are equal in some columns in one task: one shuffle."""
+    """Repartitions rows so that rows with equal values in these columns share a task: one shuffle."""
     return rows.repartition(*[F.col(c) for c in by])
 
 
 def by_partition(values: Mapping[int, int | None], kind: str = "timestamp") -> Column:
-    """A small mapping ``partition -> number`` as a column of the row's own partition.
-
-    Args:
-        values: for ``kind='timestamp'`` epoch microseconds, for ``kind='long'`` plain numbers.
-            A partition without an entry gives null.
-    """
+    """Looks up the row's partition in a small mapping ``partition -> number``."""
     number = F.lit(None).cast("long")
     known = [f"{p}:{v}" for p, v in sorted(values.items()) if v is not None]
     if known:
-        # As one text: many literals in a plan, or many calls of Column functions, would take longer
-        # than the query.
+        # One string literal: many literals or Column calls in a plan take longer than the query.
         by_name = f"str_to_map('{','.join(known)}', ',', ':')"
         number = F.expr(f"CAST(try_element_at({by_name}, CAST(`{PARTITION}` AS STRING)) AS BIGINT)")
     return F.timestamp_micros(number) if kind == "timestamp" else number
 
 
 def micros(value: Duration) -> Column:
-    """A duration in microseconds, BIGINT, also where each partition has its own."""
+    """Returns a duration, or the one of the row's partition, in microseconds (BIGINT)."""
     one = timedelta(microseconds=1)
     if isinstance(value, timedelta):
         return F.lit(value // one).cast("long")
@@ -99,31 +93,34 @@ def micros(value: Duration) -> Column:
 
 
 def duration(value: Duration) -> Column:
-    """The same as an interval column."""
+    """Returns a duration, or the one of the row's partition, as an interval column."""
     if isinstance(value, timedelta):
         return F.lit(value)
     return micros(value) * F.expr("INTERVAL '0.000001' SECOND")
 
 
 def arrival_chunk() -> Column:
-    """The chunk of a record by its order of arrival."""
+    """Returns the chunk of a record whose ``_arrival`` is a position."""
     return F.floor(F.col(ARRIVAL) / F.lit(CHUNK))
 
 
 def hour_of_arrival() -> Column:
-    """The chunk where ``_arrival`` is a time."""
+    """Returns the chunk of a record whose ``_arrival`` is a time in microseconds."""
     return F.floor(F.col(ARRIVAL) / F.lit(HOUR))
 
 
 def over_all_partitions(rows: DataFrame) -> list[str]:
-    """The order in which records of a log came, whatever their partitions: by when they were recorded,
-    where rows tell it. Offsets of two partitions tell no order, and a key may be in another one than
-    before, since the source has got more."""
+    """Returns the columns that order a log across partitions: ``recorded_at`` if present, offset,
+    partition.
+
+    Offsets of two partitions have no common order, and a key may have moved to another partition
+    because the source has added partitions.
+    """
     return [*([RECORDED_AT] if RECORDED_AT in rows.columns else []), OFFSET, PARTITION]
 
 
 def has_key(key: Sequence[str]) -> Column:
-    """Whether a record has a key: no column of it is null.
+    """Returns whether a record has a key: none of its columns is null.
 
     Source: FORMAT 4.2.1, 4.9; kip889-probe-null-key.
     """
@@ -136,17 +133,17 @@ def has_key(key: Sequence[str]) -> Column:
 def number(
     rows: DataFrame, first: Column, order: Sequence[Column], chunk: Column | None = None
 ) -> DataFrame:
-    """Gives rows the gap-free offsets of their partition, in the given order.
+    """Assigns gap-free offsets within each partition, in the given order.
 
-    Plan: one shuffle and sort by partition; with a chunk one aggregate over the rows before it (a row
-    a chunk, broadcast), and the shuffle is by partition and chunk.
+    Plan: one shuffle and sort by partition. With a chunk: one aggregate over the rows before it (one
+    row per chunk, broadcast), and a shuffle by partition and chunk.
 
     Args:
         rows: ``partition, …``.
-        first: the first free offset of the row's partition; null counts as 0.
+        first: the first free offset of the row's partition; null = 0.
         order: the order of the rows within a partition; must be total.
-        chunk: ascends with the order; rows of one chunk are numbered by one task. None = one task
-            numbers all that a partition has.
+        chunk: must ascend with the order; one task numbers the rows of a chunk. None = one task
+            numbers the whole partition.
     """
     if chunk is None:
         place = F.row_number().over(W.partitionBy(PARTITION).orderBy(*order))
@@ -170,7 +167,7 @@ def number(
 def in_order_of_keys(
     rows: DataFrame, *, key: Sequence[str], then: Sequence[Column], place: Column, buckets: Column
 ) -> DataFrame:
-    """Gives rows that come without an order of their own one that depends on what is in them alone.
+    """Assigns rows without an order of arrival a deterministic one, derived from their content alone.
 
     Plan: one shuffle and sort by place and hash of the key.
 
@@ -178,7 +175,7 @@ def in_order_of_keys(
         rows: without ``_arrival``.
         then: the order among rows of one key and place.
         place: ascends with the order of arrival: BIGINT, from 0.
-        buckets: into how many parts a place is cut, a task each.
+        buckets: the number of parts that a place is split into, one task each.
 
     Returns:
         the rows with ``_arrival``, ascending and unique, with gaps.
@@ -192,11 +189,12 @@ def in_order_of_keys(
 
 @dataclass(frozen=True)
 class InPlace:
-    """Rows that lie as the records of one log do, one of a record at most.
+    """Describes results that keep the positions of one log's records, at most one result per record.
 
     Args:
-        taken: the offsets that the run takes of each partition: first (inclusive), end (exclusive).
-        complete: whether each of these records has a row.
+        taken: the offset range that the run reads of each partition: first (inclusive), end
+            (exclusive).
+        complete: whether every record in the range has a result.
     """
 
     taken: Mapping[int, tuple[int, int]]
@@ -204,11 +202,12 @@ class InPlace:
 
 
 def number_in_place(rows: DataFrame, first: Column, place: InPlace) -> DataFrame:
-    """The same as :func:`number` of what leaves records in their place: an offset is the record's own,
-    less what was left out before it.
+    """Assigns the offsets of :func:`number` to rows that keep the order of one log.
 
-    Plan: where rows are complete a projection. Else one aggregate (a row a chunk, broadcast), and a
-    shuffle and sort of chunks that something was left out of.
+    An offset is the record's own offset less the number of omitted records before it.
+
+    Plan: a projection if rows are complete. Otherwise one aggregate (one row per chunk, broadcast), and
+    a shuffle and sort of the chunks with omitted records.
 
     Args:
         rows: ``partition, _arrival, …``; ``_arrival`` is the record's offset.

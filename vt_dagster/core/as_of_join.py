@@ -1,10 +1,11 @@
-"""The version of a table as of each row's time, found in one of three ways that give the same.
+"""As-of join: looks up the version of a table that is valid at each row's time.
 
-*Sorted*: rows and versions are shuffled and sorted together, by key and time. Any distribution of
-keys and times will do, and nothing has to fit into memory. *Broadcast*: all versions go to each
-executor, and a row is compared with all of its key: for few versions. *Tiled*: time is cut into tiles,
-so that few versions of a key are in one; rows and versions are shuffled by key and tile, and a row is
-compared with the versions in its tile. Nothing is sorted, and the rows of one key are in many tasks.
+Three strategies give the same result. *Sorted*: rows and versions are shuffled and sorted together by
+key and time. This suits any distribution of keys and times, and nothing has to fit into memory.
+*Broadcast*: all versions go to each executor, and a row is compared with every version of its key. This
+suits a table with few versions. *Tiled*: time is divided into tiles so that each holds few versions of
+a key; rows and versions are shuffled by key and tile, and a row is compared with the versions in its
+tile. Nothing is sorted, and the rows of one key spread over many tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vt_dagster.columns import IS_TOMBSTONE, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.core.arrival_order import union
 
 BUCKETS = 1 << 16
-"""Of keys, by hash: those of one bucket have tiles of one length."""
+"""Number of hash buckets of keys; all keys of a bucket share one tile length."""
 
 FOUND = "_found"
 _BEGIN, _END, _HORIZON = "_begin", "_end", "_horizon"
@@ -31,14 +32,14 @@ _BUCKET, _LEVEL = "_bucket", "_level"
 
 @dataclass(frozen=True)
 class Tiles:
-    """How time is cut: a tile of level n is a stretch of 2**n microseconds of epoch time.
+    """The division of time into tiles: a tile of level n covers 2**n microseconds of epoch time.
 
     Args:
-        level: of all keys; or, where keys differ much, ``_bucket`` (of keys) and ``_level``, without
-            the buckets that have no versions in that time.
-        first: epoch microseconds of the rows that look for versions, inclusive.
-        last: likewise, inclusive.
-        tasks: so many partitions of rows and versions.
+        level: one level for all keys; or, if keys differ much, a frame of ``_bucket`` (of keys) and
+            ``_level``, without the buckets that have no version in that time.
+        first: the earliest time of the rows that look up versions, epoch microseconds, inclusive.
+        last: the latest such time, epoch microseconds, inclusive.
+        tasks: the number of partitions of rows and of versions.
     """
 
     level: int | DataFrame
@@ -60,20 +61,21 @@ def as_of_join(
     name: str,
     strategy: JoinStrategy = "sorted",
 ) -> DataFrame:
-    """For each row of ``left`` the version as of its ``timestamp`` (inclusive).
+    """Looks up for each row of ``left`` the version valid at its ``timestamp`` (inclusive).
 
-    A key with a null in it finds nothing.
+    A key with a null component matches nothing.
 
     Plan: sorted, one shuffle and sort by key of both sides together; tiled, one shuffle of each side
     and a hash join; broadcast, neither shuffle nor sort.
 
     Args:
-        strategy: see the head of this file; of ``Tiles``, every timestamp of ``left`` must be in their
-            time.
+        strategy: see the module's docstring; for ``Tiles``, every timestamp of ``left`` must lie in
+            their time range.
 
     Returns:
-        every row of ``left`` once, with ``_found``, whether the table has a value then, and has not
-        forgotten it; and ``name``: a struct of the version's columns, each null where it has not.
+        every row of ``left`` once, with ``_found``: whether the table has a value at that time, within
+        its history retention; and ``name``: a struct of the version's columns, null fields if not
+        found.
 
     Source: KIP-889 ``get(key, asOfTimestamp)``, FORMAT 4.1.4, 4.1.5; kip889-validity-interval,
     kip889-expired-get.
@@ -89,7 +91,7 @@ def as_of_join(
     if strategy == "sorted":
         rows = _sorted(left, table, left_key, names[IS_TOMBSTONE])
     else:
-        # Each with the time in which it is found.
+        # Start the interval at the horizon: an expired time matches only a current version.
         begin = F.when(F.col(_END).isNull(), F.col(_BEGIN)).otherwise(F.greatest(_BEGIN, _HORIZON))
         table = table.where(~F.col(names[IS_TOMBSTONE])).withColumn(_BEGIN, begin)
         rows = (
@@ -97,7 +99,7 @@ def as_of_join(
             if isinstance(strategy, Tiles)
             else _compared(left, table, left_key)
         )
-    # Columns alone: Spark takes a struct apart, and leaves out what nobody asks for, where all in it is
+    # A projection only: Spark splits the struct and prunes unused fields, as long as each expression is
     # cheap to compute twice.
     return rows.select(
         *[F.col(f"`{c}`") for c in left.columns],
@@ -107,15 +109,16 @@ def as_of_join(
 
 
 def level_for(versions: DataFrame, *, key: Sequence[str], first: int, last: int) -> DataFrame:
-    """The level of the tiles that fit versions, from ``first`` to ``last`` (microseconds, inclusive).
+    """Computes the tile level that suits the versions from ``first`` to ``last`` (microseconds,
+    inclusive).
 
-    Tiles are two to four times as long as versions live on average in that time. So there are at most
-    half as many copies as versions, of those that reach into more than one tile, and a tile has some
-    four versions of a key.
+    A tile is two to four times as long as the average life of a version in that range. Versions that
+    reach into more than one tile therefore add at most half as many copies as there are versions, and
+    a tile holds about four versions of a key.
 
     Returns:
-        a row a bucket of keys, with ``_bucket``; of no key, one row: ``_level``, null where there is
-        no version in that time; and ``versions``, the number of those that are.
+        one row per bucket of keys, with ``_bucket``; one row in total if ``key`` is empty: ``_level``,
+        null if there is no version in that range; and ``versions``, the number of versions in it.
     """
     begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
     life = (end - begin + 1).alias("life")
@@ -133,10 +136,12 @@ def crowd_of(
     last: int,
     places: int,
 ) -> DataFrame:
-    """One row: ``most``, so many versions of a key begin in one tile at most, null where there is none.
+    """Returns one row with ``most``: the most versions of a key that begin in one tile; null if none
+    does.
 
     Args:
-        places: tiles are counted by a hash of so many values: few take less, and give a larger number.
+        places: the number of hash values by which tiles are counted: a smaller one needs less memory
+            and overestimates.
     """
     begin, end = _clipped(F.col(VALID_FROM), F.col(VALID_TO), first, last)
     there = _with_level(versions.where(begin <= end), key, level)
@@ -150,9 +155,10 @@ def _keys(key: Sequence[str]) -> list[str]:
 
 
 def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: str) -> DataFrame:
-    """The last version of the key that begins before or with each row, if it is a value and in time.
+    """Takes the last version of the key that begins at or before each row, if it is a value and still
+    valid.
 
-    The whole version travels as one value, so that columns of different versions never mix.
+    The version is carried as one struct, so that columns of different versions never mix.
     """
     keys, at = _keys(key), "_at"
     rows = left.select(
@@ -170,7 +176,7 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: st
     found = union(rows, there).withColumn(_VERSION, last).where(F.col(_SIDE) == 1)
     seen = F.col(_VERSION)
     end, horizon = seen.getField(_END), seen.getField(_HORIZON)
-    # It may have ended before the next one begins.
+    # The version may have ended before the next one begins.
     in_time = end.isNull() | (
         (F.col(TIMESTAMP) < end) & (horizon.isNull() | (F.col(TIMESTAMP) >= horizon))
     )
@@ -181,12 +187,13 @@ def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: st
 
 
 def _compared(left: DataFrame, table: DataFrame, key: Sequence[str]) -> DataFrame:
-    """The version of the key in whose time each row lies."""
+    """Takes the version of the key whose interval contains each row's time."""
     return left.join(F.broadcast(table), _matches(key), "left")
 
 
 def _tiled(left: DataFrame, table: DataFrame, key: Sequence[str], tiles: Tiles) -> DataFrame:
-    """The same, of the versions in the row's tile."""
+    """Takes the version of the key whose interval contains each row's time, among those in the row's
+    tile."""
     mine, theirs, keys = "_of", "_tile", _keys(key)
     rows = _with_level(left, key, tiles.level).withColumn(mine, _tile(F.unix_micros(TIMESTAMP)))
     begin, end = _clipped(F.col(_BEGIN), F.col(_END), tiles.first, tiles.last)
@@ -210,7 +217,8 @@ def _matches(key: Sequence[str]) -> Column:
 
 
 def _clipped(begin: Column, end: Column, first: int, last: int) -> tuple[Column, Column]:
-    """The first and the last microsecond of a version within some time; it has none if they cross."""
+    """Returns a version's first and last microsecond within a range; first > last if it has none
+    there."""
     ends = F.coalesce(F.unix_micros(end) - 1, F.lit(last))
     return F.greatest(F.unix_micros(begin), F.lit(first)), F.least(ends, F.lit(last))
 
@@ -226,5 +234,5 @@ def _with_level(rows: DataFrame, key: Sequence[str], level: int | DataFrame) -> 
 
 
 def _tile(moment: Column) -> Column:
-    """The number of the tile of an epoch time in microseconds, of a row with its ``_level``."""
+    """Returns the tile number of an epoch time (microseconds), at the row's ``_level``."""
     return F.call_function("shiftright", moment, F.col(_LEVEL))

@@ -1,4 +1,4 @@
-"""The change data feed of a Delta table: its rows become puts and tombstones."""
+"""Delta's change data feed: turns its rows into puts and tombstones."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from vt_dagster.core.arrival_order import in_order_of_keys
 from vt_dagster.core.source_records import DELETED
 
 CHANGE = "_change_type"
-"""What Delta's feed calls the kind of a change."""
+"""The column in which Delta's feed gives the kind of a change."""
 VERSION = "_commit_version"
-"""And the version that made it."""
+"""The column in which Delta's feed gives the version that made the change."""
 BUCKETS = "_buckets"
 _PUTS, _PUT, _FIRST, _ROW = ("insert", "update_postimage"), "_put", "_first", "_row"
 
 
 def changes(feed: DataFrame, *, key: Sequence[str], values: Sequence[str], start: int) -> DataFrame:
-    """What the commits of a table did to each key.
+    """Returns the effect of a table's commits on each key.
 
-    Of a version and key the rows that are there after it are puts. Where there are none, the row that
-    was deleted, or had that key before an update, gives one tombstone. So a row that is deleted and
-    written again by one commit is put, and an update that changes the key deletes the old one.
+    For each version and key, the rows that exist after the version are puts. If there are none, the row
+    that was deleted, or that had the key before an update, gives one tombstone. A row that one commit
+    deletes and writes again is therefore a put, and an update that changes the key deletes the old key.
 
     Plan: two shuffles and sorts, by version and hash of the key.
 
     Args:
-        feed: key and value columns, ``_change_type``, ``_commit_version``, ``_buckets`` (into how many
-            parts a version is cut), and whatever else belongs to a row.
+        feed: key and value columns, ``_change_type``, ``_commit_version``, ``_buckets`` (the number of
+            parts that a version is split into), and any other columns of a row.
         start: the smallest version.
 
     Returns:
-        the rows, of a tombstone with nulls for values, with ``_deleted`` and ``_arrival``, by version,
-        without ``_change_type`` and ``_buckets``.
+        the rows by version, with ``_deleted`` and ``_arrival``, without ``_change_type`` and
+        ``_buckets``; the values of a tombstone are null.
     """
     keys = [F.col(f"`{k}`") for k in key]
     kinds = dict(feed.dtypes)
@@ -43,7 +43,7 @@ def changes(feed: DataFrame, *, key: Sequence[str], values: Sequence[str], start
     rows = feed.withColumns({_PUT: F.col(CHANGE).isin(*_PUTS), _ROW: row})
     of_key = W.partitionBy(VERSION, *keys)
     in_turn = of_key.orderBy(F.col(_PUT).desc(), _ROW)
-    # The first one of a key is a put, where there is any.
+    # Puts sort first, so a key's first row is a deletion only if the version has no put of the key.
     judged = rows.withColumn(_FIRST, F.row_number().over(in_turn) == 1)
     taken = judged.where(F.col(_PUT) | F.col(_FIRST))
     gone = ~F.col(_PUT)

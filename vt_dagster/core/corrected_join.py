@@ -1,10 +1,10 @@
-"""Corrected join: a stream-table join that looks records up anew where the table learns more.
+"""Corrected join: a stream-table join that re-joins records when the table changes.
 
-A table's record changes what is true from its timestamp to its key's next version. Of the stream
-records that have been joined already, those of its key in that time are looked up again, with whatever
-else the run takes; they are found by key and time in the range of the stream's log that the run's table
-records reach back to. The answer is the table's record itself, which the run has read: no version is
-looked up for it. No table record, no such range: then it is a plain stream-table join.
+A record of the table changes its key's value from its timestamp to the next version of the key. The
+stream records of that key and interval that an earlier run has joined are joined again. The run finds
+them by key and time in the stream's log, in the range that its table records reach back to. The table's
+record itself, which the run has read, is the new answer: no version is looked up. A run without table
+records reads no such range and is a plain stream-table join.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ _RECORD, _TWICE, _TWICE_AT, _SEEN, _PRODUCED = "_record", "_twice", "_twice_at",
 _TOLD, _TOLD_OF = "_told", "_told_of"
 _CARRIED = (_AGAIN, _ROW, _GONE, _TOO_OLD, CAUSE)
 _LATER = 1 << 40
-"""More chunks than there are of corrections."""
+"""More chunks than corrections have."""
 
 
 class CorrectedJoinProcessor(StreamTableJoinProcessor):
-    """Judges the stream's records as a stream-table join does, adds those to be joined anew, and says
-    what that changes of their rows.
+    """Judges the stream's records like a stream-table join, re-joins earlier ones, and emits the
+    changes.
 
-    Its stream time is the stream's. Within a run the table's records go first, so corrections are made
-    by the stream's promise as it was before the run, and have their place in the log before new rows.
+    Its stream time is that of the stream. Within a run the table's records come first: corrections
+    apply the promise as of the stream time before the run, and precede new rows in the log.
     """
 
     persists_rows = True
@@ -135,8 +135,11 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
     def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
     ) -> dict[str, dict[int, int]]:
-        """Stream time of the table; the time that its records of the run reach back to; and where rows
-        are final, by partition of the result: that never goes back, also if the promise gets longer."""
+        """Returns the stream time of the table, the time that its records of the run reach back to, and
+        the time before which rows are final, by partition of the result.
+
+        The last one never decreases, even if ``corrected_for`` becomes longer.
+        """
         promised = self.operator.corrected_for // timedelta(microseconds=1)
         times: dict[str, dict[int, int]] = {n: dict(before.get(n, {})) for n in (_TABLE, FINAL)}
         for row in found:
@@ -172,8 +175,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         )
 
     def _again(self, earlier: DataFrame, table: Input, context: RunContext) -> DataFrame:
-        """Records that have been joined already and that the table's new ones cover: those to be joined
-        anew, with their rows, and those that they came too late for."""
+        """Returns earlier joined records that new table records affect: those to re-join, with their
+        rows, and those whose correction comes too late."""
         operator, right = self.operator, self.operator.right
         times = affected_times(
             table.rows,
@@ -208,7 +211,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return self._with_rows(self._first_refused(met, context), context)
 
     def _first_refused(self, met: DataFrame, context: RunContext) -> DataFrame:
-        """Without those that a table's record has come too late for before: each is told once."""
+        """Drops records that are in quarantine for a late correction already: each is quarantined
+        once."""
         if context.refused is None:
             return met
         told = context.refused.where(F.col("reason") == Outcome.TOO_LATE)
@@ -218,7 +222,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return found.drop(_TOLD_OF, _TOLD)
 
     def _with_rows(self, records: DataFrame, context: RunContext) -> DataFrame:
-        """With the row of each record, and if it has been deleted, how often that was corrected."""
+        """Adds the current row of each record, or for a deleted row its last revision."""
         operator, node = self.operator, self.node
         own = operator.key or (PARTITION, OFFSET)
         assert context.view is not None
@@ -254,7 +258,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return self._with_twice(found, asked, context)
 
     def _decided(self, rows: DataFrame) -> DataFrame:
-        """What becomes of each answer: a row, an update of one, its end, or nothing."""
+        """Decides the result of each lookup: a new row, an update, a tombstone or nothing."""
         node, values = self.node, value_columns(self.node)
         again = F.col(_AGAIN)
         has = F.col(MATCHED) | F.lit(self.operator.kind == "left")
@@ -295,15 +299,16 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         )
 
     def _place(self) -> list[Column]:
-        """What the quarantine says of a row that is refused a correction: no value of anybody's."""
+        """Returns the quarantine columns of a row whose correction is too late; they contain no
+        values."""
         source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
         told = {REASON: F.lit(Outcome.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
         return [c.alias(name) for name, c in told.items()]
 
     def _with_twice(self, rows: DataFrame, judged: DataFrame, context: RunContext) -> DataFrame:
-        """With whether another record has a row of the same key.
+        """Adds whether another record has a row of the same key.
 
-        Plan: one shuffle and sort by key, and a join of the rows that there were by key.
+        Plan: one shuffle and sort by key, and a join with the existing rows by key.
         """
         key = list(self.node.key)
         of_key = F.sum(F.col(_PRODUCED).cast("int")).over(W.partitionBy(*columns(key)))
@@ -314,14 +319,15 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
                 asked = F.broadcast(judged.select(*columns(key)).distinct())
                 there = there.join(asked, key, "left_semi")
             rows = rows.join(there.withColumn(_SEEN, F.lit(True)), key, "left")
-            # Of all rows, not of those as young as the changes alone: another's may be older.
+            # All rows of the table, not only those as young as the changes: the other record may be
+            # older.
             own = _has_row() if _ROW in rows.columns else F.lit(False)
             twice = twice | (F.col(_SEEN) & ~own)
         told = F.coalesce(F.col(_PRODUCED) & twice, F.lit(False))
         return rows.withColumns({_TWICE: told, LEFT_OFFSET: F.col(_RECORD)}).drop(_SEEN)
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
-        """Of an inner join: rows that have been deleted and may come back, with their last revision."""
+        """Inner join only: returns deleted rows that may reappear, with their last revision."""
         if self.operator.kind != "inner":
             return None
         key = [f"{c}" for c in self.node.key]
@@ -336,7 +342,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
     @property
     def result_order(self) -> list[Column]:
-        """Corrections, then new rows; each by arrival, or by time and arrival where records wait."""
+        """Corrections first, then new rows; each by arrival, or by time and arrival with a grace
+        period."""
         order = (TIMESTAMP, ARRIVAL) if self.operator.waits else (ARRIVAL,)
         return [(~F.col(_AGAIN)).cast("int"), *[F.col(c) for c in order]]
 
@@ -395,7 +402,8 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
 
 def _has_row() -> Column:
-    """Whether the row of a record's key is the record's own. Null-safe, for there may be no row."""
+    """Returns whether the row of a record's key belongs to that record. Null-safe: there may be no
+    row."""
     place = [F.col(_ROW).getField(c).eqNullSafe(F.col(c)) for c in (PARTITION, _RECORD)]
     return F.col(_ROW).isNotNull() & place[0] & place[1]
 

@@ -1,8 +1,8 @@
-"""Corrected stream-stream join: what left without a match is taken back where a match comes later.
+"""Corrected stream-stream join: a later match retracts the unmatched row of a record.
 
-It is a stream-stream join whose records may be late by what is promised. What has no match yet leaves
-sooner than that, after its grace period; as long as the promise is not over it stays among what is kept
-from run to run, marked as said.
+It is a stream-stream join whose records may be late by up to the promise (``corrected_for``). A record
+without a match is emitted as unmatched after its grace period, which is shorter. Until the promise
+expires the record is kept in the state, marked as emitted.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ from vt_dagster.topology.operators import CorrectedStreamJoin
 _NEVER = 1 << 62
 """Later than any time."""
 _EMITTED = "_said"
-"""Of a record without a match, whether its row is there."""
+"""Whether the unmatched row of a record has been emitted."""
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
 _KINDS = {LEFT_PARTITION: "int", LEFT_OFFSET: "long", RIGHT_PARTITION: "int", RIGHT_OFFSET: "long"}
 _ROW = "_row"
 
 
 class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
-    """Adds when a record without a match is said to be one, and takes that back."""
+    """Emits unmatched records after the grace period and retracts their rows when a match arrives
+    later."""
 
     quarantined_outcomes = (Outcome.TOO_LATE,)
     shown_counts = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING, CORRECTED)
@@ -86,8 +87,10 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Mapping[int, int]]
     ) -> dict[str, dict[int, int]]:
-        """Those of the join, and where rows are final: that never goes back, also if the promise gets
-        longer."""
+        """Returns the watermarks of the join, and the time before which rows are final.
+
+        That time never decreases, even if ``corrected_for`` becomes longer.
+        """
         final = dict(before.get(FINAL, {}))
         for row in found:
             if row["time"] is not None:
@@ -113,8 +116,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return super().advance_if_none_late(found, before, watermarks)
 
     def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
-        # What is too late finds nothing, also what was so by a shorter promise: it would be at odds
-        # with rows that are final.
+        # A late record finds no match, even if it is late only by an earlier, shorter
+        # ``corrected_for``: a match would contradict rows that are already final.
         ahead = F.greatest(*map(micros, self.lookahead))
         edge = context.watermarks.get(FINAL, null_long()) + ahead
         again = F.coalesce(F.col(AT) < edge, F.lit(False))
@@ -124,10 +127,10 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def results(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
         return self.process(self.in_order(inputs), inputs, context)
 
-    # -- what is said, and taken back ------------------------------------------------------------
+    # -- unmatched rows and their retraction -----------------------------------------------------
 
     def unmatched_rows(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
-        """Records without a match: those that leave now, and those that may find one still."""
+        """Returns unmatched records: those to emit now, and those that may still find a match."""
         if _EMITTED not in rows.columns:
             rows = rows.withColumn(_EMITTED, F.lit(False))
         said = F.coalesce(F.col(_EMITTED), F.lit(False))
@@ -142,10 +145,11 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
     ) -> list[DataFrame]:
-        """The ends of rows without a match, by the first record that came in time and is one.
+        """Returns the tombstones of unmatched rows, each caused by the first record in time that
+        matches.
 
-        Plan: of the records that have such a row, those that the run's records of the other side find,
-        as in ``window_match.matches``, and one shuffle of these by place.
+        Plan: pairs of emitted unmatched records with the run's records of the other side, as in
+        ``window_match.matches``, and one shuffle of these pairs by position.
         """
         there = self.pending_unmatched(earlier, place, context)
         if there is None:
@@ -159,7 +163,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return [self._end(row, place)]
 
     def _end(self, pairs: DataFrame, place: int) -> DataFrame:
-        """The tombstone of a record's row, from the record and the one that it matches."""
+        """Returns the tombstone of a record's unmatched row, from the pair of the record and its
+        match."""
         (partition, offset), cause = _PLACES[place], _PLACES[1 - place]
         alone = with_columns(pairs, self._record_alone(pairs, place))
         at, name = F.timestamp_micros(THERE), F.lit(self.consumed[1 - place].name)
@@ -184,7 +189,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         )
 
     def _record_alone(self, pairs: DataFrame, place: int) -> dict[str, Column]:
-        """Both sides of a pair as they are where the record of one has no match."""
+        """Returns both sides of a pair as in the unmatched row of one record: the other side is
+        null."""
 
         def only(side: str, names: Sequence[str]) -> Column:
             kind: Any = pairs.schema[side].dataType
@@ -208,7 +214,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return _named(places | self._new())
 
     def _besides(self, place: int, partition: str, offset: str) -> dict[str, Column]:
-        """The key of a record's row without a match, and that it is its latest."""
+        """Returns the key of a record's unmatched row, and ``is_latest`` (true)."""
         mine, other = _PLACES[place], _PLACES[1 - place]
         values = (F.col(partition), F.col(offset), F.lit(-1), F.lit(-1))
         key = dict(zip((*mine, *other), values, strict=True))
@@ -220,16 +226,17 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return {IS_LATEST: F.lit(True), **told}
 
     def _row(self, at: Column) -> Column:
-        """A row's values and timestamp, each of which may be null: Arrow makes no null of others."""
+        """Returns a row's values and timestamp as nullable fields: Arrow cannot write a null struct
+        otherwise."""
         values, there = value_columns(self.node), F.col(PARTITION).isNotNull()
         chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
         told = {name: F.when(there, chosen[name]) for name in values}
         return F.struct(*_named({**told, TIMESTAMP: at}))
 
-    # -- what is kept and counted ----------------------------------------------------------------
+    # -- state and counts ------------------------------------------------------------------------
 
     def rejected(self, new: DataFrame) -> DataFrame:
-        """What there is no use for, and what was late, with its place."""
+        """Returns unusable records (dropped) and late ones (quarantined, with their position)."""
         outcome = F.when(self.is_unusable, Outcome.DROPPED).when(
             F.col(LATE) & F.col(VALID), Outcome.TOO_LATE
         )
@@ -251,7 +258,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return rows.where(F.col(OUTCOME) == Outcome.KEPT).select(SIDE, PARTITION, FROM, _EMITTED)
 
     def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:
-        """A record whose row is erased has none that could be taken back."""
+        """Removes records whose unmatched row is erased: there is no row left to retract."""
         rows = erased.where((F.col(LEFT_OFFSET) < 0) | (F.col(RIGHT_OFFSET) < 0))
         of_left = F.col(RIGHT_OFFSET) < 0
         (left, left_from), (right, right_from) = _PLACES

@@ -1,7 +1,7 @@
-"""``emit="per_run"``: of each key the last update of a run, as Kafka Streams' cache leaves it.
+"""``emit="per_run"``: emits the last update of each key in a run, like Kafka Streams' record cache.
 
-No scenario: they are recorded without a cache. What is left is, bit for bit, the last of every update.
-Where a sum does not depend on the order of what is summed, the other updates are not made at all.
+No scenario covers it: they are recorded without a cache. The result is, bit for bit, the last of all
+updates. Where a sum does not depend on the order of its terms, the other updates are not computed.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _HOMES = 1 << 16
 
 
 def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
-    """Leaves the last update of each key a result.
+    """Suppresses all but the last update of each key.
 
-    Plan: one shuffle and sort by key, those that an aggregate has made already.
+    Plan: one shuffle and sort by key, which an aggregate has made already.
     """
     earlier = (F.col(OUTCOME) == Outcome.APPLIED) & ~is_last(key)
     outcome = F.when(earlier, Outcome.NO_RESULT).otherwise(F.col(OUTCOME))
@@ -58,7 +58,7 @@ def last_of_run(rows: DataFrame, key: Sequence[str]) -> DataFrame:
 
 
 def is_last(key: Sequence[str]) -> Column:
-    """Whether a row is its group's or key's last update in this run."""
+    """Returns whether a row is the last applied update of its group or key in this run."""
     in_order = W.partitionBy(*key).orderBy(*ORDER, TURN)
     so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
@@ -68,10 +68,10 @@ def is_last(key: Sequence[str]) -> Column:
 
 
 def is_exact(types: Sequence[DataType]) -> bool:
-    """Whether sums, minima and maxima of these types are the same in whatever order they are made.
+    """Returns whether sums, minima and maxima of these types are independent of the order of rows.
 
-    Floating-point numbers are not: their sums are made in the order of the records, and of 0.0 and
-    -0.0 the first is the least. What is compared by a collation is not either.
+    Floating-point sums depend on it: they are made in order of the records, and the minimum of 0.0 and
+    -0.0 is the one that comes first. Strings with a collation depend on it too.
     """
     return all(isinstance(t, _EXACT) or t == StringType() for t in types)
 
@@ -79,17 +79,17 @@ def is_exact(types: Sequence[DataType]) -> bool:
 def folded(
     rows: DataFrame, by: Sequence[str], counts: Column, merged: Mapping[str, Column]
 ) -> DataFrame:
-    """One row for each group of what counts; what does not count stays as it was.
+    """Aggregates the rows that count to one row per group; returns other rows unchanged.
 
-    A group stands where its last update would. Where inputs are merged, that is told by stream time,
-    then by offset.
+    A group takes the position of its last update. If several inputs are merged, stream time and then
+    the offset decide which update is last.
 
     Plan: one hash aggregate, before and after one shuffle by group.
 
     Args:
         rows: ``by, ORDER, _turn`` (0 or 1)``, …``, of a single input.
         counts: whether a row counts.
-        merged: the aggregates to be made of a group, by name.
+        merged: the aggregates of a group, by name.
 
     Returns:
         ``by, merged, ORDER, _turn``.

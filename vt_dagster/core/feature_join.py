@@ -1,4 +1,4 @@
-"""Joins one stream with many versioned tables, each row with each table as of its own time."""
+"""Feature join: joins one stream with many versioned tables, each as of the row's own time."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _AT, _SIDE, _HORIZON = "_at", "_side", "_horizon"
 
 @dataclass(frozen=True)
 class Feature:
-    """A table that is joined, as a run has it.
+    """A table to join, as the run reads it.
 
     Args:
         rows: its versions, with ``recorded_at``.
-        stream_time: of a row's partition.
-        history: its log.
+        stream_time: that of the row's partition.
+        history: its history by system time.
     """
 
     view: FeatureView
@@ -54,25 +54,27 @@ class Feature:
 
     @property
     def strictly(self) -> Column:
-        """How much later than a version begins it is found."""
+        """The delay after ``valid_from`` from which on a version matches (``at="before"``: 1
+        microsecond)."""
         return F.lit(INSTANT if self.view.at == "before" else timedelta(0))
 
 
 def with_features(
     spine: DataFrame, features: Sequence[Feature], persist_rows: table_store.PersistRows
 ) -> DataFrame:
-    """The rows of a spine, once each, with the columns of each feature.
+    """Joins the rows of a spine, once each, with the columns of each feature.
 
-    Among the versions known at the row's cut that of its time is chosen, see ``system_time_join``; a
-    null key finds nothing. A version older than ``max_age`` gives nulls, and so does a tombstone.
+    The lookup takes the version valid at the row's time among those recorded up to the row's cut (a
+    system time), see ``system_time_join``. A null key, a tombstone and a version older than ``max_age``
+    give nulls.
 
-    Plan: for all features of the same key of the spine together one shuffle and sort of the spine and
-    their versions. Of rows whose cut lies before what was found was recorded: their keys, times and
-    places go to each table's log, and they themselves are shuffled once more.
+    Plan: for all features of one key of the spine, one shuffle and sort of the spine and their
+    versions. Rows whose version was recorded after their cut are answered from each table's log, by
+    keys, times and positions, and are shuffled once more.
 
     Args:
         spine: log rows with ``partition``, ``_arrival`` and ``recorded_at``.
-        persist_rows: computes rows once: what the versions answer.
+        persist_rows: persists the rows with their versions, which are read several times.
     """
     found = spine
     for key in dict.fromkeys(f.view.of_spine for f in features):
@@ -98,7 +100,7 @@ def with_features(
 
 
 def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[str]) -> DataFrame:
-    """With the version of each feature, null where it has no value, and whether that is sure."""
+    """Adds the version of each feature (null = no value), and whether the versions alone decide it."""
     keys = [f"_key{i}" for i in range(len(key))]
     every = rows.withColumns(
         {
@@ -124,7 +126,7 @@ def _as_of_all(rows: DataFrame, features: Mapping[int, Feature], key: Sequence[s
     for i, f in features.items():
         row, asked = F.col(_version(i)), F.col(TIMESTAMP) - f.strictly
         end, horizon = row[VALID_TO], row[_HORIZON]
-        # It may have ended before the next one that is left begins.
+        # The version may have ended before the next stored one begins.
         in_time = end.isNull() | ((asked < end) & (horizon.isNull() | (asked >= horizon)))
         known = row.isNotNull() & in_time
         if f.view.as_known != "now":

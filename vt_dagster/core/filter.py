@@ -1,4 +1,4 @@
-"""filter, filter_not: the rows of a table for which a condition holds (KIP-914)."""
+"""filter, filter_not: keeps the rows of a table that satisfy a condition (KIP-914)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _REPEATED = "_repeated"
 
 
 class FilterProcessor(Processor[Filter]):
-    """See :func:`filter`; into a versioned table also :func:`without_repeated_tombstones`."""
+    """See :func:`filter`; for a versioned result of a plain table also
+    :func:`without_repeated_tombstones`."""
 
     @property
     def keeps_order(self) -> bool:
@@ -65,17 +66,17 @@ def filter(
     negate: bool,
     versioned: bool,
 ) -> DataFrame:
-    """Rows that do not pass become tombstones.
+    """Turns rows that do not satisfy the condition into tombstones.
 
-    Of a versioned table every record goes out (kip914-filter-versioned). Of a plain one a record is
-    left out where neither its row nor the one before passes (kip914-filter-unversioned).
+    For a versioned table every record is emitted (kip914-filter-versioned). For a plain table a record
+    is omitted if neither its row nor the previous row satisfies it (kip914-filter-unversioned).
 
     Args:
-        predicate: a SQL condition over the columns; null counts as false.
-        versioned: whether the table is.
+        predicate: a SQL condition over the columns; null = false.
+        versioned: whether the table is versioned.
 
     Returns:
-        the change rows with ``_outcome``; ``old`` is null where the row before did not pass.
+        the change rows with ``_outcome``; ``old`` is null if the previous row does not satisfy it.
 
     Source: KIP-914 "Filters", FORMAT 4.2.5, 4.2.6, section 7; kip914-probe-filter-tombstones-versioned.
     """
@@ -101,21 +102,22 @@ def without_repeated_tombstones(
     stream_time: Column,
     history_retention: Duration,
 ) -> DataFrame:
-    """Leaves out tombstones of keys that a versioned result of a plain table's filter has no row of.
+    """Omits tombstones of keys without a row in the result, if a plain table is filtered into a
+    versioned one.
 
-    What a row was before is then what the result's own store says, in which a tombstone that was left
-    out is not the latest, and does not move stream time. So each decision hangs on those before it,
-    of other keys too: this is a loop over a partition's rows, which keeps a number a key.
+    The previous row is the one in the result's own store. There an omitted tombstone is not the latest
+    version and does not advance stream time. Each decision depends on all earlier ones, also of other
+    keys, so a kernel loops over the rows of a partition and keeps one number per key.
 
     Plan: one shuffle and sort by partition; Arrow batches through Python.
 
     Args:
-        rows: of ``filter``, all of which go out.
-        versions: of the result, before the run; None = none.
-        stream_time: of the result, before the run.
+        rows: the result of ``filter``; all of them are emitted.
+        versions: those of the result before the run; None = none.
+        stream_time: that of the result before the run.
 
     Returns:
-        the rows, those left out with ``no_result``.
+        the rows; omitted ones have the outcome ``no_result``.
 
     Source: FORMAT 4.2.3, 4.2.5.
     """
@@ -171,9 +173,9 @@ def without_repeated_tombstones(
 
 
 def _plain() -> Callable[[Any], Any]:
-    """A function that makes alike what Spark takes for equal: the two zeros.
+    """Returns a function that maps values equal in Spark to one value: 0.0 and -0.0.
 
-    It is made here because it goes to Spark's workers, which need not have this package.
+    It is a closure because Spark's workers, which run it, need not have this package installed.
     """
 
     def plain(value: Any) -> Any:

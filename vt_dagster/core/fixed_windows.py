@@ -1,4 +1,4 @@
-"""Tumbling and hopping windows: which ones a record belongs to, and when they close."""
+"""Tumbling and hopping windows: assigns records to windows, and tells when a window closes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vt_dagster.topology.windows import HoppingWindow, TumblingWindow
 
 
 def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | HoppingWindow) -> DataFrame:
-    """Each record once for each window it belongs to, with the window's ends.
+    """Returns each record once per window that contains it, with the window's start and end.
 
-    A record without a key, which is dropped, stays one row, without a window. Kafka has no windows
-    that start before 1970; here they take records from before 1970 only.
+    A record without a key, which is dropped, gives one row without a window. Kafka has no windows that
+    start before 1970; here such windows contain records from before 1970 only.
     """
     first, last = starts(window)
     if isinstance(window, TumblingWindow):
@@ -30,7 +30,7 @@ def placed(fresh: DataFrame, key: Sequence[str], window: TumblingWindow | Hoppin
 
 
 def starts(window: TumblingWindow | HoppingWindow) -> tuple[Column, Column]:
-    """Where the first and the last window of a record start, in epoch microseconds."""
+    """Returns the starts of a record's first and last window, in epoch microseconds."""
     size, advance, at = micros(window.size), micros(window.advance), F.unix_micros(TIMESTAMP)
     last = at - F.pmod(at, advance)
     if isinstance(window, TumblingWindow):
@@ -41,11 +41,11 @@ def starts(window: TumblingWindow | HoppingWindow) -> tuple[Column, Column]:
 
 
 def closes_at(window: TumblingWindow | HoppingWindow, start: Column) -> Column:
-    """The stream time, epoch microseconds, from which on a window is closed: inclusive."""
+    """Returns the stream time (epoch microseconds, inclusive) from which on a window is closed."""
     return F.try_add(start + micros(window.size), micros(window.grace))
 
 
 def ends(key: Sequence[str]) -> list[Column]:
-    """The ends of a row's window, from epoch microseconds; null where it has no key."""
+    """Returns the start and end of a row's window as timestamps; null without a key."""
     ends = (WINDOW_START, WINDOW_END)
     return [F.when(has_key(key), F.timestamp_micros(c)).alias(c) for c in ends]

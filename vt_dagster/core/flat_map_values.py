@@ -1,4 +1,4 @@
-"""flat_map_values: each record of a stream as several, or none."""
+"""flat_map_values: turns each record of a stream into several records, or none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         operator = self.operator
-        # What a tombstone's other columns say is not its value.
+        # The value of a tombstone is null, whatever its value columns contain.
         values = value_columns(operator.source)
         nothing = {v: F.when(~F.col(IS_TOMBSTONE), F.col(f"`{v}`")) for v in values}
         return flat_map_values(
@@ -52,19 +52,19 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
 def flat_map_values(
     records: DataFrame, *, expression: str, column: str, keep: Sequence[str]
 ) -> DataFrame:
-    """One record for each element of an array, in its order.
+    """Returns one record per element of an array, in the array's order.
 
     Plan: a generator over the records, no shuffle.
 
     Args:
-        expression: SQL over the record's columns.
-        column: of the element in the result.
-        keep: columns that each record keeps.
+        expression: SQL over the record's columns, which gives the array.
+        column: the result's column for the element.
+        keep: columns that each result keeps.
 
     Returns:
         ``keep, column, timestamp, partition, is_tombstone`` (the element is null), ``_outcome``
-        (``no_result``: an empty or missing array)``, ORDER, _turn`` (the place in the array), and
-        ``_missing``: there was no array.
+        (``no_result`` for an empty or null array)``, ORDER, _turn`` (the index in the array), and
+        ``_missing``: whether the array is null or empty.
 
     Source: FORMAT 4.12.3; flat-map-values-order-and-timestamp,
     flat-map-values-empty-value-and-empty-pieces, flat-map-values-null-list-fails.

@@ -1,4 +1,5 @@
-"""Foreign-key join: each left row with the right row that it refers to; both trigger (KIP-914)."""
+"""Foreign-key join: each left row with the right row that it refers to; both sides trigger
+(KIP-914)."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _PLACE, _CHANGES = "_place", "_changes"
 
 
 class ForeignKeyJoinProcessor(TableTableJoinProcessor):
-    """As of tables with a common key, but see :func:`join` here."""
+    """A table-table join by foreign key, see :func:`join` in this module."""
 
     def joined(self, left: TableInput, right: TableInput) -> DataFrame:
         operator: Any = self.operator
@@ -65,31 +66,31 @@ def join(
     foreign_key: Sequence[str],
     columns: Sequence[tuple[str, str]],
 ) -> DataFrame:
-    """Joins left rows with the right rows whose key they hold.
+    """Joins left rows with the right rows whose key they contain.
 
-    Changes out of order on a versioned side are dropped, and so are left changes of an inner join
-    that have no foreign key and had none (kip914-fk-inner-unversioned-unversioned). A left change gives
-    one result or none; a right change one for each left row that refers to it at that moment, in
-    order of the left keys (kip914-probe-fk-order-of-subscribers). The timestamp after a left change
-    is the larger of the left record's and the right row's, after a right change the right
+    Out-of-order changes of a versioned side are dropped, and so are left changes of an inner join that
+    neither have nor had a foreign key (kip914-fk-inner-unversioned-unversioned). A left change gives
+    one result or none. A right change gives one result for each left row that refers to it at that
+    moment, in order of the left keys (kip914-probe-fk-order-of-subscribers). The timestamp after a left
+    change is the larger of the left record's and the right row's; after a right change it is the right
     record's own (kip914-probe-fk-result-timestamps).
 
-    Plan: left changes, one shuffle and sort of both sides together by foreign key, after one
-    semi-join of the right's ``current``. Right changes, one shuffle and sort of the left's changes
-    by left key, one of these and the right changes by foreign key, sorted twice, and an equi-join by
-    foreign key and place (a shuffle and sort a side, unless Spark broadcasts), after a semi-join and
-    an anti-join of the left's ``current``. It costs what comes out, also for a key with many changes.
+    Plan: left changes, one shuffle and sort of both sides together by foreign key, after one semi-join
+    of the right's ``current``. Right changes, one shuffle and sort of the left's changes by left key,
+    one of these and the right changes by foreign key, sorted twice, and an equi-join by foreign key and
+    place (a shuffle and sort per side, unless Spark broadcasts), after a semi-join and an anti-join of
+    the left's ``current``. The cost is proportional to the results, even for a key with many changes.
 
     Args:
         foreign_key: SQL expressions over the left's key and value columns, one for each key column
             of the right; a null component makes the whole foreign key null.
-        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), the left's key
-            columns among them. A missing right row is null.
+        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
+            left's key columns. A missing right row is null.
 
     Returns:
         ``columns, timestamp, partition`` (of the left row)``, is_tombstone, _outcome, ORDER`` (of the
-        record that caused it)``, _turn`` (the left key). One row a left change, one a result of a
-        right change, one without a key for a right change that is dropped.
+        record that caused it)``, _turn`` (the left key). One row per left change, one per result of a
+        right change, and one without a key per dropped right change.
 
     Source: KIP-914 "Foreign-Key Joins".
     """
@@ -103,7 +104,8 @@ def join(
 def _after_left(
     left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
 ) -> DataFrame:
-    """What left changes cause; and right changes that are dropped, since they pass by anyway."""
+    """Returns the results of left changes; and dropped right changes, since this plan reads them
+    anyway."""
     on = match_names(right.key)
     changes = left.changes.select(
         *named(left.key),
@@ -116,11 +118,11 @@ def _after_left(
     )
     keyed = _with_foreign_key(changes, left, _NEW, foreign_key, _NEW_KEY)
     keyed = _with_foreign_key(keyed, left, _OLD, foreign_key, _OLD_KEY)
-    # An inner join that loses its foreign key looks up the former right row, for its timestamp.
+    # An inner join whose foreign key is removed looks up the former right row, for its timestamp.
     wanted = F.col(_NEW_KEY) if kind == "left" else F.coalesce(_NEW_KEY, _OLD_KEY)
     asking = keyed.select(
         *[wanted.getField(n).alias(n) for n in on],
-        # Rows that refer to nothing would all meet in one task.
+        # Spread rows without a foreign key: otherwise they would all meet in one task.
         F.when(wanted.isNull(), F.xxhash64(*named(left.key))).alias(_SALT),
         F.struct(*named(left.key)).alias(_KEY),
         *[c for c in keyed.columns if c not in left.key],
@@ -145,7 +147,7 @@ def _after_left(
 
 
 def _outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column]:
-    """What becomes of a left change, and whether its result is a tombstone."""
+    """Returns the outcome of a left change, and whether its result is a tombstone."""
     exists, existed = F.col(_NEW).isNotNull(), F.col(_OLD).isNotNull()
     refers, referred = F.col(_NEW_KEY).isNotNull(), F.col(_OLD_KEY).isNotNull()
     found = F.col(_RIGHT_STATE).isNotNull()
@@ -165,7 +167,8 @@ def _outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column]:
 def _after_right(
     left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
 ) -> DataFrame:
-    """What right changes cause: a result for each left row that refers to them at that moment."""
+    """Returns the results of right changes: one for each left row that refers to them at that
+    moment."""
     on = match_names(right.key)
     changes = right.changes.where(right.taken()).select(
         *match_columns(right.key),
@@ -193,15 +196,15 @@ def _after_right(
 
 
 def _each_within(intervals: DataFrame, changes: DataFrame, on: Sequence[str]) -> DataFrame:
-    """A row for each change of its foreign key that lies within an interval, by the change's place.
+    """Returns one row per change of the foreign key within an interval, with the change's number.
 
-    Places are counted at both ends, so that no interval meets a change outside it, however many a key
-    has.
+    Changes are counted at both ends of an interval, so that no interval is compared with a change
+    outside it, however many changes a key has.
     """
     moments = changes.select(*on, F.col(_MOMENT).alias(_START), F.col(_MOMENT).alias(_END))
     rows = union(intervals.withColumn(_CHANGES, F.lit(0)), moments.withColumn(_CHANGES, F.lit(1)))
     of_key, until_here = W.partitionBy(*on), (W.unboundedPreceding, W.currentRow)
-    # A change at either end (a record of both sides, where a table refers to itself) is outside.
+    # Exclude a change at either end: where a table refers to itself, it is a record of both sides.
     starts = (F.col(_START).asc_nulls_first(), F.col(_CHANGES).desc())
     ends = (F.col(_END).asc_nulls_last(), F.col(_CHANGES))
     before = of_key.orderBy(*starts).rowsBetween(*until_here)
@@ -216,10 +219,10 @@ def _each_within(intervals: DataFrame, changes: DataFrame, on: Sequence[str]) ->
 
 
 def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -> DataFrame:
-    """From when to when in the run (exclusive, null = open) left rows hold which foreign key.
+    """Returns the intervals of the run (exclusive, null = open) in which left rows have a foreign key.
 
     Args:
-        asked: foreign keys; of the left rows without a change, only those that hold one are read.
+        asked: foreign keys; unchanged left rows are read only if they have one of these.
 
     Returns:
         key columns, ``partition, _state, _start, _end`` and the ``match_names`` of the foreign key.
@@ -249,19 +252,20 @@ def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -
 
 
 def _before() -> Column:
-    """The interval that a left key's first change ends; without a state for any other change."""
+    """Returns the interval that ends at a left key's first change; its state is null for other
+    changes."""
     nothing = F.when(F.lit(False), F.col(_MOMENT))
     state = F.when(F.col(_FIRST), F.col(_OLD))
     return F.struct(state.alias(_STATE), nothing.alias(_START), F.col(_MOMENT).alias(_END))
 
 
 def _after() -> Column:
-    """The interval that a left change starts."""
+    """Returns the interval that starts at a left change."""
     return F.struct(F.col(_NEW).alias(_STATE), F.col(_MOMENT).alias(_START), F.col(_END))
 
 
 def _referring(rows: DataFrame, left: TableInput, foreign_key: Sequence[str]) -> DataFrame:
-    """Those of some left states that have a foreign key, with its ``match_names``."""
+    """Keeps left states that have a foreign key, and adds its ``match_names``."""
     keyed = _with_foreign_key(rows, left, _STATE, foreign_key, _REFERS)
     parts = [F.col(_REFERS).getField(n).alias(n) for n in match_names(foreign_key)]
     return keyed.where(F.col(_REFERS).isNotNull()).select(*rows.columns, *parts)
@@ -273,7 +277,7 @@ def _with_foreign_key(
     """Adds the foreign key of a left state as a struct of ``match_names``; null = none.
 
     Args:
-        rows: the left's key columns, ``state``, and others, none of them a value column.
+        rows: the left's key columns, ``state``, and other columns, but no value column.
     """
     parts = [F.expr(e).alias(n) for e, n in zip(foreign_key, match_names(foreign_key), strict=True)]
     complete = F.col(EXISTS)
@@ -284,7 +288,7 @@ def _with_foreign_key(
 
 
 def _left_row(left: TableInput, state: str) -> Column:
-    """A left row as a struct: key, values, timestamp."""
+    """Returns a left row as a struct: key, values, timestamp."""
     return F.struct(
         *[F.col(_KEY).getField(k).alias(k) for k in left.key],
         *[F.col(state).getField(c).alias(c) for c in left.state_columns],
@@ -292,7 +296,7 @@ def _left_row(left: TableInput, state: str) -> Column:
 
 
 def _right_row(right: TableInput, state: str) -> Column:
-    """A right row as a struct: key, values, timestamp."""
+    """Returns a right row as a struct: key, values, timestamp."""
     return F.struct(
         *[F.col(n).alias(k) for n, k in zip(match_names(right.key), right.key, strict=True)],
         *[F.col(state).getField(c).alias(c) for c in right.state_columns],
