@@ -64,7 +64,7 @@ def flat_map_values(
     Returns:
         ``keep, column, timestamp, partition, is_tombstone`` (the element is null), ``_outcome``
         (``no_result`` for an empty or null array)``, ORDER, _turn`` (the index in the array), and
-        ``_missing``: whether the array is null or empty.
+        ``_missing``: whether the array is null.
 
     Source: FORMAT 4.12.3; flat-map-values-order-and-timestamp,
     flat-map-values-empty-value-and-empty-pieces, flat-map-values-null-list-fails.

@@ -1,14 +1,14 @@
-"""The grace period of a stream-table join: records wait until their time has passed (KIP-923).
+"""The grace period of a stream-table join: records wait until stream time has passed them (KIP-923).
 
-A record waits until stream time >= its timestamp + grace period, so that table records which arrive
-a little later still find it. Stream time here is the buffer's own: the largest timestamp of a record
-with a key and a value. It is moved by the stream alone, never by the table.
+A record waits until stream time >= its timestamp + grace period, so that it still matches table records
+that arrive slightly later. This stream time is the buffer's own: the largest timestamp of a record with
+a key and a value. Only the stream advances it, never the table.
 
-Nothing is stored for the buffer. A run releases every record up to a time: ``stream time - grace
-period`` at its end, and never less than before. What waits after any sequence of runs is exactly the
-records of the stream's log with a larger timestamp, since those that were late on arrival or have been
-released lie at or before it. So the buffer *is* a range of the log, read again (and pruned by time) by
-the next run; and a grace period may be changed between runs: nothing is released twice or forgotten.
+The buffer needs no storage of its own. A run emits all records up to a time: ``stream time - grace
+period`` at its end, and never less than in earlier runs. The waiting records are exactly those of the
+stream's log with a larger timestamp, because emitted records and those late on arrival lie at or before
+that time. So the buffer is a range of the log, which the next run reads again (pruned by time), and
+the grace period may change between runs: no record is emitted twice or lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vt_dagster.topology.operators import JoinKind
 
 
 def moves_stream_time(key: Sequence[str]) -> Column:
-    """Whether a stream record enters a join: it has a value and a key.
+    """Returns whether a stream record takes part in a join: it has a value and a key.
 
     Source: FORMAT 4.5.1; kip923-probe-dropped-does-not-move-time.
     """
@@ -34,11 +34,11 @@ def moves_stream_time(key: Sequence[str]) -> Column:
 
 
 def waiting(log: DataFrame, *, key: Sequence[str], emitted_up_to: Column) -> DataFrame:
-    """The records that wait, out of those that a join has consumed.
+    """Returns the waiting records among those that a join has consumed.
 
     Args:
         log: the consumed part of the stream's log.
-        emitted_up_to: the time up to which records had gone out after that part, of their partition.
+        emitted_up_to: the time up to which records of their partition were emitted after that part.
 
     Source: FORMAT 4.5.1, 4.5.6; kip923-probe-left-in-buffer.
     """
@@ -59,21 +59,21 @@ def hold_back(
 ) -> DataFrame:
     """Decides for each record whether it is joined in this run.
 
-    Plan: none without a grace period; else ``passed`` over what arrived, which tells late records from
-    those that go out.
+    Plan: none without a grace period; otherwise ``passed`` over the records that arrived, which
+    separates late records from those to emit.
 
     Args:
         arrived: the stream's log rows of this run, with ``_arrival``.
-        waiting: those that waited before it; None = none.
-        grace: None = nothing waits any longer.
+        waiting: the records that waited before the run; None = none.
+        grace: None = no record waits.
         before: the buffer's stream time before the run, per partition.
-        emitted_up_to: the time up to which records go out at the end of the run, per partition.
+        emitted_up_to: the time up to which records are emitted at the end of the run, per partition.
         chunk, bounds: see ``passed``.
 
     Returns:
-        all of them with ``_outcome``: ``applied`` (timestamp <= released), ``late`` (timestamp < stream
-        time - grace on arrival: joined at once), ``waiting``, or ``dropped`` (no value; no key in an
-        inner join). A left join emits a record without a key at once.
+        all records with ``_outcome``: ``applied`` (timestamp <= emitted_up_to), ``late`` (timestamp <
+        stream time - grace on arrival: joined at once), ``waiting``, or ``dropped`` (no value; in an
+        inner join also no key). A left join emits a record without a key at once.
 
     Source: KIP-923; kip923-dequeue-boundary, kip923-late-is-immediate, kip923-probe-left-null-key.
     """

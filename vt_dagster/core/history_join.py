@@ -1,4 +1,5 @@
-"""History join: the versions of two tables cut at each other's, told anew where either changes."""
+"""History join: intersects the versions of two tables, and emits results anew where either side
+changes."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
         return operator
 
     def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame:
-        """One microsecond before the run's oldest change: what was true then may end with it."""
+        """Returns one microsecond before the run's oldest change: a version valid then may end with the
+        change."""
         times = [rows.select(F.unix_micros(TIMESTAMP).alias(_AT)) for rows in logs]
         return times[0].union(times[1]).agg(F.min(_AT) - 1)
 
@@ -82,25 +84,26 @@ def join(
 ) -> DataFrame:
     """Joins two versioned tables at every time.
 
-    A change is true from its timestamp to its key's next version. In that time each begin of a version
-    of either side gives one result, at that time, of what both sides have there in the end; where the
-    kind of join wants more than there is, a tombstone, but none where there was none before. Results
-    go out by time, each from the change that made it. One of a time that a side has forgotten, though
-    it has later versions of the key, is ``late``.
+    A change is valid from its timestamp to the next version of its key. Within that interval each start
+    of a version of either side gives one result, at that time, from the versions that both sides have
+    there at the end of the run. If the kind of join requires a row that is missing, the result is a
+    tombstone; no tombstone follows another or comes first. Results are emitted by time, each from the
+    change that caused it. A result at a time that a side no longer retains, while it has later versions
+    of the key, is ``late``.
 
-    Plan: of each side one read of the versions and a semi-join with the keys that change, then one
+    Plan: for each side one read of the versions and a semi-join with the keys that change, then one
     shuffle and sort of both together by key, one pass of windows.
 
     Args:
-        left, right: ``current`` are the versions at the end of the run that ended at the run's oldest
-            change or later, tombstones included.
-        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), the left's key
-            columns among them.
+        left, right: ``current`` contains the versions, tombstones included, that exist at the end of
+            the run and end at or after the run's oldest change.
+        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
+            left's key columns.
 
     Returns:
-        as ``table_table_join.join``.
+        as for ``table_table_join.join``.
 
-    Source: none: Kafka Streams joins the latest rows alone.
+    Source: none: Kafka Streams joins only the latest rows.
     """
     on = match_names(left.key)
     keys = [side.changes.select(*match_columns(side.key)) for side in (left, right)]
@@ -127,7 +130,8 @@ def join(
     moments = moments.withColumn(_UNKNOWN, F.coalesce(unknown[0] | unknown[1], F.lit(False)))
     so_before = F.lag(F.col(_MATCHED) | F.col(_UNKNOWN)).over(by_key.orderBy(_AT))
     before = F.coalesce(so_before, F.lit(False))
-    # Else a side that has nothing now had nothing there before the run either.
+    # A tombstone change may end an earlier result; without one, a side without a row now had none
+    # before.
     deleted = [F.coalesce(one.getField(IS_TOMBSTONE), F.lit(False)) for one in found]
     ended = before | deleted[0] | deleted[1] | F.col(_UNKNOWN)
     told = moments.withColumn(_BEGINS, F.col(_MATCHED) | ended).where(F.col(_CAUSE).isNotNull())
@@ -148,18 +152,18 @@ def join(
 
 
 def _wanted(kind: JoinKind, left: Column, right: Column) -> Column:
-    """Whether there is a result by what both sides have."""
+    """Returns whether the join has a result, by the presence of both sides."""
     return {"inner": left & right, "left": left, "outer": left | right}[kind]
 
 
 def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
-    """When a side says something else than before: at the begins of its versions, at their ends, and at
+    """Returns the times at which a side's state may change: the starts and ends of its versions, and
     the run's changes.
 
     Returns:
-        from when on it remembers; ``match_names, _at, _rank`` (of one time, what is to count comes
-        last)``, _input, _sequence``; and under the side's name a struct: the state from then on (null =
-        none), and the change that made it, null where no change of the run did.
+        the time from which on the side retains history; ``match_names, _at, _rank`` (at equal times the
+        decisive event comes last)``, _input, _sequence``; and under the side's name a struct: the state
+        from then on (null = none), and the run's change that caused it (null = none).
     """
     on = match_names(side.key)
     place = F.struct(IS_TOMBSTONE, *_PLACE)
@@ -179,7 +183,7 @@ def _events(side: TableInput, name: str, changed: DataFrame) -> DataFrame:
     def said(at: str, rank: int, state: Column) -> Column:
         return F.struct(F.col(at).alias(_AT), F.lit(rank).alias(_RANK), state.alias(_STATE))
 
-    # Both of one version, for else its table is read twice.
+    # Expand start and end from one scan: two scans would read the table twice.
     no_state = F.lit(None).cast(_type_of(side))
     both = F.array(said(VALID_TO, 0, no_state), said(VALID_FROM, 1, side.new_state()))
     horizon = F.lit(None) if side.horizon is None else side.horizon

@@ -1,4 +1,4 @@
-"""Largest times so far, of several kinds at once, as of each record."""
+"""Running maxima of several kinds of times, as of each record."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def with_largest(
     before: Mapping[str, Column],
     chunk: Column | None,
 ) -> DataFrame:
-    """Adds of each kind the largest time so far, the record itself included.
+    """Adds for each kind the largest time so far, including the record itself.
 
-    Plan: as of ``stream_time.with_stream_time``.
+    Plan: as for ``stream_time.with_stream_time``.
 
     Args:
         rows: ``partition, ORDER, …``.
-        moves: by name, the time (epoch microseconds) that a record brings; null = none.
-        before: by the same names, that of the record's partition before these rows; null = none yet.
-        chunk: ascends with the order; None = one task takes all that a partition has.
+        moves: by name, the time (epoch microseconds) that a record contributes; null = none.
+        before: by the same names, the largest time of the partition before these rows; null = none yet.
+        chunk: must ascend with the order; None = one task processes the whole partition.
     """
     if chunk is None:
         so_far = W.partitionBy(PARTITION).orderBy(*ORDER)
@@ -56,13 +56,13 @@ def with_largest(
 
 
 def largest_by_chunk(rows: DataFrame, side: str, at: str, counts: Column) -> DataFrame:
-    """Times of small chunks of the logs of two sides.
+    """Aggregates the times of small chunks of two sides' logs.
 
-    Plan: one hash aggregate, whose shuffle has a row a chunk.
+    Plan: one hash aggregate, whose shuffle has one row per chunk.
 
     Returns:
         ``partition, side, _chunk`` (ascending with offsets), ``time, oldest`` (the largest and the
-        smallest of ``at``), ``valid`` (the largest of those that count; null = none).
+        smallest of ``at``), ``valid`` (the largest among the records that count; null = none).
     """
     chunk = F.floor(F.col(OFFSET) / F.lit(FINE)).alias(_CHUNK)
     return rows.groupBy(PARTITION, side, chunk).agg(
@@ -75,18 +75,19 @@ def largest_by_chunk(rows: DataFrame, side: str, at: str, counts: Column) -> Dat
 def largest_if_none_late(
     found: Sequence[Any], side: str, before: Mapping[int, int], grace: Callable[[int], int]
 ) -> dict[int, tuple[int, dict[int, int]]] | None:
-    """Where no record is late: by partition, stream time at the end and the largest valid one by side.
+    """Returns by partition the stream time at the end and the largest valid time by side, if none is
+    late.
 
-    Records of two logs are merged by the largest time so far of their own log. So none has a stream
-    time beyond that of its own chunk's end, or that before the run.
+    Records of two logs are merged by the largest time so far of their own log. Stream time as of a
+    record is therefore at most that of the end of its chunk, or that before the run.
 
     Args:
         found: the rows of :func:`largest_by_chunk`.
-        before: stream time before the run, by partition.
-        grace: of a partition, microseconds.
+        before: stream time before the run, by partition, epoch microseconds.
+        grace: gives the grace period of a partition in microseconds.
 
     Returns:
-        None where by these bounds a record may be late.
+        None if by these bounds a record may be late.
     """
     now: dict[tuple[int, int], int] = {}
     ends: dict[int, tuple[int, dict[int, int]]] = {}

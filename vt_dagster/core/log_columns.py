@@ -50,7 +50,7 @@ _OF_PARTS: dict[str, DataType] = {
     PROVIDED_COLUMNS: ArrayType(StringType()),
     PROPAGATED_FROM: IntegerType(),
 }
-"""Of tables whose records may say a part of their row; of others these may be a user's own."""
+"""Only in tables with partial updates; in other tables these names may be a user's own columns."""
 POSITION_TYPE = StructType(
     [
         StructField("table", StringType()),
@@ -58,22 +58,22 @@ POSITION_TYPE = StructType(
         StructField(OFFSET, LongType()),
     ]
 )
-"""Of ``cause``."""
+"""The type of ``cause``."""
 _OF_CORRECTIONS: dict[str, DataType] = {
     REVISION: IntegerType(),
     CAUSE: POSITION_TYPE,
     LEFT_OFFSET: LongType(),
 }
-"""Of other nodes these may be columns of a user's own."""
+"""Only in logs of corrected joins; in other logs these names may be a user's own columns."""
 
 
 def value_columns(node: Stream) -> list[str]:
-    """The value columns of a node's log: all but the key and ``timestamp``."""
+    """Returns the value columns of a node's log: all but the key and ``timestamp``."""
     return [c for c in node.schema.names if c not in node.key and c.lower() != TIMESTAMP]
 
 
 def log_columns(node: Stream) -> list[str]:
-    """The columns of a node's log, in order."""
+    """Returns the columns of a node's log, in order."""
     own = [c for c in node.schema.names if c.lower() != TIMESTAMP]
     of_tables = (IS_LATEST, OLD) if isinstance(node, Table) else ()
     of_operator = node.operator.log_columns if node.operator is not None else ()
@@ -82,8 +82,10 @@ def log_columns(node: Stream) -> list[str]:
 
 
 def partial_columns(node: Stream) -> dict[str, tuple[str, ...]]:
-    """The value columns that a record may leave out, unchanged, each with the names that it had before;
-    none where a record says its whole row."""
+    """Returns the value columns that a partial update may omit, each with its earlier names.
+
+    Empty for a table without partial updates.
+    """
     if not isinstance(node, VersionedTable) or not node.has_partial_updates:
         return {}
     own = (node.timestamp, node.valid_until)
@@ -91,16 +93,16 @@ def partial_columns(node: Stream) -> dict[str, tuple[str, ...]]:
 
 
 def log_schema(node: Stream) -> StructType:
-    """The columns of a node's log with their types, and the names that they had before."""
+    """Returns the columns of a node's log with their types and earlier names."""
     return _schema(node, log_columns(node))
 
 
 def view_schema(node: Table) -> StructType:
-    """The same of a table's view."""
+    """Returns the columns of a table's view with their types and earlier names."""
     names = [n for n in log_columns(node) if n not in (IS_LATEST, OLD)]
     if not isinstance(node, VersionedTable):
         return _schema(node, names)
-    # With the version before each row, see ``core.new_version_on``.
+    # ``old`` is the version before each row, see ``core.new_version_on``.
     before = [] if node.new_version_on is None else [OLD]
     return _schema(node, [*names, VALID_FROM, VALID_TO, *before], [OFFSET] if before else [])
 

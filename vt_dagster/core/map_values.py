@@ -1,4 +1,4 @@
-"""map_values: a table with other values for the same keys (KIP-914)."""
+"""map_values: computes new values for the keys of a table (KIP-914)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def map_values(
     values: Sequence[str],
     columns: Sequence[tuple[str, str]],
 ) -> DataFrame:
-    """Other values for the same keys; every record goes out, repeated tombstones too
+    """Computes new values for the same keys; every record is emitted, also repeated tombstones
     (kip914-probe-map-values-tombstones).
 
     Args:

@@ -1,4 +1,4 @@
-"""merge: the records of several streams as one."""
+"""merge: combines the records of several streams into one stream."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ class MergeProcessor(Processor[Merge]):
 
 
 def merge(streams: Sequence[DataFrame], *, columns: Sequence[str]) -> DataFrame:
-    """Every record with its own key, value, timestamp and partition; null keys and tombstones too.
+    """Emits every record with its own key, value, timestamp and partition; also null keys and
+    tombstones.
 
     Plan: a union, no shuffle.
 
     Args:
-        streams: log rows in order: ``ORDER`` tells how they follow each other.
-        columns: of keys and values; what an operator has added to one stream's log is left out.
+        streams: log rows with ``ORDER``, which defines their common order.
+        columns: the key and value columns; columns that an operator added to one stream's log are
+            omitted.
 
     Source: FORMAT 4.12.1; merge-keeps-key-value-timestamp-and-arrival-order,
     merge-passes-null-keys-and-null-values.

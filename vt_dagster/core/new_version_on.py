@@ -1,9 +1,9 @@
-"""Versions of a table that only some columns make (``new_version_on``): the records that repeat them.
+"""Versions that only some columns define (``new_version_on``): handles records that repeat a version.
 
-A table's view keeps every record, for a late one may come between two of a version. Each row has as
-``old`` the version before it: a STRUCT of the values, ``timestamp`` and ``offset`` of that version's
-first record; null where there is none, or a tombstone. So a row says itself whether it repeats a
-version and which, however little of a key's history has been read or is left.
+A table's view keeps every record, because a late record may fall between two of one version. Each row
+has as ``old`` the previous version: a STRUCT of the values, ``timestamp`` and ``offset`` of that
+version's first record; null if there is none or it is a tombstone. A row therefore shows by itself
+whether it repeats a version and which one, even if only a part of the key's history is read or left.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _REPEATS, _END, _LAST_END = "_repeats", "_end", "_last_end"
 def with_version_before(
     rows: DataFrame, replaced: Column, key: Sequence[str], new_version_on: Sequence[str]
 ) -> DataFrame:
-    """Rows of a view with ``old``.
+    """Adds ``old`` to the rows of a view.
 
     Plan: windows over the order that the rows have already.
 
     Args:
-        rows: all that end after the earliest new one, with ``valid_from`` and ``valid_to``; of those
-            that have been there before, ``old``, which counts where what was before is not among them.
-        replaced: those that another one of their key and time has taken the place of: left out.
+        rows: all rows that end after the earliest new one, with ``valid_from`` and ``valid_to``; stored
+            rows also have ``old``, which is used if the previous version is not among the rows.
+        replaced: whether another row of the same key and time replaces the row: such rows are dropped.
     """
     rows = rows.withColumn(OLD, _stored(rows, key))
     peers = rows.withColumn(_PEER, F.first(OLD, ignorenulls=True).over(W.partitionBy(*key, VALID_FROM)))
@@ -51,7 +51,7 @@ def with_version_before(
     is_first, lives = F.col(_LAST).isNull(), ~F.col(IS_TOMBSTONE)
     as_last = ~F.col(_LAST)[IS_TOMBSTONE] & _same(new_version_on, F.col(_LAST))
     as_peer = F.col(_PEER).isNotNull() & _same(new_version_on, F.col(_PEER))
-    # In a struct: "no version" is not the same as "that of the row before".
+    # In a struct, to distinguish "no version" from "the version of the previous row".
     first_changes = F.struct(F.when(lives, _version(kept, key)).alias(_ROW))
     found = (
         F.when(
@@ -70,13 +70,13 @@ def with_version_before(
 
 
 def collapse_repeats(rows: DataFrame, key: Sequence[str], new_version_on: Sequence[str]) -> DataFrame:
-    """The versions of a view, without the rows that repeat them, and without ``old``.
+    """Returns the versions of a view, without rows that repeat a version and without ``old``.
 
     Plan: one shuffle and sort by key.
 
     Args:
-        rows: of each key all that end after some time. A version that began before it is told by the
-            first of them.
+        rows: all rows of each key that end after some time. The first of them stands for a version that
+            began before that time.
     """
     in_order = W.partitionBy(*key).orderBy(VALID_FROM)
     whole = in_order.rowsBetween(W.unboundedPreceding, W.unboundedFollowing)
@@ -97,7 +97,8 @@ def collapse_repeats(rows: DataFrame, key: Sequence[str], new_version_on: Sequen
 
 
 def with_version_start(rows: DataFrame, new_version_on: Sequence[str]) -> DataFrame:
-    """Rows of a view with what their version says, from its first record on, and without ``old``."""
+    """Gives rows of a view the values and ``valid_from`` of their version's first record; drops
+    ``old``."""
     repeats, old = _repeats(new_version_on), F.col(OLD)
     kind = rows.schema[OLD].dataType
     assert isinstance(kind, StructType)
@@ -108,7 +109,7 @@ def with_version_start(rows: DataFrame, new_version_on: Sequence[str]) -> DataFr
 
 
 def _repeats(new_version_on: Sequence[str]) -> Column:
-    """Whether a row of a view repeats the version before it."""
+    """Returns whether a row of a view repeats the previous version."""
     there = ~F.col(IS_TOMBSTONE) & F.col(OLD).isNotNull()
     return F.coalesce(there & _same(new_version_on, F.col(OLD)), F.lit(False))
 
@@ -119,7 +120,8 @@ def _same(new_version_on: Sequence[str], other: Column) -> Column:
 
 
 def _version(rows: DataFrame, key: Sequence[str]) -> Column:
-    """What is told of a version by its first record."""
+    """Returns the struct that identifies a version: values, timestamp and offset of its first
+    record."""
     return F.struct(*[F.col(f"`{f.name}`") for f in _told(rows, key)])
 
 
@@ -129,7 +131,7 @@ def _told(rows: DataFrame, key: Sequence[str]) -> list[StructField]:
 
 
 def _stored(rows: DataFrame, key: Sequence[str]) -> Column:
-    """``old`` as it is there, with the fields that it has now."""
+    """Returns the stored ``old``, cast to the current fields."""
     found = next((f.dataType for f in rows.schema.fields if f.name == OLD), None)
     if not isinstance(found, StructType):
         return F.when(F.lit(False), _version(rows, key))

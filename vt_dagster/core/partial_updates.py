@@ -1,15 +1,16 @@
-"""Records that say a part of their row: what they do not say is as it was at their time.
+"""Partial updates: a column that a record omits keeps the value that it had at the record's time.
 
-A log has whole rows: each record with what was known of its row by then. A late record changes the
-versions after it that took such a value from before them: the log has each of these once more, with
-``propagated_from`` > 0, right after the record; so whoever follows a log, or folds it, needs to know
-nothing of all this. ``provided_columns`` of a row says which columns its own records gave (null = all),
-and so how far a late record's values are carried. A deletion says of all columns that they are null.
+A log contains whole rows: each record with the values of its row known at that point. A late record
+changes the later versions that inherited a value from before them. The log repeats each of these
+versions directly after the record, with ``propagated_from`` > 0, so a consumer or a fold of the log
+needs no rule for partial updates. ``provided_columns`` lists the columns that the records of a row
+provide (null = all), and thus how far the values of a late record propagate. A deletion sets all
+columns to null.
 
-What a record finds depends on what all records before it did to the versions of its key. Where a key's
-records come in order that is one running maximum a column. Where they do not, it is a kernel in Python
-over the numbers of rows, whose values only Arrow moves; it holds the versions of one key that a later
-record of the run may look at, however many records or batches a key has.
+The base of a record depends on the effect of all earlier records on its key's versions. For a key whose
+records arrive in order this is one running maximum per column. Otherwise a Python kernel over row
+numbers computes it, and only Arrow moves the values; the kernel holds the versions of one key
+that a later record of the run may read, however many records or batches a key has.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ np: Any = numpy
 pa: Any = pyarrow
 pc: Any = pyarrow.compute
 
-# Spark's workers need not have this package installed.
+# Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
 _KIND, _TIME, _FLOOR, _FIRST, _SINCE, _END = "_kind", "_time", "_floor", "_first", "_since", "_end"
@@ -52,7 +53,7 @@ _AT = "_at"
 _HELPERS = (_KIND, _TIME, _AT, _FLOOR, _FIRST)
 _VERSION, _RECORD, _OTHER = 0, 1, 2
 _MANY = 10_000
-"""Rows that are given at once."""
+"""Number of rows in one output table."""
 
 
 def merge_forward(
@@ -64,25 +65,22 @@ def merge_forward(
     parts: Mapping[str, Sequence[str]],
     order: Sequence[str],
 ) -> DataFrame:
-    """Records with whole rows, and after each the versions that it changes.
+    """Completes partial records to whole rows, and adds after each record the versions that it changes.
 
-    Plan: one shuffle and sort by key, together with the versions; the kernel takes the rows as they are
-    sorted.
+    Plan: one shuffle and sort by key, together with the versions; the kernel reads the sorted rows.
 
     Args:
         records: with their outcome; those that are not applied are passed through.
-            ``provided_columns``:
-            an
-            array of names among ``parts``; null = all of them.
+            ``provided_columns``: an array of names among ``parts``; null = all of them.
         versions: those that end after the oldest record of their key; None = none.
-        values: the value columns; ``parts``: those of them that a record may leave out, each with the
-            names that it had before, which ``provided_columns`` of versions may have.
-        order: columns in whose order a key's records are taken.
+        values: the value columns; ``parts``: those that a record may omit, each with its earlier names,
+            which ``provided_columns`` of versions may contain.
+        order: the columns that define the order of a key's records.
 
     Returns:
-        the records with ``propagated_from`` (INT, 0), and for each version that one changes a row of
-        the version's time and values, of the record's place, with ``propagated_from`` = 1, 2, … by
-        time.
+        the records with ``propagated_from`` (INT, 0), and for each version that a record changes a row
+        with the version's time and values and the record's position, with ``propagated_from`` = 1, 2, …
+        by time.
     """
     kind = F.when(F.col(OUTCOME) == Outcome.APPLIED, _RECORD).otherwise(_OTHER)
     rows = records.withColumns({_KIND: kind, _END: F.lit(None).cast("timestamp")})
@@ -93,7 +91,7 @@ def merge_forward(
         rows = union(rows, there)
     is_record, is_version = F.col(_KIND) == _RECORD, F.col(_KIND) == _VERSION
     time = F.unix_micros(TIMESTAMP)
-    # Columns, not expressions: else each window would sort anew.
+    # Columns, not expressions: otherwise each window would sort again.
     rows = rows.withColumns({_TIME: time, _AT: F.when(is_version, time)})
     in_order = [*[F.col(f"`{k}`") for k in key], _KIND, _AT, *order]
     by_key = W.partitionBy(*[F.col(f"`{k}`") for k in key]).orderBy(*in_order[len(key) :])
@@ -117,8 +115,8 @@ def merge_forward(
 
 
 class _Columns(NamedTuple):
-    """The value columns: those that a record may leave out, by number and by all their names, and those
-    that are each version's own."""
+    """The value columns: those that a record may omit (``parts``), the numbers of all their names, and
+    those that belong to each version alone (``own``)."""
 
     parts: tuple[str, ...]
     numbers: Mapping[str, int]
@@ -127,12 +125,12 @@ class _Columns(NamedTuple):
 
 @dataclass
 class _Version:
-    """A version of a key, in numbers of rows.
+    """A version of a key, in terms of row numbers.
 
     Args:
-        row: where its own columns are.
-        source: of each part where its value is; -1 = it is null.
-        given: the parts that its own records gave; None = all.
+        row: the row of its own columns.
+        source: for each part the row of its value; -1 = null.
+        given: the parts that its own records provide; None = all.
     """
 
     row: int
@@ -142,8 +140,8 @@ class _Version:
 
 
 class _Result(NamedTuple):
-    """A row to give: its record's number, the version that it tells, as it is then, and how manieth of
-    that record it is."""
+    """An output row: its record's row, the row and parts of the version that it shows, and its number
+    among the rows of that record."""
 
     record: int
     row: int
@@ -153,7 +151,7 @@ class _Result(NamedTuple):
 
 
 class _Key:
-    """The versions of one key that a later record may look at, by time."""
+    """The versions of one key that a later record may read, by time."""
 
     def __init__(self, columns: Sequence[Any]) -> None:
         self.columns = columns
@@ -161,7 +159,7 @@ class _Key:
         self.found: list[_Version] = []
 
     def put(self, at: int, version: _Version) -> int:
-        """Keeps a version, in the place of the one of the same time; gives its place."""
+        """Stores a version, replaces one of the same time, and returns its index."""
         place = bisect_left(self.times, at)
         same = place < len(self.times) and self.times[place] == at
         self.times[place : place + same] = [at]
@@ -169,7 +167,7 @@ class _Key:
         return place
 
     def take(self, at: int, record: _Version) -> list[_Result]:
-        """One record: its whole row, and the versions that it changes, as they are then."""
+        """Applies one record; returns its whole row and the later versions that it changes."""
         row, said, parts = record.row, record.given, range(len(self.columns))
         before = bisect_right(self.times, at) - 1
         base = self.found[before] if before >= 0 else None
@@ -186,7 +184,7 @@ class _Key:
             if later.given is None:
                 break
             left -= later.given
-            # What is the same here is the same in those after it.
+            # An equal value here is equal in all later versions that inherit it.
             left -= {c for c in left if self._same(c, later.source[c], values[c])}
             if not left:
                 break
@@ -195,7 +193,7 @@ class _Key:
         return done
 
     def without_before(self, floor: int) -> _Key:
-        """The versions that a record of this time or later may look at."""
+        """Keeps the versions that a record of this time or later may read."""
         kept, old = _Key(self.columns), max(0, bisect_right(self.times, floor) - 1)
         kept.times, kept.found = self.times[old:], self.found[old:]
         return kept
@@ -207,10 +205,10 @@ class _Key:
 
 
 class _Batch:
-    """Rows in order of their keys, as numbers.
+    """Rows sorted by key, in terms of row numbers.
 
     Args:
-        rows: of :func:`filled`, before the kernel.
+        rows: the input rows of the kernel, see :func:`merge_forward`.
     """
 
     def __init__(self, rows: Any, whose: _Columns) -> None:
@@ -224,7 +222,7 @@ class _Batch:
         self.active = np.flatnonzero(self.kinds != _OTHER)
 
     def _said(self) -> Any:
-        """Whether a row gave a part."""
+        """Returns a matrix, rows by parts: whether a row provides a part."""
         given = self.rows.column(PROVIDED_COLUMNS).combine_chunks()
         found = np.zeros((len(given), len(self.whose.parts)), bool)
         found[given.is_null().to_numpy(zero_copy_only=False)] = True
@@ -237,12 +235,13 @@ class _Batch:
         return found
 
     def out_of_order(self) -> Any:
-        """The keys of which a row is not after the one before it."""
+        """Returns the keys with a row that is not later than its predecessor."""
         group, times = self.group[self.active], self.times[self.active]
         return np.unique(group[1:][(group[1:] == group[:-1]) & (times[1:] <= times[:-1])])
 
     def in_order(self, rows: Any) -> Any:
-        """Of rows of keys in order, of each part where its value is: in the last one that gave it."""
+        """For keys in order: returns for each part the row of its value, the last one that provides
+        it."""
         place, (group, deleted) = np.arange(len(rows)), (a[rows] for a in (self.group, self.deleted))
         begins = np.append(True, group[1:] != group[:-1])[: len(rows)]
         gives = self.said[rows] | (self.kinds[rows] == _VERSION)[:, None]
@@ -252,7 +251,7 @@ class _Batch:
         return np.where(there, rows[last], -1)
 
     def versions(self, rows: Any, sources: Any) -> list[tuple[int, _Version]]:
-        """Rows as versions, each with its time."""
+        """Returns rows as versions, each with its time."""
         sets, kinds = np.unique(self.said[rows], axis=0, return_inverse=True)
         given: list[frozenset[int] | None] = [
             None if one.all() else frozenset(np.flatnonzero(one).tolist()) for one in sets
@@ -265,7 +264,7 @@ class _Batch:
         return list(zip(self.times[rows].tolist(), versions, strict=True))
 
     def passed(self, quick: Any, sources: Any, names: Sequence[str]) -> Any:
-        """The records of keys in order, whole, and rows that are none."""
+        """Returns the completed records of keys in order, and the rows that are passed through."""
         others, records = np.flatnonzero(self.kinds == _OTHER), self.kinds[quick] == _RECORD
         rows = np.concatenate([others, quick[records]])
         as_they_are = np.repeat(others[:, None], len(self.whose.parts), 1)
@@ -274,7 +273,7 @@ class _Batch:
         return self._rows(rows, rows, source, given, np.zeros(len(rows), np.int32), names)
 
     def made(self, results: Sequence[_Result], names: Sequence[str]) -> Any:
-        """Results as rows."""
+        """Returns results as rows."""
         parts = self.whose.parts
         found = {r.given for r in results}
         named = {one: None if one is None else [parts[c] for c in sorted(one)] for one in found}
@@ -292,7 +291,7 @@ class _Batch:
     def _rows(
         self, record: Any, version: Any, source: Any, given: Any, carried: Any, names: Sequence[str]
     ) -> Any:
-        """Rows of records, of the versions' own columns, and of where their parts are."""
+        """Builds rows from the record's row, the version's row and the rows of the parts."""
         own = {*self.whose.own, TIMESTAMP, _TIME, IS_TOMBSTONE}
         told = {PROVIDED_COLUMNS: given, PROPAGATED_FROM: pa.array(carried)}
         for place, part in enumerate(self.whose.parts):
@@ -307,7 +306,7 @@ class _Batch:
         return pa.table(columns, names=list(names))
 
     def left(self, kept: _Key) -> Any:
-        """The versions of a key as rows for the next batch, before that one's own."""
+        """Returns a key's versions as rows that precede the next batch."""
         results = [_Result(one.row, one.row, one.source, one.given, 0) for one in kept.found]
         rows = self.made(results, self.rows.schema.names)
         for name, value in ((_KIND, _VERSION), (_FIRST, False)):
@@ -326,7 +325,7 @@ def _merge_batches(batches: Iterator[Any], whose: _Columns, names: Sequence[str]
 
 
 def _merge_batch(batch: _Batch, names: Sequence[str]) -> Generator[Any, None, list[Any]]:
-    """The rows of a batch; gives back what the next one must know of the last key."""
+    """Yields the rows of a batch; returns the versions of its last key that the next batch needs."""
     slow, parts = batch.out_of_order(), batch.whose.parts
     quick = batch.active[~np.isin(batch.group[batch.active], slow)]
     sources = batch.in_order(quick)

@@ -1,4 +1,4 @@
-"""The plain table: the latest record per key, by arrival, whatever its timestamp."""
+"""The plain table: keeps the latest record per key, by arrival, whatever its timestamp."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def put(
     order: Sequence[str],
     of_rejected: Sequence[str] = (),
 ) -> DataFrame:
-    """Adds what each record replaces: every record of a plain table is its key's latest.
+    """Adds the row that each record replaces: every record of a plain table is its key's latest.
 
     Plan: one shuffle and sort by key together with one row per key of ``current``.
 
     Args:
-        records: ``key columns, value columns, timestamp, is_tombstone, _outcome, order columns``; those
-            without an outcome are applied, those with another one are passed through.
+        records: ``key columns, value columns, timestamp, is_tombstone, _outcome, order columns``;
+            records without an outcome are applied, those with another outcome are passed through.
         current: the rows of the table before the run; None = none.
-        order: columns in whose order a key's records are taken.
-        of_rejected: columns that are null in what is applied.
+        order: the columns that define the order of a key's records.
+        of_rejected: columns that are null in applied records.
 
     Returns:
         the records with ``_outcome``, ``is_latest`` (true) and ``old``.
@@ -52,11 +52,11 @@ def put(
 def with_row_before(
     records: DataFrame, current: DataFrame | None, *, key: Sequence[str], values: Sequence[str]
 ) -> DataFrame:
-    """Adds what a table holds before the run for a record's key.
+    """Adds the row that a table has of a record's key before the run.
 
     Returns:
-        the records with ``_before``: the struct of its values and timestamp, null where it has no row;
-        and ``_newest``: the timestamp of its row or tombstone.
+        the records with ``_before``: the struct of the row's values and timestamp, null if there is
+        none; and ``_newest``: the timestamp of the key's row or tombstone.
     """
     row = F.struct(*[F.col(f"`{v}`") for v in values], TIMESTAMP)
     if current is None:
@@ -70,12 +70,12 @@ def with_row_before(
 def with_old(
     rows: DataFrame, counts: Column, *, key: Sequence[str], values: Sequence[str], order: Sequence[str]
 ) -> DataFrame:
-    """Adds ``old``: the struct of values and timestamp that a key has before a record; null where it
-    has none.
+    """Adds ``old``: the struct of the values and timestamp of a key's row before a record; null = no
+    row.
 
     Args:
         rows: of ``with_row_before``.
-        counts: whether a record is its key's latest from then on.
+        counts: whether a record becomes its key's latest.
 
     Returns:
         the rows with ``old``, without ``_before``.
@@ -84,16 +84,16 @@ def with_old(
     """
     before = W.partitionBy(*key).orderBy(*order).rowsBetween(W.unboundedPreceding, -1)
     row = F.struct(*[F.col(f"`{v}`") for v in values], TIMESTAMP)
-    # A struct around it, for "deleted" is not the same as "nothing seen yet".
+    # In a struct, to distinguish "deleted" from "no record yet".
     held = F.when(counts, F.struct(F.when(~F.col(IS_TOMBSTONE), row).alias("row")))
-    # A column of its own: Spark computes a window as often as an expression names it.
+    # A column of its own: Spark computes a window once per mention in an expression.
     seen = rows.withColumn(_SEEN, F.last(held, ignorenulls=True).over(before))
     old = F.when(F.col(_SEEN).isNotNull(), F.col(_SEEN)["row"]).otherwise(F.col(BEFORE))
     return seen.withColumn(OLD, old).drop(_SEEN, BEFORE)
 
 
 def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataFrame:
-    """The current rows after more of the log: what the view of a plain table is.
+    """Returns the current rows after more of the log: the view of a plain table.
 
     Plan: one shuffle and sort by key.
 
@@ -106,6 +106,6 @@ def fold(rows: DataFrame | None, log: DataFrame, *, key: Sequence[str]) -> DataF
     fresh = log.drop(IS_LATEST, OLD)
     everything = union(fresh, rows)
     in_order = W.partitionBy(*key).orderBy(*over_all_partitions(everything))
-    # Not the first of the rows backwards: for that Spark sorts a second time, before it shuffles.
+    # lead, not row_number over a descending window: Spark would sort once more, before the shuffle.
     last = F.lead(F.lit(1)).over(in_order).isNull()
     return everything.withColumn(_LAST, last).where(F.col(_LAST) & ~F.col(IS_TOMBSTONE)).drop(_LAST)

@@ -1,4 +1,4 @@
-"""Which processor each operator has."""
+"""The processor of each operator."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ PROCESSORS: dict[type[of.Operator], type[Processor[Any]]] = {
 
 
 def processor_of(node: Stream, single_task: bool = False) -> Processor[Any]:
-    """The processor of a node; ``single_task``: see :class:`Processor`."""
+    """Returns the processor of a node; ``single_task``: see :class:`Processor`."""
     kind = SourceProcessor if node.operator is None else PROCESSORS[type(node.operator)]
     return kind(node, single_task)

@@ -1,4 +1,4 @@
-"""What a processor is given in a run: its inputs, and what is known besides."""
+"""The arguments of a processor in a run: its inputs, and the context from earlier runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from vt_dagster.core.system_time_join import SystemTimeHistory
 
 @dataclass(frozen=True)
 class Input:
-    """What a run takes from one input.
+    """The part of one input that a run reads.
 
     Args:
-        rows: the log rows of the run; of a source, its prepared records.
-        table: of a table that is looked into, what it has of each key at the end of ``rows`` (of a
-            versioned one also tombstones); None = every row of it is among ``rows``, or it is not
-            looked into.
-        earlier: log rows of runs before, as far back as ``rescan_from`` or ``rescan_from_batch`` asked
-            for;
-            None = none.
-        broadcastable: whether ``rows`` are so few that each task may have them all.
+        rows: the log rows of the run; for a source, its prepared records.
+        table: for a table that is looked up, its row of each key at the end of ``rows`` (for a
+            versioned table also tombstones); None = ``rows`` contains all of them, or the table is not
+            looked up.
+        earlier: log rows of earlier runs, as far back as ``rescan_from`` or ``rescan_from_batch``
+            requires; None = none.
+        broadcastable: whether ``rows`` is small enough to send to every task.
         times: stream time of ``table``, by partition.
     """
 
@@ -39,30 +38,29 @@ class Input:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What is known besides the inputs: from the runs before, and of this run's end.
+    """The context of a run besides its inputs: results of earlier runs, and the times at the run's end.
 
     Args:
-        state: what the processor kept; None = nothing yet.
-        view: the current rows of the result; None = nothing yet.
+        state: the state that the processor stored; None = none yet.
+        view: the current rows of the result; None = none yet.
         stream_time: before the run, of a row's partition of the result.
-        stream_time_after: at the end of the run, where the processor has a stream time of its own.
-        emitted_up_to: of what is held back, the time up to which it had gone out before the run.
-        emitted_up_to_after: at the end of the run.
-        persist_rows: holds the run's records; None: the view has not many more keys than these.
+        stream_time_after: at the end of the run, if the processor has a stream time of its own.
+        emitted_up_to: the time up to which held-back records were emitted before the run.
+        emitted_up_to_after: the time up to which they are emitted at the end of the run.
+        persist_rows: persists the run's records; None if the view has not many more keys than they
+            have.
         watermarks, watermarks_after: before and after the run, see ``Processor.watermarks``.
-        bounds: of the processor's own stream time, where it was told by them.
-        none_late: whether it was told that none of the run's records is late.
-        refused: its quarantine, where the processor keeps one and reaches back; None = nothing.
-        since: the records of the run reach back to what has a larger timestamp, epoch microseconds;
-            None = to nothing of earlier runs.
-        colliding_versions: of a table whose records meet its versions (``tie_break``,
-            ``only_columns``), those that
-            end after the oldest record of the run; None = none.
-        first_changes: of a run that takes a snapshot to start with, by key the first time of a record
-            in the
-            log, ``core.versioned_table.FIRST``; None = there is no log yet, or no such snapshot.
-        last: of a table that follows its source's order, of keys with a record older than the table
-            remembers, the largest time in the log, ``core.source_order.LAST``; None = there is none.
+        bounds: of the processor's own stream time, if it is computed by bounds.
+        none_late: whether it is known that none of the run's records is late.
+        refused: the processor's quarantine, if it has one and reads earlier records; None = none.
+        since: the run reads earlier records with a larger timestamp than this, epoch microseconds;
+            None = it reads none.
+        colliding_versions: for a table that compares records with versions (``tie_break``,
+            ``only_columns``), those that end after the oldest record of the run; None = none.
+        first_changes: for a run that reads an initial snapshot, the first time of a record in the log
+            by key, ``core.versioned_table.FIRST``; None = there is no log yet, or no such snapshot.
+        last: for a table that follows its source's order, the largest time in the log of keys with a
+            record older than the history retention, ``core.source_order.LAST``; None = there is none.
     """
 
     state: DataFrame | None
@@ -84,20 +82,20 @@ class RunContext:
 
     @classmethod
     def nothing(cls, stream_time_after: Mapping[int, int] = {}) -> RunContext:
-        """What the first run knows, but for its end."""
+        """Returns the context of a first run."""
         none = by_partition({})
         return cls(None, None, none, by_partition(stream_time_after), none, none)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """A table that is looked into as of times.
+    """A table that is looked up as of given times.
 
     Args:
-        rows: its versions, of a plain table its current rows.
+        rows: its versions; for a plain table its current rows.
         stream_time: of a row's partition.
         strategy: see ``as_of_join``.
-        history: of what looks by what was known, see ``system_time_join``.
+        history: for a lookup by system time, see ``system_time_join``.
     """
 
     rows: DataFrame

@@ -1,4 +1,4 @@
-"""select_key: a stream under another key."""
+"""select_key: gives the records of a stream a new key."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SelectKeyProcessor(Processor[SelectKey]):
 def select_key(
     records: DataFrame, *, columns: Sequence[tuple[str, str]], partition: Column
 ) -> DataFrame:
-    """Every record under its new key, in the partition of that; tombstones and null keys too.
+    """Emits every record under its new key, in that key's partition; also tombstones and null keys.
 
-    Plan: projections; the log's numbering brings them to their partitions.
+    Plan: projections; the numbering of the log moves records to their partitions.
 
     Args:
         columns: the new key's (name, SQL expression over the record's columns).
-        partition: over the new key's columns.
+        partition: an expression over the new key's columns.
 
     Source: FORMAT 4.12.2; select-key-null-passes, select-key-too-short-value.
     """

@@ -1,9 +1,9 @@
-"""Session windows: which records of a key belong together, decided in order of arrival.
+"""Session windows: merges the records of a key into sessions, in order of arrival.
 
-A session grows and merges as records come, and closes as stream time passes, so what a record does
-depends on what all records before it did: merging is sequential, and no window expression gives it.
-So this is a kernel in Python over sorted Arrow batches, with only the open sessions of one key in
-memory, however many records or batches a key has.
+A session grows and merges as records arrive, and closes as stream time advances. The effect of a record
+depends on all records before it: merging is sequential, and no window expression can compute it. A
+Python kernel over sorted Arrow batches does. It holds only the open sessions of one key in memory,
+however many records or batches a key has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vt_dagster.topology.accumulators import Accumulator
 
 pa: Any = pyarrow
 
-# Spark's workers need not have this package installed.
+# Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
 FRESH, KEYED, GAP, HORIZON = "_fresh", "_keyed", "_gap", "_horizon"
@@ -42,12 +42,12 @@ Values = list[Any]
 
 
 def merge(rows: DataFrame, *, key: Sequence[str], accumulators: Sequence[Accumulator]) -> DataFrame:
-    """Merges records into the open sessions of their key, one after the other.
+    """Merges records into the open sessions of their key, in order.
 
-    A session [start, end] is open iff ``end >= horizon`` of the record; only open ones merge. A
-    record that finds none and is itself older than the horizon is dropped.
+    A session [start, end] is open for a record iff ``end >= horizon``; only open sessions merge. A
+    record that matches no session and is itself older than the horizon is dropped.
 
-    Plan: one shuffle and sort by key; the kernel takes the rows as they are sorted.
+    Plan: one shuffle and sort by key; the kernel reads the sorted rows.
 
     Args:
         rows: ``key columns, partition, ORDER, window_start, window_end, accumulators, _fresh,
@@ -57,8 +57,8 @@ def merge(rows: DataFrame, *, key: Sequence[str], accumulators: Sequence[Accumul
 
     Returns:
         ``key columns, partition, ORDER, window_start, window_end, accumulators, _kind, _turn``:
-        for each record the sessions that it replaced (by end), then the merged one; ``CLOSED`` for
-        one that is dropped; and each key's sessions at the end as ``STATE``.
+        for each record the sessions that it replaces (by end), then the merged one; ``CLOSED`` for a
+        dropped record; and the open sessions of each key at the end as ``STATE``.
 
     Source: FORMAT section 7, 4.10.4; kip328-session-merge, kip328-session-close-boundary.
     """
@@ -85,7 +85,7 @@ def merge(rows: DataFrame, *, key: Sequence[str], accumulators: Sequence[Accumul
 
 
 class _Open:
-    """The open sessions of one key: apart from each other, so their starts and ends both ascend."""
+    """The open sessions of one key. They do not overlap, so both their starts and their ends ascend."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
@@ -93,13 +93,13 @@ class _Open:
         self.values: list[Values] = []
 
     def replace(self, low: int, high: int, new: Sequence[tuple[int, int, Values]]) -> None:
-        """Puts sessions in the place of those from ``low`` (inclusive) to ``high`` (exclusive)."""
+        """Replaces the sessions from ``low`` (inclusive) to ``high`` (exclusive)."""
         self.starts[low:high] = [start for start, _, _ in new]
         self.ends[low:high] = [end for _, end, _ in new]
         self.values[low:high] = [values for _, _, values in new]
 
     def slice(self, low: int, high: int) -> list[tuple[int, int, Values]]:
-        """The sessions from ``low`` (inclusive) to ``high`` (exclusive)."""
+        """Returns the sessions from ``low`` (inclusive) to ``high`` (exclusive)."""
         ends = zip(self.starts[low:high], self.ends[low:high], self.values[low:high], strict=True)
         return list(ends)
 
@@ -111,7 +111,7 @@ class _Open:
         values: Values,
         mergers: Sequence[Callable[[Any, Any], Any]],
     ) -> Iterator[tuple[int, int, int, Values]]:
-        """One record: what it does, as (kind, start, end, values)."""
+        """Adds one record and yields its effects as (kind, start, end, values)."""
         self.replace(0, bisect_left(self.ends, horizon), [])
         low, high = bisect_left(self.ends, at - gap), bisect_right(self.starts, at + gap)
         found = self.slice(low, high)
@@ -171,7 +171,7 @@ def _merge(
 
 
 def merger(kind: str, of: Any) -> Callable[[Any, Any], Any]:
-    """A merge of two values as Spark's aggregate does it; null counts for nothing."""
+    """Returns a function that merges two values like Spark's aggregate; nulls are ignored."""
     choose: Any
     if kind == "sum":
         choose = _DECIMALS.add if pa.types.is_decimal(of) else operator.add
@@ -187,7 +187,7 @@ def merger(kind: str, of: Any) -> Callable[[Any, Any], Any]:
 
 
 def _rank(value: Any) -> Any:
-    """What Spark orders a value by: null first, NaN last, structs and arrays field by field."""
+    """Returns a sort key in Spark's order: null first, NaN last, structs and arrays field by field."""
     if isinstance(value, dict | list):
         parts: Any = cast(Any, value)
         parts = parts.values() if isinstance(value, dict) else parts

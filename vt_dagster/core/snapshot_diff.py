@@ -1,4 +1,4 @@
-"""A snapshot, and what it changes: the difference between a whole state and what a table holds."""
+"""Snapshot diff: compares a full snapshot with the rows that a table holds."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def difference(
     compared: Sequence[str],
     buckets: int,
 ) -> DataFrame:
-    """What a whole state changes of what a table holds: puts and tombstones.
+    """Returns the puts and tombstones that turn a table's rows into those of a snapshot.
 
-    A row whose compared columns are those that are held, null like any other value, gives nothing. Rows
-    that share a key are none of them taken, and what is held of that key stays.
+    A row whose compared columns equal the held ones (two nulls are equal) gives no record. Rows with a
+    duplicate key are rejected, and the table's row of that key is unchanged.
 
-    Plan: one full outer join by key, that is one shuffle and sort of each side; one shuffle of what is
-    different.
+    Plan: one full outer join by key, that is one shuffle and sort of each side; one shuffle of the
+    differences.
 
     Args:
         dump: key and value columns, ``_source``, ``_position``, ``_reason`` (null for a good row) and
-            whatever else belongs to a row.
+            any other columns of a row.
         held: key columns and at least the compared ones of each row of the table; no tombstones.
         compared: value columns.
-        buckets: into how many parts the order of arrival is cut, see ``in_order_of_keys``.
+        buckets: the number of parts that the order of arrival is split into, see ``in_order_of_keys``.
 
     Returns:
-        the rows of the dump that are new, changed or bad (``_reason``: ``duplicate_key`` too), and of
-        each key that it lacks a row of nulls; with ``_deleted`` and ``_arrival``.
+        the rows of the snapshot that are new, changed or bad (``_reason``, also ``duplicate_key``), and
+        for each key that the snapshot lacks a row of nulls; with ``_deleted`` and ``_arrival``.
     """
     keys = [F.col(f"`{k}`") for k in key]
     own = [c for c in dump.columns if c not in key]
@@ -67,6 +67,6 @@ def difference(
 
 def _same(name: str, kind: str) -> Column:
     one, other = F.col(_GIVEN)[name], F.col(_HELD)[name]
-    if "map<" in kind:  # Spark compares no maps
+    if "map<" in kind:  # Spark cannot compare maps
         one, other = F.to_json(F.struct(one)), F.to_json(F.struct(other))
     return one.eqNullSafe(other)
