@@ -87,7 +87,7 @@ def join(
     A change is valid from its timestamp to the next version of its key. Within that interval each start
     of a version of either side gives one result, at that time, from the versions that both sides have
     there at the end of the run. If the kind of join requires a row that is missing, the result is a
-    tombstone; no tombstone follows another or comes first. Results are emitted by time, each from the
+    tombstone, omitted if there was no result before. Results are emitted by time, each from the
     change that caused it. A result at a time that a side no longer retains, while it has later versions
     of the key, is ``late``.
 

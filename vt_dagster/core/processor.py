@@ -1,8 +1,8 @@
-"""What a run needs to know of an operator, in one object: its *processor*, in Kafka Streams' word.
+"""A *processor* (Kafka Streams' word) implements one operator for a run.
 
-A processor says what it takes from each input, in which order, what it makes of that, what it keeps
-for the next run, and what is counted and promised. It makes lazy DataFrames of DataFrames; a ``Run``
-reads, holds and writes them. Each operator's file has its own; ``processor_registry.py`` lists them.
+It defines what the operator reads from each input and in which order, the results, the state for the
+next run, the counts and the invariants. It builds lazy DataFrames; a ``Run`` reads, persists and writes
+them. Each operator's module contains its processor; ``processor_registry.py`` lists them.
 """
 
 from __future__ import annotations
@@ -60,37 +60,36 @@ O = TypeVar("O", covariant=True)  # noqa: E741
 
 
 class Processor(ABC, Generic[O]):
-    """What a run needs to know of an operator.
+    """Implements one operator for a run.
 
     Args:
         node: the result.
-        single_task: whether one task can well put in order what the run takes of a partition: then
-            nothing is
-            cut into chunks, and plans are shorter.
+        single_task: whether one task can order the run's records of a partition; then nothing is split
+            into chunks, and plans are shorter.
     """
 
     reads_tables = False
-    """Whether it looks into its inputs' tables, not only at their changes."""
+    """Whether it reads its inputs' tables, not only their changes."""
     quarantined_outcomes: tuple[str, ...] = ()
-    """The outcomes of results that are kept in the quarantine."""
+    """The outcomes whose results go to the quarantine."""
     merges = False
-    """Whether a result's partition has records of several logs or partitions."""
+    """Whether a partition of the result combines records of several logs or partitions."""
     has_stream_time = False
-    """Whether it has a stream time of its own, which decides what is closed or goes out."""
+    """Whether it has a stream time of its own, which decides what closes or is emitted."""
     reports_lateness = False
-    """Whether it says how far its records lie behind that."""
+    """Whether it reports the lateness of its records against that stream time."""
     drops_late = True
-    """Whether a late record is of no use; else it is joined at once."""
+    """Whether late records are dropped; otherwise they are joined at once."""
     monotonic = False
-    """Whether results of a key never go back in time."""
+    """Whether the timestamps of a key's results never decrease."""
     persists_rows = False
-    """Whether it looks several times at what it takes, so that this is held."""
+    """Whether it reads its input several times, so that the run persists the input."""
     has_grace_buffer = False
-    """Whether records that it judges may wait for their grace period to pass."""
+    """Whether records that it judges may wait for a grace period."""
     emits_once = False
-    """Whether each key has one result at most."""
+    """Whether each key has at most one result."""
     shown_counts: tuple[str, ...] = ("in", "out", "late", "dropped")
-    """The counts that each run is to show."""
+    """The counts that each run shows."""
 
     def __init__(self, node: Stream, single_task: bool = False) -> None:
         self.node = node
@@ -98,7 +97,7 @@ class Processor(ABC, Generic[O]):
 
     @property
     def operator(self) -> O:
-        """The declaration."""
+        """The operator's declaration."""
         operator: Any = self.node.operator
         return operator
 
@@ -106,59 +105,63 @@ class Processor(ABC, Generic[O]):
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
-        """The inputs whose logs it takes, by position; one may be there twice."""
+        """The inputs whose logs it reads, by position; one input may appear twice."""
         return self.node.inputs
 
     @property
     def looked_up(self) -> Table | None:
-        """The table that it looks into as of its records' times, if any."""
+        """The table that it looks up as of its records' times; None = none."""
         return None
 
     @property
     def uses_system_time(self) -> bool:
-        """Whether it goes by when its inputs' records were recorded, which their rows then say."""
+        """Whether it uses the system time of its inputs' records, whose rows then have
+        ``recorded_at``."""
         return False
 
     @property
     def lookup_margin(self) -> timedelta:
-        """How long before its records' times it looks into the table."""
+        """How long before a record's time it looks up the table."""
         return timedelta(0)
 
     def rescan_from(
         self, place: int, stream_time: Times, emitted_up_to: Times, watermarks: Mapping[str, Times]
     ) -> int | None:
-        """How far back it needs the log of an input again: rows with a larger timestamp (epoch
-        microseconds); None = not at all.
+        """Returns from where it reads an input's log again: rows with a larger timestamp than this
+        (epoch microseconds); None = not at all.
 
         Args:
-            place: of the input.
+            place: the position of the input.
             stream_time: by partition, before the run.
-            emitted_up_to: the time up to which records had gone out, likewise.
-            watermarks: likewise, see :meth:`watermarks`.
+            emitted_up_to: by partition, the time up to which records were emitted before the run.
+            watermarks: by name and partition, before the run, see :meth:`watermarks`.
         """
         return None
 
     def rescan_from_batch(self, place: int, watermarks: Mapping[str, Times]) -> int | None:
-        """The same by what the run brings: its :meth:`watermarks`, empty until they are told."""
+        """Returns from where it reads an input's log again, given the run's :meth:`watermarks`.
+
+        The mapping is empty until these are computed.
+        """
         return None
 
     def reads_own_table(self, watermarks: Mapping[str, Times]) -> bool:
-        """Whether a run looks into the asset's own table, or at as much of its inputs' logs; by what it
-        brings, see :meth:`watermarks`."""
+        """Returns whether a run reads the asset's own table, or as much of its inputs' logs, given the
+        run's :meth:`watermarks`."""
         return True
 
     def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame | None:
-        """What it looks into its tables' history for, by what the run takes: versions that ended after
-        a time, one row with epoch microseconds; None = nothing."""
+        """Returns the time from which on a run needs its tables' history, given the run's log rows: it
+        reads versions that end after that time. One row with epoch microseconds; None = no history."""
         return None
 
     def in_order(self, inputs: Sequence[Input]) -> list[DataFrame]:
-        """The inputs' rows in the order in which a Kafka Streams task takes them.
+        """Returns the inputs' rows in the order in which a Kafka Streams task processes them.
 
-        A task takes the record with the smallest timestamp among the heads of its inputs (equal: the
-        left one's). That is the order of each input's own stream time in this run. Rows of one
-        partition of one log keep the order of their offsets. A log that is several inputs at once
-        gives each record to all of them, from left to right.
+        A task takes the record with the smallest timestamp among the heads of its inputs (if equal, the
+        left one). This is the order of each input's own stream time in this run. Rows of one partition
+        of one log keep the order of their offsets. If one log is several inputs, each of its records
+        goes to all of them, from left to right.
         """
         nothing = F.lit(None).cast("timestamp")
         names = [node.name for node in self.consumed]
@@ -178,33 +181,33 @@ class Processor(ABC, Generic[O]):
 
     @property
     def chunk(self) -> Column | None:
-        """Ascends with the order of what it takes, so that a long partition is not one task's."""
+        """Ascends with the order of the records; splits a long partition into several tasks."""
         place = hour_of_arrival() if self.merges else arrival_chunk()
         return None if self.single_task else place
 
     # -- its own stream time ---------------------------------------------------------------------
 
     def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
-        """What its own stream time goes by, in the result's partitions."""
+        """Returns the records that define its own stream time, in the result's partitions."""
         raise AssertionError("only what goes by time is asked")
 
     @property
     def fine_chunk(self) -> Column:
-        """Ascends with the order of what it takes: chunks that stream time is told of by bounds."""
+        """Ascends with the order of the records: the chunks for which stream time has bounds."""
         return hour_of_arrival() if self.merges else F.floor(F.col(ARRIVAL) / F.lit(FINE))
 
     @property
     def bounded(self) -> bool:
-        """Whether its stream time is told by bounds: see ``stream_time.Bounds``."""
+        """Whether its stream time is computed by bounds: see ``stream_time.Bounds``."""
         return not self.single_task
 
     def stream_time_advance(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        """How its own stream time moves in a run, where it is not told by bounds.
+        """Returns the advance of its own stream time in a run, if it is not computed by bounds.
 
         Returns:
-            ``partition`` (of the result), ``time`` (epoch microseconds); where lateness is told,
-            ``records, lateness`` (the sum) and ``most``, microseconds; and what ``watermarks`` are made
-            of.
+            ``partition`` (of the result), ``time`` (epoch microseconds); if lateness is reported,
+            ``records, lateness`` (the sum) and ``most``, in microseconds; and the input of
+            ``watermarks``.
         """
         timed = self.stream_time_rows(inputs)
         rows = timed.rows.where(timed.moves)
@@ -213,29 +216,40 @@ class Processor(ABC, Generic[O]):
         return rows.groupBy(PARTITION).agg(F.max(F.unix_micros(TIMESTAMP)).alias("time"))
 
     def lateness_bounds(self, inputs: Sequence[Input]) -> DataFrame | None:
-        """What may tell, without any order, that none of the run's records is late; None = nothing."""
+        """Returns bounds that may prove, without ordering, that none of the run's records is late; None
+        = none."""
         return None
 
     def advance_if_none_late(
         self, found: Sequence[Any], before: Times, watermarks: Mapping[str, Times]
     ) -> list[dict[str, Any]] | None:
-        """The rows of ``stream_time_advance``, if by ``found``, those of ``lateness_bounds``, and
-        stream time and ``watermarks`` before the run no record is late."""
+        """Returns the rows of ``stream_time_advance`` if no record is late; None if one may be.
+
+        Args:
+            found: the rows of ``lateness_bounds``.
+            before: stream time before the run, by partition.
+            watermarks: those before the run.
+        """
         return None
 
     def watermarks(
         self, found: Sequence[Any], before: Mapping[str, Times]
     ) -> dict[str, dict[int, int]]:
-        """Other times that it keeps from run to run, by name and partition: epoch microseconds; from
-        the rows of ``stream_time_advance``, and what they were before."""
+        """Returns other times that it keeps from run to run, by name and partition: epoch microseconds.
+
+        Args:
+            found: the rows of ``stream_time_advance``.
+            before: the watermarks before the run.
+        """
         return {}
 
     def time_by_chunk(self, inputs: Sequence[Input]) -> DataFrame:
-        """The same where it is: see ``stream_time.time_by_chunk``."""
+        """Stream-time bounds per chunk; used when ``bounded`` is true. See
+        ``stream_time.time_by_chunk``."""
         return time_by_chunk(self.stream_time_rows(inputs), self.fine_chunk)
 
     def undecided_chunks(self, inputs: Sequence[Input], bounds: Bounds) -> DataFrame:
-        """The chunks where bounds do not decide: see ``stream_time.undecided_chunks``."""
+        """Returns the chunks whose bounds do not decide: see ``stream_time.undecided_chunks``."""
         timed = self.stream_time_rows(inputs)
         assert timed.deadline is not None
         return undecided_chunks(timed.rows, timed.deadline, self.fine_chunk, bounds)
@@ -243,39 +257,41 @@ class Processor(ABC, Generic[O]):
     # -- what it makes of it ---------------------------------------------------------------------
 
     def emitted_up_to(self, stream_time: Times, emitted_up_to: Times) -> dict[int, int]:
-        """The time up to which held records go out, after a run that ends at a stream time."""
+        """Returns the time up to which held-back records are emitted, after a run that ends at a stream
+        time."""
         return {}
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Times, state: DataFrame | None
     ) -> DataFrame:
-        """Of the log rows that it has consumed, those that it holds back; of what holds back records.
+        """Returns the log rows that it has consumed and holds back.
 
         Args:
-            logs: of each input that it consumes; ``state``: what it has kept.
-            emitted_up_to: the time up to which records have gone out, by partition.
+            logs: of each input that it consumes; ``state``: its stored state.
+            emitted_up_to: the time up to which records have been emitted, by partition.
         """
         return logs[0].limit(0)
 
     @abstractmethod
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        """The operator itself.
+        """Applies the operator.
 
         Args:
             rows: the inputs' rows ``in_order``.
 
         Returns:
             rows ``key columns, value columns, timestamp, partition, is_tombstone, _outcome, ORDER,
-            _turn``, of what has no store of its own also ``is_latest, old``; and what ``state_after``
-            needs.
+            _turn``; for a result without a store of its own also ``is_latest, old``; and the columns
+            that ``state_after`` needs.
         """
 
     def results(self, inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        """The results of a run with all that is counted, and what ``state_after`` needs.
+        """Returns the results of a run with all columns that are counted, and those that
+        ``state_after`` needs.
 
         Returns:
-            rows of ``process``, of tables with ``is_latest`` and ``old``: what the result's own store
-            makes of them.
+            the rows of ``process``; a table's rows have passed its own store, which adds ``is_latest``
+            and ``old``.
         """
         rows = self.process(self.in_order(inputs), inputs, context)
         node, operator = self.node, self.node.operator
@@ -298,50 +314,51 @@ class Processor(ABC, Generic[O]):
         )
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
-        """Of what looks into a table as of times: the records with their outcome, before it looks."""
+        """Returns records with their outcome, before the lookup; None for an operator without a
+        lookup."""
         return None
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
-        """The results of judged records, with the table as of their times."""
+        """Returns the results of judged records, joined with the table as of their times."""
         raise AssertionError("only what judges records looks them up")
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
-        """What it keeps for its next run; None where it keeps nothing.
+        """Returns the state for its next run; None = no state.
 
         Args:
-            rows: its results. They are wanted again: hold them.
+            rows: its results. They are read again: persist them.
         """
         return None
 
     def state_after_erase(self, state: DataFrame, erased: DataFrame) -> DataFrame:
-        """What it keeps where these rows of its log are erased."""
+        """Returns its state after these rows of its log are erased."""
         return state
 
     # -- what becomes of it ----------------------------------------------------------------------
 
     @property
     def result_order(self) -> list[Column]:
-        """The order in which results go to the log; total within a partition."""
+        """The order in which results enter the log; total within a partition."""
         return [F.col(c) for c in (*ORDER, TURN)]
 
     def result_chunk(self, single_task: bool) -> Column | None:
-        """Ascends with that order."""
+        """Returns a column that ascends with ``result_order``."""
         place = hour_of_arrival() if self.merges else arrival_chunk()
         return None if single_task else place
 
     @property
     def keeps_order(self) -> bool:
-        """Whether its results lie as the records of its only log do, one of a record at most."""
+        """Whether its results keep the order of its only log, at most one result per record."""
         return False
 
     def produce(
         self, rows: DataFrame, first: Column, single_task: bool, in_place: InPlace | None = None
     ) -> DataFrame:
-        """The log rows of a run: results numbered from ``first``.
+        """Returns the log rows of a run: the results, numbered from ``first``.
 
         Args:
-            single_task: whether one task can well number them; ``in_place``: where they keep their
-                log's order.
+            single_task: whether one task can number them; ``in_place``: set if they keep their log's
+                order.
         """
         results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
         if in_place is not None and (in_place.complete or not single_task):
@@ -353,55 +370,54 @@ class Processor(ABC, Generic[O]):
     # -- what is counted and promised ------------------------------------------------------------
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        """Aggregates over its results that are counted besides their outcomes, by name."""
+        """Returns aggregates over its results that are counted besides their outcomes, by name."""
         return {}
 
     def check(self, found: Mapping[int, Counts]) -> None:
-        """Refuses results that are to stop the run.
+        """Refuses results that must stop the run.
 
         Args:
-            found: by partition, results by outcome and ``tallies``.
+            found: by partition, the number of results by outcome, and ``tallies``.
 
         Raises:
-            RefusedRecordsError: there are some.
+            RefusedRecordsError: there are such results.
         """
 
     def counts(self, taken: int, found: Counts, judged: Counts) -> dict[str, int]:
-        """The counts of a run.
+        """Returns the counts of a run.
 
         Args:
-            taken: number of log rows that it took.
-            found: of its results, by outcome, and ``tallies``; ``judged``: of the records that
-                it
-                judged.
+            taken: the number of log rows that it read.
+            found: the number of its results by outcome, and ``tallies``; ``judged``: the number of
+                judged records by outcome.
         """
         refused = {outcome: found[outcome] for outcome in (Outcome.LATE, Outcome.DROPPED)}
         return {"in": taken, "out": found[Outcome.APPLIED], **refused}
 
     def fullness(self, state: DataFrame | None) -> DataFrame | None:
-        """How full its buffer is: ``partition, records, bytes``; None where it has none."""
+        """Returns the size of its buffer: ``partition, records, bytes``; None = it has no buffer."""
         return None
 
     def gauges(
         self, sizes: Mapping[int, tuple[int, int]], earlier: Mapping[str, float], runs: int
     ) -> dict[str, float]:
-        """What cannot be added up over runs, told of its buffer.
+        """Returns the gauges of its buffer, which cannot be summed over runs.
 
         Args:
             sizes: records and bytes by partition, of ``fullness``.
-            earlier: the gauges of the last run; ``runs``: how many there were.
+            earlier: the gauges of the last run; ``runs``: the number of earlier runs.
 
         Raises:
-            BufferFullError: the buffer is over a limit that stops the run.
+            BufferFullError: the buffer exceeds a limit that stops the run.
         """
         return {}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:
-        """What must be equal: (what, expected, found).
+        """Returns the invariants of its counts: (name, expected, actual).
 
         Args:
-            totals: counts over all runs; ``taken``: number of log rows that they took.
-            rows: in the result's log.
+            totals: counts over all runs; ``taken``: the number of log rows that they read.
+            rows: the number of rows in the result's log.
         """
         return [
             ("records in = positions of the inputs", taken, totals.get("in", 0)),

@@ -41,8 +41,8 @@ class RunContext:
     """The context of a run besides its inputs: results of earlier runs, and the times at the run's end.
 
     Args:
-        state: the state that the processor stored; None = none yet.
-        view: the current rows of the result; None = none yet.
+        state: the state that the processor stored; None = nothing yet.
+        view: the current rows of the result; None = nothing yet.
         stream_time: before the run, of a row's partition of the result.
         stream_time_after: at the end of the run, if the processor has a stream time of its own.
         emitted_up_to: the time up to which held-back records were emitted before the run.

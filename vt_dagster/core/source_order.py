@@ -1,14 +1,15 @@
-"""The order of a source beside the order of time: the last record of a key is what a table holds.
+"""Source order: a table can follow the order of its source instead of the order of timestamps.
 
-Offsets, Delta versions and dumps say in which order things happened at the source, timestamps when
-they were true. The clocks of both need not agree: a deletion has the time of a dump, a commit or a
-message, a row its own. So a record that comes after a newer version of its key is in force from its own
-time on, and **again from that version's time on**, whose place it takes. This "again" is a row of the
-log, right after the record, so whoever folds a log or follows it needs no rule of its own.
+Offsets, Delta versions and snapshots give the order of events at the source; timestamps give the times
+at which rows were valid. The two may disagree: a deletion has the time of a snapshot, a commit or a
+message, a row its own. A record that arrives after a newer version of its key is therefore valid from
+its own time on, and **again from that version's time on**, where it replaces that version. The second
+interval is a row of the log, directly after the record, so consumers and folds of the log need no rule
+of their own.
 
-A table *follows* its source's order where the source says what a table holds: dumps, versions and
-change feeds of Delta tables, Debezium. Of other topics only a deletion whose time nobody stated yields
-to what comes after it.
+A table *follows* its source's order if the source defines the content of the table: snapshots, versions
+and change feeds of Delta tables, Debezium. For other topics, only a deletion without a stated time
+yields to later records.
 """
 
 from __future__ import annotations
@@ -29,24 +30,28 @@ from vt_dagster.core.source_records import RESTATES, START, time_of
 from vt_dagster.topology.model import Stream, VersionedTable
 
 SO_FAR = "_so_far"
-"""Of a record, the time of its key's newest version before it."""
+"""The time of the key's newest version before a record."""
 LAST = "_last"
-"""Of a key, the largest time in the log."""
+"""The largest time of a key in the log."""
 _SEEN = "_seen"
 _YIELDS, _OWN, _HELD_OWN, _ASSUMED = "_yields", "_own", "_held_own", "_assumed"
 _PLACE, _GONE, _AHEAD, _SINCE = "_place", "_gone", "_ahead", "_since"
 
 
 def follows_source(node: Stream) -> bool:
-    """Whether the last record of a key by its source's order is what the table holds of it, whatever
-    its time: where the source says what a table holds, and each record is a whole row."""
+    """Returns whether a table holds the last record of a key in source order, whatever its time.
+
+    This is so if the source defines the content of the table and each record is a whole row.
+    """
     table = isinstance(node, VersionedTable) and not node.has_partial_updates
     return table and getattr(node.source, "orders_changes", False)
 
 
 def deletions_yield(node: Stream) -> bool:
-    """Whether its source sends deletions whose time nobody stated beside records with a time of their
-    own: such a deletion yields to a record that comes after it with an earlier time."""
+    """Returns whether deletions without a stated time yield to later records with an earlier time.
+
+    This is so if the source sends such deletions along with records that have a time of their own.
+    """
     if not isinstance(node, VersionedTable) or node.has_partial_updates or node.deleted_at is not None:
         return False
     own_time = node.timestamp != TIMESTAMP or TIMESTAMP in node.schema.names
@@ -54,29 +59,28 @@ def deletions_yield(node: Stream) -> bool:
 
 
 def restates(node: Stream) -> bool:
-    """Whether records of its source may say what the table holds already: ``nothing_new``."""
+    """Returns whether its source may repeat a row that the table holds already: ``nothing_new``."""
     return follows_source(node) and getattr(node.source, "restates", False)
 
 
 def carries(node: Stream) -> bool:
-    """Whether its log has rows besides its source's records, each right after the record that it
-    follows from: those of ``core.partial_updates``, or these."""
+    """Returns whether its log has rows besides its source's records, each directly after its record:
+    those of ``core.partial_updates`` or of this module."""
     return bool(partial_columns(node)) or follows_source(node) or deletions_yield(node)
 
 
 @dataclass(frozen=True)
 class SourceOrder:
-    """What the order of a source decides of the records of a table.
+    """The effect of the source's order on the records of a table.
 
     Args:
-        follows: whether the table follows it; else only deletions without a stated time yield.
-        starts: whether the table starts with a snapshot, in this run or another one.
-        own_time: gives of records, or versions, when they say themselves that they were true; null =
-            they do not say.
-        keeps_own_time: whether the log has that beside the time that a version is at.
-        last: of keys with a record older than the table remembers, the largest time in the log,
-            ``_last``; None = there is none. A deletion of then is in no view any more, but it is in the
-            log, and such a record comes after it.
+        follows: whether the table follows it; otherwise only deletions without a stated time yield.
+        starts: whether the table has an initial snapshot, in this run or another one.
+        own_time: returns the stated time of records or versions; null = none is stated.
+        keeps_own_time: whether the log keeps the stated time besides a version's ``valid_from``.
+        last: the largest time in the log, ``_last``, of keys with a record older than the history
+            retention; None = there is none. A deletion at that time has expired from the view but is in
+            the log, and such a record comes after it.
     """
 
     follows: bool
@@ -87,12 +91,12 @@ class SourceOrder:
 
     @classmethod
     def of(cls, node: VersionedTable, last: DataFrame | None) -> SourceOrder | None:
-        """That of a table; None where its source's order decides nothing."""
+        """Returns the source order of a table; None if it has no effect."""
         follows = follows_source(node)
         if not follows and not deletions_yield(node):
             return None
-        # The log does not keep a column of this name apart from the time that a version is at, and with
-        # deleted_when it is unknown then which deletions their records tell.
+        # The log does not keep a column of this name besides a version's time, and with deleted_when it
+        # is then unknown which deletions have a stated time.
         named = node.timestamp in node.schema.names and node.timestamp.lower() == TIMESTAMP
         told = F.lit(node.tombstone is not None)
 
@@ -112,7 +116,7 @@ class SourceOrder:
         values: Sequence[str],
         order: Sequence[str],
     ) -> DataFrame:
-        """The records, of which those that say what is known are ``nothing_new``.
+        """Marks records that repeat the table's content as ``nothing_new``.
 
         Args:
             records: with their outcome.
@@ -125,7 +129,7 @@ class SourceOrder:
         return rows.drop(BEFORE, NEWEST)
 
     def with_last(self, records: DataFrame, *, key: Sequence[str]) -> DataFrame:
-        """The records, with what the log has where the view has nothing.
+        """Adds the largest time in the log of keys that the view no longer contains.
 
         Args:
             records: of ``with_row_before``.
@@ -143,15 +147,15 @@ class SourceOrder:
         key: Sequence[str],
         order: Sequence[str],
     ) -> DataFrame:
-        """The records, and after each that takes the place of a newer version its row at that time.
+        """Adds, after each record that replaces a newer version, its row at that version's time.
 
         Args:
             records: with their outcome, ``_so_far`` and ``is_latest``.
             newest: the current versions before the run; None = none.
 
         Returns:
-            the records with ``propagated_from`` (INT) = 0, and these rows with ``propagated_from`` = 1,
-            which are their key's latest.
+            the records with ``propagated_from`` (INT) = 0, and the added rows with ``propagated_from``
+            = 1, which are their key's latest.
         """
         if self.follows:
             return _in_force_again(records, ~F.col(IS_LATEST))
@@ -168,12 +172,12 @@ def _without_repeated(
     order: Sequence[str],
     starts: bool,
 ) -> DataFrame:
-    """Of records that say what a key has now (``_restates``), those that say what is known:
+    """Marks records that restate a key's current content (``_restates``) and change nothing:
     ``nothing_new``.
 
-    A deletion says nothing new of a key that has no row; but where the table starts with a snapshot, it
-    counts of a key that no change has mentioned. A row says nothing new where its values, ``timestamp``
-    apart, are those that the key has.
+    A deletion changes nothing if the key has no row; but if the table has an initial snapshot, a
+    deletion of a key without any change counts. A row changes nothing if its values, except
+    ``timestamp``, equal the key's current ones.
 
     Plan: the shuffle by key is one that ``versioned_table.put`` needs.
 
@@ -182,7 +186,7 @@ def _without_repeated(
         starts: see :class:`SourceOrder`.
     """
     kinds = dict(records.dtypes)
-    # Spark compares no maps.
+    # Spark cannot compare maps.
     told, held = (
         [F.to_json(F.struct(c.alias("v"))) if "map<" in kinds[v] else c for v, c in columns]
         for columns in (
@@ -224,22 +228,21 @@ def _yielding(
     order: Sequence[str],
     keeps_own_time: bool,
 ) -> DataFrame:
-    """Adds ``_yields``: whether the version at a key's newest time yields to a record that comes after
-    it and is older, since nobody stated that time.
+    """Adds ``_yields``: whether the version at a key's newest time yields to a later, older record,
+    because that time was not stated.
 
-    That is so where the version is a deletion without a time of its own, which has its message's; or
-    where it came to its place by this rule, and is not newer by its own time. And a deletion without a
-    time of its own makes any version yield: it came after it.
+    The version yields if it is a deletion without a time of its own, which has its message's time; or
+    if this rule put it at that time and it is not newer by its own time. A deletion without a time of
+    its own makes any version yield, because it arrived later.
 
-    Plan: windows by key, in the order ``versioned_table.put`` needs.
+    Plan: windows by key, in the order that ``versioned_table.put`` needs.
 
     Args:
         records: with their outcome and ``is_latest``.
         newest: the current versions before the run; None = none.
-        own_time: of records or versions, when they say themselves that they were true; null = they do
-            not say.
-        keeps_own_time: whether that can be told of a version that came to its place by this rule: else
-            it does not yield again.
+        own_time: returns the stated time of records or versions; null = none is stated.
+        keeps_own_time: whether the stated time of a version that this rule moved is known: if not, the
+            version does not yield again.
     """
     own = records.withColumn(_OWN, own_time(records))
     nothing = F.lit(None).cast("timestamp")
@@ -281,20 +284,21 @@ def _yielding(
 
 
 def _in_force_again(records: DataFrame, older: Column) -> DataFrame:
-    """After each record that is older than its key's newest version and takes its place, a row of its
-    values at that version's time: by the order of the source the record came after that version, so it
-    holds from then on again. In between what is newer than the record stays.
+    """Adds, after each record that is older than its key's newest version and replaces it, a row of its
+    values at that version's time.
 
-    A row of a snapshot to start with came before the changes: it has no such row.
+    In source order the record came after that version, so it is valid again from then on. Versions
+    between the record and that time keep their intervals. A row of an initial snapshot came before the
+    changes and gets no such row.
 
     Args:
         records: with ``_so_far`` (the time of the key's newest version before the record) and
             ``is_latest``.
-        older: whether a record is one of them.
+        older: whether a record is such a record.
 
     Returns:
-        the records with ``propagated_from`` = 0, and these rows with ``propagated_from`` = 1, which are
-        their key's latest.
+        the records with ``propagated_from`` = 0, and the added rows with ``propagated_from`` = 1, which
+        are their key's latest.
     """
     older = (F.col(OUTCOME) == Outcome.APPLIED) & older
     if START in records.columns:

@@ -69,32 +69,32 @@ class Reason:
 
 
 _FIRST, _LAST = "0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z"
-"""What Python, Parquet's readers and SQL engines agree to be a time."""
+"""The range of times that Python, Parquet readers and SQL engines have in common."""
 
 
 def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> DataFrame:
-    """Adds to a source's rows what makes them records.
+    """Turns a source's rows into records.
 
     Args:
-        rows: the columns of ``node.schema``, ``_arrival``, and where the source can tell a broken
-            row, ``_reason`` (null else); where it knows tombstones, ``_deleted`` and
-            ``_record_time``; where they may be of a snapshot to start with, ``_start`` (such a row
-            without a time of its own has ``_record_time``); where it tells when it has recorded a row,
-            ``_told_at`` (of a tombstone without one, ``_record_time``). ``partition`` is kept where the
-            input has one, else it is the key's hash modulo ``node.partitions``.
-        latest: the largest timestamp and time of record that is believed (inclusive); None = any. A
-            far-future one would make everything after it late, or known as late.
+        rows: the columns of ``node.schema``, ``_arrival``; if the source detects broken rows,
+            ``_reason`` (null = good); if it has tombstones, ``_deleted`` and ``_record_time``; if they
+            may belong to an initial snapshot, ``_start`` (such a row without a time of its own has
+            ``_record_time``); if the source provides the system time of a row, ``_told_at`` (for a
+            tombstone without one, ``_record_time``). An input's ``partition`` is kept; otherwise it is
+            the key's hash modulo ``node.partitions``.
+        latest: the largest accepted timestamp and system time (inclusive); None = any. A timestamp in
+            the far future would make all later records late, or recorded late.
 
-    A deletion has the time of ``deleted_at``; where that is null or not given, its own as any record;
-    where it has none, ``_record_time``.
+    A deletion has the time of ``deleted_at``; if that is null or not set, its own time like any record;
+    if it has none, ``_record_time``.
 
-    Where an expression of the node fails for a record (text that is no time, a number that is too
-    large), it is that record's fault: the expression is null there.
+    If an expression of the node fails for a record (text that is not a time, a number out of range),
+    the expression is null for that record: the record is at fault, not the run.
 
     Returns:
         the rows with ``timestamp, partition, is_tombstone, _outcome, _reason``; ``_outcome`` is
-        ``quarantined`` where there is a reason, else null. Of a table whose records may say a part of
-        their row also ``provided_columns``: which; null = all.
+        ``quarantined`` if there is a reason, else null. For a table with partial updates also
+        ``provided_columns``, the columns that the record provides; null = all.
 
     Source: FORMAT 4.2.1; kip889-tombstone-is-null, kip889-probe-null-key.
     """
@@ -139,7 +139,8 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
     parts = partial_columns(node)
     if UNCHANGED in rows.columns and not takes_unchanged(node):
-        # What has no version to take its value from would be null, which the source does not say.
+        # No version could fill an omitted column that is not partial: null would be a value nobody
+        # sent.
         lost = F.array_except(UNCHANGED, F.array(*map(F.lit, parts)).cast("array<string>"))
         reason = reason.when(~tombstone & (F.size(lost) > 0), Reason.UNREADABLE)
     if parts:
@@ -160,14 +161,17 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
 
 
 def takes_unchanged(node: Stream) -> bool:
-    """Whether a column that a source has not sent, since it is unchanged, has the value of the record
-    before, in the source's order; where a record says parts by ``only_columns``, that of its time."""
+    """Returns whether an unchanged column, which the source omits, takes the value of the previous
+    record in source order.
+
+    With ``only_columns`` it takes the value at the record's time instead.
+    """
     whole = isinstance(node, VersionedTable) and not node.has_partial_updates and node.tie_break is None
     return whole and getattr(node.source, "orders_changes", False)
 
 
 def _odd_year(node: Stream) -> Column:
-    """Whether a column has a time outside the years 1 to 9999, see ``_FIRST``."""
+    """Returns whether a column has a time outside the years 1 to 9999, see ``_FIRST``."""
     kinds = (DateType, TimestampType, TimestampNTZType)
     times = [f.name for f in node.schema.fields if isinstance(f.dataType, kinds)]
     found = F.lit(False)
@@ -178,7 +182,7 @@ def _odd_year(node: Stream) -> Column:
 
 
 def time_of(node: Stream, rows: DataFrame) -> Column:
-    """When the rows of a source were true; null where that cannot be told."""
+    """Returns the valid time of a source's rows; null if it cannot be determined."""
     column = node.timestamp in node.schema.names
     when = F.col(f"`{node.timestamp}`") if column else F.expr(node.timestamp)
     if (node.timestamp, "timestamp") in rows.dtypes:
@@ -189,10 +193,10 @@ def time_of(node: Stream, rows: DataFrame) -> Column:
 def _given(
     node: VersionedTable, rows: DataFrame, parts: Mapping[str, Sequence[str]]
 ) -> tuple[Column, Column]:
-    """The parts that a record says, null where it says all; and whether that cannot be told.
+    """Returns the columns that a record provides (null = all), and whether the list cannot be read.
 
     Args:
-        parts: by column the names that it had before.
+        parts: by column its earlier names.
     """
     only, nulls = node.only_columns, node.ignore_null_updates
     ignored = set(parts) if nulls is True else set(nulls or ())
@@ -217,7 +221,8 @@ def _given(
 
 
 def _listed(only_columns: str, rows: DataFrame) -> tuple[Column, Column]:
-    """The names that an expression gives, null where it is null; and whether it cannot be read."""
+    """Returns the names that an expression lists (null if it is null), and whether it cannot be
+    read."""
     names = F.expr(only_columns)
     listed = isinstance(rows.select(names).schema.fields[0].dataType, ArrayType)
     text = F.trim(_attempt(F.to_json(names) if listed else names, "string"))
@@ -232,14 +237,18 @@ def _chosen(partition_by: str) -> Column:
 
 
 def _attempt(value: Column, kind: str) -> Column:
-    """A value, null where it cannot be computed: Spark catches that only inside its ``try_`` functions,
-    of which this one takes any expression."""
+    """Returns a value, or null if its computation fails.
+
+    Spark catches errors only inside ``try_`` functions; this one accepts any expression.
+    """
     return F.try_to_binary(value.cast("string"), F.lit("utf-8")).cast("string").cast(kind)
 
 
 def home_of(key: Sequence[str], node: Stream) -> Column:
-    """The partition that a record of a key goes to in a log that chooses it; where ``partition_by``
-    gives none, as of a record without a key, the first."""
+    """Returns the partition of a key in a log that chooses it.
+
+    If ``partition_by`` gives null, as for a record without a key, it is the first partition.
+    """
     if node.partition_by is not None:
         return F.coalesce(_chosen(node.partition_by), F.lit(0))
     return F.pmod(F.xxhash64(*[F.col(f"`{k}`") for k in key]), F.lit(node.partitions)).cast("int")

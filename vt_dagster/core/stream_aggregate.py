@@ -1,4 +1,4 @@
-"""Stream aggregation without windows: each record added to its group."""
+"""Stream aggregation without windows: adds each record to its group."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ def entries(
     partition: Column,
     rekeyed: bool,
 ) -> DataFrame:
-    """What each record adds to its group.
+    """Returns each record's contribution to its group.
 
-    Plan: none but projections.
+    Plan: projections only.
 
     Args:
         records: the stream's log rows in order.
         key: (name, SQL expression) of the group's key.
-        inputs: (name, SQL expression) of what an aggregate needs of a record; a key column of the
-            same name as a column of the record does not hide it.
+        inputs: (name, SQL expression) of an aggregate's inputs; a key column does not hide a record's
+            column of the same name.
         partition: of the group, over its key columns.
-        rekeyed: whether the records were brought to this key: then a null key is not counted.
+        rekeyed: whether the records were moved to this key: then a null key is not counted.
 
     Returns:
         ``key columns, _take`` (null), ``_add, timestamp, partition, _outcome, ORDER, _turn``:
-        ``applied``; ``dropped`` without a value or a key; ``no_result`` without a key where they were
+        ``applied``; ``dropped`` without a value or a key; ``no_result`` without a key if they were
         rekeyed.
 
     Source: FORMAT 4.12.4-4.12.6; merge-then-count-counts-both-and-drops-nulls,

@@ -1,9 +1,9 @@
-"""Stream time: the largest timestamp so far, of each partition.
+"""Stream time: the largest timestamp so far, per partition.
 
-As of a record it is a running maximum in order of arrival. To spare a long partition a single task,
-arrivals are cut into chunks: each chunk's own maximum is found first, a chunk then starts with the
-maximum of those before it. And where it is only asked whether stream time has come to a record's
-deadline, the bounds of a small chunk decide on most of them without any order.
+Stream time as of a record is a running maximum in order of arrival. A long partition is split into
+chunks of arrivals, so that one task need not process all of it: each chunk's maximum is computed first,
+and a chunk starts with the maximum of those before it. To decide only whether stream time has reached a
+record's deadline, the bounds of a small chunk are enough for most records, without any ordering.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _LOW, _HIGH, _EXACT = "_low", "_high", "_exact"
 
 
 def late_from(wait: Duration) -> Column:
-    """The stream time, epoch microseconds, from which on a record is late that may lie ``wait`` behind
-    it: inclusive."""
+    """Returns the stream time (epoch microseconds, inclusive) from which on a record is late.
+
+    A record may lie up to ``wait`` behind stream time.
+    """
     return F.try_add(F.unix_micros(TIMESTAMP), micros(wait) + 1)
 
 
@@ -41,21 +43,21 @@ def with_stream_time(
     chunk: Column | None = None,
     included: bool = True,
 ) -> DataFrame:
-    """Adds stream time as of each record, the record itself included.
+    """Adds stream time as of each record, including the record itself.
 
-    Plan: one shuffle and sort by partition; with a chunk one aggregate over the records before it
-    (a row a chunk, broadcast), and the shuffle is by partition and chunk.
+    Plan: one shuffle and sort by partition. With a chunk: one aggregate over the records before it
+    (one row per chunk, broadcast), and a shuffle by partition and chunk.
 
     Args:
-        records: ``partition, _arrival, timestamp, …``; where ``_arrival`` alone is not a total order,
+        records: ``partition, _arrival, timestamp, …``; if ``_arrival`` alone is not a total order,
             the other columns of ``ORDER`` too.
         before: stream time of the record's partition before the run; null = no record yet.
-        counts: whether a record moves stream time; None = every one does.
-        chunk: ascends with the order; None = one task takes all that a partition has.
+        counts: whether a record advances stream time; None = every one does.
+        chunk: must ascend with the order; None = one task processes the whole partition.
         included: False = as of just before the record.
 
     Returns:
-        the records with ``_stream_time`` (TIMESTAMP; null while no record has counted).
+        the records with ``_stream_time`` (TIMESTAMP; null until a record counts).
 
     Source: FORMAT 4.1.2, 4.5, 4.10; kip914-store-grace-across-keys, kip328-grace-boundary.
     """
@@ -72,8 +74,10 @@ def running_max(
     chunk: Column | None = None,
     included: bool = True,
 ) -> DataFrame:
-    """Adds the largest value so far of a record's partition; null while there is none. Arguments and
-    plan: see ``with_stream_time``."""
+    """Adds the largest value so far in a record's partition; null if there is none.
+
+    Arguments and plan: see ``with_stream_time``.
+    """
     in_order = [c for c in ORDER if c in records.columns]
     last = W.currentRow if included else -1
     if chunk is None:
@@ -96,13 +100,13 @@ def running_max(
 
 @dataclass(frozen=True)
 class Timed:
-    """The records that a stream time goes by.
+    """The records that define a stream time.
 
     Args:
         rows: ``partition, timestamp, ORDER, …``.
-        moves: whether a record moves stream time.
-        deadline: the stream time, epoch microseconds, at or after which another thing becomes of the
-            record; null = never, None = of no record.
+        moves: whether a record advances stream time.
+        deadline: the stream time (epoch microseconds, inclusive) from which on a record's outcome
+            changes; null = never, None = for no record.
     """
 
     rows: DataFrame
@@ -112,12 +116,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some arrivals of a partition, one after another; times in epoch microseconds, null = none yet.
+    """A chunk of consecutive arrivals of a partition; times in epoch microseconds, null = none yet.
 
     Args:
-        low, high: stream time before and after them.
-        records: how many of them move it; ``oldest``, ``mean``: of their timestamps.
-        exact: whether one of their deadlines may lie between ``low`` and ``high``.
+        low, high: stream time before and after the chunk.
+        records: the number of records that advance it; ``oldest``, ``mean``: of their timestamps.
+        exact: whether one of the deadlines may lie between ``low`` and ``high``.
     """
 
     partition: int
@@ -132,13 +136,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Stream time as of a run's records, told by its bounds in each chunk of them.
+    """Bounds of stream time for each chunk of a run's records.
 
-    A record's stream time is not less than ``low`` and not more than ``high`` of its chunk. That
-    decides on a deadline that is not between the two; only chunks with another one are put in order.
+    Stream time as of a record is at least ``low`` and at most ``high`` of its chunk. This decides every
+    deadline that is not between the two; only chunks with such a deadline are ordered.
 
     Args:
-        frame: the same as rows, see ``rows``, where Spark is to know them.
+        frame: ``rows`` as a DataFrame, if Spark needs it.
     """
 
     chunks: Sequence[Chunk]
@@ -146,7 +150,7 @@ class Bounds:
 
     @classmethod
     def of(cls, found: Iterable[Any], before: Mapping[int, int]) -> Bounds:
-        """The same from :func:`time_by_chunk`.
+        """Builds the bounds from the rows of :func:`time_by_chunk`.
 
         Args:
             before: stream time before the run, by partition.
@@ -164,23 +168,23 @@ class Bounds:
 
     @property
     def near(self) -> bool:
-        """Whether there is a chunk to look at more closely."""
+        """Whether a chunk needs an exact computation."""
         return any(chunk.exact for chunk in self.chunks)
 
     def only(self, found: Iterable[Any]) -> Bounds:
-        """With those chunks alone to be put in order that :func:`undecided_chunks` has found."""
+        """Restricts the exact computation to the chunks that :func:`undecided_chunks` returns."""
         doubted = {(row[PARTITION], row[_CHUNK]) for row in found}
         return Bounds([replace(c, exact=(c.partition, c.chunk) in doubted) for c in self.chunks])
 
     @property
     def stream_time(self) -> dict[int, int]:
-        """At the end of the run, by partition."""
+        """Stream time at the end of the run, by partition."""
         return {c.partition: c.high for c in self.chunks if c.high is not None}
 
     @property
     def lateness(self) -> tuple[float, float] | None:
-        """How far records lie behind stream time, on average and at most, in seconds: as if stream time
-        moved evenly within a chunk. None = there are no records."""
+        """Mean and maximum lateness of records behind stream time, in seconds, estimated as if stream
+        time advanced evenly within a chunk. None = no records."""
         total, records, most = 0.0, 0, 0.0
         for c in self.chunks:
             if c.high is None or c.oldest is None or c.mean is None:
@@ -193,14 +197,15 @@ class Bounds:
 
     @property
     def rows(self) -> tuple[list[tuple[int, int, int | None, int | None, bool]], str]:
-        """As rows ``partition, _chunk, _low, _high, _exact``, with their types."""
+        """The bounds as rows ``partition, _chunk, _low, _high, _exact``, with their types."""
         rows = [(c.partition, c.chunk, c.low, c.high, c.exact) for c in self.chunks]
         types = f"{PARTITION} INT, {_CHUNK} BIGINT, {_LOW} BIGINT, {_HIGH} BIGINT, {_EXACT} BOOLEAN"
         return rows, types
 
 
 def time_by_chunk(timed: Timed, chunk: Column) -> DataFrame:
-    """What :class:`Bounds` are made of. Plan: one hash aggregate, whose shuffle has a row a chunk."""
+    """Aggregates the input of :class:`Bounds`. Plan: one hash aggregate, whose shuffle has a row per
+    chunk."""
     at = F.when(timed.moves, F.unix_micros(TIMESTAMP))
     return timed.rows.groupBy(PARTITION, chunk.cast("long").alias(_CHUNK)).agg(
         F.max(at).alias("time"),
@@ -212,12 +217,13 @@ def time_by_chunk(timed: Timed, chunk: Column) -> DataFrame:
 
 
 def undecided_chunks(rows: DataFrame, deadline: Column, chunk: Column, bounds: Bounds) -> DataFrame:
-    """The chunks with a deadline between their bounds: ``partition, _chunk``. Plan: as before, and a
-    broadcast.
+    """Returns the chunks with a deadline between their bounds: ``partition, _chunk``.
+
+    Plan: as for :func:`time_by_chunk`, and a broadcast.
 
     Args:
         rows: ``partition, _arrival, …``.
-        chunk: as of ``bounds``.
+        chunk: that of ``bounds``.
     """
     chunked = rows.withColumn(_CHUNK, chunk.cast("long"))
     assert bounds.frame is not None
@@ -235,16 +241,17 @@ def passed(
     chunk: Column | None,
     bounds: Bounds | None,
 ) -> DataFrame:
-    """Adds whether stream time as of each record, the record itself included, has come to its deadline.
+    """Adds whether stream time as of each record, including the record itself, has reached its
+    deadline.
 
-    Plan: with bounds a broadcast; of chunks where they do not decide a shuffle and sort. Without, that
+    Plan: with bounds a broadcast, and a shuffle and sort of the undecided chunks; without bounds that
     of ``with_stream_time``.
 
     Args:
         records, before, moves: see ``with_stream_time``.
         deadline: epoch microseconds; null = never.
-        chunk: of ``bounds``; without bounds see ``with_stream_time``.
-        bounds: None = look at every record.
+        chunk: that of ``bounds``; without bounds see ``with_stream_time``.
+        bounds: None = compute stream time for every record.
 
     Returns:
         the records with ``_passed`` (BOOLEAN).
@@ -271,7 +278,7 @@ def passed(
 
 
 def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> DataFrame:
-    """How a stream time moves with rows, and how far they lie behind it: see
+    """Aggregates the advance of stream time and the lateness of rows, see
     ``Processor.stream_time_advance``.
 
     Plan: ``with_stream_time`` over few columns, then one aggregate by partition.
@@ -290,7 +297,8 @@ def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> Data
 
 
 def mean_and_most(found: Sequence[Any]) -> tuple[float, float] | None:
-    """On average and at most, in seconds, of all partitions of :func:`lateness`; None = no records."""
+    """Returns mean and maximum lateness over all partitions of :func:`lateness`, in seconds; None = no
+    records."""
     records = sum(row["records"] for row in found)
     if not records:
         return None
