@@ -1,4 +1,4 @@
-"""The records of two streams as their join takes them: when they are, and what is late."""
+"""The input of a stream-stream join: the records of both sides with their times and lateness."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SEGMENT = 60_000
 
 
 class StreamJoinProcessor(Processor[StreamStreamJoin]):
-    """What a join of two streams has of time."""
+    """The times of a join of two streams."""
 
     merges = True
     has_stream_time = True
@@ -57,12 +57,12 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
 
     @property
     def preserved_sides(self) -> tuple[int, ...]:
-        """The sides whose records leave without a match where there is none."""
+        """The sides whose records are emitted without a match if they have none."""
         return {"inner": (), "left": (0,), "outer": (0, 1)}[self.operator.kind]
 
     @property
     def lookahead(self) -> tuple[Duration, Duration]:
-        """How far a match of the left side's records may lie after them, and of the right side's."""
+        """How far a match may lie after a record of the left side, and of the right side."""
         return self.operator.after, self.operator.before
 
     def rescan_from(
@@ -76,7 +76,8 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         own, let_go = watermarks.get(SIDES[place], {}), watermarks.get(OPEN, {})
         found: list[int] = []
         for p, now in stream_time.items():
-            # What a record finds that is in time, one that is late, and what has no match yet.
+            # What a new record in time may match, what a late record may match, and what is still
+            # unmatched.
             found.append(now - in_micros_at(operator.promise, p) - in_micros_at(ahead, p) - 1)
             if p in own:
                 found.append(own[p] - in_micros_at(operator.reach, p))
@@ -108,7 +109,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         rows: list[dict[str, Any]] = []
         for p, (now, of) in newest.items():
             look = max(of.values(), default=None)
-            # Else one that matches nothing has moved stream time on, and it matters when.
+            # If not equal, an unusable record has advanced stream time, and its position matters.
             if look != now:
                 return None
             sides = {name: of.get(i) for i, name in enumerate(SIDES)}
@@ -131,14 +132,16 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
     def with_largest_times(
         self, rows: Sequence[DataFrame], context: RunContext, slim: bool = False
     ) -> DataFrame:
-        """The new records of both sides, with all times as of them; those that only what is late is
-        told by are null where nothing is.
+        """Returns the new records of both sides with all times as of them.
+
+        If no record is late, the times that only late records need are null.
 
         Args:
-            slim: without keys and values.
+            slim: omits keys and values.
         """
         new = reduce(union, [self.side_rows(r, i, slim) for i, r in enumerate(rows)])
-        # They are merged by the largest time so far of their own log: nothing before them has a larger.
+        # They are merged by the largest time so far of their own log: no earlier record has a larger
+        # time.
         new = new.withColumn(NOW, F.greatest(F.col(ARRIVAL), F.unix_micros(context.stream_time)))
         if context.none_late:
             return with_columns(new, {name: null_long() for name in _TIMES})
@@ -150,7 +153,8 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         return with_largest(new, moves, before, self.chunk)
 
     def side_rows(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
-        """A side's rows, under names that both have: the record itself is one struct."""
+        """Returns a side's rows under column names common to both sides; the record itself is one
+        struct."""
         node, operator = self.consumed[place], self.operator
         own = [*node.key, *value_columns(node), TIMESTAMP]
         used = {c for some in operator.lineage().values() for _, c in some} | {*node.key, TIMESTAMP}
@@ -168,7 +172,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         )
 
     def with_window(self, rows: DataFrame) -> DataFrame:
-        """With what each record's window is."""
+        """Adds the bounds and the end of each record's window."""
         operator = self.operator
         before, after, promise = map(micros, (operator.before, operator.after, operator.promise))
         of_left = F.col(SIDE) == 0
@@ -178,7 +182,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         return rows.withColumns({LOW: at - back, HIGH: at + ahead, END: at + ahead + promise})
 
     def with_lateness(self, rows: DataFrame, context: RunContext) -> DataFrame:
-        """New records with what becomes of them."""
+        """Adds the lateness of new records, and the range of matches of late ones."""
         once = F.col(END) < F.col(NOW)
         if context.none_late:
             no = F.lit(False)

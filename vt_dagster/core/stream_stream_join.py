@@ -1,9 +1,9 @@
-"""Stream-stream join: the records of two streams that are near each other in time.
+"""Stream-stream join: joins records of two streams that are close to each other in time.
 
-What later records may match is a range of the two logs, and nothing of it is stored again. A run reads
-as much of that as its new records can match. Which of them have found no match so far is kept from run
-to run as offsets alone: whether one that was late has found another is told by the order of arrival,
-which logs do not have between them.
+The records that later ones may match are a range of the two logs; they are not stored again. A run
+reads the part of that range that its new records can match. The unmatched records are kept from run to
+run, as offsets only: whether a late record has found a match depends on the order of arrival, which two
+logs do not share.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ from vt_dagster.core.window_match import (
 PHASE, RANK = "_phase", "_rank"
 UNMATCHED, MATCHED = "unmatched", "_matched"
 _FIRST_HOUR = 1 << 40
-"""More hours than there are in time."""
+"""More hours than the range of timestamps has."""
 
 
 class StreamStreamJoinProcessor(StreamJoinProcessor):
-    """Finds the matches (``window_match.matches``) and what has none, and says when that leaves.
+    """Computes matches (``window_match.matches``) and unmatched records, and when the latter are
+    emitted.
 
-    What waits without a match is let go by a record with a key and a value that is at stream time: up
-    to there, and before that record's own matches. So a run lets it go first of all.
+    A record with a key and a value whose timestamp is stream time emits the waiting unmatched records
+    up to that time, before its own matches. A run therefore emits them first.
 
     Source: FORMAT 4.13.
     """
@@ -101,7 +102,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         return reduce(union, parts)
 
     def _earlier(self, one: Input, place: int, like: StructType) -> DataFrame | None:
-        """Records of earlier runs, with the columns of new ones."""
+        """Returns records of earlier runs, with the columns of new ones."""
         if one.earlier is None:
             return None
         rows = self.with_window(self.side_rows(one.earlier, place)).where(VALID)
@@ -117,14 +118,14 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def pending_unmatched(
         self, earlier: DataFrame | None, place: int, context: RunContext
     ) -> DataFrame | None:
-        """Records of earlier runs that may still find their first match."""
+        """Returns records of earlier runs that may still find their first match."""
         if earlier is None or context.state is None:
             return None
         kept = self.unmatched_state(context.state, place)
         return earlier.join(kept, [PARTITION, OFFSET])
 
     def unmatched_rows(self, rows: DataFrame, place: int, context: RunContext) -> list[DataFrame]:
-        """Records without a match: those that leave, and those that wait for one."""
+        """Returns unmatched records: those to emit, and those that still wait for a match."""
         over = self.is_over(F.col(END), context)
         wait = rows.where(~F.col(ONCE) & ~over).select(
             SIDE, PARTITION, F.col(OFFSET).alias(FROM), F.lit(Outcome.KEPT).alias(OUTCOME)
@@ -132,16 +133,16 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         return [self.leaving(rows.where(F.col(ONCE) | over), F.col(ONCE), place), wait]
 
     def is_over(self, moment: Column, context: RunContext) -> Column:
-        """Whether stream time is past it when unmatched records are let go in the run."""
+        """Returns whether stream time is past a moment when the run emits unmatched records."""
         return F.coalesce(
             moment < context.watermarks_after.get(LOOK_WATERMARK, null_long()), F.lit(False)
         )
 
     def leaving(self, rows: DataFrame, once: Column, place: int) -> DataFrame:
-        """The results of records that leave without a match.
+        """Returns the results of unmatched records.
 
         Args:
-            once: those that do so when they come; the others leave first of all, by time.
+            once: records emitted on arrival; the others are emitted first of all, by time.
         """
         told = rows.withColumns({PHASE: F.when(once, 1).otherwise(0), FROM: F.col(OFFSET)})
         first = {c: F.when(F.col(PHASE) == 0, 0).otherwise(F.col(c)) for c in (INPUT, HOME, SEQUENCE)}
@@ -151,16 +152,16 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
     ) -> list[DataFrame]:
-        """What was said of records without a match and is not so any more: nothing is, here."""
+        """Returns retractions of unmatched rows; this join has none."""
         return []
 
     def _keyless(self, new: DataFrame, place: int) -> DataFrame:
-        """Records of a side that is kept which have a value and no key: they leave at once."""
+        """Emits records of a preserved side with a value but no key: at once, unmatched."""
         rows = new.where((F.col(SIDE) == place) & ~F.col(VALID) & ~F.col(IS_TOMBSTONE))
         return self.leaving(rows, F.lit(True), place)
 
     def with_nothing(self, rows: DataFrame, place: int) -> DataFrame:
-        """With a left side that has the key alone, where it is missing."""
+        """Adds a left side that contains only the key, for unmatched records of the right side."""
         rows = rows.withColumn(THERE, F.lit(0).cast("long"))
         if place == 0:
             return rows
@@ -175,7 +176,7 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         return rows.withColumn(LEFT, alone)
 
     def _results(self, rows: DataFrame, matched: bool = True) -> DataFrame:
-        """The log's columns, and what they are put in order by."""
+        """Returns the log's columns and the columns of the result order."""
         place = F.lit(0) if matched else F.lit(1) - F.col(SIDE)
         chosen = self.operator.projection().columns
         return rows.select(
@@ -195,20 +196,20 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
         )
 
     def extra_columns(self, matched: bool) -> list[Column]:
-        """What else a result says."""
+        """Returns additional columns of a result."""
         return []
 
     @property
     def is_unusable(self) -> Column:
-        """Records that there is no use for: they lack a key or a value."""
+        """Whether a record can have no result: it lacks a key or a value."""
         alone = F.lit(False)
         for i in self.preserved_sides:
             alone = alone | ((F.col(SIDE) == i) & ~F.col(IS_TOMBSTONE))
         return ~F.col(VALID) & ~alone
 
     def rejected(self, new: DataFrame) -> DataFrame:
-        """What is counted: records without a key or a value, those that nothing later can find, and
-        others that were late."""
+        """Returns the records to count: unusable ones and those too old for any later match (dropped),
+        and other late ones."""
         dropped = F.col(EXPIRED) | self.is_unusable
         outcome = F.when(dropped, Outcome.DROPPED).when(F.col(LATE) & F.col(VALID), Outcome.LATE)
         return new.select(PARTITION, outcome.alias(OUTCOME)).where(F.col(OUTCOME).isNotNull())
@@ -221,8 +222,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
     ) -> DataFrame:
-        """``key columns`` (the left one's), ``timestamp, partition, offset, side`` of what has found no
-        match and may still find one."""
+        """Returns the unmatched records that may still find a match: ``key columns`` (the left one's),
+        ``timestamp, partition, offset, side``."""
         key, found = self.consumed[0].key, list[DataFrame]()
         for place, (log, node) in enumerate(zip(logs, self.consumed, strict=True)):
             named = [c.alias(k) for c, k in zip(columns(node.key), key, strict=True)]
@@ -240,8 +241,8 @@ class StreamStreamJoinProcessor(StreamJoinProcessor):
 
     @property
     def result_order(self) -> list[Column]:
-        """What is let go by time, right before left, key, arrival; then matches by the record that
-        came, the time of what it found, and that one's arrival."""
+        """Unmatched records by time, right before left, key, arrival; then matches by the arriving
+        record, the time of its match, and that match's arrival."""
         order = (PHASE, *ORDER, THERE, RANK, *self.node.key, FROM)
         return [F.col(f"`{c}`") for c in order]
 

@@ -1,4 +1,4 @@
-"""Stream-table join: each record with the table as of the record's own time (KIP-914)."""
+"""Stream-table join: joins each record with the table as of the record's own time (KIP-914)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ LEFT, RIGHT = "left", "right"
 MATCHED = "_matched"
 _UNMATCHED = "unmatched"
 INSTANT = timedelta(microseconds=1)
-"""Nothing lies between two times of which one is so much later."""
+"""The smallest difference between two times."""
 _END = re.compile(rf"\bright\s*\.\s*`?{VALID_TO}\b", re.IGNORECASE)
 _ROW = "_row"
-"""The table's row, as long as it stands beside the stream's columns, one of which may be ``right``."""
+"""The table's row next to the stream's columns, one of which may be named ``right``."""
 
 
 class StreamTableJoinProcessor(Processor[StreamTableJoin]):
-    """Judges the stream's records (``grace_buffer.hold_back``), then looks them up in the table
+    """Judges the stream's records (``grace_buffer.hold_back``), then joins them with the table
     (:func:`join`)."""
 
     has_stream_time = True
@@ -106,7 +106,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         period = self.operator.grace_period or timedelta(0)
         one = timedelta(microseconds=1)
         passed = {p: moment - length_at(period, p) // one for p, moment in stream_time.items()}
-        # It never goes back, also where the grace period has become longer.
+        # It never decreases, even if the grace period becomes longer.
         return {p: max(moment, emitted_up_to.get(p, moment)) for p, moment in passed.items()}
 
     def waiting(
@@ -138,11 +138,12 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
 
     @property
     def lookup_kind(self) -> JoinKind:
-        """Which records stay among the results of a lookup."""
+        """The kind of join of a lookup, which decides whether unmatched records have results."""
         return self.operator.kind
 
     def selected_columns(self, judged: DataFrame) -> Sequence[tuple[str, str]]:
-        """What a lookup gives: (name, SQL expression over ``left.*`` and ``right.*``)."""
+        """Returns the columns of a lookup's result: (name, SQL expression over ``left.*`` and
+        ``right.*``)."""
         return self.operator.projection().columns
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
@@ -180,7 +181,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
 
     @property
     def result_order(self) -> list[Column]:
-        """Order of arrival, or as records leave the grace buffer: by timestamp, key, arrival
+        """Order of arrival; with a grace buffer the order in which it emits: by timestamp, key, arrival
         (kip923-probe-tie-order)."""
         waits = self.operator.waits
         order = (TIMESTAMP, *self.node.key, ARRIVAL) if waits else (ARRIVAL,)
@@ -214,8 +215,8 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
 
 
 def known_at_of(as_known: AsKnown) -> Column:
-    """Up to when a version must have been recorded, of a record with its ``timestamp`` and
-    ``recorded_at``."""
+    """Returns the cut of a record with ``timestamp`` and ``recorded_at``: later recorded versions do
+    not count."""
     if isinstance(as_known, timedelta):
         return F.col(TIMESTAMP) + F.lit(as_known)
     return F.coalesce(RECORDED_AT, TIMESTAMP)
@@ -240,23 +241,23 @@ def join(
     Plan: versioned, that of ``as_of_join``; unversioned, a plain equi-join, which Spark may broadcast.
 
     Args:
-        stream: ``key columns, timestamp, partition, _arrival, _outcome, …``: records that go out.
+        stream: ``key columns, timestamp, partition, _arrival, _outcome, …``: the records to emit.
         table: a versioned table's versions, or an unversioned table's current rows.
         columns: the result's (name, SQL expression over ``left.*`` and ``right.*``).
         horizon: ``stream time - history retention`` of the table's partition; None = the table is
-            not versioned. A record older than that joins the current version if that is old enough,
-            else nothing (kip914-expired-lookup-left).
-        strategy: of a versioned table, see ``as_of_join``.
-        history: of a versioned table, looks by what was known at each record's ``_known_at``; see
-            ``system_time_join``.
-        max_age: of a versioned table, a version gives no match where ``timestamp - valid_from`` is
-            larger. A tombstone gives none in any case.
-        before: of a versioned table, ``valid_from < timestamp``, else ``<=``.
+            not versioned. An older record joins the current version if that is old enough, otherwise
+            nothing (kip914-expired-lookup-left).
+        strategy: for a versioned table, see ``as_of_join``.
+        history: for a versioned table, restricts the lookup to versions recorded up to each record's
+            ``_known_at``; see ``system_time_join``.
+        max_age: for a versioned table, a version does not match if ``timestamp - valid_from`` is
+            larger. A tombstone never matches.
+        before: for a versioned table, ``valid_from < timestamp`` instead of ``<=``.
 
     Returns:
         ``columns, timestamp, partition, is_tombstone (false), _arrival, is_late, _matched, _outcome``:
-        one row a record, or for an inner join one for each that found something. The result's
-        timestamp is the stream record's.
+        one row per record, for an inner join one per record with a match. The result's timestamp is
+        that of the stream record.
 
     Source: KIP-914 "Stream-Table Joins", FORMAT 4.4; kip914-expired-lookup-inner,
     kip914-probe-stream-join-nulls-left-versioned.
@@ -285,11 +286,11 @@ def join(
 def answered(
     found: DataFrame, left: Sequence[str], row: str, columns: Sequence[tuple[str, str]]
 ) -> DataFrame:
-    """The results of records that have been looked up.
+    """Returns the results of looked-up records.
 
     Args:
         found: the records with the table's row, and ``_found``.
-        left: the columns of the records; ``row``: that of the table's row, a struct.
+        left: the columns of the records; ``row``: the column of the table's row, a struct.
         columns, returns: see :func:`join`.
     """
     rows = found.select(
@@ -314,7 +315,7 @@ def answered(
 
 
 def _young(found: DataFrame, max_age: timedelta) -> DataFrame:
-    """Without versions that began longer before the record."""
+    """Removes matches with versions that begin more than ``max_age`` before the record."""
     young = F.col(FOUND) & (F.col(TIMESTAMP) - F.lit(max_age) <= F.col(_ROW)[VALID_FROM])
     return found.withColumn(FOUND, F.coalesce(young, F.lit(False))).withColumn(
         _ROW, F.when(F.col(FOUND), F.col(_ROW))

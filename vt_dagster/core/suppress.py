@@ -1,9 +1,9 @@
-"""suppress: holds back updates of a table, until a time limit or until a window closes (KIP-328).
+"""suppress: holds back updates of a table until a time limit or until a window closes (KIP-328).
 
 Each key has one *place* in the buffer; an update replaces value and timestamp but keeps the place.
 Stream time T is the largest timestamp of an update that has reached suppress, per partition. A run
-is one arrival: what is due is released at its end, ordered as Kafka Streams orders its buffer, by
-place, then key.
+is one arrival: due updates are emitted at its end, ordered as in Kafka Streams' buffer: by place, then
+key.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SuppressProcessor(Processor[Suppress]):
         return isinstance(self.operator.until, UntilWindowCloses) and not again
 
     def result_chunk(self, single_task: bool) -> Column | None:
-        # Results go by their place in the buffer, which is a time.
+        # Results are ordered by their place in the buffer, which is a time.
         return None if single_task else hour_of_arrival()
 
     def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
@@ -121,7 +121,7 @@ class SuppressProcessor(Processor[Suppress]):
         return found
 
     def _check_limits(self, sizes: Mapping[int, tuple[int, int]]) -> None:
-        """Refuses a buffer that holds more than it may and is to stop the run."""
+        """Raises if the buffer exceeds a limit that stops the run."""
         until = self.operator.until
         if until.when_full != "shut_down":
             return
@@ -161,54 +161,54 @@ def suppress(
     when_full: WhenFull = "unbounded",
     chunk: Column | None = None,
 ) -> DataFrame:
-    """Decides which updates of a table go on in this run, and which wait.
+    """Decides which updates of a table are emitted in this run, and which wait.
 
     ``time_limit``: the first update of a key opens a period; when T >= its timestamp + duration, the
-    key's last update until then goes out, and the next one opens a new period. As far as that goes,
-    a run releases the same updates, in the same order, as record-by-record processing.
+    last update of the key so far is emitted, and the next one opens a new period. Without limits on the
+    buffer, a run emits the same updates, in the same order, as record-by-record processing.
 
-    ``window_closes``: the last update of a window goes out once T has passed its end + duration. A
-    tombstone keeps its place until then, as in Kafka Streams, but does not go out. Sliding windows are
-    still open at that very moment: each update of theirs that comes after that goes out too, as in
-    Kafka Streams.
+    ``window_closes``: the last update of a window is emitted once T has passed its end + duration. A
+    tombstone keeps its place until then, as in Kafka Streams, but is not emitted. Sliding windows are
+    still open at that very moment: each later update of theirs is emitted too, as in Kafka Streams.
 
-    With ``emit_early`` the limits are looked at after each update (see ``emit_early``). Otherwise all
-    of it stays; the caller looks at its :func:`fullness` at the end of the run.
+    With ``emit_early`` the limits are checked after each update (see ``emit_early``). Otherwise all
+    waiting updates are kept; the caller checks their :func:`fullness` at the end of the run.
 
-    Plan, ``window_closes``: one shuffle and sort by key of updates and buffer; of sliding windows
-    ``with_stream_time`` before it. ``time_limit``:
-    ``with_stream_time`` (one aggregate, one shuffle and sort by partition and chunk), then one shuffle
-    and sort by key and a kernel in Python, since where a period begins depends on where the last one
-    ended; it keeps one row of one key in memory. A duration of 0: none. Emitting early: one shuffle and
-    two sorts by partition, and a kernel, instead of those by key.
+    Plan, ``window_closes``: one shuffle and sort by key of updates and buffer; for sliding windows
+    ``with_stream_time`` before it. ``time_limit``: ``with_stream_time`` (one aggregate, one shuffle and
+    sort by partition and chunk), then one shuffle and sort by key and a Python kernel, since the start
+    of a period depends on the end of the previous one; the kernel holds one row of one key in memory. A
+    duration of 0: none. Emitting early: one shuffle and two sorts by partition, and a kernel, instead
+        of those by
+    key.
 
     Args:
         changes: a table's change rows, ``key columns, value columns, timestamp, partition,
-            is_tombstone, ORDER, …``, all of them latest. Others than value columns may be there.
-        buffer: what waited before the run; None = nothing.
-        key: the key columns, of a windowed table ``window_start`` and ``window_end`` among them.
+            is_tombstone, ORDER, …``, all of them latest. They may have other columns.
+        buffer: the updates that waited before the run; None = none.
+        key: the key columns, for a windowed table including ``window_start`` and ``window_end``.
         duration: for ``window_closes``: the windows' ``closes_after``.
-        before: T of the row's partition before the run (TIMESTAMP; null = nothing came yet); for
-            ``window_closes`` looked at for sliding windows only.
-        after: T at its end.
-        window_end_inclusive: the windows are sessions. A window goes out iff ``window_end <= T -
+        before: T of the row's partition before the run (TIMESTAMP; null = no update yet); for
+            ``window_closes`` used for sliding windows only.
+        after: T at the end of the run.
+        window_end_inclusive: the windows are sessions. A window is emitted iff ``window_end <= T -
             duration``, a session iff ``window_end < T - duration`` (FORMAT section 7).
-        open_when_due: the windows are sliding ones; looked at for ``window_closes`` only.
+        open_when_due: the windows are sliding ones; used for ``window_closes`` only.
         max_records, max_bytes: limits of each partition's buffer; bytes as in ``_bytes``.
         chunk: see ``with_stream_time``.
 
     Returns:
-        what goes out (``_outcome`` is ``applied``), and what waits after the run (``kept``).
+        the emitted updates (``_outcome`` is ``applied``), and those that wait after the run (``kept``).
 
-        What goes out: ``key columns, value columns, timestamp, partition, is_tombstone,
-        ORDER, _turn``, in the order in which record-by-record processing lets it go:
-        by place and key, ``_arrival`` being the place in epoch microseconds. An update that is due
-        when it comes, since T has passed its time already, follows what was due at that T: its
-        ``_arrival`` is T - duration. A duration of 0 keeps the order of arrival.
+        Emitted: ``key columns, value columns, timestamp, partition, is_tombstone, ORDER, _turn``, in
+        the order of record-by-record processing: by place and key, ``_arrival`` being the place in
+        epoch microseconds. An update that is due on arrival, because T has passed its time already,
+        follows those due at that T: its ``_arrival`` is T - duration. A duration of 0 keeps the order
+            of arrival.
 
-        What waits: ``key columns, value columns, timestamp, partition, is_tombstone, _place, _bytes``:
+        Waiting: ``key columns, value columns, timestamp, partition, is_tombstone, _place, _bytes``:
         the last update, ``_place`` (TIMESTAMP) of the first one or the window's end, ``_bytes``
-        the length of the row's JSON text. Kafka's exact byte counts are its own.
+        the length of the row's JSON text. Kafka counts bytes differently.
 
     Source: FORMAT 4.11, section 7; kip328-timer-not-restarted, kip328-probe-ties,
     kip328-window-final-once, kip328-session-final, kip328-sliding-final-twice.
@@ -252,7 +252,7 @@ def suppress(
 
 
 def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, turn: Column) -> DataFrame:
-    """The result of ``suppress``: what goes out and what waits, in order."""
+    """Returns the rows of ``suppress``: emitted and waiting updates with their order."""
     return rows.select(
         *_judged(kept, out, F.timestamp_micros(PLACE)),
         F.when(~F.col(_RELEASED), size).alias(BYTES),
@@ -265,20 +265,21 @@ def _result(rows: DataFrame, kept: Sequence[str], out: Column, size: Column, tur
 
 
 def buffer_after(rows: DataFrame, *, key: Sequence[str], values: Sequence[str]) -> DataFrame:
-    """The buffer after a run: see ``suppress``."""
+    """Returns the buffer after a run: see ``suppress``."""
     waiting = rows.where(F.col(OUTCOME) == Outcome.KEPT)
     return waiting.select(*key, *values, TIMESTAMP, PARTITION, IS_TOMBSTONE, PLACE, BYTES)
 
 
 def fullness(buffer: DataFrame) -> DataFrame:
-    """How full each partition's buffer is: ``partition, records, bytes``. One aggregate over it."""
+    """Returns the size of each partition's buffer: ``partition, records, bytes``. Plan: one
+    aggregate."""
     return buffer.groupBy(PARTITION).agg(
         F.count(F.lit(1)).alias("records"), F.sum(BYTES).cast("long").alias("bytes")
     )
 
 
 def _turn(key: Sequence[str], window_end_inclusive: bool) -> list[str]:
-    """The key as Kafka orders it: of windows the start last, of sessions the end before it."""
+    """Returns the key in Kafka's order: a window's start last, a session's end before its start."""
     window = (WINDOW_END, WINDOW_START) if window_end_inclusive else (WINDOW_START, WINDOW_END)
     return [*(k for k in key if k not in window), *(w for w in window if w in key)]
 
@@ -296,13 +297,14 @@ def _judged(kept: Sequence[str], out: Column, place: Column) -> list[Column]:
 def _together(
     changes: DataFrame, buffer: DataFrame | None, kept: Sequence[str], *more: Column
 ) -> DataFrame:
-    """Updates and what waited: ``_fresh`` tells which, ``_at`` is the place, in microseconds."""
+    """Unites updates (``_fresh`` true) and waiting ones; ``_at`` is the place, in epoch
+    microseconds."""
     fresh = changes.select(
         *kept, *ORDER, F.unix_micros(TIMESTAMP).alias(_AT), F.lit(True).alias(_FRESH), *more
     )
     if buffer is None:
         return fresh
-    there = [c for c in kept if c in buffer.columns]  # not a column that is new since
+    there = [c for c in kept if c in buffer.columns]  # a column added since is not in the buffer
     waiting = buffer.select(*there, F.unix_micros(PLACE).alias(_AT), F.lit(False).alias(_FRESH))
     return union(fresh, waiting)
 
@@ -310,7 +312,8 @@ def _together(
 def _pass_through(
     changes: DataFrame, buffer: DataFrame | None, key: Sequence[str], kept: Sequence[str]
 ) -> DataFrame:
-    """Everything goes out as it came, what waited for another duration before it."""
+    """Emits all updates in order of arrival, after those that waited for an earlier, longer
+    duration."""
     turn = F.col(TURN) if TURN in changes.columns else F.lit(0)
     rows = _together(changes, buffer, kept, turn.alias(TURN))
     return rows.select(
@@ -325,12 +328,12 @@ def _pass_through(
 def _final(
     changes: DataFrame, buffer: DataFrame | None, key: Sequence[str], kept: Sequence[str], due: Column
 ) -> DataFrame:
-    """The last update of each window."""
-    # By key alone, as the result's store wants them next: each partition has its own.
+    """Returns the last update of each window."""
+    # By key alone, as the result's store needs them next: each partition has its own keys.
     rows = gathered(_together(changes, buffer, kept), key)
     in_order = W.partitionBy(*key, PARTITION).orderBy(_FRESH, *ORDER)
     end = F.unix_micros(WINDOW_END)
-    # Not the first of the rows backwards: for that Spark sorts a second time, before it shuffles.
+    # lead, not row_number over a descending window: Spark would sort once more, before the shuffle.
     return (
         rows.withColumn(_LAST, F.lead(F.lit(1)).over(in_order).isNull())
         .where(_LAST)
@@ -353,9 +356,9 @@ def _each_final(
     wait: Column,
     after: Column,
 ) -> DataFrame:
-    """The update of each window that was the last one when the window was due, and all after it.
+    """Returns the last update of each window before the window was due, and all later ones.
 
-    An update goes out iff the window is due when the next one comes, or at the end of the run.
+    An update is emitted iff the window is due when the next one arrives, or at the end of the run.
     """
     seen = F.unix_micros(STREAM_TIME).alias(STREAM_TIME)
     rows = gathered(_together(changes, buffer, kept, seen), key)

@@ -1,9 +1,9 @@
-"""suppress with a limit and ``emit_early``: what leaves after each update, as in Kafka Streams.
+"""suppress with a limit and ``emit_early``: emits after each update, as in Kafka Streams.
 
-A record may give several updates (a merged session and its tombstone, sliding windows): which of them
-leave a full buffer, with which value and in which order, depends on each update, and on all keys of a
-partition. So this is a kernel in Python over one partition's updates in order, with no more of them
-in memory than the limit lets wait, and a batch.
+A record may give several updates (a merged session and its tombstone, sliding windows). Which of them
+leave a full buffer, with which value and in which order, depends on each update and on all keys of a
+partition. A Python kernel therefore processes the updates of one partition in order. It holds in memory
+the updates that the limit allows to wait, and one batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vt_dagster.topology.operators import Limit
 
 pa: Any = pyarrow
 
-# Spark's workers need not have this package installed.
+# Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
 FRESH, AT = "_fresh", "_at"
@@ -49,21 +49,20 @@ def emit_early(
     max_records: Column,
     max_bytes: Column,
 ) -> DataFrame:
-    """Lets out after each update what is due, and then what is more than the limit, from the front.
+    """Emits, after each update, those that are due, and then those above the limit, oldest place first.
 
     Plan: one shuffle by partition and two sorts of its rows.
 
     Args:
-        rows: updates and what waits, ``kept columns, partition, ORDER, _fresh, _at, _stream_time``;
-            times are epoch microseconds. ``_fresh`` false: it waits, ``_at`` its place; true: an
+        rows: updates and waiting rows, ``kept columns, partition, ORDER, _fresh, _at, _stream_time``;
+            times are epoch microseconds. ``_fresh`` false: a waiting row, ``_at`` its place; true: an
             update, ``_at`` its timestamp, ``_stream_time`` T just before it.
-        turn: the columns of the key, in the order in which keys of one place leave.
+        turn: the key columns, in the order in which keys of one place are emitted.
         max_records, max_bytes: null = no limit.
 
     Returns:
-        ``kept columns, _released, _place, _rank, _nth`` of each update that goes out, and of the last
-        one of each key that waits at the end. They go out in the order of ``_rank, _nth``: T, and a
-        number.
+        ``kept columns, _released, _place, _rank, _nth`` of each emitted update, and of the last one of
+        each key that waits at the end. Their order is ``_rank, _nth``: T, and a number.
 
     Source: FORMAT 4.11.1-4.11.3; kip328-keys-late, kip328-probe-keys-order-of-eviction.
     """
@@ -87,7 +86,7 @@ def emit_early(
 
 
 def most(limit: Limit) -> Column:
-    """A limit of the row's partition; null = none."""
+    """Returns the limit of the row's partition; null = none."""
     if limit is None or isinstance(limit, int):
         return F.lit(limit).cast("long")
     return by_partition(limit, "long")
@@ -95,7 +94,7 @@ def most(limit: Limit) -> Column:
 
 @dataclass
 class _Held:
-    """What waits under one key: its place, its row in what is at hand, its size."""
+    """The waiting update of one key: its place, its row in the current batch, its size in bytes."""
 
     place: int
     row: int
@@ -104,7 +103,7 @@ class _Held:
 
 @dataclass
 class _Buffer:
-    """One partition's buffer: keys by place, then by their own order."""
+    """The buffer of one partition: keys by place, then in their own order."""
 
     held: dict[int, _Held] = field(default_factory=dict[int, _Held])
     order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -112,7 +111,7 @@ class _Buffer:
     left: int = 0
 
     def put(self, key: int, at: int, row: int, size: int) -> None:
-        """An update keeps the place of the one that waits."""
+        """Stores an update, at the place of the waiting one if there is one."""
         was = self.held.get(key)
         if was is None:
             heappush(self.order, (at, key))
@@ -122,7 +121,7 @@ class _Buffer:
         self.size += size - (was.size if was else 0)
 
     def leave(self, rank: int, released: bool = True) -> tuple[Any, ...]:
-        """The first one: (row, released, place, rank, number)."""
+        """Removes the first update: (row, released, place, rank, number)."""
         _, key = heappop(self.order)
         gone = self.held.pop(key)
         self.size -= gone.size
@@ -130,14 +129,14 @@ class _Buffer:
         return gone.row, released, gone.place, rank, self.left
 
     def full(self, records: int | None, size: int | None) -> bool:
-        """Whether more waits than may."""
+        """Returns whether the buffer exceeds a limit."""
         return bool(self.held) and (
             (records is not None and len(self.held) > records)
             or (size is not None and self.size > size)
         )
 
     def carry(self) -> list[int]:
-        """The rows of what waits, which from now on are the first ones, in this order."""
+        """Returns the rows of waiting updates and renumbers them: they come first in the next batch."""
         rows = [one.row for one in self.held.values()]
         for place, one in enumerate(self.held.values()):
             one.row = place

@@ -1,6 +1,6 @@
-"""The periods of suppress until a time limit: where one begins depends on where the last one ended.
+"""The periods of suppress with a time limit: each starts depending on the end of the previous one.
 
-So this is a kernel in Python over sorted Arrow batches.
+A Python kernel over sorted Arrow batches therefore computes them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vt_dagster.core.suppress_emit_early import AT, FRESH, PLACE, RANK, RELEASED
 
 pa: Any = pyarrow
 
-# Spark's workers need not have this package installed.
+# Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
 LATE = "_late"
@@ -33,17 +33,18 @@ _FIRST, _LAST, _PERIOD, _AFTER = "_first", "_last", "_period", "_after"
 def split_into_periods(
     rows: DataFrame, *, key: Sequence[str], kept: Sequence[str], period: Column, after: Column
 ) -> DataFrame:
-    """Each key's updates cut into periods: the last of each, released or left.
+    """Splits each key's updates into periods; returns the last update of each, emitted or waiting.
 
-    Plan: one shuffle and sort by key; a kernel in Python, with one row of one key in memory.
+    Plan: one shuffle and sort by key; a Python kernel, with one row of one key in memory.
 
     Args:
-        rows: updates and what waited: ``kept, ORDER, _fresh, _at``, and ``_stream_time`` before each
-            update (microseconds).
-        period: how long a period is, after: stream time at the end of the run (microseconds).
+        rows: updates and waiting rows: ``kept, ORDER, _fresh, _at``, and ``_stream_time`` before each
+            update (epoch microseconds).
+        period: the length of a period (microseconds); after: stream time at the end of the run (epoch
+            microseconds).
 
     Returns:
-        ``kept, ORDER, _released, _late, _place, _rank``: ``_late`` = due when it came.
+        ``kept, ORDER, _released, _late, _place, _rank``: ``_late`` = due on arrival.
 
     Source: FORMAT 4.11.1, 4.11.2; kip328-timer-not-restarted.
     """
@@ -67,15 +68,15 @@ def split_into_periods(
 
 
 class _Key:
-    """One key's place in the buffer."""
+    """The place of one key in the buffer."""
 
     def __init__(self) -> None:
         self.row: int | None = None
-        """The last update, by its row in the batch at hand; None = nothing waits."""
+        """The last update, as its row in the current batch; None = no update waits."""
         self.place = 0
 
     def put(self, row: int, at: int) -> bool:
-        """An update replaces what waits, or opens a period: True."""
+        """Stores an update; returns whether it opens a period."""
         opens = self.row is None
         if opens:
             self.place = at
@@ -83,11 +84,12 @@ class _Key:
         return opens
 
     def due(self, stream_time: int | None, period: int) -> bool:
-        """Whether what waits goes out at a stream time."""
+        """Returns whether the waiting update is due at a stream time."""
         return self.row is not None and stream_time is not None and self.place + period <= stream_time
 
     def leave(self, released: bool, late: bool = False, rank: int = 0) -> tuple[Any, ...]:
-        """What waits goes out, or is left at the end: (row, released, late, place, rank)."""
+        """Removes the waiting update, emitted or left at the end: (row, released, late, place,
+        rank)."""
         left = (self.row, released, late, self.place, rank if late else self.place)
         self.row = None
         return left
@@ -99,7 +101,7 @@ def _periods(batches: Iterator[Any], passed: Sequence[str]) -> Iterator[Any]:
     for batch in batches:
         rows, start = pa.Table.from_batches([batch]), 0
         if carried is not None:
-            # The update that waits at the end of a batch goes on as the first row of the next.
+            # The update that waits at the end of a batch is the first row of the next batch.
             rows, start, key.row = pa.concat_tables([carried, rows]).combine_chunks(), 1, 0
         out: list[tuple[Any, ...]] = []
         taken = zip(*[batch.column(c).to_pylist() for c in wanted], strict=True)

@@ -1,13 +1,12 @@
-"""The version of a table as of each row's time, among those that were known at a time of the row's own:
-its *cut*.
+"""System-time join: the version valid at each row's time, among those recorded up to the row's *cut*.
 
-The table's versions, as they are now, answer most rows: the version found among them is the newest of
-all at that time; where it was recorded up to the cut, it is the newest of those known then, too. The
-others are answered by the table's log. Of a key's rows, in the order in which they were recorded,
-those that were known at a cut are the first n. Such a beginning is cut into blocks of 2**l rows, one
-for each binary digit of n that is 1; in each block one sort finds the last row as of the time; and the
-last of these is the version. So each row of a log is in at most log2(rows of its key) blocks, no row is
-compared with all of a key, and any order of arrival will do.
+The cut is a system time. The table's current versions answer most rows: the version found is the newest
+of all at the row's time; if it was recorded up to the cut, it is also the newest of those known then.
+The table's log answers the other rows. Of a key's log rows, in the order of recording, those known at a
+cut are the first n. Such a prefix is split into blocks of 2**l rows, one for each binary digit of n
+that is 1; in each block one sort finds the last row as of the time, and the last of these is the
+version. Each log row is in at most log2(rows of its key) blocks, no row is compared with all rows of a
+key, and any order of arrival is possible.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from vt_dagster.core.arrival_order import has_key
 from vt_dagster.core.as_of_join import FOUND, JoinStrategy, as_of_join
 
 KNOWN_AT = "_known_at"
-"""Of a row that looks for a version: versions recorded later do not count. TIMESTAMP."""
+"""The cut of a row: versions recorded later do not count. TIMESTAMP."""
 SINCE, UNTIL, HORIZON = "_since", "_until", "_horizon"
-"""Of ``SystemTimeHistory.horizons``: the table's horizon for cuts from the first time to the second."""
+"""Columns of ``SystemTimeHistory.horizons``: the horizon for cuts from ``_since`` to ``_until``."""
 
 _SURE, _DEAD = "_sure", "_dead"
 _AT, _TURN, _ROW = "_at", "_turn", "_version"
@@ -46,23 +45,27 @@ ANSWER = "_answer"
 
 
 class SystemTimeHistory(Protocol):
-    """What a run has of a table's past, for rows that its versions do not answer."""
+    """A table's history by system time, for rows that its current versions do not answer."""
 
     def persist_rows(self, rows: DataFrame) -> DataFrame:
-        """Rows that are wanted several times: computed once."""
+        """Persists rows that are read several times."""
         ...
 
     def log(self, doubtful: DataFrame, ends: bool) -> DataFrame | None:
-        """The table's log as far as it can answer some rows; None = there are no such rows.
+        """Returns the part of the table's log that can answer these rows; None = there are no such
+        rows.
 
         Args:
-            ends: also when what it answers by ended, which rows of later times tell.
+            ends: whether to include the later rows that give the ``valid_to`` of an answer.
         """
         ...
 
     def horizons(self) -> DataFrame | None:
-        """``partition, _since (inclusive), _until (exclusive, null = for ever), _horizon``: from when
-        on the table answered for the rows of ``log``, at cuts in that time; None = it did for all."""
+        """Returns ``partition, _since (inclusive), _until (exclusive, null = open), _horizon``.
+
+        ``_horizon`` is the time from which on the table answered, at cuts in that interval; None = the
+        table retained all rows of ``log``.
+        """
         ...
 
 
@@ -78,19 +81,20 @@ def system_time_join(
     ends: bool,
     strategy: JoinStrategy = "sorted",
 ) -> DataFrame:
-    """For each row of ``left`` the version as of its ``timestamp`` (inclusive) among those recorded up
-    to its cut (inclusive), with the horizon of then. A row of the log without a time of record was
-    always known.
+    """Looks up, for each row of ``left``, the version valid at its ``timestamp`` (inclusive) among
+    those recorded up to its cut (inclusive), with the horizon at the cut.
 
-    Plan: that of ``as_of_join``, whose result is held. Of rows that it does not answer: one shuffle by
-    key of them and their keys' rows of the log, two sorts there (three with ``ends``), and one shuffle
-    of what they find and of themselves.
+    A log row without a system time counts as recorded before any cut.
+
+    Plan: that of ``as_of_join``, whose result is persisted. For rows that it does not answer: one
+    shuffle by key of these rows and their keys' log rows, two sorts there (three with ``ends``), and
+    one shuffle of the answers and of the rows themselves.
 
     Args:
         left: ``key columns, timestamp, _known_at, partition, _arrival, …``; the last two are unique.
-        versions: as they are now, with ``recorded_at``.
-        ends: whether ``valid_to`` is asked for, which may have been another one at the cut; else it is
-            null in what is found by the log.
+        versions: the current versions, with ``recorded_at``.
+        ends: whether ``valid_to`` is needed, which may have been different at the cut; otherwise it is
+            null in answers from the log.
 
     Returns:
         see ``as_of_join``.
@@ -136,7 +140,7 @@ def system_time_join(
 
 
 def at_place() -> Column:
-    """Joins rows with what :func:`answers_from_log` has found of them."""
+    """Returns the condition that joins rows with the result of :func:`answers_from_log`."""
     return (F.col(PARTITION) == F.col(PLACES[0])) & (F.col(ARRIVAL) == F.col(PLACES[1]))
 
 
@@ -149,17 +153,17 @@ def answers_from_log(
     right_key: Sequence[str],
     ends: bool,
 ) -> DataFrame | None:
-    """What the log says of rows: see the head of this file.
+    """Looks up rows in the log: see the module's docstring.
 
     Args:
         doubtful: ``key columns, timestamp, _known_at, partition, _arrival``.
-        needed: columns of the log that are wanted, ``is_tombstone`` and ``partition`` among them.
+        needed: the log columns to return, including ``is_tombstone`` and ``partition``.
 
     Returns:
         ``_place0, _place1`` (``partition`` and ``_arrival`` of a row) and ``_answer``: a struct of
-        ``valid_from``, ``valid_to`` (null unless asked for) and what is needed; null where the table
-        had no value, or had forgotten it. A row that nothing was known of is not there. None = there
-        are no doubtful rows.
+        ``valid_from``, ``valid_to`` (null without ``ends``) and the needed columns; null if the table
+        had no value or no longer retained it. A row without any log row known at its cut is omitted.
+        None = there are no doubtful rows.
     """
     log = history.log(doubtful, ends)
     if log is None:
@@ -185,12 +189,13 @@ def _known_then(
     right_key: Sequence[str],
     ends: bool,
 ) -> DataFrame:
-    """Of each row the newest row of its key in the log up to its time, among those of up to its cut.
+    """Finds for each row the newest log row of its key up to its time, among those recorded up to its
+    cut.
 
     Returns:
-        ``_place0, _place1`` (partition and order of arrival of the row), ``_best``: what was found;
-        ``_next``: when the one after it begins; ``_newest``: the time of the newest that was known;
-        ``_at`` and ``_known_at`` of the row. A row that nothing was known of is not there.
+        ``_place0, _place1`` (partition and order of arrival of the row), ``_best``: the log row;
+        ``_next``: the start of the following version; ``_newest``: the newest time known at the cut;
+        ``_at`` and ``_known_at`` of the row. A row without any log row known at its cut is omitted.
     """
     keys = [f"_key{i}" for i in range(len(left_key))]
     asked = doubtful.select(
@@ -209,7 +214,7 @@ def _known_then(
     ).join(asked.select(*keys).distinct(), keys, "left_semi")
     both = rows.unionByName(asked, allowMissingColumns=True)
     of_log = F.col(_TURN).isNotNull()
-    # The rows of the log come before those that ask, of one time.
+    # At equal times log rows come before the rows to look up.
     in_order = W.partitionBy(*keys).orderBy(KNOWN_AT, F.asc_nulls_last(_TURN))
     so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
     counted = both.withColumns(
@@ -246,7 +251,7 @@ def _known_then(
 
 
 def _levels(number: str) -> Column:
-    """0, 1, … up to the highest binary digit of a number; none of 0."""
+    """Returns 0, 1, … up to the highest binary digit of a number; an empty array for 0."""
     digits = F.length(F.bin(number)) - 1
     return F.when(F.col(number) > 0, F.sequence(F.lit(0), digits)).otherwise(
         F.array().cast("array<int>")
@@ -254,7 +259,7 @@ def _levels(number: str) -> Column:
 
 
 def _blocks() -> Column:
-    """The blocks that the first ``_known`` rows are cut into: level and number."""
+    """Returns the blocks that the first ``_known`` rows are split into: level and number."""
 
     def block(level: Column) -> Column:
         return F.struct(level.alias("level"), (_shifted(F.col(_KNOWN), level) - 1).alias("number"))
@@ -264,8 +269,7 @@ def _blocks() -> Column:
 
 
 def _in_blocks() -> Column:
-    """Of the ``_known``-th row of the log, the blocks that it is in and that are asked for: left halves
-    that are whole."""
+    """Returns the blocks of the ``_known``-th log row that a lookup may use: complete left halves."""
     place = F.col(_KNOWN) - 1
 
     def asked(level: Column) -> Column:
@@ -283,8 +287,10 @@ def _shifted(number: Column, level: Column) -> Column:
 
 
 def _remembered(best: DataFrame, horizons: DataFrame | None) -> DataFrame:
-    """With ``_forgotten``: whether the table answered no more for the time, as of the cut: only by a
-    version that was its key's newest then."""
+    """Adds ``_forgotten``: whether the row's time lies before the horizon at its cut.
+
+    A version that was its key's newest at the cut still answers.
+    """
     if horizons is None:
         return best.withColumn(_FORGOTTEN, F.lit(False))
     of_then = (
