@@ -1,4 +1,4 @@
-"""Table aggregation: rows by another key, the old row taken out, the new one added (KIP-914)."""
+"""Table aggregation: regroups rows; subtracts the old row and adds the new one (KIP-914)."""
 
 from __future__ import annotations
 
@@ -119,22 +119,22 @@ def entries(
     partition: Column,
     versioned: bool,
 ) -> DataFrame:
-    """What each change does to a group: one row, or two where the row moves to another group.
+    """Returns the effect of each change on groups: one row, or two if the row moves to another group.
 
-    Within a group the old row is taken out before the new one is added, as one update; of two groups
-    the old one comes first (kip914-probe-aggregate-order-of-calls-versioned). A change that is out of
-    order in a versioned table does nothing.
+    Within a group the old row is subtracted before the new one is added, as one update; of two groups
+    the old one comes first (kip914-probe-aggregate-order-of-calls-versioned). An out-of-order change of
+    a versioned table has no effect.
 
-    Plan: none but projections.
+    Plan: projections only.
 
     Args:
-        group_key: (name, SQL expression) of the new key; a row in which any is null is in no group.
-        inputs: (name, SQL expression) of what an aggregate needs of a row.
+        group_key: (name, SQL expression) of the new key; a row with a null component is in no group.
+        inputs: (name, SQL expression) of an aggregate's inputs.
         partition: of the group, over its key columns.
 
     Returns:
-        ``group key columns, _take, _add`` (structs of ``inputs``, null where there is no row to take
-        out or to add), ``timestamp, partition, ORDER, _turn``.
+        ``group key columns, _take, _add`` (structs of ``inputs``, null if there is no row to subtract
+        or to add), ``timestamp, partition, ORDER, _turn``.
 
     Source: KIP-914 "Aggregations", FORMAT 4.8.1, 4.8.2, 4.8.5; kip914-aggregate-versioned.
     """
@@ -185,18 +185,19 @@ def aggregate(
     aggregates: Aggregates,
     once: bool,
 ) -> DataFrame:
-    """The updates of every group by count, sum and avg; where nothing is taken out, also min and max.
+    """Returns the updates of every group by count, sum and avg; without subtraction also min and max.
 
-    Plan: one shuffle and sort by group, together with one row a group of ``state``; ``once``, where
-    that makes no difference to the numbers, a hash aggregate, whose groups meet those of ``state``.
+    Plan: one shuffle and sort by group, together with one row per group of ``state``; with ``once``, if
+    the order of rows does not change the numbers, a hash aggregate, whose groups are joined with
+    ``state``.
 
     Args:
         rows: of ``entries`` whose ``inputs`` are the accumulators, after ``refuse``.
         state: ``group key columns, accumulators, timestamp``: the groups before the run.
-        once: whether only the last update of each group is wanted; there may be others.
+        once: whether only the last update of each group is needed; others may be returned.
 
     Returns:
-        the results, with the accumulators after each: ``state_after`` needs them.
+        the results, with the accumulators after each, which ``state_after`` needs.
 
     Source: FORMAT 4.8.3-4.8.5; kip914-aggregate-count-versioned, kip914-aggregate-sum-unversioned.
     """
@@ -213,7 +214,7 @@ def aggregate(
     others = [F.col(f"`{c}`") for c in rows.columns if c not in (TAKE, ADD)]
     changes = rows.select(*others, *[change(a).alias(_CHANGE + a.name) for a in kept])
     merged = {_CHANGE + a.name: _MERGED[a.merge][0](_CHANGE + a.name) for a in kept}
-    # Spark's own, as of a sum of all rows: a decimal would get a digit more in each run.
+    # Spark's types for a sum over all rows: otherwise each run would widen a decimal by a digit.
     types = rows.agg(*[_MERGED[a.merge][0](F.col(ADD)[a.name]).alias(a.name) for a in kept]).schema
     if once and is_exact([f.dataType for f in types]):
         home = {TIMESTAMP: F.max(TIMESTAMP), PARTITION: F.max(PARTITION)}
@@ -255,11 +256,11 @@ def refuse(
     history_retention: Duration,
     chunk: Column | None = None,
 ) -> DataFrame:
-    """Marks the updates that a versioned result refuses: they leave the group as it is.
+    """Marks the updates that a versioned result refuses: they do not change the group.
 
-    An update has the larger of its own and its group's time, and is refused where that is older than
-    the result's retention. What is refused is older than all that counts, so it can be told before
-    anything is aggregated.
+    The time of an update is the larger of its own and its group's. It is refused if that is older than
+    the result's history retention. Refused updates are older than all that count, so they are known
+    before anything is aggregated.
 
     Plan: ``with_stream_time``, then one shuffle and sort by group.
 
@@ -291,12 +292,12 @@ def _with_base(
 
 
 def state_after(rows: DataFrame, state: DataFrame | None, *, key: Sequence[str]) -> DataFrame:
-    """The groups after a run: the last update of each, and the groups that had none.
+    """Returns the groups after a run: the last update of each, and the groups without an update.
 
     Args:
         rows: the results of ``aggregate`` or ``aggregate_by``.
 
-    Source: FORMAT 4.8.3: a group that empties stays; kip914-aggregate-count-versioned.
+    Source: FORMAT 4.8.3: an empty group remains; kip914-aggregate-count-versioned.
     """
     kept = [c for c in rows.columns if c in key or c == TIMESTAMP or c.startswith("_acc")]
     last = rows.where(_LAST).select(*kept)
@@ -316,12 +317,12 @@ def aggregate_by(
     subtractor: Callable[[Aggregate, Aggregate], Aggregate],
     schema: StructType | None,
 ) -> DataFrame:
-    """Every update of every group by functions that a user wrote.
+    """Returns every update of every group, computed by user functions.
 
-    A Python function can be called only row by row; so this is the one loop over rows, in a kernel
-    over sorted batches that holds one group's aggregate at a time.
+    Python functions are called row by row, in a kernel over sorted batches that holds the aggregate of
+    one group at a time.
 
-    Plan: one shuffle and sort by group, together with one row a group of ``state``; Arrow batches
+    Plan: one shuffle and sort by group, together with one row per group of ``state``; Arrow batches
     through Python.
 
     Args:
@@ -335,7 +336,7 @@ def aggregate_by(
     kip914-probe-aggregate-order-of-calls-unversioned.
     """
     known = gathered(_with_base(rows, state, key, ("_acc",)), key)
-    # Python does not tell where a group begins: to it NaN is not NaN.
+    # Python cannot detect where a group begins, because NaN != NaN there.
     first = F.row_number().over(W.partitionBy(*key).orderBy(*ORDER, TURN)) == 1
     marked = known.withColumns({_FIRST: first, _LAST: is_last(key)})
     ordered = marked.sortWithinPartitions(*key, *ORDER, TURN)
@@ -346,7 +347,7 @@ def aggregate_by(
     passed = [f.name for f in kept]
 
     arrow = cast(Any, to_arrow_schema(StructType([StructField("_acc", result)])))
-    # The kernel goes to Spark's workers, which need not have this package: it takes plain values.
+    # Plain values only: the kernel runs on Spark's workers, which need not have this package.
     applied_fate = Outcome.APPLIED
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:

@@ -1,12 +1,12 @@
-"""What a join of two tables knows at each moment of a run: the states of both sides.
+"""The states of both sides of a table join, as of each record of a run.
 
-A run takes the changes of both sides in one order (``ORDER``). The *state* of a key is the struct of
-its value columns and timestamp, null where it has no row. In the middle of a run it is what the last
-change made it; before its first change, that change's ``old``; without any change, its current row.
-So nothing has to be kept from before a run, and ``current`` may be as new as the run's end.
+A run processes the changes of both sides in one order (``ORDER``). The *state* of a key is the struct
+of its value columns and timestamp, null if it has no row. During a run it is the result of the last
+change; before the key's first change, that change's ``old``; without any change, its current row. No
+state from before the run is needed, and ``current`` may be as new as the run's end.
 
-"No row" and "no change seen" must not be mixed up: a state travels in a container, a struct with one
-field, which itself is null where a row says nothing about that side.
+"No row" and "no change yet" must be distinguished: a state is wrapped in a container, a struct with one
+field. The container is null if a row contains no information about that side.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TAKEN = "_taken"
 EXISTS = "_exists"
 _STATE, _ROW = "state", "_row"
 _BEHIND = 2**63 - 1
-"""The ``_arrival`` of a current row: behind all changes."""
+"""The ``_arrival`` of a current row: after all changes."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class TableInput:
     Args:
         changes: its log rows of this run: ``key columns, value columns, timestamp, partition,
             is_tombstone, is_latest, old`` and ``ORDER``.
-        current: its rows at the end of the run or later in no key that the run changes:
+        current: its rows at the end of the run, or later for keys that the run does not change:
             ``key columns, value columns, timestamp, partition``; None = every row is among the changes.
         values: the names of the value columns, without timestamp.
-        versioned: whether changes out of order (``is_latest`` false) are dropped.
-        horizon: of a row of ``current``, from when on its table remembers; None = all.
+        versioned: whether out-of-order changes (``is_latest`` false) are dropped.
+        horizon: for a row of ``current``, the time from which on its table retains history; None = all.
     """
 
     changes: DataFrame
@@ -67,19 +67,19 @@ class TableInput:
         return [*self.values, TIMESTAMP]
 
     def taken(self) -> Column:
-        """Whether a change row counts."""
+        """Returns whether a change row counts."""
         return F.col(IS_LATEST) if self.versioned else F.lit(True)
 
     def row_state(self) -> Column:
-        """The state that a current row is."""
+        """Returns the state of a current row."""
         return F.struct(*columns(self.state_columns))
 
     def new_state(self) -> Column:
-        """The state that a change row makes."""
+        """Returns the state after a change row."""
         return F.when(~F.col(IS_TOMBSTONE), self.row_state())
 
     def old_state(self) -> Column:
-        """The state that a change row found."""
+        """Returns the state before a change row."""
         fields = [F.col(OLD).getField(c).alias(c) for c in self.state_columns]
         return F.when(F.col(OLD).isNotNull(), F.struct(*fields))
 
@@ -91,12 +91,12 @@ def over_struct(
     fields: Sequence[str],
     added: Mapping[str, Column],
 ) -> DataFrame:
-    """Adds columns that are made of a struct's fields under their own names, besides the key.
+    """Adds columns computed from a struct's fields under their own names, and the key.
 
-    Nothing else is called like them meanwhile: expressions of users name a row's columns.
+    No other column has these names during the computation, because user expressions use a row's names.
 
     Args:
-        added: by name, over those columns and ``EXISTS``: whether there is a struct.
+        added: by name, an expression over those columns and ``EXISTS``: whether the struct is not null.
     """
     found = rows.select(
         F.struct(*columns(rows.columns)).alias(_ROW),
@@ -113,41 +113,41 @@ def over_old(
     """Adds SQL expressions over the row that each change replaced.
 
     Args:
-        columns: name -> expression over key columns, value columns and ``timestamp``. Where there was
-            no row, all but the key are null, and what an expression makes of that means nothing.
+        columns: name -> expression over key columns, value columns and ``timestamp``. Without a
+            previous row all but the key are null, and the result of an expression is meaningless.
     """
     added = {name: F.expr(expression) for name, expression in columns.items()}
     return over_struct(changes, key, F.col(OLD), [*values, TIMESTAMP], added)
 
 
 def columns(names: Sequence[str]) -> list[Column]:
-    """Columns by names that may hold dots."""
+    """Returns columns by names that may contain dots."""
     return [F.col(f"`{n}`") for n in names]
 
 
 def match_names(key: Sequence[str]) -> list[str]:
-    """What the columns are called that rows of both sides meet on."""
+    """Returns the common names of the key columns by which both sides are joined."""
     return [f"_on{i}" for i in range(len(key))]
 
 
 def match_columns(key: Sequence[str]) -> list[Column]:
-    """A side's key columns under those names."""
+    """Returns a side's key columns under ``match_names``."""
     return [c.alias(n) for c, n in zip(columns(key), match_names(key), strict=True)]
 
 
 def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
-    """All that the run knows about a side's states: its changes, and the current rows asked for.
+    """Returns all states of a side that the run knows: its changes, and the requested current rows.
 
     Plan: one left-semi join of ``current`` with ``asked``, before anything else; none without it.
 
     Args:
-        name: of the side; ``state_of`` finds its columns by it.
-        asked: rows with the ``match_names`` of the side's key; other keys' current rows are not read.
+        name: of the side; ``state_of`` derives its columns from it.
+        asked: rows with the ``match_names`` of the side's key; current rows of other keys are not read.
 
     Returns:
-        ``match_names, timestamp, partition, ORDER, _taken`` and two containers: the state that a
-        change made (null: it made none) and the state that it found. A current row has the latter
-        alone, behind all changes, and no ``_taken``: it is no trigger.
+        ``match_names, timestamp, partition, ORDER, _taken`` and two containers: the state after a
+        change (null: the change does not count) and the state before it. A current row has only the
+        latter, after all changes, and no ``_taken``: it does not trigger.
     """
     now, found = _containers(name)
     rows = side.changes.select(
@@ -170,15 +170,16 @@ def timeline(side: TableInput, name: str, asked: DataFrame) -> DataFrame:
 
 
 def state_of(name: str, by: Sequence[str], order: Sequence[str] = ORDER) -> Column:
-    """The state of a side as of a row of the run, the row itself included; null: it has no row.
+    """Returns the state of a side as of a row of the run, including the row itself; null = no row.
 
-    Of two sides, both come from one pass over the rows in order. Current rows sort behind all
-    changes, so the first state found is a current row's only where the key has no change. That
-    look over the whole of a key's rows is made once a key; from each row on it would be quadratic.
+    The states of both sides come from one pass over the rows in order. Current rows sort after all
+    changes, so the first "before" state is that of a current row only if the key has no change. The
+    frame over all rows of a key is computed once per key; a frame that starts at each row would be
+    quadratic.
 
     Args:
-        by: the columns that rows of both sides meet on.
-        order: ``ORDER``, and what may come behind it.
+        by: the columns by which both sides are joined.
+        order: ``ORDER``, possibly followed by further columns.
     """
     now, found = _containers(name)
     rows = W.partitionBy(*by).orderBy(*order)
@@ -190,25 +191,25 @@ def state_of(name: str, by: Sequence[str], order: Sequence[str] = ORDER) -> Colu
 
 
 def comes_from(name: str) -> Column:
-    """Whether a row of a run is a change of a side, or a current row of it."""
+    """Returns whether a row of a run is a change or a current row of this side."""
     return F.col(_containers(name)[1]).isNotNull()
 
 
 def found_state(name: str) -> Column:
-    """The state that a row of a ``timeline`` found: its key's before the change."""
+    """Returns the state before a row of a ``timeline``."""
     return F.col(_containers(name)[1]).getField(_STATE)
 
 
 def result_rows(
     rows: DataFrame, *, key: Mapping[str, Column], select: Sequence[tuple[str, str]]
 ) -> DataFrame:
-    """The rows that a join returns.
+    """Returns the result rows of a join.
 
     Args:
         rows: ``left, right`` (structs), ``timestamp, partition, is_tombstone, _outcome, ORDER, _turn``.
         key: the left's key columns, which are the result's: every row has them.
         select: the result's (name, SQL expression over ``left.*`` and ``right.*``); values are null
-            in tombstones and in rows that are no result.
+            in tombstones and in rows without a result.
     """
     has_value = (F.col(OUTCOME) == Outcome.APPLIED) & ~F.col(IS_TOMBSTONE)
     return rows.select(

@@ -1,6 +1,6 @@
-"""A table's store, in Kafka's word: what it makes of records, and its rows after more of its log.
+"""A table's store (Kafka's word): puts records into a table, and folds its log into rows.
 
-A table is versioned or plain; this is the one place that chooses between ``versioned`` and ``table``.
+A table is versioned or plain; only this module chooses between ``versioned_table`` and ``plain_table``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vt_dagster.core.stream_time import Bounds
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 PersistRows = Callable[[DataFrame], DataFrame]
-"""Computes rows once that are wanted several times."""
+"""Persists rows that are read several times."""
 
 
 def put(
@@ -38,14 +38,13 @@ def put(
     first_changes: DataFrame | None = None,
     last: DataFrame | None = None,
 ) -> DataFrame:
-    """What a table's store makes of records: see ``versioned_table.put`` and ``plain_table.put``.
+    """Puts records into a table's store: see ``versioned_table.put`` and ``plain_table.put``.
 
     Args:
-        persist_rows: holds the records, where they meet few keys of many: of the view's rows only
-            theirs are
-            then shuffled.
+        persist_rows: persists the records if they have few of the view's many keys: then only the
+            view's rows of these keys are shuffled.
         bounds: of a versioned table's stream time, see ``passed``.
-        of_rejected: columns that are null in what is applied.
+        of_rejected: columns that are null in applied records.
         colliding_versions, first_changes, last: see ``RunContext``.
 
     Source: KIP-889, FORMAT 4.1 and 4.2.3.
@@ -84,7 +83,8 @@ def put(
 
 
 def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Column) -> DataFrame:
-    """The rows of a table after more of its log: see ``versioned_table.fold`` and ``plain_table.fold``.
+    """Returns a table's rows after more of its log: see ``versioned_table.fold`` and
+    ``plain_table.fold``.
 
     Args:
         view: the rows before; None = none.
@@ -99,20 +99,21 @@ def fold(node: Table, view: DataFrame | None, log: DataFrame, stream_time: Colum
 
 
 def fold_few(node: Table, view: DataFrame, log: DataFrame, stream_time: Column) -> DataFrame:
-    """The same as :func:`fold` where the log has few keys of many.
+    """Returns the rows of :func:`fold`, for a log with few of the view's many keys.
 
-    Plan: two scans of the rows before, neither shuffled: the keys of the log are broadcast.
+    Plan: two scans of the view, neither shuffled: the keys of the log are broadcast.
     """
     keys = F.broadcast(log.select(*[F.col(f"`{k}`") for k in node.key]).distinct())
     met, others = (view.join(keys, list(node.key), how) for how in ("left_semi", "left_anti"))
     if isinstance(node, VersionedTable):
         others = versioned_table.drop_expired(others, horizon_of(node, stream_time))
-    # A view from before a column was added to the log has not got it.
+    # A view from before a column was added to the log lacks that column.
     return union(others, fold(node, met, log, stream_time))
 
 
 def current(node: Table, view: DataFrame) -> DataFrame:
-    """What a view has of each key, without history: its row, of a versioned table also a tombstone.
+    """Returns a view's entry of each key without history: its row, for a versioned table also a
+    tombstone.
 
     Source: FORMAT 4.1.3, 4.6.
     """
@@ -120,7 +121,7 @@ def current(node: Table, view: DataFrame) -> DataFrame:
 
 
 def rows_of(node: Table, current: DataFrame) -> DataFrame:
-    """The rows among what :func:`current` gives.
+    """Returns the rows, without tombstones, of the result of :func:`current`.
 
     Source: FORMAT 4.1.4, 4.6; kip889-tombstone-is-null.
     """
@@ -128,11 +129,11 @@ def rows_of(node: Table, current: DataFrame) -> DataFrame:
 
 
 def as_read(node: Stream, view: DataFrame) -> DataFrame:
-    """A view's rows as they are read: with ``new_version_on`` without those that repeat a version, and
-    with ``valid_until`` versions end by that too.
+    """Returns a view's rows as a reader sees them.
 
-    What is stored has a row for each record, which ends with the next one alone, so that one that comes
-    between inherits nothing.
+    With ``new_version_on`` rows that repeat a version are removed; with ``valid_until`` a version ends
+    at that time too. The stored view has a row per record, which ends only at the next one, so that a
+    record in between inherits nothing.
     """
     if not isinstance(node, VersionedTable):
         return view
@@ -146,10 +147,10 @@ def as_read(node: Stream, view: DataFrame) -> DataFrame:
 
 
 def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
-    """The rows among what :func:`current` gives, as they are read: see :func:`as_read`.
+    """Returns the rows of :func:`current` as a reader sees them: see :func:`as_read`.
 
     Args:
-        stream_time: by partition, epoch microseconds: a row that ends then has ended.
+        stream_time: by partition, epoch microseconds: a row that ends at or before it is omitted.
     """
     rows = rows_of(node, current)
     if isinstance(node, VersionedTable) and node.new_version_on is not None:
@@ -161,7 +162,7 @@ def rows_now(node: Table, current: DataFrame, stream_time: Mapping[int, int]) ->
 
 
 def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
-    """The time from which on a table answers, of a row's partition: inclusive.
+    """Returns the time (inclusive) from which on a table answers, for a row's partition.
 
     Source: KIP-889 "history retention", FORMAT 4.1.4; kip889-expired-get.
     """
@@ -169,21 +170,23 @@ def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
 
 
 def tie_break_of(node: Stream) -> str | None:
-    """The column that decides between records of one key and timestamp; None = the order of arrival."""
+    """Returns the column that decides between records of one key and timestamp; None = order of
+    arrival."""
     return node.tie_break if isinstance(node, VersionedTable) else None
 
 
 def meets_versions(node: Stream) -> bool:
-    """Whether a record of its source is compared with, or completed by, the versions of its time."""
+    """Returns whether a source's record is compared with, or completed from, the versions at its
+    time."""
     return tie_break_of(node) is not None or bool(partial_columns(node))
 
 
 def start_of(node: Stream) -> Any:
-    """The source of the snapshot that a table starts with; None = there is none."""
+    """Returns the source of a table's initial snapshot; None = there is none."""
     return node.start if isinstance(node, VersionedTable) else None
 
 
 def new_version_on_of(node: Stream) -> list[str] | None:
-    """The columns that make a version; None = every record does."""
+    """Returns the columns that define a version; None = every record is one."""
     columns = node.new_version_on if isinstance(node, VersionedTable) else None
     return None if columns is None else list(columns)

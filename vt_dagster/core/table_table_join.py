@@ -1,4 +1,4 @@
-"""Table-table join: each change of a side with the other side's latest row at that moment (KIP-914)."""
+"""Table-table join: joins each change of a side with the other side's current row (KIP-914)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FROM_LEFT, _LAST_TIME = "_from_left", "_last_time"
 
 
 class TableTableJoinProcessor(Processor[TableTableJoin]):
-    """See :func:`join`; where timestamps are monotone also :func:`monotone`."""
+    """See :func:`join`; with monotone timestamps also :func:`monotone`."""
 
     reads_tables = True
     merges = True
@@ -57,14 +57,14 @@ class TableTableJoinProcessor(Processor[TableTableJoin]):
         return monotone(joined, context.state, self.node.key) if self.operator.monotone else joined
 
     def at_home(self, joined: DataFrame) -> DataFrame:
-        """All results of a key in one partition, also where the sides have it in different ones: the
-        offsets of two partitions tell no order."""
+        """Moves all results of a key to one partition, even if the sides store the key in different
+        ones: offsets of two partitions have no common order."""
         if self.operator.copartitioned:
             return joined
         return joined.withColumn(PARTITION, home_of(self.node.key, self.node))
 
     def joined(self, left: TableInput, right: TableInput) -> DataFrame:
-        """The join itself."""
+        """Joins both sides."""
         operator = self.operator
         return join(left, right, kind=operator.kind, columns=operator.projection().columns)
 
@@ -79,23 +79,23 @@ def join(
     kind: JoinKind,
     columns: Sequence[tuple[str, str]],
 ) -> DataFrame:
-    """Joins two tables that have the same key, under whatever names.
+    """Joins two tables by equal keys; the key columns may have different names.
 
-    A change out of order on a versioned side is dropped (kip914-proposal). Any other gives one
-    result, or none where neither side has anything to say or the kind of join asks for more; equal
-    results and repeated tombstones are results too (kip914-probe-repeated-tombstones-inner, -left,
-    -outer). The timestamp is the larger of the record's and the other side's latest row's, without
-    such a row the record's own (kip914-probe-result-timestamps).
+    An out-of-order change of a versioned side is dropped (kip914-proposal). Any other change gives one
+    result, or none if neither side has or had a row or if the kind of join requires more; equal results
+    and repeated tombstones are results too (kip914-probe-repeated-tombstones-inner, -left, -outer). The
+    timestamp is the larger of the record's and that of the other side's latest row; without such a row
+    it is the record's own (kip914-probe-result-timestamps).
 
     Plan: one shuffle and sort of both sides together by key, one pass of windows; before it one
-    semi-join for each ``current`` that there is, with the keys of the other side's changes.
+    semi-join per available ``current`` with the keys of the other side's changes.
 
     Args:
-        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), the left's key
-            columns among them. A missing left row has its key alone, a missing right row is null.
+        columns: the result's (name, SQL expression over ``left.*`` and ``right.*``), including the
+            left's key columns. A missing left row has only its key, a missing right row is null.
 
     Returns:
-        one row a change: ``columns, timestamp, partition`` (the record's)``, is_tombstone, _outcome``
+        one row per change: ``columns, timestamp, partition`` (the record's)``, is_tombstone, _outcome``
         (``applied``, ``no_result``, ``dropped``)``, ORDER, _turn``.
 
     Source: KIP-914 "Table-Table Joins".
@@ -105,7 +105,7 @@ def join(
     right_keys = right.changes.select(*match_columns(right.key))
     rows = union(timeline(left, LEFT, right_keys), timeline(right, RIGHT, left_keys))
     rows = rows.withColumn(TURN, F.lit(0))
-    # By key and in the order in which the result's store wants them next: it sorts no more.
+    # By key and in the order that the result's store needs next, so that it need not sort again.
     order = [*ORDER, TURN]
     from_left = comes_from(LEFT)
     moments = rows.select(
@@ -144,7 +144,7 @@ def join(
 
 
 def _outcome(kind: JoinKind) -> tuple[Column, Column]:
-    """Whether a change gives a result, and whether that is a tombstone."""
+    """Returns whether a change gives a result, and whether the result is a tombstone."""
     has_left, has_right = F.col(_LEFT_STATE).isNotNull(), F.col(_RIGHT_STATE).isNotNull()
     anything = has_left | has_right | F.col(_OLD_STATE)
     from_left = F.col(_FROM_LEFT)
@@ -156,7 +156,7 @@ def _outcome(kind: JoinKind) -> tuple[Column, Column]:
 
 
 def side_row(side: TableInput, state: Column) -> Column:
-    """A side's row as a struct: key, values, timestamp."""
+    """Returns a side's row as a struct: key, values, timestamp."""
     return F.struct(
         *[F.col(n).alias(k) for n, k in zip(match_names(side.key), side.key, strict=True)],
         *[state.getField(c).alias(c) for c in side.state_columns],
@@ -164,9 +164,9 @@ def side_row(side: TableInput, state: Column) -> Column:
 
 
 def monotone(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
-    """Keeps results of a key from going back in time.
+    """Makes the timestamps of a key's results monotone: they never decrease.
 
-    Plan: one shuffle and sort by key, together with one row a key of ``state``.
+    Plan: one shuffle and sort by key, together with one row per key of ``state``.
 
     Source: FORMAT section 7, "Join timestamps".
     """
@@ -182,7 +182,8 @@ def monotone(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> Da
 
 
 def last_times(rows: DataFrame, state: DataFrame | None, key: Sequence[str]) -> DataFrame:
-    """The last timestamp of each key's results, also of those that the result's store refused.
+    """Returns the last timestamp of each key's results, including those that the result's store
+    refused.
 
     Source: FORMAT section 7, "Join timestamps".
     """

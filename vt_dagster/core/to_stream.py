@@ -1,4 +1,4 @@
-"""to_stream: a table's changes as records of a stream."""
+"""to_stream: emits a table's changes as records of a stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToStreamProcessor(Processor[ToStream]):
 
 
 def to_stream(changes: DataFrame) -> DataFrame:
-    """A table's changes as records, tombstones included.
+    """Emits a table's changes as records, including tombstones.
 
     Source: FORMAT 4.2.2; kip914-versioned-lost-by-to-table.
     """

@@ -1,4 +1,4 @@
-"""to_table: a stream's records as changes of a table."""
+"""to_table: reads a stream's records as changes of a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ToTableProcessor(Processor[ToTable]):
 
 
 def to_table(records: DataFrame, *, key: Sequence[str]) -> DataFrame:
-    """A stream's records as changes; those without a key are dropped.
+    """Returns a stream's records as changes; records without a key are dropped.
 
     Source: FORMAT 4.2.1, 4.3.1; kip914-versioned-kept-by-explicit-to-table.
     """

@@ -1,8 +1,8 @@
-"""The versioned table: put, and what can be read from it (KIP-889).
+"""The versioned table: put, fold and reads (KIP-889).
 
 A *version* is a row ``key, values, valid_from (inclusive), valid_to (exclusive, null = current),
-is_tombstone, partition, offset``. Versions come from timestamps, never from arrival: a record that
-arrives out of order splits the interval that it falls into.
+is_tombstone, partition, offset``. Versions depend on timestamps, never on arrival: a record that
+arrives out of order splits the interval that contains its timestamp.
 
 Throughout, ``horizon`` is ``stream time - history retention`` of a row's partition, as a column over
 ``partition``: the table answers for times at or after it.
@@ -38,7 +38,7 @@ from vt_dagster.core.stream_time import PASSED, Bounds, late_from, passed
 from vt_dagster.topology.durations import Duration
 
 FIRST = "_first"
-"""Of a key, the first time of which the table has been told."""
+"""The first time of a key in the log."""
 _HELD = "_held"
 
 
@@ -63,38 +63,36 @@ def put(
     """Decides for each record whether the table accepts it, and whether it is its key's latest.
 
     A record with ``timestamp < stream time - history_retention`` is refused, one exactly that old is
-    accepted; refused records do not move stream time. Tombstones are records like any other. A
-    record at its key's newest timestamp replaces that version and is the latest. A row of a snapshot
-    to start with (``_start``) is never late.
+    accepted; refused records do not advance stream time. Tombstones are records like any other. A
+    record at its key's newest timestamp replaces that version and is the latest. A row of an initial
+    snapshot (``_start``) is never late.
 
-    Where the table follows its source's order (``by_source``), no record is late, and the last one of a
-    key is what the table holds: see ``core.source_order``.
+    If the table follows its source's order (``by_source``), no record is late, and the table holds the
+    last record of a key: see ``core.source_order``.
 
-    Plan: that of ``passed`` (not where the source's order is followed), then one shuffle and sort by
+    Plan: that of ``passed`` (not if the source's order is followed), then one shuffle and sort by
     key together with one row per key of ``versions``.
 
     Args:
         records: ``key columns, value columns, timestamp, partition, is_tombstone, _outcome, …`` of one
-            run; those with an outcome already (quarantined) are passed through and count for nothing.
-        versions: the versions before the run, of which those with ``valid_to`` null count;
+            run; those with an outcome already (quarantined) are passed through and have no effect.
+        versions: the versions before the run, of which those with ``valid_to`` null are used;
             None = none.
-        order: columns in whose order a key's records are taken.
+        order: the columns that define the order of a key's records.
         stream_time: stream time of the record's partition before the run.
         chunk, bounds: see ``passed``.
-        of_rejected: columns that are null in what is applied.
-        tie_break, colliding_versions: see :func:`without_lost_ties`; None = the last that arrives
-        counts. first_changes: see :func:`without_superseded`.
-        parts: see :func:`core.partial_updates.merge_forward`, to which ``colliding_versions`` are the
-            versions; none: each
-            record
-            says its whole row.
-        by_source: what the order of the source decides; None = nothing. Not together with ``parts``.
+        of_rejected: columns that are null in applied records.
+        tie_break, colliding_versions: see :func:`without_lost_ties`; None = the last arrival wins.
+        first_changes: see :func:`without_superseded`.
+        parts: see :func:`core.partial_updates.merge_forward`, which takes ``colliding_versions`` as its
+            versions; empty: each record is a whole row.
+        by_source: the effect of the source's order; None = none. Cannot be combined with ``parts``.
 
     Returns:
         the records with ``_outcome`` (``applied``, ``late``, ``lost_tie``, ``covered`` or
         ``nothing_new``), ``is_latest``, and ``old``: the key's newest row before the record. With
         ``parts`` and ``by_source`` also ``propagated_from`` (INT): 0 for a record, 1, 2, … for rows
-        that follow from it.
+        derived from it.
 
     Source: KIP-889 "history retention doubles as grace period"; kip889-grace-rejects-old-writes.
     """
@@ -140,11 +138,11 @@ def put(
 def without_superseded(
     records: DataFrame, first_changes: DataFrame | None, *, key: Sequence[str]
 ) -> DataFrame:
-    """Of a snapshot's rows those that the changes make needless: ``covered``.
+    """Marks rows of an initial snapshot that changes supersede: ``covered``.
 
-    From the first time on of which they tell something of a key, the changes say all of it: a row of
-    that time or later is covered, also by a deletion. So what a snapshot has of a key that is told
-    about later, or never, is all that counts of it.
+    From the time of its first change on, a key's history consists of its changes: a snapshot row at or
+    after that time is covered, also by a deletion. The snapshot therefore counts only for keys that
+    have no change or whose first change is later.
 
     Plan: a join by key with the log's keys; the shuffle by key is one that :func:`put` needs.
 
@@ -170,12 +168,11 @@ def without_lost_ties(
     order: Sequence[str],
     tie_break: str,
 ) -> DataFrame:
-    """Of records that have a key and a timestamp in common, those that do not count: ``lost_tie``.
+    """Marks records that lose against another record of their key and timestamp: ``lost_tie``.
 
-    A record loses against one of a larger value that was there before it; of equal values it wins. So
-    what arrives of a key and timestamp and counts ascends, the last of it has the largest value, and
-    whoever takes the last by offset takes that, whatever the order of arrival. Null is smaller than
-    any value.
+    A record loses against an earlier arrival with a larger value; with an equal value it wins. The
+    accepted records of a key and timestamp therefore ascend, and the last one by offset has the largest
+    value, whatever the order of arrival. Null is smaller than any value.
 
     Plan: a join with the versions; the shuffle by key is one that :func:`put` needs.
 
@@ -207,21 +204,21 @@ def fold(
     horizon: Column,
     new_version_on: Sequence[str] | None = None,
 ) -> DataFrame:
-    """The versions after more of the log: what the view of a versioned table is.
+    """Returns the versions after more of the log: the view of a versioned table.
 
     There is one version per key and timestamp, the last offset wins; ``valid_to`` is the next
     version's ``valid_from``; tombstones are versions. A version with ``valid_to <= horizon`` has
-    expired, and so has a tombstone that nothing accepted from now on can come before.
+    expired, and so has a tombstone before the horizon, since no later record can be accepted before it.
 
     Plan: one shuffle and sort by key.
 
     Args:
-        versions: the versions before; None = none. It is enough to give those that end after the
-            earliest of the new rows that are out of order, and all that are current.
+        versions: the versions before; None = none. Sufficient are those that end after the earliest
+            new out-of-order row, and all current ones.
         log: log rows, ``key columns, value columns, timestamp, partition, offset, is_tombstone``,
-            after those that made ``versions``; rows that are in there already change nothing.
+            after those that made ``versions``; rows already included change nothing.
         horizon: after these log rows.
-        new_version_on: adds ``old``, see ``core.new_version_on``; None = not.
+        new_version_on: adds ``old``, see ``core.new_version_on``; None = does not.
 
     Source: KIP-889 "validity interval", FORMAT 4.1.3, section 7; kip889-validity-interval,
     kip889-put-replaces-same-timestamp.
@@ -237,28 +234,30 @@ def fold(
 
 
 def drop_expired(versions: DataFrame, horizon: Column) -> DataFrame:
-    """Without the versions that have expired.
+    """Removes expired versions.
 
     Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get.
     """
-    # Superseded or not: else what is left would depend on when the successor was folded in.
+    # Also a superseded tombstone: otherwise the result would depend on when its successor was folded
+    # in.
     expired = (F.col(VALID_TO) <= horizon) | (F.col(IS_TOMBSTONE) & (F.col(VALID_FROM) < horizon))
     return versions.where(~F.coalesce(expired, F.lit(False)))
 
 
 def clip_at_valid_until(versions: DataFrame, valid_until: str) -> DataFrame:
-    """The versions as they are read: each ends with the next one, or by itself before.
+    """Returns the versions as a reader sees them: each ends with the next one, or earlier by itself.
 
     Args:
-        valid_until: the column that says when; null = not.
+        valid_until: the column with the time at which a version ends by itself; null = it does not.
     """
     return versions.withColumn(VALID_TO, F.least(F.col(VALID_TO), F.col(f"`{valid_until}`")))
 
 
 def valid_at(as_of: Column, horizon: Column) -> Column:
-    """Whether a version answers for a time (inclusive of ``valid_from``, exclusive of ``valid_to``).
+    """Returns whether a version answers for a time (inclusive of ``valid_from``, exclusive of
+    ``valid_to``).
 
-    Times before the horizon are answered by a key's current version alone, even where the older
+    Times before the horizon are answered by a key's current version alone, even if the older
     version is still stored (kip889-expired-get). Tombstones answer nothing.
 
     Source: FORMAT 4.1.4, 4.1.5; kip889-expired-get, kip889-validity-interval.
@@ -269,7 +268,7 @@ def valid_at(as_of: Column, horizon: Column) -> Column:
 
 
 def latest(versions: DataFrame) -> DataFrame:
-    """The current version of every key: a row or a tombstone.
+    """Returns the current version of every key: a row or a tombstone.
 
     Source: FORMAT 4.1.3; kip889-tombstone-is-null.
     """
@@ -277,7 +276,7 @@ def latest(versions: DataFrame) -> DataFrame:
 
 
 def get(versions: DataFrame) -> DataFrame:
-    """The current row of every key; deleted keys are not among them.
+    """Returns the current row of every key, without deleted keys.
 
     Source: KIP-889 ``get(key)``; kip889-motivation-versioned.
     """
@@ -285,7 +284,7 @@ def get(versions: DataFrame) -> DataFrame:
 
 
 def get_as_of(versions: DataFrame, as_of: Column, horizon: Column) -> DataFrame:
-    """The row of every key as of a time (inclusive).
+    """Returns the row of every key as of a time (inclusive).
 
     Source: KIP-889 ``get(key, asOfTimestamp)``; kip889-validity-interval, kip889-expired-get.
     """
@@ -293,14 +292,15 @@ def get_as_of(versions: DataFrame, as_of: Column, horizon: Column) -> DataFrame:
 
 
 def history(versions: DataFrame, *, key: Sequence[str]) -> DataFrame:
-    """All versions, tombstones included, by key and time."""
+    """Returns all versions, tombstones included, by key and time."""
     return versions.orderBy(*key, VALID_FROM)
 
 
 def key_range(
     versions: DataFrame, *, key: Sequence[str], lower: Sequence[object], upper: Sequence[object]
 ) -> DataFrame:
-    """The versions of the keys from ``lower`` to ``upper``, both inclusive, compared as tuples."""
+    """Returns the versions of the keys from ``lower`` to ``upper``, both inclusive, compared as
+    tuples."""
 
     def tuple_of(values: Sequence[Column]) -> Column:
         return F.struct(*[v.alias(f"k{i}") for i, v in enumerate(values)])
@@ -321,9 +321,10 @@ def delete(
     stream_time: Column,
     history_retention: Duration,
 ) -> DataFrame:
-    """What deleting finds: the row as of each request, null where there is none or it is refused.
+    """Returns the row that a deletion removes: the row as of each request, null if there is none or the
+    request is refused.
 
-    A deletion is a tombstone record; :func:`put` stores it. Give at most one request per key and
+    A deletion is a tombstone record; :func:`put` stores it. Pass at most one request per key and
     run: each sees the table as it was before the run.
 
     Args:
