@@ -1,12 +1,12 @@
-"""Sliding windows: which windows of a key a record is in, decided in order of arrival.
+"""Sliding windows: computes the windows of a key that contain each record, in order of arrival.
 
-A window is made where a record enters it or has just left it, out of the windows beside it, and only
-while it is open; so what a record does depends on what all records before it did, and no window
-expression gives it. So this is a kernel in Python over sorted Arrow batches, with only those windows
-of one key in memory that a later record may look at, however many records or batches a key has.
+A record creates a window when it enters or has just left it, from the adjacent windows, and only while
+the window is open. The effect of a record depends on all records before it, and no window expression
+can compute it. A Python kernel over sorted Arrow batches does. It holds in memory only the windows of
+one key that a later record may read, however many records or batches a key has.
 
-Kafka's times are whole milliseconds, and a window that a record has just left starts one later: so
-here a record's time, and stream time, are rounded down to milliseconds.
+Kafka's times are whole milliseconds, and a window that a record has just left starts one millisecond
+later. A record's time and stream time are therefore rounded down to milliseconds here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vt_dagster.topology.windows import SlidingWindow
 
 pa: Any = pyarrow
 
-# Spark's workers need not have this package installed.
+# Pickle by value: Spark's workers need not have this package installed.
 cast(Any, cloudpickle).register_pickle_by_value(sys.modules[__name__])
 
 YOUNG, LENGTH, HIDDEN = "_young", "_length", "_hidden"
@@ -49,27 +49,27 @@ Merger = Callable[[Any, Any], Any]
 
 
 def merge(rows: DataFrame, *, key: Sequence[str], accumulators: Sequence[Accumulator]) -> DataFrame:
-    """Updates and makes the windows of each record of a key, one record after the other.
+    """Updates and creates the windows of each record of a key, in order.
 
-    A window [start, start + length] is open iff ``end >= horizon`` of the record. A record with
-    ``at + length < horizon`` is dropped once; else each closed window that it would have updated or
-    made is.
+    A window [start, start + length] is open for a record iff ``end >= horizon``. A record with
+    ``at + length < horizon`` is dropped once; otherwise each closed window that it would have updated
+    or created is dropped.
 
-    Plan: one shuffle and sort by key; the kernel takes the rows as they are sorted.
+    Plan: one shuffle and sort by key; the kernel reads the sorted rows.
 
     Args:
         rows: ``key columns, partition, ORDER, window_start, accumulators, _fresh, _keyed, _young,
             _length, _horizon, _hidden``; times are epoch microseconds. ``_fresh`` false: a window
             from before the run, ``_young`` its largest timestamp. True: a record, ``window_start``
             and ``_young`` its timestamp, ``_length`` the time difference, ``_horizon`` = stream time
-            - grace as of the record, and ``_hidden``: it sees no window that starts then or before
-            (null = it sees all). ``_keyed`` false = it has no key, or no value: it is dropped.
+            - grace as of the record, and ``_hidden``: windows that start at or before it are hidden
+            from the record (null = none are). ``_keyed`` false = no key or no value: it is dropped.
 
     Returns:
         ``key columns, partition, ORDER, window_start, window_end, timestamp (microseconds),
-        accumulators, _kind, _turn``: for each record the windows that it updated or made, in Kafka's
-        order (one can be among them twice); ``CLOSED`` for what is dropped, without a window where it
-        is not late; and each key's windows at the end as ``STATE``.
+        accumulators, _kind, _turn``: for each record the windows that it updated or created, in Kafka's
+        order (one can appear twice); ``CLOSED`` for a drop, without a window if the record is not late;
+        and each key's windows at the end as ``STATE``.
 
     Source: FORMAT 4.10.6; kip328-sliding, kip328-sliding-early.
     """
@@ -89,17 +89,18 @@ def merge(rows: DataFrame, *, key: Sequence[str], accumulators: Sequence[Accumul
 
 
 def with_largest(rows: DataFrame, *, key: Sequence[str]) -> DataFrame:
-    """Adds the largest start of those windows that a record updates or makes, nothing being hidden.
+    """Adds the largest start of the windows that a record updates or creates if no window is hidden.
 
-    What is hidden depends on all keys: on the largest start so far. Conversely no window is
-    made or left out for being hidden that starts later than that, but for a grace period of at most
-    1 ms and a key whose records come exactly when its windows close and are hidden, where the start
-    found here can be one record too large. No random scenario has shown that.
+    Which windows are hidden depends on all keys: on the largest start so far. Conversely, hiding
+    neither creates nor omits a window with a later start. The exception is a grace period of at most 1
+    ms and a key whose records arrive exactly when its windows close and are hidden: the start can then
+        be one record
+    too large. No random scenario has shown that.
 
-    Plan: one shuffle and sort by key; the kernel takes the rows as they are sorted.
+    Plan: one shuffle and sort by key; the kernel reads the sorted rows.
 
     Args:
-        rows: see ``merge``; the accumulators are not looked at.
+        rows: see ``merge``; the accumulators are not used.
 
     Returns:
         the rows with ``_largest`` (BIGINT, microseconds; null = none, or no record).
@@ -121,7 +122,7 @@ def _by_key(rows: DataFrame, key: Sequence[str]) -> DataFrame:
 
 
 class _Window(NamedTuple):
-    """A window as it is at one moment; ``young`` is its largest timestamp."""
+    """A window at one moment; ``young`` is its largest timestamp."""
 
     start: int
     young: int
@@ -129,7 +130,7 @@ class _Window(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What a record does to a window, or what is kept of one."""
+    """The effect of a record on a window, or a window of the state."""
 
     kind: int
     start: int | None
@@ -140,7 +141,7 @@ class _Result(NamedTuple):
 
 @dataclass(frozen=True)
 class _Record:
-    """A record and what holds at its arrival: see ``merge``."""
+    """A record and the bounds at its arrival: see ``merge``."""
 
     at: int
     length: int
@@ -150,12 +151,12 @@ class _Record:
 
     @property
     def after(self) -> int:
-        """Where the window starts that the record has just left."""
+        """The start of the window that the record has just left."""
         return self.at + TICK
 
 
 class _Windows:
-    """The windows of one key by their starts, those that a later record may look at."""
+    """The windows of one key that a later record may read, by start."""
 
     def __init__(self, mergers: Sequence[Merger]) -> None:
         self.mergers = mergers
@@ -163,35 +164,37 @@ class _Windows:
         self.found: list[_Window] = []
 
     def put(self, window: _Window) -> None:
-        """Keeps a window, in the place of the one with the same start."""
+        """Stores a window; replaces one with the same start."""
         at = bisect_left(self.starts, window.start)
         same = at < len(self.starts) and self.starts[at] == window.start
         self.starts[at : at + same] = [window.start]
         self.found[at : at + same] = [window]
 
     def take(self, record: _Record) -> list[_Result]:
-        """One record: what it does, in order."""
+        """Applies one record; returns its effects in order."""
         if record.at + record.length < record.horizon:
             return [self._closed(record, record.at - record.length)]
-        # Later records are no older than the horizon - length, and look back twice the length.
+        # Later records are at or after horizon - length, and look back twice the length.
         old = bisect_left(self.starts, record.horizon - 3 * record.length)
         del self.starts[:old], self.found[:old]
-        # Kafka has no windows that start before 1970; here they take records from before it only.
+        # Kafka has no windows that start before 1970; here such windows contain only records from
+        # before it.
         return self._early(record) if 0 <= record.at < record.length else self._later(record)
 
     def kept(self, length: int) -> list[_Result]:
-        """The windows as they are."""
+        """Returns the current windows."""
         return [_Result(STATE, w.start, w.start + length, w.young, w.values) for w in self.found]
 
     def _near(self, record: _Record, first: int) -> list[_Window]:
-        """The windows that a record sees, from a start to that of the window it has just left."""
+        """Returns the visible windows, from a start to that of the window that the record has just
+        left."""
         low, high = bisect_left(self.starts, first), bisect_right(self.starts, record.after)
         if record.hidden is not None:
             low = max(low, bisect_right(self.starts, record.hidden))
         return self.found[low:high]
 
     def _later(self, record: _Record) -> list[_Result]:
-        """A record whose windows all start at 0 or later: from the latest window down."""
+        """Applies a record whose windows all start at 0 or later: from the latest window down."""
         at, length = record.at, record.length
         done: list[_Result] = []
         met: set[int] = set()
@@ -221,7 +224,8 @@ class _Windows:
         return done + self._just_left(record, right, met)
 
     def _early(self, record: _Record) -> list[_Result]:
-        """A record younger than the length: the window from 0 takes the place of the left ones."""
+        """Applies a record younger than the length: the window from 0 replaces the windows to the
+        left."""
         at = record.at
         done: list[_Result] = []
         met: set[int] = set()
@@ -241,20 +245,21 @@ class _Windows:
         return done
 
     def _after_previous(self, record: _Record, before: int | None, met: set[int]) -> list[_Result]:
-        """The window that the record before this one has just left, with this one alone."""
+        """Creates the window that the previous record has just left; it contains only this record."""
         start = None if before is None else before + TICK
         if start is None or start in met or start + record.length < record.at:
             return []
         return [self._update(record, start, None)]
 
     def _just_left(self, record: _Record, base: _Window | None, met: set[int]) -> list[_Result]:
-        """The window that this record has just left: what is younger of those around it."""
+        """Creates the window that this record has just left, from the younger records of those around
+        it."""
         if record.after in met or base is None or base.young <= record.at:
             return []
         return [self._keep(record, _Window(record.after, base.young, base.values))]
 
     def _update(self, record: _Record, start: int, was: _Window | None) -> _Result:
-        """A window with the record, added to what was in it; a closed one is left as it is."""
+        """Adds the record to a window; a closed window does not change."""
         if start + record.length < record.horizon:
             return self._closed(record, start)
         if was is None:
@@ -317,7 +322,7 @@ def _largest(batches: Iterator[Any]) -> Iterator[Any]:
 def _taken(
     windows: _Windows, mergers: Sequence[Merger], about: Sequence[Any], values: Values
 ) -> tuple[_Windows, list[_Result]]:
-    """One row: the windows of its key, and what it does to them."""
+    """Applies one row; returns the windows of its key and the effects."""
     fresh, keyed, at, young, length, horizon, hidden, first = about
     if first:
         windows = _Windows(mergers)
@@ -336,14 +341,14 @@ def with_hidden(
     window: SlidingWindow,
     chunk: Column | None,
 ) -> DataFrame:
-    """Until which start a record sees no windows: the largest start so far - retention.
+    """Adds the start up to which windows are hidden from a record: largest start so far - retention.
 
-    That start is the partition's, of all keys and just before the record. Of the windows before the
-    run the latest is still open, so that the state has it.
+    That start is the partition's, over all keys and just before the record. The latest window before
+    the run is still open, so the state contains it.
     """
     found = with_largest(union(records, earlier), key=key).where(FRESH)
     if earlier is not None:
-        # One row a partition, before the first record.
+        # One row per partition, before the first record.
         newest = earlier.groupBy(PARTITION).agg(F.max(WINDOW_START).alias(LARGEST))
         found = union(found, newest.withColumns({ARRIVAL: F.lit(_EARLIEST), FRESH: F.lit(False)}))
     started = found.withColumn(TIMESTAMP, F.timestamp_micros(LARGEST))
@@ -354,5 +359,5 @@ def with_hidden(
 
 
 def in_ticks(time: Column) -> Column:
-    """Microseconds, rounded down to those milliseconds that sliding windows count in."""
+    """Rounds microseconds down to whole milliseconds, the unit of sliding windows."""
     return time - F.pmod(time, F.lit(TICK))

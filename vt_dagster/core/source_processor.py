@@ -1,4 +1,4 @@
-"""A source's records, once they are read: which are applied, which come too late."""
+"""The processor of a source: decides which of its records are applied, late or quarantined."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from vt_dagster.core.stream_time import Timed, late_from
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 STARTED, START_IN, START_BAD = "_started", "_start_in", "_start_bad"
-"""Of the rows of a snapshot that a table starts with: how many are applied, there, and bad."""
+"""Counts of an initial snapshot's rows: applied, in total, and quarantined."""
 
 
 class SourceProcessor(Processor[None]):
     """Puts a source's prepared records (``source_records.prepare``) into its stream or table.
 
-    A stream and a plain table apply every record; a versioned table refuses those older than its
-    history retention, and those that lose a tie. One that follows its source's order refuses none as
-    late. Records with a reason for quarantine are passed through.
+    A stream and a plain table apply every record. A versioned table refuses records older than its
+    history retention, and those that lose a tie; if it follows its source's order, no record is late.
+    Records with a reason for quarantine are passed through.
     """
 
     quarantined_outcomes = (Outcome.LATE, Outcome.LOST_TIE, Outcome.QUARANTINED)
@@ -64,7 +64,7 @@ class SourceProcessor(Processor[None]):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         node, (records,) = self.node, rows
-        # What a record was read from is of use only where it goes to quarantine.
+        # The raw record is needed only in quarantine.
         raw = [c for c in (RAW, RAW_KEY) if c in records.columns]
         if not isinstance(node, Table):
             rejected = F.col(OUTCOME).isNotNull()
@@ -87,7 +87,7 @@ class SourceProcessor(Processor[None]):
 
     @property
     def bounded(self) -> bool:
-        # Where records name their partitions, there may be as many chunks as records.
+        # If records name their partitions, there may be as many chunks as records.
         own = PARTITION in self.node.schema.names
         late = isinstance(self.node, VersionedTable) and not follows_source(self.node)
         return not self.single_task and late and not own
@@ -104,14 +104,15 @@ class SourceProcessor(Processor[None]):
 
     @property
     def result_order(self) -> list[Column]:
-        # An event that deletes every key makes a record of each, all of one place of arrival.
+        # An event that deletes every key gives one record per key, all with the same position of
+        # arrival.
         keys = [F.col(f"`{k}`") for k in self.node.key] if restates(self.node) else []
         return [F.col(ARRIVAL), *([F.col(PROPAGATED_FROM)] if self._carried else []), *keys]
 
     def produce(
         self, rows: DataFrame, first: Column, single_task: bool, in_place: InPlace | None = None
     ) -> DataFrame:
-        """As any other; where the source has told ``recorded_at``, with that."""
+        """Returns the log rows of a run, with ``recorded_at`` if the source provides it."""
         if RECORDED_AT not in rows.columns:
             return super().produce(rows, first, single_task, in_place)
         results = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
@@ -141,7 +142,7 @@ class SourceProcessor(Processor[None]):
         shown = {"in": found["in"] - carried, **told, Outcome.APPLIED: applied}
         if partial_columns(self.node):
             return shown
-        # Rare where each record says its whole row.
+        # Rare for whole rows: show these counts only if they are not zero.
         return {n: c for n, c in shown.items() if c or n not in (Outcome.CARRIED, Outcome.NOTHING_NEW)}
 
     def accounts(self, totals: Counts, taken: int, rows: int) -> list[tuple[str, int, int]]:

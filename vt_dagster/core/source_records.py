@@ -1,4 +1,5 @@
-"""Rows of a source become records: timestamp, partition, tombstone, or a reason why not."""
+"""Turns a source's rows into records: timestamp, partition and tombstone, or a reason for
+quarantine."""
 
 from __future__ import annotations
 
@@ -15,41 +16,42 @@ from vt_dagster.core.log_columns import partial_columns
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 REASON = "_reason"
-"""Why a row was quarantined, one of the ``Reason`` codes; null for a record."""
+"""Why a row is quarantined, one of the ``Reason`` codes; null for a record."""
 
 
 SOURCE = "_source"
-"""What a row was read from: a file's name, a topic."""
+"""The origin of a row: a file's name, a topic."""
 POSITION = "_position"
-"""Where in it: the line from 1, the offset."""
+"""The position of a row in its origin: the line from 1, the offset."""
 RAW = "_raw"
-"""The row as it was read: the line, the message's bytes."""
+"""The row as read: the line, the message's bytes."""
 RAW_KEY = "_raw_key"
-"""The bytes of a message's key, where it has one."""
+"""The bytes of a message's key, if it has one."""
 DELETED = "_deleted"
-"""Whether the source itself says that a row is a tombstone; an optional column of its rows."""
+"""Whether the source marks a row as a tombstone; an optional column of its rows."""
 RECORD_TIME = "_record_time"
-"""When the source got a row: a tombstone's timestamp, where its own columns do not tell one."""
+"""When the source received a row: the timestamp of a tombstone whose own columns have none."""
 
 START = "_start"
-"""Whether a row is of the snapshot that its table starts with; an optional column of its rows."""
+"""Whether a row belongs to the table's initial snapshot; an optional column of its rows."""
 SOURCE_TIME = "record_time"
-"""The name by which ``deleted_at`` may ask for ``_record_time``."""
+"""The name under which ``deleted_at`` may use ``_record_time``."""
 RESTATES = "_restates"
-"""Whether a row says what a key has now and no change of it, so that it may repeat what is known: of
-Debezium a null message and a snapshot's row, of a dump each row; an optional column of its rows."""
+"""Whether a row states the current value of a key instead of a change, and may repeat it: for Debezium
+a null message and a snapshot's row, for a snapshot table each row; an optional column of its rows."""
 TRUNCATES = "_truncates"
-"""Whether a row says that all rows of the source's table are gone; an optional column of its rows, each
-of which is also ``_deleted``."""
+"""Whether a row deletes all rows of the source's table; an optional column of its rows. Such a row is
+also ``_deleted``."""
 SOURCE_RECORDED_AT = "_told_at"
-"""When the source has recorded a row, where it is asked for that; an optional column of its rows."""
+"""The system time that the source provides for a row, if it is requested; an optional column of its
+rows."""
 UNCHANGED = "_unchanged"
-"""The columns that a row does not have since they are unchanged: an array of names; null = none. An
-optional column of a source's rows."""
+"""The columns that a row omits because they are unchanged: an array of names; null = none. An optional
+column of a source's rows."""
 
 
 class Reason:
-    """Why a row is no record, or a record is not in the log, see ``rules``."""
+    """The reasons why a row is not a record or a record is not in the log, see ``rules``."""
 
     UNREADABLE = rules.UNREADABLE.name
     UNREADABLE_FILE = rules.UNREADABLE_FILE.name

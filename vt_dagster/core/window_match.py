@@ -1,8 +1,9 @@
-"""Records of two sides that have the same key and are near each other in time.
+"""Window match: pairs records of two sides with the same key and nearby times.
 
-Time is cut into tiles twice as long as the window. Of two sides one is in the tile of its own time, the
-other in each tile that its window reaches into, which is one or two; they meet by key and tile. So the
-records of one key are in many tasks, and no more pairs are compared than some three for each match.
+Time is divided into tiles twice as long as the window. A record of one side is in the tile of its own
+time, a record of the other side in the one or two tiles that its window overlaps; the sides are joined
+by key and tile. The records of one key spread over many tasks, and about three pairs are compared per
+match.
 """
 
 from __future__ import annotations
@@ -32,53 +33,53 @@ LEFT, RIGHT = "left", "right"
 SIDE = "_side"
 """0 = left, 1 = right."""
 AT = "_at"
-"""A record's own time; all times here are epoch microseconds."""
+"""A record's own time. All times of this module are epoch microseconds."""
 LOW, HIGH = "_low", "_high"
-"""The times of the other side's records that it matches, both inclusive."""
+"""The range of times of matching records of the other side, both inclusive."""
 END = "_end"
-"""The stream time after which its window is over, and nothing that is in time matches it."""
+"""The stream time after which a record's window is over: no record in time matches it any more."""
 NEW = "_new"
-"""Whether it is of this run; the columns below are null where it is not."""
+"""Whether a record is of this run; if not, the columns below are null."""
 NOW = "_now"
-"""Stream time as of it."""
+"""Stream time as of the record."""
 LOOK = "_look"
-"""The stream time at which unmatched records were last let go, as of it."""
+"""As of the record, the stream time at which unmatched records were last emitted."""
 HORIZON = "_horizon"
-"""If it is late it finds only what is later than this."""
+"""A late record matches only records later than this."""
 LATE = "_late"
-"""Whether it came later than is promised that it finds every match."""
+"""Whether a record came too late to be guaranteed all its matches."""
 ONCE = "_once"
-"""Whether that was so when it came."""
+"""Whether the record's window was over on its arrival."""
 FROM = "_from"
-"""Of a match, the offset of the record that was there; of a record without one, its own."""
+"""The offset of a match's earlier record by arrival; for an unmatched record its own."""
 THERE = "_there"
-"""Of a match, the time of the record that was there."""
+"""The time of a match's earlier record by arrival."""
 _TILE, _WIDE = "_tile", "_wide"
 
 
 def tile_width(before: Duration, after: Duration) -> Column:
-    """How long a tile is, of the row's partition."""
+    """Returns the length of a tile, for the row's partition."""
     return F.greatest(F.lit(1), (micros(before) + micros(after)) * 2)
 
 
 def matches(
     new: Sequence[DataFrame], earlier: Sequence[DataFrame | None], *, on: Sequence[str], width: Column
 ) -> DataFrame:
-    """Each pair of records that match, of which at least one is new.
+    """Returns each pair of matching records of which at least one is new.
 
-    The later one of them by arrival finds the other: all that is in its window, or if it is late what
-    is later than its horizon.
+    The later record by arrival finds the other: every record in its window, or if it is late, those
+    later than its horizon.
 
-    Plan: a shuffle of each side by key and tile and a join; one such join of what is new on the left
-    with all of the right, and one of the rest with what is new on the right.
+    Plan: a shuffle of each side by key and tile and a join; one such join of the new left records with
+    all right ones, and one of the earlier left records with the new right ones.
 
     Args:
-        new, earlier: the left and the right side's, with ``on`` and the columns above.
+        new, earlier: of the left and the right side, with ``on`` and the columns above.
         width: of a tile, see ``tile_width``.
 
     Returns:
         ``left, right`` (the sides' structs), ``_at`` (the larger time)``, partition, ORDER, _late``
-        (of the later one by arrival)``, _there, _from``, and the places of both.
+        (of the later one by arrival)``, _there, _from``, and the positions of both.
     """
     left, right = new
     found = found_by(left, _with(right, earlier[1]), 0, on=on, width=width)
@@ -90,10 +91,10 @@ def matches(
 def found_by(
     new: DataFrame, others: DataFrame, place: int, *, on: Sequence[str], width: Column
 ) -> DataFrame:
-    """The pairs of new records of a side with others, as of :func:`matches`.
+    """Returns the pairs of new records of one side with others, like :func:`matches`.
 
     Args:
-        place: of the side that is new.
+        place: the side of the new records.
     """
     near, far = _wide(new, on, width), _narrow(others, on, width)
     return _pairs(near, far, on) if place == 0 else _pairs(far, near, on)
@@ -107,15 +108,15 @@ def without_match(
     on: Sequence[str],
     width: Column,
 ) -> DataFrame:
-    """The records that no other has matched as long as that was in time.
+    """Returns the records that no other record has matched in time.
 
-    One found a match when it arrived; or, unless its window and grace were over by then, a record after
-    it did, before it was let go.
+    A record has a match if it found one on arrival; or, unless its window and grace period were over by
+    then, if a later record found it before unmatched records were emitted.
 
     Plan: a shuffle of each side by key and tile and an anti-join.
 
     Args:
-        records: new ones of one side, and earlier ones that have had no match until now.
+        records: new ones of one side, and earlier ones still unmatched.
         others: new ones of the other side; ``others_earlier``: those of earlier runs.
     """
     mine = _named(records.withColumn(_TILE, _tile(AT, width)), "u")
@@ -155,7 +156,7 @@ def _pairs(left: DataFrame, right: DataFrame, on: Sequence[str]) -> DataFrame:
 
 
 def _finds(one: str, other: str) -> Column:
-    """Whether a new record finds one that was there and is in its window."""
+    """Returns whether a new record finds an earlier one in its window."""
     return ~_c(one, LATE) | (_c(other, AT) > _c(one, HORIZON))
 
 
@@ -175,17 +176,17 @@ def _with(new: DataFrame, earlier: DataFrame | None) -> DataFrame:
 
 
 def _narrow(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
-    """Each record in the tile of its own time."""
+    """Places each record in the tile of its own time."""
     return rows.withColumn(_TILE, _tile(AT, width))
 
 
 def _wide(rows: DataFrame, on: Sequence[str], width: Column) -> DataFrame:
-    """Each record in every tile that its window reaches into."""
+    """Places each record in every tile that its window overlaps."""
     return rows.withColumn(_TILE, F.explode(F.sequence(_tile(LOW, width), _tile(HIGH, width))))
 
 
 def _tile(moment: str, width: Column) -> Column:
-    """It never descends with time, which is all that is asked of it."""
+    """Returns a tile number; the tiling requires only that it never descends with time."""
     return F.call_function("div", F.col(moment), width)
 
 

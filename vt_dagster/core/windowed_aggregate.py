@@ -1,9 +1,10 @@
-"""Windowed aggregates: a stream's records by key and window, with grace for late ones (KIP-328).
+"""Windowed aggregates: a stream's records by key and window, with a grace period for late ones
+(KIP-328).
 
-A window is updated while it is open; a record that comes when its window has closed is dropped from
-it and counted. Stream time T is the largest timestamp so far of a record that counts
-(``moves_stream_time``), the record itself included, per partition. What a run keeps for the next one
-are the windows still open, and those that a later record still looks at.
+An open window is updated; a record whose window has closed is dropped from it and counted. Stream
+time T is the largest timestamp so far of a record that counts (``moves_stream_time``), including the
+record itself, per partition. The state for the next run contains the open windows, and those that a
+later record reads.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         return [name for name, _ in self.operator.keys().columns]
 
     def _regrouped(self, rows: DataFrame) -> DataFrame:
-        """Records under their new key, in its partition."""
+        """Gives records their new key, and moves them to its partition."""
         if not self.operator.group_key:
             return rows
         chosen = {name: F.expr(sql) for name, sql in self.operator.keys().columns}
@@ -104,7 +105,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
         accumulators = self.operator.parsed().accumulators
-        # Before the records get their new key: a key column hides no column of its name.
+        # Before the records get their new key: a key column must not hide a column of the same name.
         given = with_columns(rows[0], {a.name: F.expr(a.expression) for a in accumulators})
         return aggregate(
             self._regrouped(given),
@@ -129,7 +130,7 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
         )
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
-        # A record that is no record for windows, for its null key or value, has no window either.
+        # A record dropped for a null key or value has no window and is not late.
         late = (F.col(OUTCOME) == Outcome.DROPPED) & has_key(self.node.key)
         return {
             _EXPIRED: F.count_if(late),
@@ -141,14 +142,14 @@ class WindowedAggregateProcessor(Processor[WindowedAggregate]):
 
 
 def needs_value(window: Window) -> bool:
-    """Whether a record without a value is dropped: by sliding windows, as in Kafka Streams."""
+    """Returns whether records without a value are dropped: by sliding windows, as in Kafka Streams."""
     return isinstance(window, SlidingWindow)
 
 
 def moves_stream_time(key: Sequence[str], window: Window) -> Column:
-    """Whether a record is one for the windows: it has a key, and a value where one is needed.
+    """Returns whether a record counts for windows: it has a key, and a value if one is needed.
 
-    Others are dropped, and T does not look at them.
+    Other records are dropped and do not advance T.
 
     Source: FORMAT 4.10, 4.10.3; kip328-probe-null-values-tumbling, -session, -sliding.
     """
@@ -170,36 +171,36 @@ def aggregate(
 ) -> DataFrame:
     """Aggregates the records of a run by key and window; every update is a result.
 
-    Plan, tumbling and hopping: ``passed`` (with bounds a broadcast, and a shuffle and sort of chunks
-    where they do not decide), then one shuffle and sort by key and window of the run's records and the
-    open windows; ``once``, where that makes no difference to the numbers, a shuffle and a hash
-    aggregate. Sessions: ``with_stream_time`` (one aggregate, one shuffle and sort by partition and
-    chunk), then a shuffle and sort by key alone, and a kernel in Python (see
-    ``session_windows.merge``). In all 2 shuffles and 2 sorts of rows, and of a row a chunk 2 shuffles,
-    a sort and a broadcast. Sliding windows: the same with ``sliding_windows.merge``, and where their
-    retention hides some, all of it once more before, for what they hide.
+    Plan, tumbling and hopping: ``passed`` (with bounds a broadcast, and a shuffle and sort of undecided
+    chunks), then one shuffle and sort by key and window of the run's records and the open windows; with
+    ``once``, if the order of rows does not change the numbers, a shuffle and a hash aggregate.
+    Sessions: ``with_stream_time`` (one aggregate, one shuffle and sort by partition and chunk), then a
+    shuffle and sort by key alone, and a Python kernel (see ``session_windows.merge``): in total 2
+    shuffles and 2 sorts of rows, and for one row per chunk 2 shuffles, a sort and a broadcast. Sliding
+    windows: the plan of sessions with ``sliding_windows.merge``; if their retention hides windows, the
+        plan runs once more before, to
+    compute the hidden ones.
 
     Args:
         records: the stream's log rows, ``key columns, accumulators, timestamp, partition, ORDER``; an
-            accumulator is what the record adds to it. ``partition`` and key columns are already the
+            accumulator is the record's contribution. ``partition`` and key columns are already the
             result's; each partition has windows of its own. A null value counts like any other record
-            (kip328-probe-null-values-tumbling), but for sliding windows, which drop it
+            (kip328-probe-null-values-tumbling), except for sliding windows, which drop it
             (kip328-probe-null-values-sliding); a record without a key is dropped.
         state: the windows kept before the run; None = none.
         before: T of the row's partition before the run (TIMESTAMP; null = no record yet).
         chunk: see ``with_stream_time``; ``fine_chunk`` is that of ``bounds``, see ``passed``.
-        once: whether only the last update of each window is wanted; there may be others.
+        once: whether only the last update of each window is needed; others may be returned.
 
     Returns:
         ``key columns, window_start, window_end, aggregates, timestamp, partition, is_tombstone,
-        _outcome, ORDER, _turn``, and what ``state_after`` needs. ``window_start`` inclusive;
-        ``window_end`` exclusive; of a session the timestamp of its last record, of a sliding window
-        its start + time difference, both inclusive. ``timestamp``: the
-        largest in the window; of a session, also of the tombstone of one that has been merged, its
-        end. ``dropped``: a record
-        without a key (or value, where one is needed), without a window; or one row for each window
-        that had closed. ``kept``: a window, or a session or sliding window at the end of the run, that
-        no record has changed last.
+        _outcome, ORDER, _turn``, and the columns that ``state_after`` needs. ``window_start`` is
+        inclusive; ``window_end`` is exclusive; for a session it is the timestamp of its last record,
+        for a sliding window its start + time difference, both inclusive. ``timestamp``: the largest in
+        the window; for a session, and for the tombstone of a merged one, its end. ``dropped``: a record
+        without a key (or value, if one is needed), without a window; or one row per closed window.
+        ``kept``: a window not last changed by a record, or a session or sliding window at the end of
+        the run.
 
     Source: FORMAT 4.10.1-4.10.6, section 7; kip328-grace-boundary, kip328-hopping,
     kip328-session-merge, kip328-sliding.
@@ -227,7 +228,7 @@ def aggregate(
 def state_after(
     rows: DataFrame, *, key: Sequence[str], window: Window, aggregates: Aggregates, after: Column
 ) -> DataFrame:
-    """The windows after a run that a later record can change or, sliding ones, look at.
+    """Returns the windows after a run that a later record can change or, for sliding windows, read.
 
     Args:
         rows: of ``aggregate``.
@@ -240,7 +241,8 @@ def state_after(
     if isinstance(window, SessionWindow):
         closed = end < now - micros(window.closes_after)
     elif isinstance(window, SlidingWindow):
-        # A record that is not too late lies at T - grace - difference, and looks back twice that.
+        # An accepted record lies at or after T - grace - difference, and looks back twice the
+        # difference.
         least = (
             sliding_windows.in_ticks(now) - micros(window.grace) - 3 * micros(window.time_difference)
         )
@@ -254,7 +256,7 @@ def state_after(
 
 
 def _accumulators_type(records: DataFrame, aggregates: Aggregates) -> StructType:
-    """The accumulators' types, as Spark's own sum, min and max have them."""
+    """Returns the accumulators' types, as Spark's sum, min and max give them."""
     merged = [_MERGES[a.merge](a.name).alias(a.name) for a in aggregates.accumulators]
     return records.agg(*merged).schema
 
@@ -266,10 +268,10 @@ def _fixed(
     aggregates: Aggregates,
     once: bool,
 ) -> DataFrame:
-    """Tumbling and hopping windows: running aggregates, the state's row first."""
+    """Computes tumbling and hopping windows: running aggregates, starting from the state's row."""
     judged = judged.withColumn(_OPEN, ~F.col(PASSED) & F.col(WINDOW_END).isNotNull()).drop(PASSED)
     names = [a.name for a in aggregates.accumulators]
-    # Closed windows stay among the rows, as they are to be counted, but add nothing.
+    # Rows of closed windows are kept because they are counted, but add nothing.
     added = with_columns(
         judged,
         {a: F.when(F.col(_OPEN), F.col(a)) for a in names}
@@ -288,11 +290,12 @@ def _fixed(
         rows = folded(rows.withColumn(TURN, F.lit(0)), group, counts, merged | seen)
         merged, last = {c: F.col(c) for c in merged}, F.lit(True)
     else:
-        # By key and window alone, as the result's store wants them: each partition has its own.
+        # By key and window alone, as the result's store needs them next: each partition has its own
+        # keys.
         rows = gathered(rows, [*key, WINDOW_START, WINDOW_END])
         in_order = W.partitionBy(*group).orderBy(FRESH, *ORDER)
         so_far = in_order.rowsBetween(W.unboundedPreceding, W.currentRow)
-        # Sums are made in order of arrival: those of doubles do not depend on how runs are cut.
+        # Sums in order of arrival: so sums of doubles do not depend on how runs are cut.
         merged = {c: column.over(so_far) for c, column in merged.items()}
         last = F.lead(F.lit(1)).over(in_order).isNull()
     rows = with_columns(
@@ -351,7 +354,8 @@ def _sliding(
     aggregates: Aggregates,
     chunk: Column | None,
 ) -> DataFrame:
-    """Sliding windows: first, where it matters, which windows each record does not see any more."""
+    """Computes sliding windows; first, if retention hides windows, which ones each record cannot
+    see."""
     at, now = (
         sliding_windows.in_ticks(F.unix_micros(TIMESTAMP)),
         sliding_windows.in_ticks(F.unix_micros(STREAM_TIME)),
@@ -381,7 +385,7 @@ def _sliding(
 
 
 def _by_kernel(merged: DataFrame, key: Sequence[str], aggregates: Aggregates) -> DataFrame:
-    """The results of a kernel; ``timestamp`` is in microseconds."""
+    """Returns the results of a kernel; ``timestamp`` is in microseconds."""
     updated = F.col(KIND) == session_windows.MERGED
     kept = F.col(KIND) == session_windows.STATE
     outcome = F.when(kept, Outcome.KEPT).when(F.col(KIND) == session_windows.CLOSED, Outcome.DROPPED)
