@@ -373,10 +373,10 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         operator, (partition, some) = self.operator, min(wrong.items())
         raise RefusedRecordsError(
             f"{self.node.name}: expected one record of {operator.left.name!r} for each key "
-            f"{list(operator.key)}, got {sum(one[_TWICE] for one in wrong.values())} whose key another "
-            f"record has, the first at partition {partition} offset {some[_TWICE_AT]}; nothing was "
-            "committed. Name more columns by key, or leave it out: then each record has a row, by its "
-            "partition and offset",
+            f"{list(operator.key)}, got {sum(one[_TWICE] for one in wrong.values())} with the key of "
+            f"another record, the first at partition {partition} offset {some[_TWICE_AT]}; nothing was "
+            "committed. Add columns to key, or remove it: each record then has a row of its own, keyed "
+            "by partition and offset",
             list(wrong),
         )
 
@@ -395,7 +395,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
         out = totals.get("out", 0)
         return [
-            ("records in = joined + dropped + waiting + of the table", totals.get("in", 0), done),
+            ("records in = joined + dropped + waiting + changes of the table", totals.get("in", 0), done),
             ("records out = rows in the log", out, rows),
             ("joined + corrected = records out", joined + totals.get(CORRECTED, 0), out),
         ]

@@ -42,9 +42,9 @@ class FlatMapValuesProcessor(Processor[FlatMapValues]):
         wrong = {partition: n for partition, n in wrong.items() if n}
         if wrong:
             raise NullArrayError(
-                f"{self.node.name}: expected an array of each record, got null of "
-                f"{sum(wrong.values())}: {self.operator.expression}; nothing was committed. Write "
-                "coalesce(..., array()) around it for records that are to give nothing, and run again",
+                f"{self.node.name}: expected an array for each record, got null for "
+                f"{sum(wrong.values())}: {self.operator.expression}; nothing was committed. Wrap it in "
+                "coalesce(..., array()) to emit nothing for these records, and run again",
                 list(wrong),
             )
 

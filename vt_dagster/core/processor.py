@@ -189,7 +189,7 @@ class Processor(ABC, Generic[O]):
 
     def stream_time_rows(self, inputs: Sequence[Input]) -> Timed:
         """Returns the records that define its own stream time, in the result's partitions."""
-        raise AssertionError("only what goes by time is asked")
+        raise AssertionError("this processor has no stream time")
 
     @property
     def fine_chunk(self) -> Column:
@@ -320,7 +320,7 @@ class Processor(ABC, Generic[O]):
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:
         """Returns the results of judged records, joined with the table as of their times."""
-        raise AssertionError("only what judges records looks them up")
+        raise AssertionError("this processor looks up no table")
 
     def state_after(self, rows: DataFrame, context: RunContext) -> DataFrame | None:
         """Returns the state for its next run; None = no state.

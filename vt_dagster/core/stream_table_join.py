@@ -177,7 +177,7 @@ class StreamTableJoinProcessor(Processor[StreamTableJoin]):
         return not self.operator.waits
 
     def process(self, rows: list[DataFrame], inputs: Sequence[Input], context: RunContext) -> DataFrame:
-        raise AssertionError("a stream-table join judges its records, then looks them up")
+        raise AssertionError("a stream-table join uses judge and look_up instead of process")
 
     @property
     def result_order(self) -> list[Column]:

@@ -138,8 +138,8 @@ class SuppressProcessor(Processor[Suppress]):
         if over:
             raise BufferFullError(
                 f"{self.node.name}: {next(iter(over.values()))}; when_full='shut_down' stops the run "
-                "before its commit, so nothing is lost. Raise the limit, or take another when_full, "
-                "and run again: the same records are taken",
+                "before its commit, so nothing is lost. Raise the limit or set another when_full, "
+                "and run again: the run reads the same records",
                 list(over),
             )
 
