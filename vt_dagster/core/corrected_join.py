@@ -151,7 +151,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         changed = {row[PARTITION]: row[_CHANGED] for row in found if row[_CHANGED] is not None}
         return {**times, _CHANGED: changed}
 
-    # -- what is looked up -----------------------------------------------------------------------
+    # -- lookup ----------------------------------------------------------------------------------
 
     def waiting(
         self, logs: Sequence[DataFrame], emitted_up_to: Mapping[int, int], state: DataFrame | None
@@ -234,7 +234,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
             return records
         return with_row_of_key(records, own, context.state, node.key, F.col(REVISION), _GONE)
 
-    # -- what comes out --------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------
 
     @property
     def lookup_kind(self) -> JoinKind:
@@ -395,7 +395,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         joined = totals.get(Outcome.APPLIED, 0) + totals.get(Outcome.LATE, 0) - inner
         out = totals.get("out", 0)
         return [
-            ("records in = joined + dropped + waiting + changes of the table", totals.get("in", 0), done),
+            ("records in = joined + dropped + waiting + table changes", totals.get("in", 0), done),
             ("records out = rows in the log", out, rows),
             ("joined + corrected = records out", joined + totals.get(CORRECTED, 0), out),
         ]

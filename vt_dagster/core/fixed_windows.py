@@ -1,4 +1,4 @@
-"""Tumbling and hopping windows: assigns records to windows, and tells when a window closes."""
+"""Tumbling and hopping windows: assigns records to windows, and computes when a window closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""History join: intersects the versions of two tables, and emits results anew where either side
+"""History join: intersects the versions of two tables, and emits new results where either side
 changes."""
 
 from __future__ import annotations

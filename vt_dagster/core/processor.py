@@ -101,7 +101,7 @@ class Processor(ABC, Generic[O]):
         operator: Any = self.node.operator
         return operator
 
-    # -- what it takes ---------------------------------------------------------------------------
+    # -- input -----------------------------------------------------------------------------------
 
     @property
     def consumed(self) -> tuple[Stream, ...]:
@@ -254,7 +254,7 @@ class Processor(ABC, Generic[O]):
         assert timed.deadline is not None
         return undecided_chunks(timed.rows, timed.deadline, self.fine_chunk, bounds)
 
-    # -- what it makes of it ---------------------------------------------------------------------
+    # -- processing ------------------------------------------------------------------------------
 
     def emitted_up_to(self, stream_time: Times, emitted_up_to: Times) -> dict[int, int]:
         """Returns the time up to which held-back records are emitted, after a run that ends at a stream
@@ -334,7 +334,7 @@ class Processor(ABC, Generic[O]):
         """Returns its state after these rows of its log are erased."""
         return state
 
-    # -- what becomes of it ----------------------------------------------------------------------
+    # -- output ----------------------------------------------------------------------------------
 
     @property
     def result_order(self) -> list[Column]:
@@ -367,7 +367,7 @@ class Processor(ABC, Generic[O]):
             numbered = number(results, first, self.result_order, self.result_chunk(single_task))
         return numbered.select(*log_columns(self.node))
 
-    # -- what is counted and promised ------------------------------------------------------------
+    # -- counts and invariants -------------------------------------------------------------------
 
     def tallies(self, columns: Sequence[str]) -> dict[str, Column]:
         """Returns aggregates over its results that are counted besides their outcomes, by name."""

@@ -141,8 +141,7 @@ def prepare(rows: DataFrame, node: Stream, latest: Column | None = None) -> Data
     timed = rows.withColumns({TIMESTAMP: when, IS_TOMBSTONE: tombstone})
     parts = partial_columns(node)
     if UNCHANGED in rows.columns and not takes_unchanged(node):
-        # No version could fill an omitted column that is not partial: null would be a value nobody
-        # sent.
+        # Only a partial column is filled from a version: another would become null, which nobody sent.
         lost = F.array_except(UNCHANGED, F.array(*map(F.lit, parts)).cast("array<string>"))
         reason = reason.when(~tombstone & (F.size(lost) > 0), Reason.UNREADABLE)
     if parts:

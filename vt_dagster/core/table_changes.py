@@ -47,7 +47,8 @@ class TableInput:
     Args:
         changes: its log rows of this run: ``key columns, value columns, timestamp, partition,
             is_tombstone, is_latest, old`` and ``ORDER``.
-        current: its rows at the end of the run, or later for keys that the run does not change:
+        current: its rows at the end of the run; table-table and foreign-key joins use those of keys
+            without a change:
             ``key columns, value columns, timestamp, partition``; None = every row is among the changes.
         values: the names of the value columns, without timestamp.
         versioned: whether out-of-order changes (``is_latest`` false) are dropped.
