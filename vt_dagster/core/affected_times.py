@@ -1,5 +1,4 @@
-"""Which time intervals of which keys a table's new records change, and the answers that they
-replace."""
+"""The time intervals of keys that a table's new records change, and the answers that they replace."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def affected_times(
     chunk: Column | None,
     broadcastable: bool,
 ) -> DataFrame:
-    """Returns the interval in which each new record of a table is valid, for the rows that it still
-    corrects.
+    """Returns the interval in which each new record of a table is valid for the rows that it corrects.
 
     A record corrects rows whose timestamp is at or after its *edge*: the stream time of its partition
     on its own arrival, less the promise. A row before the edge ignores the record and keeps the last
@@ -124,8 +122,7 @@ def with_row_of_key(
 
 
 def nullable(rows: DataFrame, name: str) -> DataFrame:
-    """Makes the fields of a struct column nullable: Arrow cannot write a null struct of non-null
-    fields."""
+    """Makes a struct's fields nullable: Arrow cannot write a null struct of non-null fields."""
     kind = rows.schema[name].dataType
     if not isinstance(kind, StructType):
         return rows

@@ -110,8 +110,7 @@ def hour_of_arrival() -> Column:
 
 
 def over_all_partitions(rows: DataFrame) -> list[str]:
-    """Returns the columns that order a log across partitions: ``recorded_at`` if present, offset,
-    partition.
+    """Returns the order of a log across partitions: ``recorded_at`` if present, offset, partition.
 
     Offsets of two partitions have no common order, and a key may have moved to another partition
     because the source has added partitions.

@@ -136,8 +136,7 @@ def crowd_of(
     last: int,
     places: int,
 ) -> DataFrame:
-    """Returns one row with ``most``: the most versions of a key that begin in one tile; null if none
-    does.
+    """Returns one row, ``most``: the most versions of a key that begin in one tile; null if none.
 
     Args:
         places: the number of hash values by which tiles are counted: a smaller one needs less memory
@@ -155,8 +154,7 @@ def _keys(key: Sequence[str]) -> list[str]:
 
 
 def _sorted(left: DataFrame, table: DataFrame, key: Sequence[str], tombstone: str) -> DataFrame:
-    """Takes the last version of the key that begins at or before each row, if it is a value and still
-    valid.
+    """Takes the key's last version at or before each row, if it is a value and still valid.
 
     The version is carried as one struct, so that columns of different versions never mix.
     """
@@ -192,8 +190,7 @@ def _compared(left: DataFrame, table: DataFrame, key: Sequence[str]) -> DataFram
 
 
 def _tiled(left: DataFrame, table: DataFrame, key: Sequence[str], tiles: Tiles) -> DataFrame:
-    """Takes the version of the key whose interval contains each row's time, among those in the row's
-    tile."""
+    """Takes the key's version whose interval contains each row's time, from the row's tile."""
     mine, theirs, keys = "_of", "_tile", _keys(key)
     rows = _with_level(left, key, tiles.level).withColumn(mine, _tile(F.unix_micros(TIMESTAMP)))
     begin, end = _clipped(F.col(_BEGIN), F.col(_END), tiles.first, tiles.last)
@@ -217,8 +214,7 @@ def _matches(key: Sequence[str]) -> Column:
 
 
 def _clipped(begin: Column, end: Column, first: int, last: int) -> tuple[Column, Column]:
-    """Returns a version's first and last microsecond within a range; first > last if it has none
-    there."""
+    """Returns a version's first and last microsecond within a range; first > last if outside."""
     ends = F.coalesce(F.unix_micros(end) - 1, F.lit(last))
     return F.greatest(F.unix_micros(begin), F.lit(first)), F.least(ends, F.lit(last))
 

@@ -69,8 +69,7 @@ _LATER = 1 << 40
 
 
 class CorrectedJoinProcessor(StreamTableJoinProcessor):
-    """Judges the stream's records like a stream-table join, re-joins earlier ones, and emits the
-    changes.
+    """Judges records like a stream-table join, re-joins earlier ones, and emits the changes.
 
     Its stream time is that of the stream. Within a run the table's records come first: corrections
     apply the promise as of the stream time before the run, and precede new rows in the log.
@@ -211,8 +210,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         return self._with_rows(self._first_refused(met, context), context)
 
     def _first_refused(self, met: DataFrame, context: RunContext) -> DataFrame:
-        """Drops records that are in quarantine for a late correction already: each is quarantined
-        once."""
+        """Drops records already in quarantine for a late correction: each is quarantined once."""
         if context.refused is None:
             return met
         told = context.refused.where(F.col("reason") == Outcome.TOO_LATE)
@@ -299,8 +297,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
         )
 
     def _place(self) -> list[Column]:
-        """Returns the quarantine columns of a row whose correction is too late; they contain no
-        values."""
+        """Returns the quarantine columns, without values, of a row whose correction is too late."""
         source, nothing = F.lit(self.operator.left.name), F.lit(None).cast("string")
         told = {REASON: F.lit(Outcome.TOO_LATE), SOURCE: source, POSITION: F.col(_RECORD), RAW: nothing}
         return [c.alias(name) for name, c in told.items()]
@@ -342,8 +339,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
     @property
     def result_order(self) -> list[Column]:
-        """Corrections first, then new rows; each by arrival, or by time and arrival with a grace
-        period."""
+        """Corrections, then new rows; each by arrival, with a grace period by time and arrival."""
         order = (TIMESTAMP, ARRIVAL) if self.operator.waits else (ARRIVAL,)
         return [(~F.col(_AGAIN)).cast("int"), *[F.col(c) for c in order]]
 
@@ -402,8 +398,7 @@ class CorrectedJoinProcessor(StreamTableJoinProcessor):
 
 
 def _has_row() -> Column:
-    """Returns whether the row of a record's key belongs to that record. Null-safe: there may be no
-    row."""
+    """Returns whether the row of a record's key is the record's own; null-safe if there is none."""
     place = [F.col(_ROW).getField(c).eqNullSafe(F.col(c)) for c in (PARTITION, _RECORD)]
     return F.col(_ROW).isNotNull() & place[0] & place[1]
 

@@ -73,8 +73,7 @@ _ROW = "_row"
 
 
 class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
-    """Emits unmatched records after the grace period and retracts their rows when a match arrives
-    later."""
+    """Emits unmatched records after the grace period, and retracts them if a match arrives later."""
 
     quarantined_outcomes = (Outcome.TOO_LATE,)
     shown_counts = ("in", "out", UNMATCHED, "late", "dropped", Outcome.WAITING, CORRECTED)
@@ -145,8 +144,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
     def retractions(
         self, earlier: DataFrame | None, others: DataFrame, place: int, context: RunContext
     ) -> list[DataFrame]:
-        """Returns the tombstones of unmatched rows, each caused by the first record in time that
-        matches.
+        """Returns the tombstones of unmatched rows, each caused by the first match in time.
 
         Plan: pairs of emitted unmatched records with the run's records of the other side, as in
         ``window_match.matches``, and one shuffle of these pairs by position.
@@ -163,8 +161,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return [self._end(row, place)]
 
     def _end(self, pairs: DataFrame, place: int) -> DataFrame:
-        """Returns the tombstone of a record's unmatched row, from the pair of the record and its
-        match."""
+        """Returns the tombstones of records' unmatched rows, from pairs of record and match."""
         (partition, offset), cause = _PLACES[place], _PLACES[1 - place]
         alone = with_columns(pairs, self._record_alone(pairs, place))
         at, name = F.timestamp_micros(THERE), F.lit(self.consumed[1 - place].name)
@@ -189,8 +186,7 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         )
 
     def _record_alone(self, pairs: DataFrame, place: int) -> dict[str, Column]:
-        """Returns both sides of a pair as in the unmatched row of one record: the other side is
-        null."""
+        """Returns both sides of a pair as in one record's unmatched row: the other side is null."""
 
         def only(side: str, names: Sequence[str]) -> Column:
             kind: Any = pairs.schema[side].dataType
@@ -226,8 +222,8 @@ class CorrectedStreamJoinProcessor(StreamStreamJoinProcessor):
         return {IS_LATEST: F.lit(True), **told}
 
     def _row(self, at: Column) -> Column:
-        """Returns a row's values and timestamp as nullable fields: Arrow cannot write a null struct
-        otherwise."""
+        """Returns a row's values and timestamp, nullable: otherwise Arrow cannot write a null
+        struct."""
         values, there = value_columns(self.node), F.col(PARTITION).isNotNull()
         chosen = {name: F.expr(sql) for name, sql in self.operator.projection().columns}
         told = {name: F.when(there, chosen[name]) for name in values}

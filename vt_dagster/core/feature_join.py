@@ -54,8 +54,7 @@ class Feature:
 
     @property
     def strictly(self) -> Column:
-        """The delay after ``valid_from`` from which on a version matches (``at="before"``: 1
-        microsecond)."""
+        """The delay after ``valid_from`` at which a version matches: 1 µs for ``at="before"``."""
         return F.lit(INSTANT if self.view.at == "before" else timedelta(0))
 
 

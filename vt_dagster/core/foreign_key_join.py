@@ -104,8 +104,7 @@ def join(
 def _after_left(
     left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
 ) -> DataFrame:
-    """Returns the results of left changes; and dropped right changes, since this plan reads them
-    anyway."""
+    """Returns the results of left changes, and dropped right changes, which this plan reads too."""
     on = match_names(right.key)
     changes = left.changes.select(
         *named(left.key),
@@ -167,8 +166,7 @@ def _outcome(kind: Literal["inner", "left"]) -> tuple[Column, Column]:
 def _after_right(
     left: TableInput, right: TableInput, kind: Literal["inner", "left"], foreign_key: Sequence[str]
 ) -> DataFrame:
-    """Returns the results of right changes: one for each left row that refers to them at that
-    moment."""
+    """Returns the results of right changes: one per left row that refers to them at that moment."""
     on = match_names(right.key)
     changes = right.changes.where(right.taken()).select(
         *match_columns(right.key),
@@ -252,8 +250,7 @@ def _intervals(left: TableInput, foreign_key: Sequence[str], asked: DataFrame) -
 
 
 def _before() -> Column:
-    """Returns the interval that ends at a left key's first change; its state is null for other
-    changes."""
+    """Returns the interval that ends at a left key's first change; a null state for other changes."""
     nothing = F.when(F.lit(False), F.col(_MOMENT))
     state = F.when(F.col(_FIRST), F.col(_OLD))
     return F.struct(state.alias(_STATE), nothing.alias(_START), F.col(_MOMENT).alias(_END))

@@ -1,5 +1,4 @@
-"""History join: intersects the versions of two tables, and emits new results where either side
-changes."""
+"""History join: intersects the versions of two tables, with new results where either side changes."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ class HistoryJoinProcessor(TableTableJoinProcessor):
         return operator
 
     def versions_since(self, logs: Sequence[DataFrame]) -> DataFrame:
-        """Returns one microsecond before the run's oldest change: a version valid then may end with the
-        change."""
+        """Returns the run's oldest change less one microsecond: a version valid then may end with
+        it."""
         times = [rows.select(F.unix_micros(TIMESTAMP).alias(_AT)) for rows in logs]
         return times[0].union(times[1]).agg(F.min(_AT) - 1)
 

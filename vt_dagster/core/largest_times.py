@@ -75,8 +75,7 @@ def largest_by_chunk(rows: DataFrame, side: str, at: str, counts: Column) -> Dat
 def largest_if_none_late(
     found: Sequence[Any], side: str, before: Mapping[int, int], grace: Callable[[int], int]
 ) -> dict[int, tuple[int, dict[int, int]]] | None:
-    """Returns by partition the stream time at the end and the largest valid time by side, if none is
-    late.
+    """Returns by partition the final stream time and the largest valid time by side, if none is late.
 
     Records of two logs are merged by the largest time so far of their own log. Stream time as of a
     record is therefore at most that of the end of its chunk, or that before the run.

@@ -26,8 +26,7 @@ class MergeProcessor(Processor[Merge]):
 
 
 def merge(streams: Sequence[DataFrame], *, columns: Sequence[str]) -> DataFrame:
-    """Emits every record with its own key, value, timestamp and partition; also null keys and
-    tombstones.
+    """Emits every record with its key, value, timestamp and partition; also null keys and tombstones.
 
     Plan: a union, no shuffle.
 

@@ -97,8 +97,7 @@ def collapse_repeats(rows: DataFrame, key: Sequence[str], new_version_on: Sequen
 
 
 def with_version_start(rows: DataFrame, new_version_on: Sequence[str]) -> DataFrame:
-    """Gives rows of a view the values and ``valid_from`` of their version's first record; drops
-    ``old``."""
+    """Gives rows the values and ``valid_from`` of their version's first record; drops ``old``."""
     repeats, old = _repeats(new_version_on), F.col(OLD)
     kind = rows.schema[OLD].dataType
     assert isinstance(kind, StructType)
@@ -120,8 +119,7 @@ def _same(new_version_on: Sequence[str], other: Column) -> Column:
 
 
 def _version(rows: DataFrame, key: Sequence[str]) -> Column:
-    """Returns the struct that identifies a version: values, timestamp and offset of its first
-    record."""
+    """Returns the struct of a version: values, timestamp and offset of its first record."""
     return F.struct(*[F.col(f"`{f.name}`") for f in _told(rows, key)])
 
 

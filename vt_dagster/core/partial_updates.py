@@ -240,8 +240,7 @@ class _Batch:
         return np.unique(group[1:][(group[1:] == group[:-1]) & (times[1:] <= times[:-1])])
 
     def in_order(self, rows: Any) -> Any:
-        """For keys in order: returns for each part the row of its value, the last one that provides
-        it."""
+        """For keys in order: returns for each part the last row that provides its value."""
         place, (group, deleted) = np.arange(len(rows)), (a[rows] for a in (self.group, self.deleted))
         begins = np.append(True, group[1:] != group[:-1])[: len(rows)]
         gives = self.said[rows] | (self.kinds[rows] == _VERSION)[:, None]

@@ -70,8 +70,7 @@ def with_row_before(
 def with_old(
     rows: DataFrame, counts: Column, *, key: Sequence[str], values: Sequence[str], order: Sequence[str]
 ) -> DataFrame:
-    """Adds ``old``: the struct of the values and timestamp of a key's row before a record; null = no
-    row.
+    """Adds ``old``: the struct of values and timestamp of a key's previous row; null = no row.
 
     Args:
         rows: of ``with_row_before``.

@@ -115,8 +115,7 @@ class Processor(ABC, Generic[O]):
 
     @property
     def uses_system_time(self) -> bool:
-        """Whether it uses the system time of its inputs' records, whose rows then have
-        ``recorded_at``."""
+        """Whether it uses system time: its inputs' rows then have ``recorded_at``."""
         return False
 
     @property
@@ -257,8 +256,7 @@ class Processor(ABC, Generic[O]):
     # -- processing ------------------------------------------------------------------------------
 
     def emitted_up_to(self, stream_time: Times, emitted_up_to: Times) -> dict[int, int]:
-        """Returns the time up to which held-back records are emitted, after a run that ends at a stream
-        time."""
+        """Returns the time up to which records are emitted after a run that ends at a stream time."""
         return {}
 
     def waiting(
@@ -314,8 +312,7 @@ class Processor(ABC, Generic[O]):
         )
 
     def judge(self, inputs: Sequence[Input], context: RunContext) -> DataFrame | None:
-        """Returns records with their outcome, before the lookup; None for an operator without a
-        lookup."""
+        """Returns records with their outcome, before the lookup; None = no lookup."""
         return None
 
     def look_up(self, judged: DataFrame, lookup: Lookup, context: RunContext) -> DataFrame:

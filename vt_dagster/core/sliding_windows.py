@@ -186,8 +186,7 @@ class _Windows:
         return [_Result(STATE, w.start, w.start + length, w.young, w.values) for w in self.found]
 
     def _near(self, record: _Record, first: int) -> list[_Window]:
-        """Returns the visible windows, from a start to that of the window that the record has just
-        left."""
+        """Returns the visible windows from a start to that of the window just left."""
         low, high = bisect_left(self.starts, first), bisect_right(self.starts, record.after)
         if record.hidden is not None:
             low = max(low, bisect_right(self.starts, record.hidden))
@@ -224,8 +223,7 @@ class _Windows:
         return done + self._just_left(record, right, met)
 
     def _early(self, record: _Record) -> list[_Result]:
-        """Applies a record younger than the length: the window from 0 replaces the windows to the
-        left."""
+        """Applies a record at less than the length: the window from 0 replaces those to the left."""
         at = record.at
         done: list[_Result] = []
         met: set[int] = set()
@@ -252,8 +250,7 @@ class _Windows:
         return [self._update(record, start, None)]
 
     def _just_left(self, record: _Record, base: _Window | None, met: set[int]) -> list[_Result]:
-        """Creates the window that this record has just left, from the younger records of those around
-        it."""
+        """Creates the window that this record has just left, from the younger records around it."""
         if record.after in met or base is None or base.young <= record.at:
             return []
         return [self._keep(record, _Window(record.after, base.young, base.values))]

@@ -1,5 +1,4 @@
-"""Turns a source's rows into records: timestamp, partition and tombstone, or a reason for
-quarantine."""
+"""Turns a source's rows into records: timestamp, partition, tombstone or a reason for quarantine."""
 
 from __future__ import annotations
 
@@ -194,7 +193,7 @@ def time_of(node: Stream, rows: DataFrame) -> Column:
 def _given(
     node: VersionedTable, rows: DataFrame, parts: Mapping[str, Sequence[str]]
 ) -> tuple[Column, Column]:
-    """Returns the columns that a record provides (null = all), and whether the list cannot be read.
+    """Returns the columns that a record provides (null = all), and whether they are unreadable.
 
     Args:
         parts: by column its earlier names.

@@ -153,8 +153,7 @@ class StreamJoinProcessor(Processor[StreamStreamJoin]):
         return with_largest(new, moves, before, self.chunk)
 
     def side_rows(self, rows: DataFrame, place: int, slim: bool = False) -> DataFrame:
-        """Returns a side's rows under column names common to both sides; the record itself is one
-        struct."""
+        """Returns a side's rows under names common to both sides; the record itself is a struct."""
         node, operator = self.consumed[place], self.operator
         own = [*node.key, *value_columns(node), TIMESTAMP]
         used = {c for some in operator.lineage().values() for _, c in some} | {*node.key, TIMESTAMP}

@@ -204,8 +204,7 @@ class Bounds:
 
 
 def time_by_chunk(timed: Timed, chunk: Column) -> DataFrame:
-    """Aggregates the input of :class:`Bounds`. Plan: one hash aggregate, whose shuffle has a row per
-    chunk."""
+    """Aggregates the input of :class:`Bounds`. Plan: one hash aggregate, shuffled by chunk."""
     at = F.when(timed.moves, F.unix_micros(TIMESTAMP))
     return timed.rows.groupBy(PARTITION, chunk.cast("long").alias(_CHUNK)).agg(
         F.max(at).alias("time"),
@@ -297,8 +296,7 @@ def lateness(rows: DataFrame, stream_time: Column, chunk: Column | None) -> Data
 
 
 def mean_and_most(found: Sequence[Any]) -> tuple[float, float] | None:
-    """Returns mean and maximum lateness over all partitions of :func:`lateness`, in seconds; None = no
-    records."""
+    """Returns mean and maximum lateness over all partitions, in seconds; None = no records."""
     records = sum(row["records"] for row in found)
     if not records:
         return None

@@ -271,8 +271,7 @@ def buffer_after(rows: DataFrame, *, key: Sequence[str], values: Sequence[str]) 
 
 
 def fullness(buffer: DataFrame) -> DataFrame:
-    """Returns the size of each partition's buffer: ``partition, records, bytes``. Plan: one
-    aggregate."""
+    """Returns each partition's buffer size: ``partition, records, bytes``. Plan: one aggregate."""
     return buffer.groupBy(PARTITION).agg(
         F.count(F.lit(1)).alias("records"), F.sum(BYTES).cast("long").alias("bytes")
     )
@@ -297,8 +296,7 @@ def _judged(kept: Sequence[str], out: Column, place: Column) -> list[Column]:
 def _together(
     changes: DataFrame, buffer: DataFrame | None, kept: Sequence[str], *more: Column
 ) -> DataFrame:
-    """Unites updates (``_fresh`` true) and waiting ones; ``_at`` is the place, in epoch
-    microseconds."""
+    """Unites updates (``_fresh``) and waiting ones; ``_at`` is the place in epoch microseconds."""
     fresh = changes.select(
         *kept, *ORDER, F.unix_micros(TIMESTAMP).alias(_AT), F.lit(True).alias(_FRESH), *more
     )
@@ -312,8 +310,7 @@ def _together(
 def _pass_through(
     changes: DataFrame, buffer: DataFrame | None, key: Sequence[str], kept: Sequence[str]
 ) -> DataFrame:
-    """Emits all updates in order of arrival, after those that waited for an earlier, longer
-    duration."""
+    """Emits all updates by arrival, after those that waited for an earlier, longer duration."""
     turn = F.col(TURN) if TURN in changes.columns else F.lit(0)
     rows = _together(changes, buffer, kept, turn.alias(TURN))
     return rows.select(

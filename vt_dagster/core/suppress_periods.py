@@ -88,8 +88,7 @@ class _Key:
         return self.row is not None and stream_time is not None and self.place + period <= stream_time
 
     def leave(self, released: bool, late: bool = False, rank: int = 0) -> tuple[Any, ...]:
-        """Removes the waiting update, emitted or left at the end: (row, released, late, place,
-        rank)."""
+        """Removes the waiting update and returns (row, released, late, place, rank)."""
         left = (self.row, released, late, self.place, rank if late else self.place)
         self.row = None
         return left

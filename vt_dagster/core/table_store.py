@@ -170,14 +170,12 @@ def horizon_of(node: VersionedTable, stream_time: Column) -> Column:
 
 
 def tie_break_of(node: Stream) -> str | None:
-    """Returns the column that decides between records of one key and timestamp; None = order of
-    arrival."""
+    """Returns the column that decides between records of one key and timestamp; None = arrival."""
     return node.tie_break if isinstance(node, VersionedTable) else None
 
 
 def meets_versions(node: Stream) -> bool:
-    """Returns whether a source's record is compared with, or completed from, the versions at its
-    time."""
+    """Returns whether records are compared with, or completed from, the versions at their time."""
     return tie_break_of(node) is not None or bool(partial_columns(node))
 
 
