@@ -72,8 +72,8 @@ def test_the_first_and_the_last_year(warehouse: Path, command: str) -> None:
 @pytest.mark.parametrize(
     ("table", "key", "said"),
     [
-        ("tagged", '["a"]', "the key column tags is of type array<string>"),
-        ("placed", '{"x": 1}', "the key column place is of type struct<x:int>"),
+        ("tagged", '["a"]', "the key column tags has type array<string>"),
+        ("placed", '{"x": 1}', "the key column place has type struct<x:int>"),
     ],
 )
 def test_a_key_that_is_no_text(warehouse: Path, command: str, table: str, key: str, said: str) -> None:
@@ -132,4 +132,4 @@ def test_what_was_known_then(market: Market) -> None:
     then = told("history", "--as-known-at", before).output
     assert ("v=q1" in then, "v=q2" in then) == (True, False)
     nothing = told("get", "--as-known-at", "2020-01-01")
-    assert "nothing was known before" in str(nothing.exception)
+    assert "no data existed before it" in str(nothing.exception)

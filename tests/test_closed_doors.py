@@ -525,7 +525,7 @@ def test_a_warehouse_whose_path_means_two_things(where: str) -> None:
     """To Spark, and to what reads Delta's logs."""
     node = Stream("sales", key="k", schema=SHAPE, timestamp="at")
     for use in (asset_names, lambda where: AssetStore(where, node)):
-        with pytest.raises(StorageError, match="whose path can be read as a URL"):
+        with pytest.raises(StorageError, match="a warehouse path that is also valid as a URL"):
             use(where)
 
 
@@ -618,7 +618,7 @@ def test_another_definition_under_the_same_name(market: Market, tmp_path: Path) 
     ):
         result = run(changed, copy.warehouse)
         assert not result.success
-        assert f"hourly: declared as something else than its log was made as: {said}" in messages(
+        assert f"hourly: the declaration differs from the one that wrote its log: {said}" in messages(
             result
         )
     window = TumblingWindow(hour, 3 * hour)
@@ -666,7 +666,9 @@ def test_a_shortened_retention_says_what_goes(market: Market, tmp_path: Path) ->
     copy.land("prices", "9.jsonl", record("a", "new", "9 00:00"))
     told: list[str] = []
     run_once(shorter, stores_of(str(copy.warehouse), copy.spark, told.append))
-    said = [line for line in told if "what ended before 2024-01-09T00:00:00Z is forgotten now" in line]
+    said = [
+        line for line in told if "versions that ended before 2024-01-09T00:00:00Z expire now" in line
+    ]
     assert len(said) == 1
     assert told.index(said[0]) < next(i for i, line in enumerate(told) if "view at version" in line)
 
@@ -683,8 +685,10 @@ def test_what_a_run_left_for_the_next_is_gone(market: Market, tmp_path: Path, wh
     shutil.rmtree(copy.warehouse / node.name / "attempts")
     result = run([build_asset(n) for n in {copy.sales, node}], copy.warehouse)
     assert not result.success
-    assert re.search(rf"{node.name}: expected what batch \d left for the next run", messages(result))
-    assert f"/{what}, but somebody has removed it" in messages(result)
+    assert re.search(
+        rf"{node.name}: expected the data that batch \d staged for the next run", messages(result)
+    )
+    assert f"/{what}, but it was removed" in messages(result)
 
 
 @pytest.mark.parametrize("kept", [0, 0.1, 0.9])
@@ -693,7 +697,7 @@ def test_a_commit_that_is_cut_off(market: Market, tmp_path: Path, kept: float) -
     newest = max((copy.warehouse / "sales" / "log" / "_delta_log").glob("*.json"))
     text = newest.read_text()
     newest.write_text(text[: int(len(text) * kept)])
-    with pytest.raises(StorageError, match=f"{newest.name} is cut off"):
+    with pytest.raises(StorageError, match=f"{newest.name} is truncated"):
         copy.store(copy.sales).head()
 
 
@@ -717,7 +721,7 @@ def test_names_that_differ_in_capitals_alone(market: Market, tmp_path: Path) -> 
     copy = market.copy(tmp_path / "copy")
     result = run([build_asset(replace(copy.sales, name="Sales"))], copy.warehouse)
     assert not result.success
-    assert "an asset 'sales', which differs in capitals alone" in messages(result)
+    assert "an asset 'sales', which differs only in case" in messages(result)
 
 
 def test_values_are_text_and_times_are_utc(

@@ -365,11 +365,11 @@ def test_rows_that_are_not_there(
     [
         ("nothing", {"key": "a"}, "found no log there"),
         ("rates", {}, "give --key, --offset or --where"),
-        ("rates", {"key": ["a", "b"]}, "give --key once for each"),
+        ("rates", {"key": ["a", "b"]}, "expected --key once for each column"),
         ("rates", {"offset": "17"}, "expected an offset as PARTITION:OFFSET"),
         ("rates", {"where": "k = 'a'"}, "ask by --offset"),
         ("rates", {"where": "nowhere = 1"}, "expected a SQL condition over"),
-        ("rates", {"key": "z", "as_known_at": "2000-01-01"}, "nothing was known before"),
+        ("rates", {"key": "z", "as_known_at": "2000-01-01"}, "no data existed before it"),
     ],
 )
 def test_questions_that_are_none(chain: Chain, name: str, asked: dict[str, Any], said: str) -> None:

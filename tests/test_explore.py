@@ -131,7 +131,7 @@ def test_what_is_shown_is_text(warehouse: Path) -> None:
         ("/key/prices", "has the key"),
         ("/key/prices?key=a&key=b", "has the key"),
         ("/key/prices?key=apple&as_of=yesterday", "expected a time like"),
-        ("/key/prices?key=apple&known=1999-01-01", "something was known"),
+        ("/key/prices?key=apple&known=1999-01-01", "as_known_at at or after the first known commit"),
         ("/row/prices", "expected a key, an offset"),
         ("/row/prices?offset=0", "expected an offset as"),
         ("/table/prices?find=colour%3Dred", "expected column=value"),

@@ -221,7 +221,7 @@ def test_through_dagster(copy: Market, tmp_path: Path, spark: SparkSession) -> N
         ("prices", {"with_columns": ["is_latest"]}, "got ['is_latest']; correct columns"),
         ("prices", {"to": "a/warehouse/prices/view"}, "place outside of the warehouse a/warehouse"),
         ("prices", {"to": "a"}, "place outside of the warehouse a/warehouse"),
-        ("prices", {"to": "a%20b"}, "a path can be read as a URL|whose path can be read as a URL"),
+        ("prices", {"to": "a%20b"}, "a path can be read as a URL|path that is also valid as a URL"),
         ("prices", {"catalog_table": "bi.`x`"}, "expected catalog_table to be a name such as"),
     ],
 )

@@ -191,7 +191,7 @@ def test_log_of_a_table_has_every_record(market: Market) -> None:
     [
         ("sales", {"vt_dagster/read": "versions"}, "sales is a Stream: expected one of ['log']"),
         ("rates", {"vt_dagster/read": "versions"}, "rates is a Table: expected one of"),
-        ("rates", {"vt_dagster/as_of": "2024-01-01"}, "as_of only of a VersionedTable"),
+        ("rates", {"vt_dagster/as_of": "2024-01-01"}, "as_of needs a VersionedTable"),
         ("prices", {"vt_dagster/read": "latest"}, "got 'latest'"),
         ("prices", {"vt_dagster/as_of": "yesterday"}, "expected a time like"),
     ],

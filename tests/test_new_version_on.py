@@ -467,7 +467,7 @@ def test_columns_and_logs_may_go(spark: SparkSession, tmp_path: Path) -> None:
     assert truncate_logs(live.warehouse, spark, [wide], now=3 * hour + 1) == {"accounts": 3}
     stores(wide).rebuild_view()
     assert live.versions(wide, "amount") == [("x", 0, 10, 25), ("y", 3, 25, 30), ("x", 2**40, 30, None)]
-    with pytest.raises(StorageError, match="put aside of it tells versions by the one of then"):
+    with pytest.raises(StorageError, match="its rows as of then were stored with the earlier value"):
         stores(replace(wide, new_version_on=["city"])).read("versions")
 
 

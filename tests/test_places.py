@@ -79,4 +79,4 @@ def test_a_file_that_spark_does_not_find(tmp_path: Path, spark: SparkSession) ->
         spark.read.text(str(place))
     assert unseen(raised.value) is None, "it is nowhere"
     place.write_text("{}")
-    assert "expected Spark to find" in str(unseen(raised.value))
+    assert "expected Spark to see" in str(unseen(raised.value))

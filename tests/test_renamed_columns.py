@@ -381,15 +381,19 @@ def test_back_and_on(tmp_path: Path, spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     ("kinds", "renamed", "said"),
     [
-        ({"amount": None, "n": LongType()}, {}, "amount is gone and n is there again"),
-        ({"n": LongType()}, {}, "n is the name by which rows of before know amount"),
+        (
+            {"amount": None, "n": LongType()},
+            {},
+            "amount is missing and its earlier name n is declared again",
+        ),
+        ({"n": LongType()}, {}, "n is the name of amount in old rows"),
         ({"amount": None, "cost": LongType()}, {}, "declare renamed={'amount': 'cost'}"),
         ({"amount": None, "cost": IntegerType()}, {"amount": "cost"}, "cost: bigint -> int"),
         ({"amount": None, "cost": StringType()}, {"amount": "cost"}, "cost: bigint -> string"),
         (
             {"amount": None, "share": None, "cost": DoubleType()},
             {"amount": "cost", "share": "cost"},
-            "share and amount are to be one column, cost, but are two",
+            "share and amount are declared as one column, cost, but are two",
         ),
         ({"amount": None, "share": LongType()}, {"amount": "share"}, "are two"),
     ],

@@ -234,7 +234,7 @@ def test_columns_change_in_the_commit_that_uses_them(changed: Changed) -> None:
         **{"short": "integer", "n": "long", "share": "double", "price": "decimal(12,2)"},
     }
     (said,) = [line for line in changed.told if line.startswith("prices: ! columns change: ")]
-    assert "new and null in rows before: note; " in said
+    assert "new, null in old rows: note; " in said
     assert "price: decimal(5,2) -> decimal(12,2), " in said
     assert "null from now on: gone" in said
 
@@ -307,8 +307,11 @@ class Priced(pa_model.DataFrameModel):
         ({"price": DecimalType(14, 4)}, "price: decimal(12,2) -> decimal(14,4)"),
         ({"share": DecimalType(12, 2)}, "share: double -> decimal(12,2)"),
         ({"k": LongType()}, "k: string -> bigint"),
-        ({"cat": None, "category": StringType()}, "cat is gone and category is new: if it is the same"),
-        ({"note": None, "Note": StringType()}, "note is Note now"),
+        (
+            {"cat": None, "category": StringType()},
+            "cat is missing and category is new: if it is one column",
+        ),
+        ({"note": None, "Note": StringType()}, "note is now declared as Note"),
         ({"gone": StringType()}, "gone: boolean -> string"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -335,14 +338,14 @@ def refused(live: Live, table: Stream, said: str) -> None:
 def test_a_new_column_that_is_never_null(changed: Changed) -> None:
     """A pandera model's columns are never null, as long as it does not say so."""
     table = replace(changed.live.prices, schema=Priced, contract=None, tombstone=None)
-    refused(changed.live, table, "must_have is new and may not be null")
+    refused(changed.live, table, "must_have is new and must not be null")
 
 
 def test_what_says_the_partition_keeps_its_type(changed: Changed) -> None:
     """Else records of a key would go to another partition."""
     kinds = {**AFTER, "must": LongType()}
     table = replace(changed.live.prices, schema=schema(kinds), partition_by="pmod(hash(must), 4)")
-    refused(changed.live, table, "must: int -> bigint, by which records find their key or partition")
+    refused(changed.live, table, "must: int -> bigint, which is part of the key or the partitioning")
 
 
 def test_two_runs_at_once(tmp_path: Path, spark: SparkSession) -> None:

@@ -106,7 +106,7 @@ def test_a_schema_changes_while_the_table_lives(
     # One column goes in a run of its own: beside a new one it might be that one's old name.
     topics.produce(topic, [first("b", 5, "y")])
     live, anew = (declared(name, after=True, more="note") for name in ("orders", "anew"))
-    with pytest.raises(StorageError, match="gone is gone and note is new"):
+    with pytest.raises(StorageError, match="gone is missing and note is new"):
         run(live)
     run(declared("orders", after=False, more=""))
     topics.produce(topic, [second("d", BIG, "z", "new")])

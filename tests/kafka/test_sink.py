@@ -228,7 +228,7 @@ def test_a_log_put_back_from_a_backup_is_refused(
     assert publication.run() is not None
     shutil.rmtree(warehouse / "s")
     shutil.copytree(backup, warehouse / "s")
-    said = "out: .*put back from a backup"
+    said = "out: .*restored from a backup"
     with pytest.raises(StorageError, match=said):
         publication.run()
     topics.produce(source, records([4]))

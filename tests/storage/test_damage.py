@@ -132,7 +132,7 @@ def test_state_that_is_damaged(topology: Topology, spark: SparkSession) -> None:
     topology.run("payments", spark)
     for damage in (empty, cut_in_half, Path.unlink):
         damage(state)
-        with pytest.raises(StorageError, match=r"paid: expected what batch 1 left.*replay"):
+        with pytest.raises(StorageError, match=r"paid: expected the data that batch 1 staged.*replay"):
             topology.run("paid", spark)
         state.write_bytes(content)
     for crc in state.parent.glob(".*.crc"):
@@ -166,7 +166,7 @@ def test_a_log_that_was_put_back_from_a_backup(topology: Topology, spark: SparkS
         current.run,
     ]
     for consume in consumers:
-        with pytest.raises(StorageError, match="its last batch is 1: the log was put back"):
+        with pytest.raises(StorageError, match="its last batch is 1: the log was restored"):
             consume()
     # Other records come under the same offsets.
     (topology.root / "orders" / "2.jsonl").unlink()
@@ -249,7 +249,7 @@ def test_the_newest_commit_is_cut_off(
         lambda: read(name, warehouse=topology.warehouse),
     ):
         with pytest.raises(
-            StorageError, match=rf"{newest.name} is cut off.*move it away.*run again"
+            StorageError, match=rf"{newest.name} is truncated.*move it away.*run again"
         ) as told:
             use()
     moved = [newest.name, *re.findall(r"'((?:\d{20}|_last)[^']*)'", str(told.value))]
@@ -269,7 +269,7 @@ def test_the_newest_commit_is_cut_off(
 def test_the_newest_commit_of_a_view_is_cut_off(topology: Topology, spark: SparkSession) -> None:
     wanted = rows(topology, "rates", spark, "versions")
     empty(newest_commit(folder(topology, "rates", "view")))
-    with pytest.raises(StorageError, match=r"is cut off.*vt-dagster rebuild rates"):
+    with pytest.raises(StorageError, match=r"is truncated.*vt-dagster rebuild rates"):
         topology.run("rates", spark)
     topology.store("rates", spark).rebuild_view()
     assert rows(topology, "rates", spark, "versions") == wanted
@@ -376,7 +376,7 @@ def test_a_clock_that_was_ahead(
     landed("3", 3)
     monkeypatch.undo()
     assert not [line for line in told if "clock" in line]
-    with pytest.warns(ClockWarning, match=r"rates: as_known_at .* leaves out runs"):
+    with pytest.warns(ClockWarning, match=r"rates: as_known_at .* omits runs"):
         read("rates", warehouse=topology.warehouse, as_known_at=datetime.now(timezone.utc))
     for number in (4, 5):
         landed(str(number), number)
@@ -384,9 +384,9 @@ def test_a_clock_that_was_ahead(
         assert "reads as of now have it" in said
         told.clear()
     instant = datetime.now(timezone.utc).isoformat()
-    with pytest.warns(ClockWarning, match="leaves out runs that had been made by then"):
+    with pytest.warns(ClockWarning, match="omits runs that were committed by then"):
         read("rates", warehouse=topology.warehouse, as_known_at=instant)
-    with pytest.warns(ClockWarning, match="leaves out runs that had been made by then"):
+    with pytest.warns(ClockWarning, match="omits runs that were committed by then"):
         topology.store("rates", spark).read(as_known_at=instant)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ClockWarning)
@@ -405,7 +405,7 @@ def test_a_checkpoint_that_is_damaged(
         damage(next((table / "_delta_log").glob("*.checkpoint.parquet")))
     topology.land("rates", "3.jsonl", [("a", 2, 5)])
     for part in ("view", "log"):
-        with pytest.raises(StorageError, match=r"All its commits are there.*move \[") as told:
+        with pytest.raises(StorageError, match=r"All its commits exist.*move \[") as told:
             topology.run("rates", spark)
         for name in re.findall(r"'([\w.]*checkpoint[\w.]*)'", str(told.value)):
             (folder(topology, "rates", part, "_delta_log") / name).rename(topology.root / name)

@@ -368,7 +368,7 @@ def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.M
     run = Run.pin(shop.placed, stores)
     results = run.operate(run.read())
     shop.erase(spark, shop.orders)
-    with pytest.raises(ConcurrentRunError, match="a key was erased meanwhile"):
+    with pytest.raises(ConcurrentRunError, match="a key was erased during this run"):
         run.commit(results)
     # and the other way round: the erase is refused, and can be made again
     shop.land("orders", "9.jsonl", [{"customer": "ada", "note": "late", "timestamp": 70}])
@@ -395,7 +395,7 @@ def test_what_is_refused(shop: Shop, spark: SparkSession) -> None:
         shop.erase(spark, shop.customers, key=None, where="city = 'rome'")
     with pytest.raises(StorageError, match="got none; give --key"):
         shop.erase(spark, shop.customers, key=None)
-    with pytest.raises(StorageError, match="once for each"):
+    with pytest.raises(StorageError, match="once for each column"):
         shop.erase(spark, shop.customers, key=["a", "b"])
     with pytest.raises(StorageError, match="expected a reason"):
         shop.erase(spark, shop.customers, reason=" ")

@@ -65,7 +65,7 @@ def test_what_is_followed() -> None:
         "old:struct<n:bigint,gone:string,timestamp:timestamp,note:date>,note:date>"
     )
     assert found.told == (
-        "columns change: new and null in rows before: note; now longer: n: int -> bigint; "
+        "columns change: new, null in old rows: note; wider type: n: int -> bigint; "
         "null from now on: gone"
     )
 
@@ -93,13 +93,16 @@ def test_a_column_comes_back() -> None:
 @pytest.mark.parametrize(
     ("now", "said"),
     [
-        (columns(k=LongType(), n=LongType()), "k: int -> bigint, by which records find their key"),
+        (
+            columns(k=LongType(), n=LongType()),
+            "k: int -> bigint, which is part of the key or the partitioning",
+        ),
         (columns(k=IntegerType(), n=IntegerType()), "n: bigint -> int"),
         (columns(k=IntegerType(), n=DoubleType()), "n: bigint -> double"),
         (columns(k=IntegerType(), n=StringType()), "n: bigint -> string"),
-        (columns(k=IntegerType(), N=LongType()), "n is N now"),
-        (columns(k=IntegerType(), n=LongType(), must=DateType()), "must is new and may not be null"),
-        (columns(k=IntegerType(), m=LongType()), "n is gone and m is new: if it is the same column"),
+        (columns(k=IntegerType(), N=LongType()), "n is now declared as N"),
+        (columns(k=IntegerType(), n=LongType(), must=DateType()), "must is new and must not be null"),
+        (columns(k=IntegerType(), m=LongType()), "n is missing and m is new: if it is one column"),
     ],
 )
 def test_what_is_refused(now: StructType, said: str) -> None:
@@ -108,7 +111,7 @@ def test_what_is_refused(now: StructType, said: str) -> None:
         evolved("prices", then, now, fixed={"k"}, required={"k", "must"})
     text = str(raised.value)
     assert text.startswith(
-        "prices: expected columns that what is stored can be read by, got other ones"
+        "prices: expected columns that the stored rows can be read with, got incompatible ones"
     )
     assert said in text
     assert "vt-dagster replay" in text

@@ -189,7 +189,7 @@ def test_as_known_at_is_what_a_copy_of_then_gives(
             for known in (recorded, recorded + MINUTE - 1):
                 found = [answer(root, "t", moment(known), **q) for q in questions(kind)]
                 assert found == answers, moment(known)
-        assert "nothing was known before" in answer(root, "t", moment(then[0][0] - 1))
+        assert "no data existed before it" in answer(root, "t", moment(then[0][0] - 1))
 
 
 def test_nothing_was_known_yet(tmp_path: Path) -> None:
@@ -199,9 +199,8 @@ def test_nothing_was_known_yet(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as refused:
         vt_dagster.read("t", **asked)
     assert str(refused.value) == (
-        "t: expected a time at which something was known of it, got 2020-01-01T00:00:00Z as "
-        "as_known_at, but the first run that is known of was recorded at 2020-01-01T16:41:00Z: nothing "
-        "was known before; ask for a later one"
+        "t: expected as_known_at at or after the first known commit, got 2020-01-01T00:00:00Z, but "
+        "that commit was recorded at 2020-01-01T16:41:00Z: no data existed before it; use a later time"
     )
     # One that is still to come is now.
     assert vt_dagster.read("t", **{**asked, "as_known_at": "2300-01-01"}).num_rows == 1

@@ -348,7 +348,7 @@ def test_a_longer_history_after_a_cut(alone: Kept, spark: SparkSession) -> None:
     assert found.record is not None
     assert "true from" in str(found.notes)
     found = vt_dagster.explain("rates", key="unheard of", **asked)
-    assert (found.record, "its log was cut off at" in str(found.notes)) == (None, True)
+    assert (found.record, "its log was truncated at" in str(found.notes)) == (None, True)
     fs, view = delta.filesystem(store.view_path)
     fs.rm(view, recursive=True)
     assert answers(alone) == then

@@ -158,7 +158,7 @@ def test_keys_of_any_type(of_all_kinds: Path, spark: SparkSession, name: str) ->
         ("truth", "perhaps", "as a boolean for truth"),
         ("day", "2024-02-30", "as a date for day, got '2024-02-30'"),
         ("moment", "2024-02-29T25:00:00Z", "as a timestamp for moment"),
-        ("whole", ("1", "2"), r"has the key \['whole'\]: give --key once for each"),
+        ("whole", ("1", "2"), r"has the key \['whole'\]: expected --key once for each column"),
     ],
 )
 def test_a_value_that_cannot_be_the_key(of_all_kinds: Path, name: str, key: Any, said: str) -> None:
@@ -199,7 +199,7 @@ def test_what_is_not_there(tmp_path: Path, spark: SparkSession) -> None:
     for name, asked, said in (
         ("nothing", {}, r"'nothing'.*orders.*rates"),
         ("orders", {"what": "current"}, r"orders is a Stream: expected one of \['log'\]"),
-        ("orders", {"as_of": "2020-01-01"}, "as_of only of a VersionedTable"),
+        ("orders", {"as_of": "2020-01-01"}, "as_of needs a VersionedTable"),
         ("rates", {"as_of": "2020-01-01T00:05:00Z"}, "expected a time from 2020-01-01T00:10:00Z on"),
     ):
         with pytest.raises(StorageError, match=said):

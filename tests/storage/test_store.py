@@ -157,7 +157,7 @@ def test_an_asset_opens_by_its_name_alone(done: Topology, spark: SparkSession) -
 def test_reading_what_is_not_there_says_so(done: Topology, spark: SparkSession) -> None:
     with pytest.raises(StorageError, match=r"'nowhere'.*rates"):
         AssetStore.open(done.warehouse, "nowhere", spark)
-    with pytest.raises(StorageError, match="as_of only of a VersionedTable"):
+    with pytest.raises(StorageError, match="as_of needs a VersionedTable"):
         done.store("orders", spark).read(as_of="2020-01-01")
     with pytest.raises(ContractError, match="expected a time like"):
         done.store("rates", spark).read(as_of="")
@@ -231,7 +231,7 @@ def test_a_table_of_somebody_else_is_refused(tmp_path: Path, spark: SparkSession
 def test_a_version_that_is_gone_says_so(done: Topology, spark: SparkSession) -> None:
     path = done.store("rates", spark).log_path
     assert parquet.read(spark, path, 0).count() == 3
-    with pytest.raises(StorageError, match="expected a Delta table that can be read"):
+    with pytest.raises(StorageError, match="expected a readable Delta table"):
         parquet.read(spark, path, 7)
 
 

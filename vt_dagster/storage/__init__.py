@@ -2,8 +2,8 @@
 
 An asset's directory under the warehouse:
 
-``log``        append-only records; appending to it is the commit of a run
-``view``       what the log amounts to: versions, or current rows; brought up to date from the log
-``quarantine`` what is not in the log, and why; brought up to date from ``attempts``
-``attempts``   what a run prepared beside its log rows; the commit names the attempt that counts
+``log``        append-only changelog; the append is the commit of a run
+``view``       the log folded into versions or current rows; updated from the log
+``quarantine`` rejected records with their reasons; updated from ``attempts``
+``attempts``   data that a run stages beside its log rows; the commit names the valid attempt
 """

@@ -1,4 +1,4 @@
-"""A view with the log's tail folded in, by Arrow alone: the rules of ``core.versioned_table`` and
+"""Folds the log's tail into a view with Arrow only, by the rules of ``core.versioned_table`` and
 ``core.plain_table``."""
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def fold(
     limits: Mapping[int, int] | None,
     new_version_on: Sequence[str] | None = None,
 ) -> pa.Table:
-    """A table's rows after more of its log, see ``core.table_store.fold``.
+    """Returns a table's rows with the log's tail folded in, see ``core.table_store.fold``.
 
     Args:
-        base: the rows before; None = none.
-        tail: the log's rows after them; None = none.
-        limits: of a versioned table the horizon by partition, epoch microseconds; None: it is plain.
-        new_version_on: of a versioned table the columns that make a version: the rows are those that
-            are read, see ``core.new_version_on.collapse_repeats``; None = every record makes one.
+        base: rows of the view; None = none.
+        tail: log rows after the view; None = none.
+        limits: expiry horizon by partition, epoch microseconds; None = a plain table.
+        new_version_on: columns whose change starts a version; repeats are collapsed as for readers, see
+            ``core.new_version_on.collapse_repeats``. None = every record starts a version.
 
     Source: FORMAT 4.1.3, 4.2.1, 4.2.3, section 7; kip889-validity-interval.
     """
@@ -79,7 +79,7 @@ def fold(
     replaced = follows & (ends <= start)
     if new_version_on is None:
         return rows.filter(pa.array(~replaced & ~_expired(rows, limits)))
-    # First of all of them: a version may have begun with a record that has expired.
+    # Collapse before expiry: a live version may begin with a record that has expired.
     rows = _collapsed(rows.filter(pa.array(~replaced)), key, new_version_on)
     return rows.filter(pa.array(~_expired(rows, limits)))
 
@@ -88,7 +88,7 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
     """See ``core.new_version_on.collapse_repeats``.
 
     Args:
-        rows: also without ``old``, where all that a key ever had is among them.
+        rows: need no ``old`` column if they include every record of their keys.
     """
     codes = [codes_of(rows.column(k)) for k in key]
     rank = np.lexsort((micros(rows, VALID_FROM), *reversed(codes)))
@@ -129,7 +129,7 @@ def _collapsed(rows: pa.Table, key: Sequence[str], new_version_on: Sequence[str]
 
 
 def _with_old_of_peers(rows: pa.Table, codes: Sequence[Any], start: Any) -> pa.Table:
-    """Rows in order, each with the ``old`` of one of its key and time that has it."""
+    """Returns sorted rows; rows of one key and timestamp share the ``old`` of the row that has it."""
     place = rows.schema.get_field_index(OLD)
     index, there = np.arange(rows.num_rows), rows.column(OLD).is_valid().to_numpy()
     peers = np.logical_and.reduce([code[1:] == code[:-1] for code in (*codes, start)])
@@ -180,21 +180,21 @@ def values_by_partition(rows: pa.Table, values: Mapping[int, int], otherwise: in
 
 
 def arrival_order(rows: pa.Table) -> list[Any]:
-    """What ``np.lexsort`` puts rows in order of arrival by, see ``core.arrival_order``: the last
-    first."""
+    """Returns sort keys for ``np.lexsort`` (the primary key last) that give the order of
+    ``core.arrival_order``."""
     order = [rows.column(c).to_numpy() for c in (PARTITION, OFFSET)]
     return [*order, *([micros(rows, RECORDED_AT)] if RECORDED_AT in rows.column_names else [])]
 
 
 def micros(rows: pa.Table, column: str) -> Any:
-    """Times as epoch microseconds; null is 0."""
+    """Returns times as epoch microseconds; null becomes 0."""
     times = rows.column(column)
     whole = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64())
     return whole.fill_null(0).to_numpy()
 
 
 def codes_of(column: pa.ChunkedArray) -> Any:
-    """A number for each value, the same for the same; NaN is one value, and so are the two zeros."""
+    """Returns one integer code per distinct value; all NaN are equal, and -0.0 equals 0.0."""
     kind = column.type
     if pa.types.is_floating(kind):
         return np.unique(column.to_numpy() + 0.0, return_inverse=True)[1]
@@ -204,7 +204,7 @@ def codes_of(column: pa.ChunkedArray) -> Any:
 
 
 def null_codes(column: pa.ChunkedArray) -> Any:
-    """The same, where null is a value of its own."""
+    """Returns the codes of :func:`codes_of`, with -1 for null."""
     there = column.is_valid().to_numpy()
     found = np.full(len(column), -1, np.int64)
     if there.any():

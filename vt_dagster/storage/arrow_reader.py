@@ -1,7 +1,7 @@
-"""Looking into tables without Spark: ``deltalake`` says which files, Arrow reads them.
+"""Reads tables without Spark: ``deltalake`` lists the files, Arrow reads them.
 
-What is given is what ``AssetStore.read`` gives: the view, with the log's tail folded in. The rules are
-those of ``core.versioned_table`` and ``core.plain_table``; a test compares both on random tables.
+The result equals that of ``AssetStore.read``: the view with the log's tail folded in, by the rules of
+``core.versioned_table`` and ``core.plain_table``. A test compares both on random tables.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from vt_dagster.storage.value_texts import as_key, type_name
 from vt_dagster.topology.durations import parse_time
 
 _DEEPEST = 3
-"""How many folders of a warehouse an asset may be within."""
+"""Maximum depth of folders in a warehouse that are searched for assets."""
 Into = Literal["arrow", "polars", "pandas", "duckdb", "spark"]
 
 
@@ -59,26 +59,27 @@ def read(
     into: Into = "arrow",
     as_known_at: str | datetime | None = None,
 ) -> Any:
-    """What an asset has, as of its last commit or an earlier one; without Spark, but where asked for.
+    """Reads an asset as of its last commit or an earlier one. Uses Spark only for ``into="spark"``.
 
     Args:
-        table: an asset's name (with a key prefix: ``shop/prices``), or the stream or table itself.
-        warehouse: the directory or URL of the tables.
-        key: the value of the key, of a composite key a tuple or list, also as texts; None = all.
-        as_of: an ISO 8601 time or a datetime (without an offset: UTC); the row of each key as of it
-            (inclusive).
-        what: ``current`` (default of tables: deleted keys are not there), ``versions`` (tombstones
-            included) or ``log`` (default of streams).
-        partial: whether a time from which on the history has been forgotten already gives the rows that
-            are left.
+        table: asset name (with a key prefix: ``shop/prices``), or the stream or table itself.
+        warehouse: directory or URL of the tables.
+        key: value of the key, for a composite key a tuple or list; texts are accepted. None = all keys.
+        as_of: valid time, ISO 8601 or datetime (without an offset: UTC); returns the row of each key as
+            of it (inclusive).
+        what: ``current`` (default for tables; without deleted keys), ``versions`` (with tombstones) or
+            ``log`` (default for streams).
+        partial: for an ``as_of`` before the history horizon, return the versions that have not expired;
+            otherwise such a time is an error.
         into: ``arrow``: a ``pyarrow.Table``; ``pandas``, ``polars``: a DataFrame; ``duckdb``: a
             relation; ``spark``: a lazy DataFrame of the active session. All but Spark's are in memory.
-        as_known_at: a time likewise: by what was recorded up to it (inclusive), with the stream time of
-            then, and the history retention that is declared now. One that is still to come is now.
+        as_known_at: system time, ISO 8601 or datetime; uses the records up to it (inclusive) and the
+            stream time of then, with the history retention that is declared now. A future time means
+            now.
 
     Raises:
-        StorageError: there is no such asset, or it has no such thing, remembers it no more, or knew
-            nothing by then.
+        StorageError: the asset does not exist or does not have ``what``, ``as_of`` is before its
+            history, or nothing was recorded by ``as_known_at``.
     """
     name = table if isinstance(table, str) else "/".join(table.path)
     if into not in get_args(Into):
@@ -91,7 +92,7 @@ def read(
 
 
 def as_frame(rows: pa.Table, into: Into) -> Any:
-    """Rows as another library has them, none of Spark."""
+    """Converts rows to a type of another library (all ``Into`` but Spark)."""
     if into == "arrow":
         return rows
     return rows.to_pandas() if into == "pandas" else import_module(into).from_arrow(rows)
@@ -109,10 +110,10 @@ def _by_spark(
     session = import_module("pyspark.sql").SparkSession.getActiveSession()
     if session is None:
         raise StorageError(
-            f"{name}: expected an active Spark session to read into, found none; start one, or read "
-            "into another library"
+            f"{name}: expected an active Spark session for into='spark', found none; start one, or set "
+            "into to another library"
         )
-    # Not with the others: it takes seconds to import, and nobody else needs it.
+    # A late import: it takes seconds, and only this function needs it.
     store = import_module("vt_dagster.storage.asset_store").AssetStore.open(warehouse, name, session)
     rows = store.read(what, as_of, partial, as_known_at)
     if key is None:
@@ -131,15 +132,15 @@ def look_up(
     as_known_at: str | None = None,
     head: tuple[int, Commit] | None = None,
 ) -> pa.Table:
-    """The rows of an asset as of its last commit, or an earlier one, as ``AssetStore.read`` gives them.
+    """Returns the rows of an asset as of its last or an earlier commit, as ``AssetStore.read`` does.
 
     Args:
-        key: the values of the key columns, also as texts; None = all keys.
-        head: its last commit, as :func:`head_of` has told; None = it is looked up.
+        key: values of the key columns; texts are accepted. None = all keys.
+        head: last commit from :func:`head_of`; None = it is looked up.
 
     Raises:
-        StorageError: there is no such asset, it has no such thing, knew nothing by then, or a value
-            cannot be its key.
+        StorageError: the asset does not exist or does not have ``what``, nothing was recorded by
+            ``as_known_at``, or a value does not fit the key.
     """
     version, commit = head or head_of(warehouse, name)
     shape, root, last = commit.shape, posixpath.join(str(warehouse), name), commit.recorded_at
@@ -158,10 +159,10 @@ def look_up(
 
 
 def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
-    """The version and the document of an asset's last commit.
+    """Returns the Delta version and the document of an asset's last commit.
 
     Raises:
-        StorageError: there is no such asset in the warehouse.
+        StorageError: the warehouse has no such asset.
     """
     delta.require_place(str(warehouse))
     found = delta.last_commit(posixpath.join(str(warehouse), name, "log"))
@@ -174,8 +175,8 @@ def head_of(warehouse: str, name: str) -> tuple[int, Commit]:
 
 
 def asset_names(warehouse: str) -> list[str]:
-    """The assets that have a log in a warehouse, in folders of it too (``shop/prices``). Does not use
-    Spark."""
+    """Returns the assets with a log in a warehouse, also those in folders (``shop/prices``). Does not
+    use Spark."""
     delta.require_place(str(warehouse))
     fs, root = delta.filesystem(str(warehouse))
 
@@ -200,8 +201,8 @@ class AssetRows:
     """The rows of an asset as of a commit.
 
     Args:
-        version: of the Delta table of its log that has them.
-        wanted: the values of one key, or of all: None.
+        version: Delta version of the log that contains the rows.
+        wanted: values of one key; None = all keys.
     """
 
     root: str
@@ -210,7 +211,7 @@ class AssetRows:
     shape: Shape
     wanted: Sequence[Any] | None
     later: bool
-    """Whether the log has rows of later commits as well."""
+    """Whether that version also contains rows of later commits."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -225,7 +226,7 @@ class AssetRows:
         return posixpath.join(self.root, "view")
 
     def log(self, start: Mapping[int, int] | None) -> pa.Table:
-        """The log from some offsets on (inclusive); None = all of it."""
+        """Returns the log rows from ``start`` (inclusive); None = all."""
         if start is None and not self.later:
             return self._rows(self.log_path, self.version)
         ends, start = self.commit.next_offset, start or {}
@@ -237,7 +238,7 @@ class AssetRows:
         return rows.filter(pa.array(keep))
 
     def table(self, what: str, moment: int | None) -> pa.Table:
-        """Versions, or current rows; as of a time where given."""
+        """Returns versions or current rows; as of ``moment`` (epoch microseconds) if given."""
         rows, limits = self._folded(what, moment), self._limits
         if limits is None or what == "versions":
             return clip_at_valid_until(rows, self.shape.valid_until)
@@ -257,7 +258,7 @@ class AssetRows:
         return self._limits_at(self.commit.stream_time)
 
     def _limits_at(self, stream_time: Mapping[int, int]) -> dict[int, int] | None:
-        """Of a versioned table: its horizons by partition."""
+        """Returns the expiry horizons of a versioned table by partition; None for other kinds."""
         limits = zip(stream_time, horizons(self.shape.retention(), stream_time), strict=True)
         return dict(limits) if self.shape.kind == "versioned" else None
 
@@ -266,12 +267,13 @@ class AssetRows:
         start = then.next_offset if then else {}
         tail = None if then and start == self.commit.next_offset else self.log(start)
         if base is not None and then is not None and self.shape.kind == "versioned":
-            # What had expired may lie there yet, beside a tombstone that does not.
+            # An expired version may still be stored while its later tombstone is gone: folding it would
+            # revive it.
             base = fold(base, None, self.key, self._limits_at(then.stream_time))
         return fold(base, tail, self.key, self._limits, self.shape.new_version_on)
 
     def _base(self, what: str, moment: int | None) -> tuple[pa.Table | None, Checkpoint | None]:
-        """What is needed of the view, and where it stands."""
+        """Returns the needed rows of the view, and its checkpoint."""
         found = delta.last_commit(self.view_path)
         if found is None:
             return self._at_truncation()
@@ -292,7 +294,7 @@ class AssetRows:
         return self._rows(self.view_path, found.version, wanted, self._columns), then
 
     def _at_truncation(self) -> tuple[pa.Table | None, Checkpoint | None]:
-        """The rows as of where the log was cut off, and where that is; none where it was not."""
+        """Returns the rows as of the log's truncation, with their checkpoint; None if not truncated."""
         if self.commit.truncation is None:
             return None, None
         name, cut = posixpath.basename(self.root), self.commit.truncation
@@ -329,16 +331,16 @@ def rows_of(
     only: Sequence[str] | None = None,
     opened: Any = None,
 ) -> pa.Table:
-    """The rows of an asset's log or view for which a condition holds, which the files are read by.
+    """Returns the rows of an asset's log or view that satisfy a condition, pushed down to the files.
 
     Args:
         path: ``…/name/log`` or ``…/name/view``.
-        version: of the Delta table.
-        condition: makes an Arrow expression of the columns that files have; None = all rows.
-        wanted: the files that may have some.
-        like: the columns that are there have the types and names that they have there.
-        only: the columns that are read, of those that there are; None = all.
-        opened: the table as of that version, where somebody has opened it.
+        version: Delta version.
+        condition: makes an Arrow expression from the files' columns; an expression of None = all rows.
+        wanted: filter for files that may have such rows.
+        like: schema whose types and names the columns get.
+        only: columns to read; missing ones are ignored. None = all.
+        opened: the opened table at that version; None = it is opened.
 
     Raises:
         StorageError: a file is gone or damaged.
@@ -359,7 +361,7 @@ def rows_of(
     if not places:
         return by_newest_names(read.empty_table(), read)
     chosen = condition(columns)
-    import pyarrow.dataset as ds  # takes pandas with it, which runs without news need not
+    import pyarrow.dataset as ds  # imports pandas, which runs without new records do not need
 
     try:
         dataset = ds.dataset(places, columns, format="parquet", filesystem=where)
@@ -367,34 +369,34 @@ def rows_of(
     except (OSError, pa.ArrowInvalid) as error:
         name = posixpath.basename(posixpath.dirname(path))
         raise StorageError(
-            f"{name}: expected to read the files of {path}, got: {str(error)[:200]}. Make the view "
-            f"anew (vt-dagster rebuild {name}); files of a log must come from a backup"
+            f"{name}: expected to read the files of {path}, got: {str(error)[:200]}. Rebuild a view "
+            f"(vt-dagster rebuild {name}); restore files of a log from a backup"
         ) from error
 
 
 def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[Any]) -> Any:
-    """The condition that a row of a log or view is of a key.
+    """Returns the condition that a row of a log or view has a key.
 
     Args:
         path: ``…/name/log`` or ``…/name/view``, for messages.
-        values: of the key's columns, also as texts.
+        values: values of the key columns; texts are accepted.
 
     Raises:
-        StorageError: they cannot be of that key.
+        StorageError: the values do not fit the key.
     """
     if len(values) != len(key):
         name = posixpath.basename(posixpath.dirname(path))
         raise StorageError(
-            f"{name} has the key {list(key)}: give --key once for each, got {list(values)}"
+            f"{name} has the key {list(key)}: expected --key once for each column, got {list(values)}"
         )
     condition: Any = None
     for column, value in zip(key, values, strict=True):
         kind = columns.field(column).type
         if pa.types.is_nested(kind):
             raise StorageError(
-                "expected a key that can be written as plain texts, but the key column "
-                f"{column} is of type {type_name(kind)}; read the Delta table {path} with "
-                "Spark, and select the row there"
+                "expected a key that can be written as text, but the key column "
+                f"{column} has type {type_name(kind)}; read the Delta table {path} with "
+                "Spark, and filter its rows there"
             )
         scalar = as_key(column, value, kind)
         nan = pa.types.is_floating(kind) and scalar.as_py() != scalar.as_py()
@@ -407,6 +409,6 @@ def of_key(path: str, columns: pa.Schema, key: Sequence[str], values: Sequence[A
 
 
 def columns_of(table: Any) -> pa.Schema:
-    """The columns of a log or view, but for those that are the library's own."""
+    """Returns the columns of a log or view, without the column that partitions its files."""
     told = pa.schema(table.schema().to_arrow())
     return pa.schema([f for f in told if f.name != SEGMENT])

@@ -1,6 +1,6 @@
-"""Columns that had other names before, as Arrow reads them from files; Spark's side is ``evolution``.
+"""Renamed columns, for reads with Arrow; ``schema_evolution`` does the same for Spark.
 
-A table's field says by its metadata under which names rows of before know its column.
+A field's metadata lists the earlier names of its column; old files have the column under those names.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _WAS = WAS.encode()
 
 
 def was(field: pa.Field) -> list[str]:
-    """The names that a column had before, the newest first."""
+    """Returns the earlier names of a column, newest first."""
     told = (field.metadata or {}).get(_WAS)
     return [] if told is None else json.loads(told)
 
 
 def names_of(columns: pa.Schema, column: str) -> list[str]:
-    """All columns of files that may have a column's value; in a row one of them has it."""
+    """Returns all file columns that may hold a column's value; each row uses one of them."""
     return [n for n in (column, *was(columns.field(column))) if n in columns.names]
 
 
 def seen_as(columns: pa.Schema, like: pa.Schema) -> pa.Schema:
-    """The columns of a table's files with the types and names that another table has them by.
+    """Returns the columns of a table's files with the types and names of another table.
 
     Args:
-        like: the columns of the log, which may have been renamed since a view was written.
+        like: columns of the log; some may have been renamed after a view was written.
     """
     there = [_seen_as(f, like.field(f.name)) if f.name in like.names else f for f in columns]
     named = [f for f in like if f.name not in columns.names and {*was(f)} & {*columns.names}]
@@ -41,17 +41,17 @@ def seen_as(columns: pa.Schema, like: pa.Schema) -> pa.Schema:
 def _seen_as(field: pa.Field, like: pa.Field) -> pa.Field:
     if field.name != OLD or not pa.types.is_struct(field.type):
         return like
-    # A view's has more in it than the log's.
+    # ``old`` of a view has more fields than that of the log, so the two are merged.
     return pa.field(
         OLD, pa.struct(list(seen_as(pa.schema(list(field.type)), pa.schema(list(like.type)))))
     )
 
 
 def by_newest_names(rows: pa.Table, columns: pa.Schema) -> pa.Table:
-    """Rows as files have them, with each column under its newest name; within ``old`` too.
+    """Returns rows of files with each column under its newest name, also within ``old``.
 
     Args:
-        columns: those of the rows, with the names that they had before.
+        columns: columns of the rows, with their earlier names.
     """
     inner = pa.schema([])
     if OLD in columns.names and pa.types.is_struct(columns.field(OLD).type):

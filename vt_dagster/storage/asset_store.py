@@ -1,9 +1,9 @@
-"""An asset's tables, and the protocol that keeps them true to each other.
+"""Writes an asset's tables, with the protocol that keeps them consistent.
 
-**The log's commit decides.** What belongs to a run but not into the log (rejected records, the list of
-consumed files) is prepared before it under an attempt's name, and counts only once a commit names that
-attempt. What follows from the log (the view, the quarantine table) is written after it, and brought up
-to date by whoever comes next if that run died. So a run can be killed anywhere and started again.
+**The log's commit decides.** Data of a run outside the log (rejected records, list of consumed files)
+is staged before the commit under an attempt's name, and is valid only if a commit names that attempt.
+Tables derived from the log (view, quarantine) are written after the commit; if the run dies before,
+the next run or reader updates them. So a run can be killed at any point and started again.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ __all__ = ["AssetStore", "shape_of", "stores_of"]
 
 
 class AssetStore(AssetReader):
-    """The tables of one stream or table, to read them and to write them: see ``AssetReader``."""
+    """Reads and writes the tables of one stream or table, see ``AssetReader``."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._prepared = dict[str, dict[str, tuple[int, int]]]()
-        """By attempt what was staged here, as ``Commit.staged``."""
+        """Staged data by attempt, in the form of ``Commit.staged``."""
 
-    # -- what a run prepares beside its rows -----------------------------------------------------
+    # -- staged data of a run --------------------------------------------------------------------
 
     def new_attempt(self) -> str:
-        """A name for what one run prepares."""
+        """Returns a new attempt id for the staged data of one run."""
         return uuid4().hex
 
     def stage_rejected(self, attempt: str, rows: DataFrame) -> None:
-        """Keeps the records that the run rejects until its commit counts."""
+        """Stages the records that the run rejects."""
         self._stage(attempt, "rejected", rows)
 
     def stage_state(self, attempt: str, rows: DataFrame) -> None:
-        """Keeps what an operator knows after the run until its commit counts."""
+        """Stages the operator's state after the run."""
         self._stage(attempt, "state", rows)
 
     def _stage(self, attempt: str, what: str, rows: DataFrame) -> None:
@@ -74,7 +74,7 @@ class AssetStore(AssetReader):
         self._prepared.setdefault(attempt, {})[what] = found[what]
 
     def stage_files(self, attempt: str, files: dict[str, Any]) -> None:
-        """Keeps the list of files that have been consumed once the run's commit counts."""
+        """Stages the list of files that are consumed after the run's commit."""
         path = self._attempt_path(attempt, "files.json.gz")
         fs, local = delta.filesystem(path)
         with parquet.writing(path):
@@ -83,43 +83,43 @@ class AssetStore(AssetReader):
         self._note_staged(attempt, "files.json.gz")
 
     def forget(self, previous: Head | None) -> None:
-        """Removes what the run before an earlier one prepared. What the earlier one did stays until the
-        next commit: should the newest commit be lost, the next run goes on from there.
+        """Removes the staged data of the run before ``previous``. That of ``previous`` is kept until
+        the next commit: if the newest commit is lost, the next run continues from there.
 
         Args:
-            previous: the commit that the newest one has taken the place of.
+            previous: the commit before the newest one.
         """
         if previous is not None and previous.commit.previous:
             fs, local = delta.filesystem(self._attempt_path(previous.commit.previous))
             with contextlib.suppress(OSError):
                 fs.rm(local, recursive=True)
 
-    # -- what a run holds in memory --------------------------------------------------------------
+    # -- rows in memory --------------------------------------------------------------------------
 
     def planner_settings(self, small: bool) -> AbstractContextManager[None]:
-        """Within it Spark plans for few rows, where there are few."""
+        """Returns a context with planner settings for few rows, if ``small``."""
         return small_run(self.spark, small)
 
     def persist(self, rows: DataFrame) -> DataFrame:
-        """Rows that are wanted several times: computed once."""
+        """Caches rows that are used several times."""
         return rows.persist()
 
     def unpersist(self, rows: DataFrame) -> None:
-        """They are not wanted any more."""
+        """Releases cached rows."""
         rows.unpersist()
 
     # -- the commit ------------------------------------------------------------------------------
 
     def commit(self, rows: DataFrame, commit: Commit, count: int) -> Head:
-        """Appends a run's rows: the one atomic step that makes the run count.
+        """Appends a run's rows to the log: the one atomic step that commits the run.
 
         Args:
-            count: how many rows these are.
+            count: number of rows.
 
         Raises:
-            ConcurrentRunError: another run has committed this batch; or what this run has written is
-                gone, as it stood still for longer than maintenance keeps that.
-            StorageError: the rows do not fit the log's columns, or somebody else has changed the log.
+            ConcurrentRunError: another run has committed this batch; or files of this run are gone,
+                because it was suspended for longer than maintenance keeps uncommitted files.
+            StorageError: the rows do not fit the log's columns, or another program has changed the log.
         """
         if commit.batch > 1:
             self._check_nobody_else()
@@ -154,14 +154,14 @@ class AssetStore(AssetReader):
         alike = [n for n in others if n != name and n.lower() == name.lower()]
         if alike:
             raise StorageError(
-                f"{name}: the warehouse has an asset {alike[0]!r}, which differs in capitals alone: "
-                "file systems and catalogs take the two for one; give the new one another name"
+                f"{name}: the warehouse has an asset {alike[0]!r}, which differs only in case: some "
+                "file systems and catalogs do not distinguish the two; give the new one another name"
             )
         nested = [n for n in others if n.startswith(f"{name}/") or name.startswith(f"{n}/")]
         if nested:
             raise StorageError(
-                f"{name}: the warehouse has an asset {nested[0]!r}, and one cannot be in the folder of "
-                "the other: give the new one another key prefix or name"
+                f"{name}: the warehouse has an asset {nested[0]!r}, and an asset cannot be in the "
+                "folder of another one: give the new one another key prefix or name"
             )
 
     def _check_nobody_else(self) -> None:
@@ -171,23 +171,23 @@ class AssetStore(AssetReader):
         head = self.head()
         assert head is not None
         raise StorageError(
-            f"{self.node.name}: somebody else has changed the log since batch {head.commit.batch}: "
-            f"{done}; nothing was committed, as offsets would mean other records. RESTORE "
+            f"{self.node.name}: another program has changed the log since batch {head.commit.batch}: "
+            f"{done}; nothing was committed, because offsets would mean other records. RESTORE "
             f"{self.log_path} to version {head.version}, which is that batch, or replay and swap"
         )
 
-    # -- what follows from the log ---------------------------------------------------------------
+    # -- tables derived from the log -------------------------------------------------------------
 
     def catch_up(
         self, head: Head | None = None, now: bool = False, written: DataFrame | None = None
     ) -> Snapshot:
-        """Brings quarantine and view up to the log, the view where it is to be as fresh as that. Safe
-        to call at any time, by anyone.
+        """Updates the quarantine, and the view if its ``freshness`` requires that, to the log. Safe to
+        call at any time from any process.
 
         Args:
-            head: the log's last commit, where the caller has just made it.
-            now: however fresh the view is to be.
-            written: the log's rows of that commit, where they are held: they are not read again.
+            head: the log's last commit, if the caller has just made it; None = it is looked up.
+            now: updates the view regardless of ``freshness``.
+            written: cached log rows of that commit, so that they are not read again.
         """
         base = self._view.base() if isinstance(self.node, Table) else None
         just_made, head = head is not None, head or self.head()
@@ -202,13 +202,13 @@ class AssetStore(AssetReader):
         except ConcurrentRunError:
             if not just_made:
                 raise
-            return found  # the run has committed; others bring the view further
+            return found  # the run has committed; the concurrent writer updates the view
 
     def _publish_rejected(self, head: Head) -> None:
         try:
             self._write_rejected(head)
         except Exception:
-            # The run after this one has done it: what is prepared may be gone by now too.
+            # If a later run has already published the records, their staged files may be removed.
             if self._last_rejected(head.commit) < head.commit.batch:
                 raise
 
@@ -219,7 +219,7 @@ class AssetStore(AssetReader):
         there = delta.last_commit(self.quarantine_path)
         same = self._last_rejected(commit)
         if there is not None and there.document["batch"] != same:
-            # The log has lost later batches since: a backup was put back, or a commit removed.
+            # The log has lost later batches: it was restored from a backup, or a commit was removed.
             earlier = parquet.read(self.spark, self.quarantine_path, there.version)
             rows = earlier.where(F.col("batch") <= same).unionByName(rows, allowMissingColumns=True)
             about: dict[str, Any] = {"mode": "overwrite", "over": there.version}
@@ -228,7 +228,7 @@ class AssetStore(AssetReader):
             taken = parquet.last_batch(self.quarantine_path, commit.asset) >= commit.batch
             if there is not None and taken:
                 about = {"over": there.version, "pinned": True}
-        # Under the asset's own name the table may have a lost batch of this number.
+        # Under the asset's own name, a lost batch of this number would count as already written.
         about["asset"] = f"{commit.asset}:{commit.attempt}" if about else commit.asset
         checkpoint = Checkpoint(
             asset=commit.asset,
@@ -256,20 +256,20 @@ class AssetStore(AssetReader):
         return self._view.update(head.commit, log, rebuild)
 
     def rebuild_view(self) -> None:
-        """Makes the view anew from the whole log, whatever lies there.
+        """Rebuilds the view from the whole log, even if the existing view is damaged.
 
         Raises:
-            StorageError: the asset is a stream, or nothing was ever committed.
+            StorageError: the asset is a stream, or has no commit.
         """
         head = self.head()
         if head is None or not isinstance(self.node, Table):
             raise StorageError(
-                f"{self.node.name}: expected a table with a log to make its view of, got "
-                f"{'a stream' if head else 'no commit'}; there is nothing to make anew"
+                f"{self.node.name}: expected a table with a log to rebuild its view from, got "
+                f"{'a stream, which has no view' if head else 'no commit; materialize it first'}"
             )
         try:
             self._view.base()
-        except StorageError:  # not even its own log can be read
+        except StorageError:  # the view's transaction log is unreadable too
             fs, local = delta.filesystem(self.view_path)
             fs.rm(local, recursive=True)
         self._update_view(head, rebuild=True)
@@ -280,10 +280,10 @@ def stores_of(
     spark: SparkSession | Callable[[], SparkSession],
     tell: Callable[[str], None] | None = None,
 ) -> Callable[[Stream], AssetStore]:
-    """Gives the tables of each stream and table of a warehouse.
+    """Returns a function that gives the store of each stream and table of a warehouse.
 
     Args:
-        spark: a session, or what gives one when it is first needed.
-        tell: is told what has been written, in a line each.
+        spark: a session, or a function that creates it at first use.
+        tell: receives a line for each write.
     """
     return lambda node: AssetStore(warehouse, node, spark, tell)

@@ -1,8 +1,8 @@
-"""The commits of a log by the time they were recorded at: what was known when. No Spark.
+"""Commits of a log by system time, for ``as_known_at``. No Spark.
 
-A log is only appended to, so what was known at a time is its rows before the offsets that the commit of
-then says, with the stream time of then. Commits are found by bisection of Delta's own log. What
-maintenance removes of that it has put, as it stood, into ``commits/`` beside the log before.
+A log is append-only, so its state at a system time is the rows before the offsets of the last commit
+until then, with the stream time of that commit. A binary search in Delta's log finds the commit. Before
+maintenance removes commits, it copies their documents to ``commits/`` beside the log.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from vt_dagster.storage.commit_log import AHEAD, Checkpoint, Commit, Truncation
 from vt_dagster.topology.durations import in_utc
 
 _KEPT = re.compile(r"(\d{20})-(\d{10})\.json\.gz")
-"""A file of kept commits: when the first of them was recorded, and the batch of the last."""
+"""A file of archived commits: system time of the first one, and batch of the last one."""
 
 
 _NEWEST = 8
-"""So many commits are looked at one by one before a batch is searched for by bisection."""
+"""Number of newest commits that are read one by one before a binary search for a batch."""
 
 
 def known_at(root: str, name: str, moment: int, truncation: Truncation | None) -> Commit:
-    """The last commit of an asset's log that was recorded up to a time, with what is cut off by now;
-    where only a part of the one after it was, one that says how far that is.
+    """Returns the last commit of an asset's log up to a system time, with the current truncation. If a
+    commit has per-row system times and only some are in range, the result ends at those rows.
 
     Args:
-        root: the directory of the asset's tables.
-        name: of the asset, for messages.
-        moment: epoch microseconds, inclusive.
-        truncation: what has been cut off from the log, as its last commit says.
+        root: directory of the asset's tables.
+        name: the asset, for messages.
+        moment: system time, epoch microseconds, inclusive.
+        truncation: truncation of the log by its last commit.
 
     Raises:
-        StorageError: nothing was recorded by then, or who knows what; or it was cut off.
+        StorageError: nothing was recorded by then, the commits of then were removed, or the log was
+            truncated after that time.
     """
     found = last_that(root, lambda commit: commit["recorded_at"] <= moment)
     if truncation is not None and (found is None or found.batch < truncation.batch):
         raise StorageError(
             f"{name}: expected a time from {in_utc(truncation.recorded_at)} on, got "
             f"{in_utc(moment)} as "
-            f"as_known_at: {truncation.description()}; ask for a later one"
+            f"as_known_at: {truncation.description()}; use a later time"
         )
     last = delta.last_commit(posixpath.join(root, "log"))
     if last is not None and last.document.get("stepped"):
@@ -63,27 +64,26 @@ def known_at(root: str, name: str, moment: int, truncation: Truncation | None) -
         return found.model_copy(update={"truncation": truncation})
     first = next(commits(root))
     since = in_utc((first.steps or [first])[0].recorded_at)
-    why = "an earlier maintenance has removed the commits before that"
+    why = "an earlier maintenance has removed the commits before it"
     if first.batch == 1:
-        why = "nothing was known before"
+        why = "no data existed before it"
     raise StorageError(
-        f"{name}: expected a time at which something was known of it, got {in_utc(moment)} as "
-        f"as_known_at, but the first run that is known of was recorded at {since}: {why}; ask for a "
-        "later one"
+        f"{name}: expected as_known_at at or after the first known commit, got {in_utc(moment)}, but "
+        f"that commit was recorded at {since}: {why}; use a later time"
     )
 
 
 def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
-    """What to say of a read with ``as_known_at`` that leaves out what was recorded by then, since the
-    clock of a run was ahead; None = it does not.
+    """Returns the warning for a read with ``as_known_at`` that omits existing commits, because the
+    clock of a run was ahead; None = no warning.
 
     Args:
-        name: of the asset.
-        moment: epoch microseconds.
-        last: the last commit of its log.
+        name: the asset.
+        moment: system time, epoch microseconds.
+        last: last commit of the log.
     """
     until = max((end for start, end in last.ahead if start <= moment < end), default=None)
-    # The run whose clock was ahead does not know it; the next one notes since when it was.
+    # A run cannot detect that its own clock is ahead; the next run records the interval in ``ahead``.
     noted = bool(last.ahead) and last.ahead[-1][1] >= last.recorded_at
     to_come = last.recorded_at - time.time_ns() // 1000 > AHEAD
     if until is None and not noted and to_come and last.recorded_at > moment:
@@ -91,14 +91,14 @@ def left_out_by_clock(name: str, moment: int, last: Commit) -> str | None:
     if until is None:
         return None
     return (
-        f"{name}: as_known_at {in_utc(moment)} leaves out runs that had been made by then: the clock "
-        f"of one was ahead, and what came after it counts as recorded up to {in_utc(until)}. For that, "
-        "read without as_known_at, or ask for that time"
+        f"{name}: as_known_at {in_utc(moment)} omits runs that were committed by then: the clock of "
+        f"one run was ahead, and later runs got system times up to {in_utc(until)}. To include them, "
+        "read without as_known_at, or use that time"
     )
 
 
 def _with_part(root: str, found: Commit | None, moment: int) -> Commit | None:
-    """A commit, with what was recorded by a time of the one after it."""
+    """Returns a commit, extended by the rows of the next commit that were recorded by ``moment``."""
     batch = 1 if found is None else found.batch + 1
     after = last_that(root, lambda commit: commit["batch"] <= batch)
     if after is None or after.batch != batch:
@@ -107,45 +107,46 @@ def _with_part(root: str, found: Commit | None, moment: int) -> Commit | None:
     if not early:
         return found
     told = {n: getattr(early[-1], n) for n in ("recorded_at", "next_offset", "stream_time")}
-    # What has come out of order in the part is among what has in the whole.
+    # The disorder of the whole commit is a safe bound for the part.
     update = {**told, "batch": batch - 1, "disorder": after.disorder, "steps": []}
     return (found or after).model_copy(update=update)
 
 
 def last_that(root: str, early: Callable[[dict[str, Any]], bool]) -> Commit | None:
-    """The last commit of an asset's log that something holds for; None = there is none that is known.
+    """Returns the last known commit of an asset's log whose document satisfies ``early``; None = none.
 
     Args:
-        root: the directory of the asset's tables.
-        early: what is to hold for its document: of each commit before it it does too.
+        root: directory of the asset's tables.
+        early: predicate on the document; must be monotone: true for a commit implies true for all
+            earlier ones.
     """
     path = posixpath.join(root, "log")
     try:
         found = _bisected(path, delta.versions(path), early) or _kept_that(root, early)
-    except FileNotFoundError:  # a maintenance has removed it, and has it kept by now
+    except FileNotFoundError:  # a concurrent maintenance has archived and removed the commit: try again
         return last_that(root, early)
     return None if found is None else Commit.model_validate(found)
 
 
 def attempt_at(root: str, batch: int) -> str | None:
-    """The attempt that wrote a batch of an asset's log; None = the log has no such batch, or it is not
-    known any more."""
+    """Returns the attempt that wrote a batch of an asset's log; None = no such batch, or its commit is
+    no longer known."""
     for place, found in enumerate(delta.commits(posixpath.join(root, "log"))):
         if found.document["batch"] <= batch:
             return found.document["attempt"] if found.document["batch"] == batch else None
         if place == _NEWEST:
-            break  # far back: not commit by commit
+            break  # too far back to read commit by commit
     there = last_that(root, lambda commit: commit["batch"] <= batch)
     return there.attempt if there is not None and there.batch == batch else None
 
 
 def is_of_log(root: str, then: Checkpoint, commit: Commit) -> bool:
-    """Whether a view was made of the log as it is: it is not where the log was put back from a backup
-    without the view, or a commit that the view has was removed.
+    """Returns whether a view was made from the current log. It was not if the log was restored from a
+    backup without the view, or if a commit that the view includes was removed.
 
     Args:
-        then: of the view.
-        commit: one of the log, perhaps not its last.
+        then: checkpoint of the view.
+        commit: a commit of the log; not necessarily its last.
     """
     if then.batch == commit.batch:
         return then.log_attempt in ("", commit.attempt)
@@ -160,11 +161,12 @@ def is_of_log(root: str, then: Checkpoint, commit: Commit) -> bool:
 def _bisected(
     path: str, versions: Sequence[int], early: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any] | None:
-    """The document of our newest commit among some versions that is early enough."""
+    """Returns the document of our newest commit among ``versions`` that is early enough."""
 
     @cache
     def ours(place: int) -> dict[str, Any] | None:
-        """Of our newest commit up to a place: compactions are among them."""
+        """Returns the document of our newest commit up to a place; skips compactions and other
+        writers."""
         while place >= 0:
             found = delta.our_commit(path, versions[place])
             if found is not None:
@@ -172,7 +174,7 @@ def _bisected(
             place -= 1
         return None
 
-    low, high = 0, len(versions)  # those before low are early enough, those from high on too late
+    low, high = 0, len(versions)  # ``early`` holds before low, and fails from high on
     while low < high:
         middle = (low + high) // 2
         found = ours(middle)
@@ -183,15 +185,15 @@ def _bisected(
     return ours(low - 1)
 
 
-# ------------------------------------------------------------------------- what maintenance has removed
+# ------------------------------------------------------------------------------------ archived commits
 
 
 def keep(root: str, versions: Sequence[int]) -> None:
-    """Puts the documents of commits aside that are to be removed from the log.
+    """Archives the documents of commits before they are removed from the log.
 
     Args:
-        root: the directory of the asset's tables.
-        versions: of the log, ascending.
+        root: directory of the asset's tables.
+        versions: Delta versions of the log, ascending.
     """
     path = posixpath.join(root, "log")
     found = [one.document for v in versions if (one := delta.our_commit(path, v)) is not None]
@@ -200,7 +202,7 @@ def keep(root: str, versions: Sequence[int]) -> None:
     fs, folder = delta.filesystem(posixpath.join(root, "commits"))
     name = f"{found[0]['recorded_at']:020d}-{found[-1]['batch']:010d}.json.gz"
     fs.makedirs(folder, exist_ok=True)
-    # Under its name once it is whole.
+    # Renamed when complete: readers never see a partial file.
     aside = posixpath.join(folder, f".{uuid4().hex}")
     fs.pipe_file(aside, gzip.compress(json.dumps(found).encode("utf-8")))
     fs.mv(aside, posixpath.join(folder, name))
@@ -215,7 +217,7 @@ def _kept_that(root: str, early: Callable[[dict[str, Any]], bool]) -> dict[str, 
 
 
 def _kept(root: str) -> list[str]:
-    """The files of kept commits, by the time of their first one."""
+    """Returns the names of the archive files, ordered by the system time of their first commit."""
     fs, folder = delta.filesystem(posixpath.join(root, "commits"))
     try:
         found = fs.ls(folder, detail=False, refresh=True)
@@ -230,7 +232,7 @@ def _documents(root: str, name: str) -> list[dict[str, Any]]:
 
 
 def commits(root: str) -> Iterator[Commit]:
-    """The commits of an asset's log, oldest first, as far as they are known."""
+    """Yields the known commits of an asset's log, oldest first."""
     path, last = posixpath.join(root, "log"), 0
     kept = (document for name in _kept(root) for document in _documents(root, name))
     there = (
@@ -238,6 +240,6 @@ def commits(root: str) -> Iterator[Commit]:
     )
     for documents in (kept, there):
         for document in documents:
-            if document["batch"] > last:  # one may be in several files
+            if document["batch"] > last:  # a commit may be in several files
                 last = document["batch"]
                 yield Commit.model_validate(document)

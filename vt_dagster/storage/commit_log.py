@@ -1,5 +1,5 @@
-"""What a commit says: which batch, how far in each input, stream time, and what it read; and what
-follows from that alone. No Spark."""
+"""The document of each commit: batch, input offsets, stream time, tables read; and what can be computed
+from it alone. No Spark."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ Ranges = dict[str, dict[int, tuple[int, int]]]
 """Input -> partition -> [start, end)."""
 
 AHEAD = 60_000_000
-"""By so much clocks may differ without a warning: microseconds."""
+"""Clock difference without a warning, microseconds."""
 EVER = -(2**63)
-"""Before all times, epoch microseconds."""
+"""Earlier than every time, epoch microseconds."""
 _NOTED = 64
-"""So many batches at most are told apart by what was out of order since."""
+"""Maximum entries of ``Commit.disorder``."""
 
 
 class Shape(BaseModel):
-    """What a log is a log of, so that its tables can be read without the definitions."""
+    """The declared kind, key and options of an asset, so that tools read its tables without the
+    definitions."""
 
     kind: Literal["stream", "table", "versioned"]
     key: list[str]
     history_retention: int | dict[int, int] | None = None
-    """Microseconds; of a versioned table. Of each partition, where they differ."""
+    """Of a versioned table, microseconds; by partition if the partitions differ."""
     columns: list[str] | None = None
-    """The user's columns as they were declared; the log may have more, of earlier declarations. None =
-    not known, of logs whose last commit is older than this note."""
+    """The user's columns as declared; the log may have more, from earlier declarations. None = unknown:
+    the last commit is older than this field."""
     meaning: dict[str, str] = Field(default_factory=dict)
-    """What the operator computes, see ``Operator.meaning``; of a source, or where only the tables are
-    known, empty."""
+    """What the operator computes, see ``Operator.meaning``; empty for a source, or if only the tables
+    are known."""
 
     valid_until: str | None = None
-    """Of a versioned table: the column by which its versions end."""
+    """Of a versioned table: the column with the end of a version."""
     new_version_on: list[str] | None = None
-    """Of a versioned table: the columns that make a version; None = every record does."""
+    """Of a versioned table: columns whose change starts a version; None = every record starts one."""
 
     has_partial_updates: bool = False
-    """Of a versioned table: whether a record may say a part of its row."""
+    """Of a versioned table: whether a record may update only some columns of its row."""
 
     ordered_by_source: bool = False
-    """Of a versioned table: whether the order of its source decides, so that no record is late."""
+    """Of a versioned table: whether the source's order takes precedence over timestamps, so that no
+    record is late."""
 
     def retention(self) -> Duration:
-        """How far back the table answers; zero where it is not versioned."""
+        """Returns the history retention; zero if the table is not versioned."""
         told = self.history_retention or 0
         if isinstance(told, int):
             return timedelta(microseconds=told)
@@ -61,48 +63,49 @@ class Shape(BaseModel):
 
 
 class Truncation(BaseModel):
-    """What was cut off from a log: all its batches up to one, as ``log_retention`` says."""
+    """The truncation of a log by ``log_retention``: all batches up to one are removed."""
 
     batch: int
-    """The last of them; ``recorded_at``, ``next_offset`` and ``stream_time`` are of its commit."""
+    """The last removed batch; ``recorded_at``, ``next_offset``, ``stream_time`` are of its commit."""
     recorded_at: int
     next_offset: Offsets = Field(default_factory=dict)
-    """The first offset of each partition that is kept."""
+    """The first kept offset by partition."""
     stream_time: dict[int, int] = Field(default_factory=dict)
-    """No record that was cut off is later than this."""
+    """By partition: no removed record has a later timestamp. Epoch microseconds."""
     log_retention: int = 0
-    """Microseconds, as it was declared."""
+    """As declared, microseconds."""
     base: str = ""
-    """Of a table: the directory in ``bases/`` with its rows as of that batch, which the rest of the log
-    is folded onto."""
+    """Of a table: the directory in ``bases/`` with its rows as of that batch; the rest of the log is
+    folded into them."""
 
     def description(self) -> str:
-        """In words, what is kept."""
+        """Returns the truncation as text, for messages."""
         kept = timedelta(microseconds=self.log_retention)
         return (
-            f"its log was cut off at {in_utc(self.recorded_at)}, batch {self.batch}, by its "
+            f"its log was truncated at {in_utc(self.recorded_at)}, batch {self.batch}, by its "
             f"log_retention of {spoken(kept)}"
         )
 
 
 class Erasure(BaseModel):
-    """Which reads of a versioned table may have seen what was erased from it. Names no key."""
+    """Decides which earlier reads of a versioned table may have seen erased rows. Contains no key."""
 
     batch: int
-    """The erase's own, or of several the last one's."""
+    """The batch of the erase; of several merged erases, the last one."""
     spans: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """When something of it was valid, by all that the log had: from (inclusive), to (exclusive)."""
+    """Valid times of the erased versions: from (inclusive), to (exclusive), epoch microseconds."""
     first: int | None = None
-    """The smallest timestamp of it; None = the log had no row of it."""
+    """The smallest timestamp of an erased row; None = the log had none."""
     last: Offsets = Field(default_factory=dict)
-    """The largest offset of it in each partition."""
+    """The largest offset of an erased row by partition."""
 
     def touched(self, moment: int, next_offset: Offsets) -> bool:
-        """Whether a read as of a time may have seen something of it.
+        """Returns whether an as-of read may have seen an erased row.
 
         Args:
-            next_offset: where the log stood. What had not all of it may have seen what was replaced
-                later, at any time from the first on.
+            moment: time of the read, epoch microseconds.
+            next_offset: end of the log at the read. A read before the last erased row may have seen
+                versions that a later record replaced: then every time from ``first`` on counts.
         """
         if any(next_offset.get(p, 0) <= offset for p, offset in self.last.items()):
             return self.first is None or moment >= self.first
@@ -110,7 +113,7 @@ class Erasure(BaseModel):
 
 
 class Step(BaseModel):
-    """How far a log came by a time of record within one commit; fields as of ``Commit``."""
+    """The state of a log at a system time within one commit; fields as in ``Commit``."""
 
     recorded_at: int
     next_offset: Offsets
@@ -118,134 +121,133 @@ class Step(BaseModel):
 
 
 class Started(BaseModel):
-    """The snapshot that a table started with."""
+    """The snapshot that a table was loaded from."""
 
     what: str
-    """It, in words: the file, or the version of a Delta table."""
+    """The snapshot as text: the file, or the version of a Delta table."""
     batch: int
-    """Whose run took it."""
+    """The batch that loaded it."""
     offsets: dict[int, tuple[int, int]] = Field(default_factory=dict)
     """The offsets of its rows in the log, by partition: [start, end)."""
 
 
 class Consumed(BaseModel):
-    """The commit of a log up to which it was consumed. A backup of the log that was put back may give
-    the same offsets, and batches of the same numbers, to other records: the attempt tells."""
+    """The last consumed commit of a log. After a log was restored from a backup, the same offsets and
+    batch numbers may mean other records; the attempt detects this."""
 
     batch: int
     attempt: str
 
 
 class Commit(BaseModel):
-    """The document in each commit of a log: the truth about how far an asset has come.
+    """The document in each commit of a log: the authoritative progress of an asset.
 
-    Every offset is the *next* one: the end of what has been taken, exclusive. Times are epoch
-    microseconds.
+    Every offset is the *next* one (end, exclusive). Times are epoch microseconds.
     """
 
     asset: str
     batch: int
-    """1 for the first run that committed, then one more each time."""
+    """1 for the first committed run, then incremented by each commit."""
     attempt: str
-    """The run that won this batch; names the directory with what it prepared."""
+    """Id of the run that committed this batch, and name of the directory with its staged data."""
     shape: Shape
     log: str = ""
-    """The attempt that began this log: another log of the same name (a replay that was swapped in) has
-    another one, and its offsets mean other records."""
+    """The id of this log: the attempt of its first commit. A log that replaces it under the same name
+    (replay and swap) has another id, and its offsets mean other records."""
     logs: dict[str, str] = Field(default_factory=dict)
-    """The same of each log that was consumed."""
+    """The id (``log``) of each consumed log."""
     consumed: dict[str, Consumed] = Field(default_factory=dict[str, Consumed])
-    """Of each log that was consumed its last commit then. Not known of what was consumed before this
-    was noted."""
+    """The last commit of each consumed log. Logs consumed before this field existed are missing."""
     previous: str = ""
-    """The attempt of the batch before, whose directory is kept too: should the commit be lost, the next
-    run goes on from there."""
+    """The attempt of the previous batch. Its directory is kept: if this commit is lost, the next run
+    continues from there."""
     staged: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """What the attempt's directory holds, by name: number of files, and their bytes together."""
+    """Contents of the attempt's directory by name: number of files, and their total bytes."""
     run_id: str | None = None
     recorded_at: int = 0
-    """When it was made: by the writer's clock, as it began to write its rows, but always after the
-    commit before it. Of commits from before this was noted, what Delta says. Where the source tells
-    its rows' times of record, the last of these."""
+    """System time of the commit: the writer's clock when it began to write rows, and always after the
+    previous commit. For commits older than this field, Delta's timestamp. If the source provides
+    per-row system times, the last of them."""
     ahead: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Times in which runs counted as recorded later, as a clock before had been ahead: from, to."""
+    """Intervals (from, to) in which commits got a later system time, because an earlier run's clock was
+    ahead."""
     steps: list[Step] = Field(default_factory=list[Step])
-    """Of such a run: how far the log came by each of the earlier ones."""
+    """With per-row system times: the state of the log at each earlier system time of this commit."""
     stepped: bool = False
-    """Whether there are some in this or an earlier commit."""
+    """Whether this or an earlier commit has ``steps``."""
     taken: Ranges = Field(default_factory=dict)
-    """What this run took from each input: ``{input: {partition: [start, end)}}``."""
+    """Offsets that this run consumed: ``{input: {partition: [start, end)}}``."""
     inputs: dict[str, Offsets] = Field(default_factory=dict)
-    """How far all runs together have come in each input."""
+    """Consumed offsets of each input after this run."""
     next_offset: Offsets = Field(default_factory=dict)
     """The first free offset of each partition of this log."""
     stream_time: dict[int, int] = Field(default_factory=dict)
-    """Largest timestamp of each partition; of a join with grace, the buffer's own."""
+    """Largest timestamp by partition; of a join with grace, that of its buffer."""
     emitted_up_to: dict[int, int] = Field(default_factory=dict)
-    """Of a join: the largest timestamp up to which every record has been joined."""
+    """Of a join: the largest timestamp by partition up to which every record has been joined."""
     watermarks: dict[str, dict[int, int]] = Field(default_factory=dict)
-    """Of a join of streams, by name and partition: the largest time of each side, and how far unmatched
-    records have been let go."""
+    """Of a stream-stream join, by name and partition: the largest timestamp of each side, and the time
+    up to which unmatched records have been emitted."""
     strategy: str = ""
-    """Of a join with a versioned table: how versions were looked for in this run, and why so."""
+    """Of a join with a versioned table: the look-up strategy of this run, with its reason."""
     reads: dict[str, int] = Field(default_factory=dict)
     """Delta version of every table that was read: ``{'weather/view': 7}``."""
     counts: dict[str, int] = Field(default_factory=dict)
     """Of this run: rows in, applied, late, quarantined, …"""
     gauges: dict[str, float] = Field(default_factory=dict)
-    """Of this run, what cannot be added up: lateness, sizes of buffers."""
+    """Of this run, values that cannot be summed: lateness, sizes of buffers."""
     totals: dict[str, int] = Field(default_factory=dict)
-    """The same over all runs."""
+    """``counts`` summed over all runs."""
     totals_by_partition: dict[int, dict[str, int]] = Field(default_factory=dict)
-    """What became of records over all runs, by partition: late, dropped, quarantined, and how many are
-    waiting now. Those of which there are none are left out."""
+    """Outcomes of records over all runs by partition: late, dropped, quarantined, and the number that
+    is buffered now. Zeros are left out."""
     topics: dict[str, str] = Field(default_factory=dict)
-    """Of a Kafka source: the id of each topic; another topic of the same name has another one. Of a
-    Delta table: its id and the time of the last version that was consumed, ``id@microseconds``."""
+    """Of a Kafka source: the id of each topic; a recreated topic has another id. Of a Delta table: its
+    id and the time of the last consumed version, ``id@microseconds``."""
     disorder: dict[int, int] | None = None
-    """How far back records out of order have reached: by batch the smallest timestamp of one that was
-    not its key's latest, where no later batch has a smaller one. None = not known, of logs that
-    were begun before it was noted."""
+    """How far back records out of order reach: by batch, the smallest timestamp of a record that was
+    not its key's latest. Batches with a later batch of a smaller timestamp are left out. None =
+    unknown: the log is older than this field."""
     gaps: Ranges = Field(default_factory=dict)
-    """Of this run: offsets that were gone before they could be consumed, ``[first, next)``; of a topic
-    that was created anew, where it stood. A run has them only where it was told to accept them."""
+    """Of this run: offsets that were deleted before they could be consumed, ``[first, next)``; of a
+    recreated topic, the offsets consumed of the old one. Only in runs that accept gaps."""
     deliveries: dict[str, str] = Field(default_factory=dict)
-    """Of a source of DataFrames: which runs, partitions or materializations this run took, and what is
-    remembered of each; of many, some."""
+    """Of a source of DataFrames: the runs, partitions or materializations that this run consumed, each
+    with its version; if there are many, only some."""
     initial_load: dict[str, Offsets] | str | None = None
-    """Of a table whose ``ready`` is the end that its first run has pinned, or that starts with a
-    snapshot: that end, as the source says it. None = there was none to note, also of runs before
-    ``ready`` was declared."""
+    """Of a table with ``ready="initial_load"``, or one that starts with a snapshot: the source's end
+    position that the first run has pinned. None = nothing was pinned, also for runs before ``ready``
+    was declared."""
     start: Started | None = None
-    """Of a table that starts with a snapshot: which one; None = none was taken yet."""
+    """Of a table that starts with a snapshot: the snapshot; None = not loaded yet."""
     ready_at: Offsets | None = None
-    """Where this log stood when all that it is made of was ready; None = it is not, or need not be."""
+    """End of this log when all its inputs became ready; None = not ready, or no readiness needed."""
     not_ready: list[str] = Field(default_factory=list)
-    """Of this run: tables that were joined with before they were ready, as the run was told to."""
+    """Of this run: tables that were joined before they were ready, because the run allows that."""
     files: bool = False
     """Whether the attempt's directory holds the list of files, or of deliveries, consumed so far."""
     rejected: bool = False
-    """Whether the attempt's directory holds records to be put into quarantine."""
+    """Whether the attempt's directory holds records for the quarantine."""
     state: bool = False
-    """Whether the attempt's directory holds what an operator keeps from run to run."""
+    """Whether the attempt's directory holds the operator's state."""
     erased: Offsets = Field(default_factory=dict)
-    """How many rows of each partition have been erased: so many offsets of the log are missing."""
+    """Number of erased rows by partition: this many offsets of the log are missing."""
     erased_before: Offsets = Field(default_factory=dict)
-    """All of those are before these offsets."""
+    """By partition: all erased rows have smaller offsets than this."""
     erasures: list[Erasure] = Field(default_factory=list[Erasure])
-    """Of a versioned table: the last ones that took something out of it; earlier ones as one."""
+    """Of a versioned table: the latest erases that removed rows; older ones are merged into one."""
     truncation: Truncation | None = None
-    """What was cut off from the log. Its rows are in none of the other counts of what is missing."""
+    """The truncated part of the log. Its rows are in no other count of missing rows."""
     upkeep: bool = False
-    """Whether this batch cut the log off, and did nothing else."""
+    """Whether this batch only truncated the log."""
 
     def kept_from(self, partition: int) -> int:
-        """The first offset of a partition that has not been cut off."""
+        """Returns the first offset of a partition that is not truncated."""
         return 0 if self.truncation is None else self.truncation.next_offset.get(partition, 0)
 
     @property
     def missing(self) -> dict[str, int]:
-        """How many records of the log are not there any more, by why."""
+        """Number of removed log records by reason."""
         cut = 0 if self.truncation is None else sum(self.truncation.next_offset.values())
         told = {"rows_erased": sum(self.erased.values()), "rows_cut_off": cut}
         return {why: count for why, count in told.items() if count}
@@ -256,16 +258,16 @@ class Commit(BaseModel):
         return sum(self.next_offset.values())
 
     def earliest_since(self, batch: int) -> int | None:
-        """The smallest timestamp of a record that was not its key's latest, in the batches after one;
-        None = there is none."""
+        """Returns the smallest timestamp of a record that was not its key's latest, in the batches
+        after ``batch``; None = no such record."""
         known = {self.batch: EVER} if self.disorder is None else self.disorder
         return min((moment for later, moment in known.items() if later > batch), default=None)
 
     def disorder_with(self, earliest: int | None) -> dict[int, int]:
-        """``disorder`` after one more batch.
+        """Returns ``disorder`` after the next batch.
 
         Args:
-            earliest: in that batch.
+            earliest: smallest timestamp of a record out of order in that batch; None = no such record.
         """
         known = self.disorder
         if known is None:
@@ -275,46 +277,47 @@ class Commit(BaseModel):
         kept = {batch: moment for batch, moment in known.items() if moment < earliest}
         kept[self.batch + 1] = earliest
         while len(kept) > _NOTED:
-            # Of the two oldest the earlier time, for both.
+            # Merges the two oldest batches under the earlier time, to bound the document's size.
             first, second = sorted(kept)[:2]
             kept[second] = kept.pop(first)
         return dict(sorted(kept.items()))
 
 
 class Segments(BaseModel):
-    """The segments of a view. Each holds the versions whose ``valid_to`` is before its end (exclusive)
-    and not before the end of the one before it; the first also takes what is older, and the last, which
-    is open, what is younger."""
+    """The segments of a view by ``valid_to``. A segment holds the versions from the end of the previous
+    segment (inclusive) to its own end (exclusive). The first segment has no lower bound; the last one
+    is open and has no upper bound."""
 
     first: int = 0
-    """The number of the first segment that is still there."""
+    """Number of the first segment that still exists."""
     ends: list[int] = Field(default_factory=list[int])
-    """Epoch microseconds, ascending; of all but the last segment."""
+    """Ends of all segments but the last, epoch microseconds, ascending."""
     rows: int = 0
-    """At most so many versions are in the last one."""
+    """Upper bound of the versions in the last segment."""
 
     @property
     def last(self) -> int:
-        """The number of the segment that is open."""
+        """Number of the open segment."""
         return self.first + len(self.ends)
 
     def number(self, moment: int) -> int:
-        """The segment of the versions that end at a time."""
+        """Returns the segment of versions that end at ``moment``."""
         return self.first + bisect_right(self.ends, moment)
 
     def ending_after(self, moment: int) -> Wanted:
-        """The files with all versions that end after a time, and some that do not."""
+        """Returns a filter for the files of all versions that end after ``moment``; they may also hold
+        versions that end earlier."""
         first = self.number(moment)
         return lambda file: file.segment is None or file.segment >= first
 
     def forgotten(self, horizon: int) -> Segments:
-        """Without the segments in which every version ended before the horizon."""
+        """Returns the segments without those in which every version ended before the horizon."""
         gone = bisect_right(self.ends, horizon)
         return Segments(first=self.first + gone, ends=self.ends[gone:], rows=self.rows)
 
 
 class Checkpoint(BaseModel):
-    """The document in each commit of a view or quarantine: the log's batch that it stands at."""
+    """The document in each commit of a view or quarantine: the log's batch that it includes."""
 
     asset: str
     batch: int
@@ -322,26 +325,27 @@ class Checkpoint(BaseModel):
     next_offset: Offsets = Field(default_factory=dict)
     stream_time: dict[int, int] = Field(default_factory=dict)
     segments: Segments | None = None
-    """Of a versioned table's view: how its rows are laid out for the next run."""
+    """Of a versioned table's view: segments for the next run."""
     history_retention: int | dict[int, int] | None = None
-    """Of a versioned table's view: with which it was written. What has expired is not there."""
+    """Of a versioned table's view: the retention at the time of the commit, microseconds. Versions that
+    expired under it are missing."""
     new_version_on: list[str] | None = None
-    """Of a versioned table's view: with which it was written, see ``core.new_version_on``."""
+    """Of a versioned table's view: the option at the time of the commit (``core.new_version_on``)."""
     log_attempt: str = ""
-    """Of a view: the attempt of the log's commit that it stands at. Not known of older ones."""
+    """Of a view: the attempt of the log's commit that it includes. Empty in older views."""
     written: int = 0
-    """When it was committed: epoch microseconds of the writer's clock."""
+    """Time of the commit by the writer's clock, epoch microseconds."""
     erased: dict[str, int] = Field(default_factory=dict)
-    """Of a quarantine: how many rows of each reason have been erased."""
+    """Of a quarantine: number of erased rows by reason."""
 
     @property
     def total(self) -> int:
-        """Records of the log that it has."""
+        """Records of the log that are included."""
         return sum(self.next_offset.values())
 
     def lengthened(self, retention: Duration) -> list[int]:
-        """By how much longer than when it was written the partitions of a versioned table are
-        remembered now, microseconds; versions that it forgot are wanted again then."""
+        """Returns by how much the history retention has grown since the commit, by partition,
+        microseconds. If it has grown, the view lacks expired versions that are needed again."""
         then = self.history_retention
         if then is None:
             return []
@@ -353,7 +357,8 @@ class Checkpoint(BaseModel):
 
 
 def horizons(retention: Duration, stream_time: Mapping[int, int]) -> list[int]:
-    """Of each partition: what ended before it has expired. Epoch microseconds."""
+    """Returns the expiry horizon of each partition, epoch microseconds: versions that ended before it
+    have expired."""
     one = timedelta(microseconds=1)
     return [now - length_at(retention, p) // one for p, now in stream_time.items()]
 
@@ -361,34 +366,35 @@ def horizons(retention: Duration, stream_time: Mapping[int, int]) -> list[int]:
 def require_remembered(
     name: str, retention: Duration, stream_time: Mapping[int, int], moment: int
 ) -> None:
-    """A table answers for times within its history retention only.
+    """Checks that a time is within the history retention of a table.
 
     Args:
         stream_time: by partition, epoch microseconds.
-        moment: the time that is asked for.
+        moment: as-of time, epoch microseconds.
 
     Raises:
-        StorageError: it lies before that, in some partition.
+        StorageError: the time is before the horizon of some partition.
     """
     horizon = max(horizons(retention, stream_time), default=moment)
     if moment < horizon:
         raise StorageError(
-            f"{name}: expected a time from {in_utc(horizon)} on, since when it remembers what was "
-            f"true, got {in_utc(moment)}; ask for a later one, keep a longer history_retention, or say "
-            'that the rows that are left will do ("vt_dagster/partial": True, --partial)'
+            f"{name}: expected a time from {in_utc(horizon)} on, where its history begins, got "
+            f"{in_utc(moment)}; use a later time, set a longer history_retention, or accept the "
+            'versions that have not expired ("vt_dagster/partial": True, --partial)'
         )
 
 
 def choose(name: str, kind: str, what: str | None, as_of: str | None) -> str:
-    """What is read of an asset: ``current``, ``versions`` or ``log``.
+    """Returns what to read of an asset: ``current``, ``versions`` or ``log``.
 
     Args:
         kind: see ``Shape``.
         what: None = current of a table, log of a stream.
-        as_of: the time that is asked for; None = none.
+        as_of: as-of time; None = none.
 
     Raises:
-        StorageError: the asset has no such thing.
+        StorageError: the asset does not have ``what``, or ``as_of`` is set for an asset that is not a
+            VersionedTable.
     """
     choices = {"stream": ["log"], "table": ["log", "current"]}.get(kind, ["log", "current", "versions"])
     what = what or choices[-1 if kind != "versioned" else 1]
@@ -397,6 +403,6 @@ def choose(name: str, kind: str, what: str | None, as_of: str | None) -> str:
         called = {"stream": "Stream", "table": "Table"}.get(kind, "VersionedTable")
         raise StorageError(
             f"{name} is a {called}: expected one of {choices} to read"
-            f"{', and as_of only of a VersionedTable' if as_of else ''}, got {asked!r}"
+            f"{' (as_of needs a VersionedTable)' if as_of else ''}, got {asked!r}"
         )
     return what

@@ -1,7 +1,7 @@
-"""What Delta tables say of themselves: commits, documents, files. Nothing here uses Spark.
+"""Reads the transaction logs of Delta tables: commits, documents, files. No Spark.
 
 ``deltalake`` reads the transaction log; ``parquet`` writes it, and has Spark read and write the rows. A
-table is opened in a millisecond or two, so that a sensor can look at a position.
+table opens in one or two milliseconds, fast enough for a sensor that polls positions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vt_dagster.spark.jars import one_line
 from vt_dagster.storage.damage_errors import cut_off, unreadable_log
 
 MARK = "vt_dagster"
-"""The key under which a commit's ``userMetadata`` carries our document."""
+"""Key of our document in a commit's ``userMetadata``."""
 FILES = "files_added"
-"""The key beside it: how many data files the commit adds. Of older commits it is not known."""
+"""Key of the number of data files that the commit adds; missing in older commits."""
 
 COMMIT_FILE = re.compile(r"(\d{20})\.json")
 """The name of a commit's file."""
@@ -37,15 +37,15 @@ _CHANGES = {
 }
 _CONFLICT = re.compile(r"\bDELTA_(CONCURRENT_\w+|PROTOCOL_CHANGED|METADATA_CHANGED)\b")
 _UNDERSTOOD = {"timestampNtz", "vacuumProtocolCheck"}
-"""What a table may ask of its readers; with others its files are not its rows."""
+"""Supported reader features; with others the files alone do not give the rows."""
 
 
 class Committed(NamedTuple):
     """A commit of ours.
 
     Args:
-        version: the table's version at it.
-        document: what it carries.
+        version: Delta version of the commit.
+        document: our document in the commit.
     """
 
     version: int
@@ -56,13 +56,13 @@ class File(NamedTuple):
     """A data file of a table, as its log describes it.
 
     Args:
-        place: below the table's directory.
+        place: path below the table's directory.
         size: bytes.
-        rows: how many it has; of a file that somebody else wrote perhaps none are told: 0.
-        segment: the part of a view that its rows belong to; None = current, or there are no parts.
-        partitions: the smallest and the largest partition of its rows; None = not known.
-        offsets: likewise.
-        newest: no row's timestamp is later: epoch microseconds; None = not known.
+        rows: number of rows; 0 if unknown (files of other writers may lack statistics).
+        segment: segment of a view; None = current rows, or a table without segments.
+        partitions: smallest and largest partition of its rows; None = unknown.
+        offsets: smallest and largest offset of its rows; None = unknown.
+        newest: upper bound of its timestamps, epoch microseconds; None = unknown.
     """
 
     place: str
@@ -78,31 +78,31 @@ Wanted = Callable[[File], bool]
 
 
 def everything(file: File) -> bool:
-    """All files are wanted."""
+    """Accepts all files."""
     return True
 
 
 def current(file: File) -> bool:
-    """The files of a view with what is current: of a plain table all."""
+    """Accepts files of a view with current rows; all files of a plain table."""
     return file.segment is None
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """The file system of a path and the path on it. Hadoop's ``s3a://`` is ``s3://`` here."""
+    """Returns the file system of a path, and the path on it. Hadoop's ``s3a://`` becomes ``s3://``."""
     return fsspec.core.url_to_fs(re.sub(r"^s3[an]://", "s3://", str(path)))
 
 
 def require_place(path: str) -> None:
-    """A warehouse's path must mean the same to Spark and to ``deltalake``.
+    """Checks that Spark and ``deltalake`` resolve a warehouse's path to the same directory.
 
     Raises:
-        StorageError: it has a backslash, or a per cent sign before two hexadecimal digits.
+        StorageError: the path has a backslash, or a percent sign before two hexadecimal digits.
     """
     odd = re.search(r"\\|%[0-9a-fA-F]{2}", path)
     if odd is not None:
         raise StorageError(
-            f"expected a warehouse whose path can be read as a URL as well, got {path!r}: {odd[0]!r} "
-            "in it would be taken for another character; use another directory"
+            f"expected a warehouse path that is also valid as a URL, got {path!r}: {odd[0]!r} "
+            "would be decoded to another character; use another directory"
         )
 
 
@@ -110,10 +110,10 @@ def require_place(path: str) -> None:
 
 
 def open_table(path: str, version: int | None = None) -> DeltaTable | None:
-    """A table, as of one of its versions where given; None where there is none.
+    """Opens a table, at a version if given; returns None if there is no table.
 
     Raises:
-        StorageError: its log cannot be read.
+        StorageError: the transaction log is unreadable.
     """
     if not exists(path):
         return None
@@ -126,7 +126,7 @@ def open_table(path: str, version: int | None = None) -> DeltaTable | None:
 
 
 def require_table(path: str, version: int | None = None) -> DeltaTable:
-    """The same of a table that must be there."""
+    """Opens a table like :func:`open_table`; raises StorageError if there is no table."""
     found = open_table(path, version)
     if found is None:
         raise StorageError(f"expected a Delta table in {path}, found none; materialize the asset first")
@@ -134,31 +134,31 @@ def require_table(path: str, version: int | None = None) -> DeltaTable:
 
 
 def location(path: str) -> str:
-    """A table's directory as ``deltalake`` wants it."""
+    """Returns a table's directory in the form that ``deltalake`` needs."""
     return re.sub(r"^s3[an]://", "s3://", str(path))
 
 
 def _unreadable(path: str, error: Exception) -> StorageError:
     for _ in history(path):
-        pass  # it says which commit is cut off
+        pass  # raises for a truncated commit file, and names it
     return unreadable_log(path, one_line(error), versions(path), log_files(path))
 
 
 def history(path: str) -> Iterator[dict[str, Any]]:
-    """What each commit that is still there says of itself, with its ``version``, newest first.
+    """Yields the ``commitInfo`` of each existing commit with its ``version``, newest first.
 
-    Not by ``DeltaTable.history``: it finds nothing where a path has ``#`` or ``?``, and counts versions
-    wrongly where a commit says nothing.
+    ``DeltaTable.history`` is not usable: it returns nothing if the path has ``#`` or ``?``, and counts
+    versions wrongly if a commit has no ``commitInfo``.
 
     Raises:
-        StorageError: a commit is cut off.
+        StorageError: a commit file is truncated.
     """
     for version in reversed(versions(path)):
         yield _info(path, version)
 
 
 def versions(path: str) -> list[int]:
-    """The versions of a table whose commits are still there, ascending."""
+    """Returns the versions of a table whose commit files exist, ascending."""
     return sorted(int(name[:20]) for name in log_files(path) if COMMIT_FILE.fullmatch(name))
 
 
@@ -179,30 +179,30 @@ def _info(path: str, version: int) -> dict[str, Any]:
 
 
 def _is_cut_off(metadata: dict[str, Any], lines: Sequence[str]) -> bool:
-    """Whether a commit of ours lacks some of its actions: a file that is cut off after a whole line is
-    valid JSON."""
+    """Returns whether a commit of ours lacks actions: a file truncated after a whole line is valid
+    JSON."""
     document = metadata.get(MARK)
     if not isinstance(document, dict):
         return False
     added = sum(line.startswith('{"add"') for line in lines)
     expected = metadata.get(FILES)
-    if expected is None:  # an older one: of a run that has results
+    if expected is None:  # an older commit: only a run with results must add files
         return added == 0 and bool((document.get("counts") or {}).get("out"))
-    # The transaction is the last action of each commit, see ``transaction`` and ``deltalake``.
+    # The transaction is the last action of each commit, see ``schema_transaction`` and ``deltalake``.
     return added != expected or not any(line.startswith('{"txn"') for line in lines)
 
 
 def our_commit(path: str, version: int) -> Committed | None:
-    """The commit of a version; None where it is none of ours.
+    """Returns the commit of a version; None if vt_dagster did not write it.
 
     Raises:
-        FileNotFoundError: it is not there any more.
+        FileNotFoundError: the commit file was removed.
     """
     return _own(_info(path, version))
 
 
 def _metadata(info: dict[str, Any]) -> dict[str, Any]:
-    """What a commit says in ``userMetadata``, where that is a JSON object."""
+    """Returns a commit's ``userMetadata``; empty unless it is a JSON object."""
     try:
         found = json.loads(info.get("userMetadata") or "{}")
     except (ValueError, TypeError):
@@ -214,27 +214,27 @@ def _own(info: dict[str, Any]) -> Committed | None:
     document = _metadata(info).get(MARK)
     if not isinstance(document, dict):
         return None
-    # Of commits from before it was noted, Delta's own time: milliseconds.
+    # Older documents lack ``recorded_at``: Delta's timestamp (milliseconds) replaces it.
     return Committed(
         info["version"], {"recorded_at": int(info.get("timestamp") or 0) * 1000, **document}
     )
 
 
 def commits(path: str) -> Iterator[Committed]:
-    """Our commits that are still there, newest first. Does not use Spark."""
+    """Yields our existing commits, newest first."""
     found = (_own(info) for info in history(path))
     return (one for one in found if one is not None)
 
 
 def last_commit(path: str) -> Committed | None:
-    """The newest commit of ours.
+    """Returns our newest commit.
 
     Returns:
-        None where there is no table yet. Commits after ours that only compact or clean up change no
-        rows: the version is then the newest one, whose files are sure to be there.
+        None if there is no table. If all later commits only compact or clean up, the version is the
+        newest one: the rows are equal, and its files certainly exist.
 
     Raises:
-        StorageError: there is a table, but none of its commits that are still there is ours.
+        StorageError: the table exists, but none of its existing commits is ours.
     """
     newer: list[dict[str, Any]] = []
     for info in history(path):
@@ -253,13 +253,13 @@ def last_commit(path: str) -> Committed | None:
 
 
 def last_of_ours(path: str) -> Committed | None:
-    """The newest commit of ours, whatever came after it; None where there is none."""
+    """Returns our newest commit with its own version, whatever came after it; None = none."""
     return next(commits(path), None)
 
 
 def foreign_write(path: str) -> str | None:
-    """What somebody else has done to the rows of a table since our newest commit, for a message; None =
-    nothing, or it was undone by a RESTORE to our commit. Does not use Spark."""
+    """Returns how another program has changed the rows of a table since our newest commit, for a
+    message; None = no change, or a RESTORE to our commit has undone it."""
     newer: list[dict[str, Any]] = []
     found = None
     for info in history(path):
@@ -280,8 +280,8 @@ def foreign_write(path: str) -> str | None:
 
 
 def batch_before(path: str, batch: int) -> Committed | None:
-    """Our newest commit of an earlier batch; None where there is none, or where somebody else has
-    written to the table since. Does not use Spark."""
+    """Returns our newest commit of an earlier batch; None if there is none, or if another program has
+    written to the table since."""
     for info in history(path):
         found = _own(info)
         if found is None and info.get("operation") not in _UPKEEP:
@@ -292,8 +292,8 @@ def batch_before(path: str, batch: int) -> Committed | None:
 
 
 def commit_of(path: str, batch: int, attempt: str) -> Committed | None:
-    """The commit that this attempt made of a batch, later ones may stand above it by now; None = it
-    was another attempt that wrote the batch."""
+    """Returns the commit of a batch by this attempt, even if later commits exist; None = another
+    attempt wrote the batch, or there is no such batch."""
     for found in commits(path):
         if found.document["batch"] <= batch:
             return found if found.document["attempt"] == attempt else None
@@ -301,17 +301,17 @@ def commit_of(path: str, batch: int, attempt: str) -> Committed | None:
 
 
 def exists(path: str) -> bool:
-    """Whether there is a table. Does not use Spark."""
+    """Returns whether there is a table."""
     return next(history(path), None) is not None
 
 
 def is_conflict(error: Exception) -> bool:
-    """Whether Spark's Delta refused a commit because of another one at the same time."""
+    """Returns whether Delta in Spark refused a commit because of a concurrent one."""
     return _CONFLICT.search(str(error)) is not None
 
 
 def log_files(path: str) -> list[str]:
-    """The names of what lies in a table's ``_delta_log``."""
+    """Returns the file names in a table's ``_delta_log``."""
     fs, root = filesystem(path)
     try:
         found = fs.ls(posixpath.join(root, "_delta_log"), detail=False, refresh=True)
@@ -324,26 +324,25 @@ def log_files(path: str) -> list[str]:
 
 
 def literal(path: str) -> str:
-    """A path in which Spark's readers of files see no pattern."""
+    """Returns a path with glob characters escaped for Spark's file readers."""
     return re.sub(r"([\[\]{}*?\\])", r"\\\1", path)
 
 
 def quoted(path: str) -> str:
-    """A table in SQL."""
+    """Returns a table's name in SQL."""
     return "delta.`" + path.replace("`", "``") + "`"
 
 
 def files(path: str, version: int | None = None, wanted: Wanted = everything) -> list[File]:
-    """The data files of a table, as of one of its versions where given, that are wanted. Does not use
-    Spark."""
+    """Returns the wanted data files of a table, at a version if given."""
     return files_of(require_table(path, version), wanted)
 
 
 def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
-    """The same of a table that is open.
+    """Returns the wanted data files of an open table.
 
     Raises:
-        StorageError: somebody has switched on what these files alone do not say.
+        StorageError: the table has reader features with which the files alone do not give the rows.
     """
     protocol = table.protocol()
     asked = set(protocol.reader_features or []) - _UNDERSTOOD
@@ -352,11 +351,11 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
     if asked:
         raise StorageError(
             f"expected a Delta table as vt_dagster writes it in {table.table_uri}, got one with "
-            f"{', '.join(sorted(asked))}, whose files alone do not say what is in it: undo that (ALTER "
-            "TABLE … DROP FEATURE), or make it anew (an asset: vt-dagster replay; an export: remove "
-            "its directory)"
+            f"{', '.join(sorted(asked))}, whose files alone do not give its rows: remove the feature "
+            "(ALTER TABLE … DROP FEATURE), or rebuild the table (an asset: vt-dagster replay; an "
+            "export: remove its directory)"
         )
-    # pa.table() would do the same, and import pandas for half a second.
+    # pa.table() gives the same, but imports pandas, which takes half a second.
     told = pa.RecordBatchReader.from_stream(table.get_add_actions(flatten=True)).read_all()
     rows = told.num_rows
 
@@ -373,7 +372,7 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
         times = told.column(f"max.{TIMESTAMP}")
         if pa.types.is_timestamp(times.type):
             micros = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_pylist()
-            # Delta's statistics leave out what is less than a millisecond.
+            # Delta's statistics are truncated to milliseconds.
             newest = [None if one is None else one + 999 for one in micros]
     found = zip(
         column("path"),
@@ -389,7 +388,7 @@ def files_of(table: DeltaTable, wanted: Wanted = everything) -> list[File]:
 
 
 def written_by(path: str, batch: int) -> list[File]:
-    """The files that our newest commit of a batch wrote. Does not use Spark."""
+    """Returns the files that our newest commit of a batch wrote."""
     for one in commits(path):
         if one.document["batch"] == batch:
             return files(path, one.version, lambda file: file.place.startswith(f"{batch}-"))

@@ -1,9 +1,9 @@
-"""Takes a key out of the files of one table, so that no byte of it is left. See ``runs.erase``.
+"""Erases a key from the files of one table, so that no byte of the key is left. See ``runs.erase``.
 
-Only files that have it are written anew, each time in one commit that says what the last one said and
-is a batch of its own: a run that started before is refused, as beside any other run. After it, what is
-in no current version is removed at once, and so are the commits that led there: their statistics may
-name the key.
+Only files with the key are rewritten, in one commit that repeats the last document as a batch of its
+own: a run that started earlier then fails with a conflict, as with any concurrent run. After it, files
+outside the current version are removed at once, and so are the earlier commits, because their
+statistics may contain the key.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from vt_dagster.storage import delta, parquet
 from vt_dagster.storage.maintenance import forget_commits
 
 Way = Literal["remove", "empty"]
-"""What becomes of a row that has the key: it goes, or it stays as a tombstone without values."""
+"""Rows with the key are removed, or emptied: they become tombstones without values."""
 _HIT, _OLD_HIT, _FILE, _ROW = "_hit", "_old_hit", "_file", "_row"
 _FOLDER = re.compile(r"(\d+)-[0-9a-f]{32}/")
-"""Of what a commit of ours writes, with its batch."""
+"""The folder of the files of one commit, with its batch."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """The key that is erased, or the keys.
+    """The key or keys to erase.
 
     Args:
-        types: its columns with their types.
-        values: one for each column; None = ``where`` alone says which.
-        where: a SQL condition over the key's columns.
+        types: key columns with their types.
+        values: one for each column; None = ``where`` alone selects the keys.
+        where: SQL condition over the key columns.
     """
 
     types: Mapping[str, DataType]
@@ -48,7 +48,7 @@ class Key:
     where: str | None = None
 
     def condition(self) -> Column:
-        """Over rows with columns of these names."""
+        """Returns the condition on rows that have the key columns."""
         given = zip(self.types.items(), self.values or (), strict=False)
         found = [F.col(f"`{c}`").eqNullSafe(F.lit(v).cast(kind)) for (c, kind), v in given]
         if self.where is not None:
@@ -56,10 +56,10 @@ class Key:
         return F.coalesce(reduce(lambda a, b: a & b, found), F.lit(False))
 
     def within(self, rows: DataFrame, places: Mapping[str, str]) -> DataFrame:
-        """Rows with ``_hit``: whether they have the key; and ``_old_hit``, their old row.
+        """Returns rows with ``_hit`` (the row has the key) and ``_old_hit`` (its old row has the key).
 
         Args:
-            places: in which column they have each column of the key.
+            places: by key column, the column of ``rows`` that holds it.
         """
         found = self._flagged(rows, _HIT, {k: f"`{c}`" for k, c in places.items()})
         old = rows.schema[OLD].dataType if OLD in rows.columns else None
@@ -68,19 +68,21 @@ class Key:
         return self._flagged(found, _OLD_HIT, {k: f"{OLD}.`{c}`" for k, c in places.items()})
 
     def in_text(self, rows: DataFrame) -> DataFrame:
-        """The same of quarantined records: those whose text has each value of the key as a word."""
+        """Returns quarantined records with the flags of :meth:`within`: a record matches if its text
+        contains each value of the key as a word."""
         assert self.values is not None
         texts = [F.col(c).cast("string") for c in ("raw", "raw_key") if c in rows.columns]
         return rows.withColumns({_HIT: self.among_words(texts), _OLD_HIT: F.lit(False)})
 
     def among_words(self, texts: Sequence[Column]) -> Column:
-        """Whether texts have each value of the key as a word; false where a condition alone says it."""
+        """Returns the condition that texts contain each value of the key as a word; false without
+        ``values``."""
         whole = F.concat_ws("\n", *texts)
         words = [rf"(?<!\w){_quoted(str(value))}(?!\w)" for value in self.values or ()]
         return reduce(lambda a, b: a & b, [whole.rlike(word) for word in words] or [F.lit(False)])
 
     def _flagged(self, rows: DataFrame, name: str, places: Mapping[str, str]) -> DataFrame:
-        # Aside, for a column of the row may have the name of a key's column.
+        # The row is packed into a struct: one of its columns may have the name of a key column.
         row = F.struct(*[F.col(f"`{c}`") for c in rows.columns]).alias(_ROW)
         keys = [F.col(place).alias(k) for k, place in places.items()]
         return rows.select(row, *keys).withColumn(name, self.condition()).select(f"{_ROW}.*", name)
@@ -92,17 +94,19 @@ def _quoted(text: str) -> str:
 
 @dataclass
 class Found:
-    """What was erased from one table.
+    """The rows of one table that an erase finds.
 
     Args:
-        searched: rows that were looked at.
-        rows: that were removed or emptied; ``old``: whose old row was.
-        by_partition: the same of ``rows``.
-        first: of a log, the smallest timestamp of ``rows`` that are no tombstones; None = of none.
-        last: of a log, their largest offset in each partition.
-        places: the files that had them.
-        version: of the table after it.
-        like: the columns as they are declared now.
+        searched: number of scanned rows.
+        rows: number of rows to remove or empty.
+        old: number of rows whose old row is emptied.
+        by_partition: ``rows`` by partition.
+        first: of a log, smallest timestamp of ``rows`` that are not tombstones, epoch microseconds;
+            None = no such row.
+        last: of a log, largest offset of ``rows`` by partition.
+        places: files with such rows.
+        version: table version after the erase.
+        like: the declared columns.
     """
 
     searched: int = 0
@@ -116,7 +120,7 @@ class Found:
     like: StructType | None = None
 
     def wanted(self, file: delta.File) -> bool:
-        """Whether a file had some."""
+        """Returns whether a file has such rows."""
         return file.place in self.places
 
 
@@ -126,11 +130,11 @@ Marked = Callable[[DataFrame], DataFrame]
 def find(
     spark: SparkSession, path: str, version: int, marked: Marked, like: StructType | None = None
 ) -> Found:
-    """Which files of a table have rows with the key, and how many.
+    """Finds the files of a table with rows of the key, and counts these rows.
 
     Args:
-        marked: gives rows with ``_hit`` and ``_old_hit``.
-        like: the columns as they are declared now.
+        marked: adds ``_hit`` and ``_old_hit`` to rows.
+        like: the declared columns.
     """
     files = delta.files(path, version)
     found = Found(sum(file.rows for file in files), like=like)
@@ -183,15 +187,15 @@ def rewrite(
     asset: str,
     parted: bool = False,
 ) -> None:
-    """One commit in which the files that had the key are written anew without it.
+    """Rewrites the files with the key in one commit.
 
     Args:
-        version: that they were found in.
-        values: the columns that are null in an emptied row.
-        document: of the commit, with its ``batch``.
+        version: table version of ``found``.
+        values: columns that are null in an emptied row.
+        document: document of the commit, with its ``batch``.
 
     Raises:
-        ConcurrentRunError: somebody else has written to the table since.
+        ConcurrentRunError: another writer has committed since ``version``.
     """
     rows = parquet.read(spark, path, version, found.wanted, parted=parted, like=found.like)
     if found.places:
@@ -215,10 +219,10 @@ def rewrite(
 def without(
     rows: DataFrame, marked: Marked, strategy: Way = "remove", values: Sequence[str] = ()
 ) -> DataFrame:
-    """What is left of rows.
+    """Returns rows without the key.
 
     Args:
-        values: the columns that are null in an emptied row.
+        values: columns that are null in an emptied row.
     """
     rows, hit = marked(rows), F.col(_HIT)
     if strategy == "remove":
@@ -232,13 +236,13 @@ def without(
 
 
 def purge(path: str, batch: int) -> int:
-    """Removes what is in no current version of a table, and the commits that led to it.
+    """Removes files outside the current table version, and the commits before it.
 
     Args:
-        batch: what later ones are about to write stays.
+        batch: files of later batches are kept: a running write may be about to commit them.
 
     Returns:
-        how many data files were removed.
+        the number of removed data files.
     """
     fs, root = delta.filesystem(path)
     live = {file.place for file in delta.files(path)}

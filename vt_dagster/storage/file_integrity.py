@@ -1,7 +1,8 @@
-"""Whether the data files of a table are what its transaction log says. No Spark.
+"""Checks that the data files of a table match its transaction log. No Spark.
 
-Spark reads an empty file as no rows, and tells of others in a Java stack. A look at each file's size
-before it is read costs no job, and with the rows that the log counts it says that all rows are read.
+Spark reads an empty file as no rows, and reports other damage in a Java stack trace. Comparing file
+sizes before a read needs no Spark job, and with the row counts in the log ensures that all rows are
+read.
 """
 
 from __future__ import annotations
@@ -17,19 +18,18 @@ from vt_dagster.storage.damage_errors import asset_of, damaged, gone_before_comm
 from vt_dagster.storage.delta import File, files_of, filesystem, require_table
 
 _AT_ONCE = 16
-"""So many files are looked at together on an object store."""
+"""Number of parallel size requests on an object store."""
 
 
 def require_files(path: str, files: Collection[File], version: int | None = None) -> None:
-    """Data files must have the size that the table's log says: Spark reads an empty one as no rows, and
-    tells of others in words of its own. One look at each file, no reading.
+    """Checks that data files exist with the sizes in the table's log. Does not read their contents.
 
     Args:
-        version: of the table that the files are of, for the message.
+        version: table version of the files, for the message.
 
     Raises:
-        StorageError: a file is missing, or of another size.
-        ConcurrentRunError: it is gone, and the table's newest version does not have it any more.
+        StorageError: a file is missing, or has another size.
+        ConcurrentRunError: a file is missing, and the table's newest version no longer contains it.
     """
     for place, size in sizes(path, [file.place for file in files]).items():
         expected = next(file.size for file in files if file.place == place)
@@ -37,9 +37,9 @@ def require_files(path: str, files: Collection[File], version: int | None = None
             continue
         if size is None and version is not None and place not in _newest(path):
             raise ConcurrentRunError(
-                f"{asset_of(path)}: expected the file {place} in {path}, which version {version} of "
-                "the table has, but it was removed since and a newer version does without it: a key "
-                "was erased meanwhile, or a clean-up kept too little. Nothing was written: run again"
+                f"{asset_of(path)}: expected the file {place} of version {version} in {path}, but it "
+                "was removed, and newer versions do not contain it: a key was erased during this run, "
+                "or a clean-up kept too few files. Nothing was written: run again"
             )
         raise damaged(path, place, f"of {expected:,} bytes", size)
 
@@ -49,26 +49,27 @@ def _newest(path: str) -> set[str]:
 
 
 def require_rows(path: str, files: Collection[File], expected: int) -> None:
-    """All files of a log must have as many rows, by its statistics, as its last commit counts.
+    """Checks that the files of a log have as many rows, by its statistics, as its last commit counts.
 
     Raises:
-        StorageError: they have more or fewer.
+        StorageError: the number of rows differs.
     """
     found = sum(file.rows for file in files)
-    if found == expected or any(file.rows == 0 for file in files):  # of one they are not known
+    if found == expected or any(file.rows == 0 for file in files):  # 0: a file without statistics
         return
     raise StorageError(
         f"{asset_of(path)}: expected {expected:,} rows in the files of {path}, as its last commit "
-        f"counts, but they have {found:,}: its _delta_log is damaged, or somebody has edited it; "
+        f"counts, but they have {found:,}: its _delta_log is damaged or was edited; "
         f"nothing was read. {way_out(path)}"
     )
 
 
 def require_written(path: str, adds: Sequence[AddAction]) -> None:
-    """A run that slept may find that a clean-up took its files for those of a dead one.
+    """Checks that the files of a commit still exist: while a run was suspended, a clean-up may have
+    removed them as files of a dead run.
 
     Raises:
-        ConcurrentRunError: some are gone.
+        ConcurrentRunError: a file is missing.
     """
     there = sizes(path, [one.path for one in adds])
     gone = [one.path for one in adds if there[one.path] != one.size]
@@ -77,7 +78,7 @@ def require_written(path: str, adds: Sequence[AddAction]) -> None:
 
 
 def sizes(path: str, places: Sequence[str]) -> dict[str, int | None]:
-    """The sizes of files below a directory, bytes; None = it is not there. Does not use Spark."""
+    """Returns the sizes of files below a directory, bytes; None = missing. Does not use Spark."""
     fs, root = filesystem(path)
     fs.invalidate_cache()
 

@@ -1,4 +1,4 @@
-"""Which files of a log may have rows of some offsets, by what Delta knows of each. No Spark."""
+"""File pruning by offset, from Delta's file statistics. No Spark."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from vt_dagster.storage.delta import File, Wanted
 
 
 def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
-    """Whether a file of a log may have rows at an offset or after it, as far as that is known.
+    """Returns a filter for log files that may have rows in ``[start, ends)``; files without statistics
+    pass.
 
     Args:
-        start, ends: the first offset of each partition, and the first free one.
+        start, ends: by partition, the first offset to read and the first free one.
     """
     first = {p: start.get(p, 0) for p, end in ends.items() if start.get(p, 0) < end}
     least = min(first.values(), default=None)
@@ -31,10 +32,10 @@ def file_at_or_after(start: Offsets, ends: Offsets) -> Wanted:
 
 
 def file_before(ends: Offsets) -> Wanted:
-    """Whether a file of a log may have rows before some offsets, as far as that is known.
+    """Returns a filter for log files that may have rows before ``ends``; files without statistics pass.
 
     Args:
-        ends: the first offset that is not asked for, of each partition; of others nothing is.
+        ends: end offset (exclusive) by partition; partitions without an entry are not read.
     """
 
     def wanted(file: File) -> bool:

@@ -1,4 +1,4 @@
-"""At which times two logs of a versioned table say different things. No Spark."""
+"""Valid times at which two logs of a versioned table give different rows. No Spark."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ from vt_dagster.storage.arrow_reader import AssetRows, columns_of, rows_of
 from vt_dagster.storage.commit_log import Commit
 
 MOST = 5_000_000
-"""So many rows of both are compared at most: they are in memory."""
+"""Maximum rows of both logs together: the comparison is in memory."""
 _OPEN = np.iinfo(np.int64).max
 _OF_THE_LOG = (PARTITION, OFFSET, RECORDED_AT, IS_LATEST, IS_LATE, TIMESTAMP, VALID_TO, IS_TOMBSTONE)
-"""Columns that may differ where what was true is the same."""
+"""Columns that are ignored: they may differ between equal versions."""
 
 
 def changed_answers(
     old: tuple[str, int, Commit], new: tuple[str, int, Commit], times: Any
 ) -> np.ndarray | None:
-    """Of each time, whether a read as of it gives other keys, values or ``valid_from`` of one log than
-    of another; wherever the rows stand in them, and whenever they were recorded.
+    """Returns for each time whether an as-of read differs between two logs in keys, values or
+    ``valid_from``. Offsets and system times are ignored.
 
     Args:
-        old, new: the directory of a table, the version of its log and its last commit.
+        old, new: a table's directory, the version of its log and its last commit.
         times: ascending, epoch microseconds.
 
     Returns:
-        None where they have more than ``MOST`` rows, or columns that cannot be compared.
+        booleans by time; None if the logs have more than ``MOST`` rows, or columns that cannot be
+        compared.
     """
     like = columns_of(delta.require_table(f"{new[0]}/log", new[1]))
     sides = [
@@ -85,20 +86,20 @@ def changed_answers(
 
 
 def _edges(one: Any, other: Any, where: Any) -> Iterator[tuple[Any, Any]]:
-    """Between two ends of what is the same row."""
+    """Yields the intervals between differing bounds of equal rows."""
     some = where & (one != other)
     yield np.minimum(one, other)[some], np.maximum(one, other)[some]
 
 
 def _by_code(codes: Any, times: Any, most: int) -> Any:
-    """A time of each row, by its number; of those that are not there, never."""
+    """Returns the time of each row by its code; codes without a row get the largest time."""
     found = np.full(most, _OPEN)
     found[codes] = times
     return found
 
 
 def _codes(rows: pa.Table) -> Any:
-    """A number for each row, the same for the same."""
+    """Returns one integer code per distinct row."""
     codes = np.zeros(rows.num_rows, np.int64)
     for name in rows.column_names:
         own = null_codes(rows.column(name)) + 1
@@ -109,22 +110,23 @@ def _codes(rows: pa.Table) -> Any:
 
 @dataclass(frozen=True)
 class _Side(AssetRows):
-    """The rows of one of them.
+    """The rows of one log.
 
     Args:
-        like: the columns of the new one's log.
+        like: columns of the new log.
     """
 
     like: pa.Schema
 
     @property
     def size(self) -> int:
-        """More or less how many rows are read of it."""
+        """Approximate number of rows to read."""
         there = delta.exists(self.view_path)
         return sum(f.rows for f in delta.files(self.view_path)) if there else self.commit.total
 
     def valid(self, since: int) -> tuple[pa.Table, Any, Any]:
-        """What was true after a time, with when a read gives it: from (inclusive), to (exclusive)."""
+        """Returns the versions that are valid after a time, and the as-of times that return each:
+        from (inclusive), to (exclusive)."""
         rows = self._folded("current", since)
         limits = values_by_partition(rows, self._limits or {}, -_OPEN)
         rows = clip_at_valid_until(rows, self.shape.valid_until)

@@ -1,4 +1,4 @@
-"""A log's commit, and a stream or table as of one. No Spark."""
+"""A log's commit, and the snapshot of a stream or table as of a commit. No Spark."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vt_dagster.storage.view import Base
 
 @dataclass(frozen=True)
 class Head:
-    """A commit of a log, the last one or an earlier.
+    """A commit of a log: the last one or an earlier one.
 
     Args:
-        version: a Delta version that has its rows: of the last commit the one that it made.
-        later: whether that version has rows of later commits as well.
+        version: a Delta version that contains the commit's rows; for the last commit, its own version.
+        later: whether that version also contains rows of later commits.
     """
 
     version: int
@@ -24,13 +24,12 @@ class Head:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stream or table as of one commit, as one reads it: a table's view, and the tail of the log that
-    is not in it yet.
+    """A stream or table as of one commit: a table's view, and the log's tail that the view lacks.
 
     Args:
         head: the log's commit; None before the first.
-        base: the view that the tail is folded onto; None = there is none, or a stream has none: all is
-            in the log.
+        base: the view that the tail is folded into; None = no view (always for streams): all rows are
+            read from the log.
     """
 
     head: Head | None = None
@@ -38,7 +37,7 @@ class Snapshot:
 
     @property
     def stream_time(self) -> dict[int, int]:
-        """Of each partition, epoch microseconds."""
+        """Stream time by partition, epoch microseconds."""
         return {} if self.head is None else self.head.commit.stream_time
 
     @property
@@ -48,10 +47,13 @@ class Snapshot:
 
     @property
     def tail(self) -> int:
-        """How many of them are not in the view."""
+        """Number of log records that are not in the view."""
         return self.total - (0 if self.base is None else self.base.checkpoint.total)
 
     def reach(self, moment: int | None = None) -> int:
-        """How many rows are current, or may end after a time, with those of the tail; None = are
-        current. More or less, and not less."""
+        """Returns an upper bound of the rows that are current or may end after a time, tail included.
+
+        Args:
+            moment: epoch microseconds; None = count current rows only.
+        """
         return self.tail + (0 if self.base is None else self.base.reach(moment))

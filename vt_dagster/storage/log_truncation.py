@@ -1,7 +1,7 @@
-"""What is left of a log that was cut off or put back from a backup, and who needs more of it. No Spark.
+"""Checks for logs that were truncated, or restored from a backup. No Spark.
 
-The log's commits say what was cut off (``Truncation``). Of a table its rows as of then are put aside,
-and what is read of it is the rest of the log folded onto these.
+The log's commits record the truncation (``Truncation``). For a table, its rows as of the truncation are
+stored as a base, and readers fold the rest of the log into that base.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from vt_dagster.topology.durations import Duration, in_utc, length_at, spoken
 
 
 def base_path(root: str, name: str) -> str:
-    """Where a table's rows are as of where its log was cut off.
+    """Returns the directory of a table's rows as of the truncation of its log.
 
     Args:
-        root: the directory of the asset's tables.
+        root: directory of the asset's tables.
         name: see ``Truncation.base``.
     """
     return posixpath.join(root, "bases", name)
 
 
 def bases_of(root: str) -> list[str]:
-    """All tables that were put aside where a log was cut off, also those that are not needed now."""
+    """Returns the directories of all truncation bases, unused ones included."""
     fs, folder = delta.filesystem(posixpath.join(root, "bases"))
     there: list[str] = fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else []
     return [base_path(root, posixpath.basename(path.rstrip("/"))) for path in there]
 
 
 def base_of(name: str, root: str, truncation: Truncation) -> delta.Committed:
-    """The commit of these rows, whose document is a ``Checkpoint``.
+    """Returns the commit of a truncation base; its document is a ``Checkpoint``.
 
     Raises:
-        StorageError: they are gone.
+        StorageError: the base was removed.
     """
     path = base_path(root, truncation.base)
     found = delta.last_commit(path)
     if found is None:
         raise StorageError(
-            f"{name}: expected in {path} its rows as of batch {truncation.batch}, where its log "
-            "was cut off, "
-            "but somebody has removed them. Put them back, or make it anew from its source (vt-dagster "
-            "replay) and swap"
+            f"{name}: expected its rows as of batch {truncation.batch}, where its log was truncated, "
+            f"in {path}, but they were removed. Restore them from a backup, or rebuild the asset from "
+            "its source (vt-dagster replay) and swap"
         )
     return found
 
 
 def misses_truncated(then: Checkpoint, commit: Commit) -> bool:
-    """Whether a view needs records that were cut off from the log."""
+    """Returns whether the view's tail includes truncated records."""
     return any(then.next_offset.get(p, 0) < commit.kept_from(p) for p in commit.next_offset)
 
 
 def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) -> None:
-    """Whoever consumes a log takes every record of it: refuses to begin with one that was cut off.
+    """Checks that a consumer does not start at truncated offsets: it must read every record.
 
     Args:
-        name: who consumes, for the message; ``of``: whose log.
-        start: the first offset of each partition that is asked for; of others 0.
-        commit: the log's last one.
+        name: the consumer, for the message.
+        of: the asset whose log is consumed.
+        start: first offset to consume by partition; 0 for others.
+        commit: last commit of the log.
 
     Raises:
-        StorageError: the log has not got it any more.
+        StorageError: the log was truncated after ``start``.
     """
     gone = {p: end for p in commit.next_offset if start.get(p, 0) < (end := commit.kept_from(p))}
     if gone and commit.truncation is not None:
@@ -73,35 +73,35 @@ def require_not_truncated(name: str, of: str, start: Offsets, commit: Commit) ->
         asked = ", ".join(f"{p}:{start.get(p, 0)}" for p in sorted(gone)[:3])
         raise StorageError(
             f"{name}: expected the log of {of} from {asked} on (partition:offset), but "
-            f"{commit.truncation.description()}, and begins at {first}: nothing was taken. Make "
-            f"{of} anew from what "
-            f"it is made of (vt-dagster replay {of} --into …, swap), whose log is whole again; and "
-            "give maintenance the definitions of all that consumes it, for which it waits"
+            f"{commit.truncation.description()}, and begins at {first}; nothing was consumed. Rebuild "
+            f"{of} from its inputs to get a whole log (vt-dagster replay {of} --into …, swap), "
+            "and run maintenance with the definitions of all consumers, so that it waits for them"
         )
 
 
 def consumed_commits(logs: Mapping[str, Commit]) -> dict[str, Consumed]:
-    """Up to which commits logs are consumed, as ``Commit.consumed_commits`` says it."""
+    """Returns the consumed commits of logs in the form of ``Commit.consumed``."""
     return {n: Consumed(batch=one.batch, attempt=one.attempt) for n, one in logs.items()}
 
 
 def require_same_log(
     name: str, of: str, before: Commit | None, commit: Commit, attempt_of: Callable[[int], str | None]
 ) -> None:
-    """Whoever consumes a log goes on with the log that was consumed: every consumer asks this first.
+    """Checks that a log still contains what a consumer has consumed; every consumer calls this first.
 
     Args:
-        name: who consumes, for the message; ``of``: whose log.
-        before: the consumer's last commit; None = none, so anything will do.
-        commit: the log's last one.
-        attempt_of: gives the attempt of a batch of the log; None = it is not known any more.
+        name: the consumer, for the message.
+        of: the asset whose log is consumed.
+        before: the consumer's last commit; None = nothing consumed, no check.
+        commit: last commit of the log.
+        attempt_of: returns the attempt of a batch of the log; None = no longer known.
 
     Raises:
-        StorageError: the log ends before what was consumed, or its batch of that number was written by
-            another run: it was put back from a backup, or a commit was removed from it.
+        StorageError: the log ends before the consumed offsets, or another run wrote the consumed batch:
+            the log was restored from a backup, or a commit was removed.
     """
     if before is None or before.logs.get(of, commit.log) != commit.log:
-        return  # another log of that name: whoever consumes says what becomes of that
+        return  # the log was replaced under its name: the consumers handle this case themselves
     done, then = before.inputs.get(of, {}), before.consumed.get(of)
     behind = {p: end for p, end in done.items() if commit.next_offset.get(p, 0) < end}
     got = ""
@@ -112,17 +112,17 @@ def require_same_log(
     elif behind:
         partition, end = min(behind.items())
         there = commit.next_offset.get(partition, 0)
-        got = f"partition {partition} ends at offset {there}, and was consumed up to {end}"
+        got = f"partition {partition} ends at offset {there}, before the consumed offset {end}"
     if not got:
         return
     batch = "" if then is None else f" with batch {then.batch} of run {then.attempt}"
     raise StorageError(
         f"{name}: expected the log of {of}{batch}, which batch {before.batch} of {name} has consumed, "
-        f"but {got}: the log was put back from a backup, or a commit was removed. Its offsets may mean "
-        f"other records now, so nothing was taken. Put {of} back as it was; or put {name}, and what "
-        f"consumes it, back from the same backup; or make {name} anew: an asset by vt-dagster replay "
-        f"{name} --into a new name and swap, an export or a training set by removing its directory, a "
-        "publication under a new name into another topic"
+        f"but {got}: the log was restored from a backup, or a commit was removed. Its offsets may now "
+        f"mean other records, so nothing was consumed. Restore the lost commits of {of}; or restore "
+        f"{name} and its consumers from the same backup; or rebuild {name}: an asset by vt-dagster "
+        f"replay {name} --into a new name and swap, an export or a training set by removing its "
+        "directory, a publication under a new name into another topic"
     )
 
 
@@ -133,26 +133,24 @@ def require_history(
     commit: Commit,
     new_version_on: list[str] | None = None,
 ) -> None:
-    """The rows that the kept part of a log is folded onto have what had not expired at the cut, and
-    tell the versions that are declared.
+    """Checks that a truncation base has all versions that the declaration needs. The base lacks
+    versions that had expired at the truncation, and was written with one ``new_version_on``.
 
     Args:
-        then: of these rows.
-        retention: the history retention that is declared now.
-        commit: as of which the table is read.
-        new_version_on: that is declared now.
+        then: checkpoint of the base.
+        retention: declared history retention.
+        commit: the commit as of which the table is read.
+        new_version_on: declared columns.
 
     Raises:
-        StorageError: the retention has been lengthened to before that, or ``new_version_on`` has
-            changed.
+        StorageError: the retention covers expired versions, or ``new_version_on`` has changed.
     """
     cut = commit.truncation
     if cut is not None and then.new_version_on != new_version_on:
         raise StorageError(
             f"{name}: expected new_version_on={then.new_version_on} as before, got {new_version_on}: "
-            f"{cut.description()}, and what is put aside of it tells versions by the one of then; "
-            "declare it "
-            "as it was, or make the table anew from its source (vt-dagster replay) and swap"
+            f"{cut.description()}, and its rows as of then were stored with the earlier value; declare "
+            "that value, or rebuild the table from its source (vt-dagster replay) and swap"
         )
     for partition, longer in zip(then.stream_time, then.lengthened(retention), strict=False):
         kept = length_at(retention, partition) // timedelta(microseconds=1)
@@ -161,8 +159,7 @@ def require_history(
             there = timedelta(microseconds=commit.stream_time[partition] - since)
             raise StorageError(
                 f"{name}: expected a history_retention of at most {spoken(there)}, got "
-                f"{spoken(length_at(retention, partition))}: {cut.description()}, and what ended "
-                "before "
-                f"{in_utc(since)} had expired by then; lengthen it as the history grows, or make the "
-                "table anew from its source (vt-dagster replay) and swap"
+                f"{spoken(length_at(retention, partition))}: {cut.description()}, and versions that "
+                f"ended before {in_utc(since)} had expired by then; lengthen it as the history grows, "
+                "or rebuild the table from its source (vt-dagster replay) and swap"
             )

@@ -1,8 +1,8 @@
-"""Keeps tables in shape as they grow: compacts logs and history, removes files that nobody needs.
+"""Maintenance of an asset's tables: updates the view, compacts files, removes unused files and commits.
 
-Safe beside runs of the assets. Compaction changes no rows and is not a batch; whoever reads a log's
-last commit reads it compacted. Files are removed only when they have been out of every table version
-for a while, so a run that pinned an older version still finds them.
+Safe to run beside runs of the assets. Compaction changes no rows and is not a batch; readers of the
+log's last commit read the compacted files. A file is removed only after it has been out of the current
+table version for ``keep``, so a run that pinned an older version can still read it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from vt_dagster.storage.replaced_tables import forget_replaced
 from vt_dagster.storage.shared_paths import address
 
 KEEP = timedelta(days=7)
-"""How long a file that is in no current table version is kept: longer than any run takes."""
+"""Default age at which files outside the current table version are removed; longer than any run."""
 _LOG_FILE = re.compile(r"\.?(\d{20})\.(json|crc|checkpoint(\.\d{10}\.\d{10})?\.parquet)(\.crc)?")
 _CLEANING = {
-    # It leaves a trace in the table's log only if asked to, two commits each time.
+    # Else each VACUUM adds two commits to the table's log.
     "spark.databricks.delta.vacuum.logging.enabled": "false",
-    # How long a file is kept is said by whoever calls.
+    # The caller decides the retention; Delta would refuse less than 7 days.
     "spark.databricks.delta.retentionDurationCheck.enabled": "false",
 }
 
 
 def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = KEEP) -> dict[str, int]:
-    """Brings the view of one asset up to its log; compacts and cleans its tables.
+    """Updates the view of one asset to its log; compacts and cleans its tables.
 
     Args:
-        keep: files that left the tables' current versions less than this ago stay, and so do the
-            commits of that time (all versions since then can be read), and what runs prepared and
-            did not commit.
+        keep: minimum age of what is removed: files outside the current table versions, commits (all
+            versions younger than this remain readable), and staged data of runs that did not commit.
 
     Returns:
-        ``files_compacted``, ``attempts_removed``, ``commits_removed``; ``replaced_removed``, logs that
-        others took the place of longer ago than that (``restate``); and ``conflicts``, compactions that
-        another writer came before, which the next maintenance makes up for.
+        counts: ``files_compacted``, ``attempts_removed``, ``commits_removed``; ``replaced_removed``,
+        logs that were replaced (``restate``) longer than ``keep`` ago; ``conflicts``, compactions that
+        lost against a concurrent writer and are repeated by the next maintenance.
     """
     root = posixpath.join(address(warehouse), name)
     done = {
@@ -78,21 +77,21 @@ def maintain(warehouse: str, name: str, spark: SparkSession, keep: timedelta = K
 
 
 def is_older(path: str, age: timedelta) -> bool:
-    """Whether a file, or each file of a directory, was written longer ago than that."""
+    """Returns whether a file, or every file of a directory, was written longer than ``age`` ago."""
     fs, local = delta.filesystem(path)
-    written = [fs.modified(name) for name in fs.find(local) or [local]]  # object stores: files alone
+    # Object stores have modification times for files only.
+    written = [fs.modified(name) for name in fs.find(local) or [local]]
     return all(time.time() - moment.timestamp() > age.total_seconds() for moment in written)
 
 
 def forget_commits(path: str, keep: timedelta) -> int:
-    """Removes the commits that led to the newest checkpoint which is older than ``keep``.
+    """Removes the commits before the newest checkpoint that is older than ``keep``. Does not use Spark.
 
-    All versions younger than that can still be read; and our newest commit, whose document is where
-    the next run goes on from, stays however old it is: no clean-up of the libraries' promises that.
-    Does not use Spark.
+    All versions younger than ``keep`` remain readable. Our newest commit is never removed, because the
+    next run continues from its document; the clean-ups of Delta and ``deltalake`` may remove it.
 
     Returns:
-        how many commits.
+        the number of removed commits.
     """
     fs, root = delta.filesystem(path)
     folder = posixpath.join(root, "_delta_log")
@@ -108,14 +107,14 @@ def forget_commits(path: str, keep: timedelta) -> int:
         and int(version) <= ours.version
         and is_older(posixpath.join(path, "_delta_log", name), keep)
     ]
-    # The oldest first: whoever is killed here leaves commits without a gap.
+    # Oldest first: a kill in between leaves no gap in the commits.
     gone = sorted((version, name) for version, name in files if old and version < max(old))
     if gone and posixpath.basename(path) == "log":
-        # What was known when is told by them.
+        # Reads with ``as_known_at`` need their documents.
         there = [int(version) for version, _ in gone]
         commit_history.keep(posixpath.dirname(path), [v for v in delta.versions(path) if v in there])
     for _, name in gone:
-        with contextlib.suppress(FileNotFoundError):  # by another maintenance
+        with contextlib.suppress(FileNotFoundError):  # removed by a concurrent maintenance
             fs.rm_file(posixpath.join(folder, name))
     return sum(delta.COMMIT_FILE.fullmatch(name) is not None for _, name in gone)
 
@@ -126,8 +125,8 @@ def _compact(spark: SparkSession, path: str) -> int:
 
 
 def _forget_attempts(root: str, keep: timedelta) -> int:
-    """What killed runs had prepared; the last commit's is what the next run goes on from, and that of
-    the one before it, should the last be lost."""
+    """Removes the staged data of killed runs. That of the last commit is kept for the next run, and
+    that of the previous commit in case the last one is lost."""
     fs, attempts = delta.filesystem(posixpath.join(root, "attempts"))
     found = delta.last_commit(posixpath.join(root, "log"))
     last = None if found is None else Commit.model_validate(found[1])
@@ -146,5 +145,5 @@ def _forget_attempts(root: str, keep: timedelta) -> int:
 def maintain_all(
     warehouse: str, spark: SparkSession, keep: timedelta = KEEP
 ) -> dict[str, dict[str, int]]:
-    """The same for every asset of a warehouse."""
+    """Runs :func:`maintain` for every asset of a warehouse."""
     return {name: maintain(warehouse, name, spark, keep) for name in asset_names(warehouse)}

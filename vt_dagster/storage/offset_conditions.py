@@ -1,4 +1,4 @@
-"""Which rows of a log a run takes, as a condition that stays short where there are many partitions."""
+"""Spark conditions on offsets that stay short with many partitions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.storage.commit_log import Offsets
 
 MANY = 64
-"""Of so many different offsets each is not worth a part of the plan."""
+"""With more distinct offsets than this, one map look-up replaces a term per offset."""
 
 
 def at_or_after(start: Offsets, ends: Offsets) -> Column:
-    """Whether a log row is at an offset or after it; of partitions without one every row is.
+    """Returns the condition that a log row's offset is at or after ``start``.
 
-    Partitions with nothing new are not asked for, and those that begin at the same offset are asked for
-    together: planning takes as long as the condition is.
+    Partitions without new rows are left out, and partitions with equal start offsets share a term:
+    planning time grows with the length of the condition.
 
     Args:
-        start: the first offset of each partition.
-        ends: the first free one.
+        start: first offset by partition (inclusive); partitions without an entry start at 0.
+        ends: first free offset by partition.
     """
     begin: dict[int, list[int]] = {}
     for partition, end in sorted(ends.items()):
@@ -38,7 +38,8 @@ def at_or_after(start: Offsets, ends: Offsets) -> Column:
 
 
 def before(ends: Offsets) -> Column:
-    """Whether a log row is before an offset; of partitions without one no row is."""
+    """Returns the condition that a log row's offset is before ``ends`` (exclusive); partitions without
+    an entry have no rows."""
     if len(set(ends.values())) > MANY:
         return F.col(OFFSET) < F.coalesce(by_partition(ends, "long"), F.lit(0))
     wanted = F.lit(False)

@@ -1,7 +1,7 @@
-"""Rows of Delta tables: Parquet that Spark reads and writes, and the commits that put it into a table.
+"""Reads and writes rows of Delta tables: Spark handles the Parquet files, ``deltalake`` the commits.
 
-What a commit writes lies in a folder of its own, ``<batch>-<random>/``, and is in the table once the
-transaction log says so; that log is written by ``deltalake``.
+Each commit writes its files to a folder of its own, ``<batch>-<random>/``; the files belong to the
+table once the transaction log names them.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ _REFUSALS = (
     "FileAlreadyExistsException",
     "AccessDenied",
 )
-"""How file systems say that they take nothing, inside of other errors."""
+"""Signs in error messages that a file system refuses writes."""
 ROWS_OF_A_FILE, ROWS_FOR_OTHERS = 250_000, 1_000_000
-"""Of a log or view, whose files are looked for by key and time; and of what is read as a whole."""
+"""Rows per file: in logs and views, which are pruned by key and time; in tables read as a whole."""
 _TRIES = 20
-"""How often a commit is tried where others commit at the same time."""
+"""Number of attempts to commit beside concurrent commits."""
 _PROPERTIES: dict[str, str | None] = {
     "delta.checkpointInterval": "20",
-    # Else it forgets our last commit 30 days after it, if others only clean the table: see
-    # ``maintenance.forget_commits``, which maintenance calls.
+    # Else Delta removes commits after 30 days, our last one included; maintenance removes them instead
+    # (``maintenance.forget_commits``).
     "delta.enableExpiredLogCleanup": "false",
 }
 _COUNTED = (PARTITION, OFFSET, TIMESTAMP)
-"""The columns of a log whose smallest and largest values are kept of each file."""
+"""Columns of a log with minimum and maximum statistics per file."""
 _SEGMENT_OF_FILE = (
     f"CAST(NULLIF(regexp_extract(_metadata.file_path, '{SEGMENT}=([0-9]+)/', 1), '') AS INT)"
 )
@@ -83,14 +83,14 @@ _SEGMENT_OF_FILE = (
 
 
 def schema(path: str, version: int | None = None) -> StructType:
-    """The columns of a table as its readers see them, without the one that parts its files. Does not
-    use Spark."""
+    """Returns the columns of a table for its readers, without ``history_segment``. Does not use
+    Spark."""
     return without_earlier_names(stored_schema(path, version))
 
 
 def stored_schema(path: str, version: int | None = None) -> StructType:
-    """The same as its files have them: of a renamed column those of all its names, and the newest says
-    which these are. Does not use Spark."""
+    """Returns the columns of a table as stored: a renamed column has one column per name, and the
+    newest lists the earlier names. Does not use Spark."""
     return _schema_of(require_table(path, version))
 
 
@@ -108,18 +108,17 @@ def read(
     like: StructType | None = None,
     count: int | None = None,
 ) -> DataFrame:
-    """A table, as of one of its versions where given, as far as its files are wanted, with each column
-    under its newest name.
+    """Reads the wanted files of a table, at a version if given, with each column under its newest name.
 
     Args:
-        count: how many rows the whole table has, as its commit says; None = it does not.
-        parted: whether ``history_segment``, which parts the files of a view, is among the columns.
-        like: columns as they are declared now: those that the table has not got yet are null, and
-            others are of the type and name that they will have; see ``evolution``.
+        count: expected number of rows of the whole table by its commit; None = not checked.
+        parted: whether to include ``history_segment``, the partition column of a view.
+        like: declared columns: missing ones are null, others get the declared type and name, see
+            ``schema_evolution``.
 
     Raises:
-        StorageError: what is stored cannot be read by those; or a file is missing, or has not the size
-            that the table's log says.
+        StorageError: the stored columns cannot be read as declared, the row count differs, or a file is
+            missing or has another size than in the table's log.
     """
     table = require_table(path, version)
     columns = _schema_of(table)
@@ -156,26 +155,26 @@ def write(
     like: StructType | None = None,
     before: Callable[[], None] | None = None,
 ) -> Committed:
-    """One commit with a document. A batch is written once: another run's is a conflict.
+    """Writes rows in one commit with a document. A batch is written once: a second write is a conflict.
 
     Args:
-        document: goes into the commit's ``userMetadata``; must hold ``batch`` and ``attempt``.
-        batch: is refused where the table has it, or a later one, already.
-        parted: whether files are kept apart by ``history_segment``.
-        over: of an overwrite the version that the rows were made from; None = there was no table.
-        replaced: an overwrite takes the place of these files alone.
+        document: goes into the commit's ``userMetadata``; must have ``batch`` and ``attempt``.
+        batch: a conflict if the table already has this batch or a later one.
+        parted: whether files are partitioned by ``history_segment``.
+        over: for an overwrite, the version that the rows were computed from; None = no table.
+        replaced: files that an overwrite replaces.
         pinned: whether a compaction since ``over`` is a conflict too.
-        like: says by which names rows of before know columns of these.
-        before: is called right before the commit; refuses it by an error, where what the document names
-            is not there any more.
+        like: schema that lists the earlier names of the columns.
+        before: called right before the commit; raises to prevent it, if staged data that the document
+            names is gone.
 
     Returns:
         the commit.
 
     Raises:
-        ConcurrentRunError: another run committed this batch, or wrote at the same time; or the files
-            that were written are gone by the time of the commit.
-        StorageError: the table's columns cannot follow those of the rows, see ``evolution``.
+        ConcurrentRunError: another run committed this batch, or wrote at the same time; or the written
+            files are gone before the commit.
+        StorageError: the table's columns cannot evolve to those of the rows, see ``schema_evolution``.
     """
     app, path = f"{MARK}:{asset}", address(path)
     if _version_of(open_table(path), app) >= batch:
@@ -205,7 +204,8 @@ def write(
                 try:
                     _commit(path, table, adds, columns, mode, parted, replaced, about, before)
                 except (DeltaError, OSError):
-                    # Somebody else came first; or it is in, and what comes after a commit went wrong.
+                    # With a new table version, either another writer has won, or this commit succeeded
+                    # and a later step (a checkpoint) failed: the loop finds out which.
                     if _version(path) == _of(table):
                         raise
                 done = commit_of(path, batch, document["attempt"])
@@ -219,23 +219,23 @@ def write(
 
 
 def packed(rows: DataFrame, count: int, for_others: bool = False) -> DataFrame:
-    """Rows for a commit: few in few files, and many not by one task.
+    """Returns rows coalesced to a suitable number of files.
 
     Args:
-        count: how many they are.
-        for_others: whether they are a table that other engines read as a whole.
+        count: number of rows.
+        for_others: whether other engines read the table as a whole (larger files).
     """
     of_a_file = ROWS_FOR_OTHERS if for_others else ROWS_OF_A_FILE
     return rows.coalesce(max(1, math.ceil(count / of_a_file)))
 
 
 def last_batch(path: str, asset: str) -> int:
-    """The last batch that was written to a table for an asset; 0 = none. Does not use Spark."""
+    """Returns the last batch that was written to a table for an asset; 0 = none. Does not use Spark."""
     return _version_of(open_table(path), f"{MARK}:{asset}")
 
 
 def _version_of(table: DeltaTable | None, app: str) -> int:
-    """The last batch that an application has written; 0 = none."""
+    """Returns the last batch of an application id; 0 = none."""
     return 0 if table is None else table.transaction_version(app) or 0
 
 
@@ -264,7 +264,8 @@ def _commit(
     parts = [SEGMENT] if parted else None
     schema = Schema.from_json(json.dumps(nullable(columns.jsonValue())))
     if table is None:
-        # Of wide tables Spark's compaction would count the first columns only.
+        # By default Delta keeps statistics for the first columns only, and compaction of a wide table
+        # would lose those of the log's columns.
         counted = ",".join(_COUNTED) if {*_COUNTED} <= {*columns.names} else None
         more = {"delta.dataSkippingStatsColumns": counted} if counted else {}
         create_table_with_add_actions(
@@ -302,7 +303,8 @@ def _write_files(rows: DataFrame, folder: str, parted: bool) -> None:
 
 
 def _adds(path: str, folder: str) -> list[AddAction]:
-    """The files of a folder below a table, for its log; those without a row are removed."""
+    """Returns the add actions for the files of a folder below a table; files without rows are
+    removed."""
     fs, root = filesystem(path)
     now = int(time.time() * 1000)
     found: list[AddAction] = []
@@ -321,7 +323,7 @@ def _adds(path: str, folder: str) -> list[AddAction]:
 
 
 def _parts(place: str) -> dict[str, str | None]:
-    """The value of the column that parts a table's files, by the place of one of them."""
+    """Returns the partition value of a file by its path."""
     found = re.search(rf"(?:^|/){SEGMENT}=([^/]+)/", place)
     if found is None:
         return {}
@@ -329,7 +331,7 @@ def _parts(place: str) -> dict[str, str | None]:
 
 
 def _statistics(told: pq.FileMetaData) -> dict[str, Any]:
-    """What Delta keeps of a file, from its footer: of the columns that a log is pruned by."""
+    """Returns Delta's statistics of a file from its footer, for the columns that a log is pruned by."""
     lowest, highest = dict[str, Any](), dict[str, Any]()
     names = [told.schema.column(i).path for i in range(told.num_columns)]
     for name in _COUNTED:
@@ -341,7 +343,7 @@ def _statistics(told: pq.FileMetaData) -> dict[str, Any]:
             continue
         low, high = min(one.min_raw for one in groups), max(one.max_raw for one in groups)
         if name == TIMESTAMP:
-            # Delta's statistics have milliseconds: down and up.
+            # Delta's statistics have milliseconds: round the minimum down and the maximum up.
             low, high = _milliseconds(low // 1000), _milliseconds(-(-high // 1000))
         if low is not None and high is not None:
             lowest[name], highest[name] = low, high
@@ -349,7 +351,7 @@ def _statistics(told: pq.FileMetaData) -> dict[str, Any]:
 
 
 def _milliseconds(since_epoch: int) -> str | None:
-    """A time in a statistic; None for years that it cannot say."""
+    """Returns a time for a statistic; None for years outside Python's range."""
     try:
         moment = datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=since_epoch)
     except OverflowError:
@@ -365,10 +367,10 @@ def _remove(folder: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Says in a sentence that nothing can be written to a place.
+    """Turns errors of a file system into one readable sentence.
 
     Raises:
-        StorageError: its file system refuses, or is full.
+        StorageError: the file system refuses writes, or is full.
     """
     try:
         yield
@@ -377,9 +379,8 @@ def writing(path: str) -> Iterator[None]:
         sign = next((sign for sign in _REFUSALS if sign in said), None)
         if sign is not None or isinstance(error, OSError):
             raise StorageError(
-                f"expected to write to {path}, got: {sign or one_line(error)}. What was committed "
-                "before stays as it is. Give the process the right to write there, or make room, and "
-                "run again"
+                f"expected to write to {path}, got: {sign or one_line(error)}. Earlier commits are "
+                "unchanged. Give the process write permission there, or free disk space, and run again"
             ) from error
         raise
 
@@ -387,6 +388,6 @@ def writing(path: str) -> Iterator[None]:
 def _conflict(asset: str, batch: int) -> ConcurrentRunError:
     return ConcurrentRunError(
         f"{asset}: expected to be the only run that writes batch {batch}, but another run committed "
-        "at the same time and won; nothing of this run was written. Run again to take what is new "
-        "since then; to keep runs from overlapping, limit the concurrency of this asset's job to 1"
+        "at the same time and won; nothing of this run was written. Run again to process the remaining "
+        "records; to keep runs from overlapping, limit the concurrency of this asset's job to 1"
     )

@@ -1,4 +1,4 @@
-"""What a run has done so far, told while it is at work."""
+"""Progress lines of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _ALWAYS = ("in", "applied", "out")
 
 
 class Progress:
-    """Tells each step of a run when it is done, and how long it took.
+    """Reports each finished step of a run and its duration.
 
     Args:
-        name: of the asset; each line begins with it.
-        tell: takes a line; None = nobody listens.
+        name: the asset; each line begins with it.
+        tell: receives each line; None = lines are dropped.
     """
 
     def __init__(self, name: str, tell: Callable[[str], None] | None = None) -> None:
@@ -21,7 +21,7 @@ class Progress:
         self._since = time.monotonic()
 
     def done(self, what: str) -> None:
-        """A step is done, and the next one begins."""
+        """Reports a finished step, and starts the clock of the next one."""
         now = time.monotonic()
         if self._tell is not None:
             self._tell(f"{self._name}: {what} ({now - self._since:.1f} s)")
@@ -29,7 +29,7 @@ class Progress:
 
 
 def in_words(counts: Mapping[str, int]) -> str:
-    """Counts of a commit as a person reads them, without what there was none of."""
+    """Returns the counts of a commit as text; zeros are left out, except for in, applied and out."""
     return ", ".join(
         f"{n:,} {name.replace('_', ' ')}" for name, n in counts.items() if n or name in _ALWAYS
     )

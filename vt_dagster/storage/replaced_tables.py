@@ -1,8 +1,7 @@
-"""Tables that others of the same name have taken the place of: what they said is asked for by whoever
-has read them. No Spark.
+"""Replaced tables of an asset, kept so that earlier reads can be compared with the new ones. No Spark.
 
-A restatement puts the old tables of a versioned table into ``prices.replaced/<log>/``, where they stay
-until maintenance, or an erase, removes them. A swap leaves them under the other name.
+A restatement moves the old tables of a versioned table to ``prices.replaced/<log>/``, until maintenance
+or an erase removes them. A swap leaves them under the other asset's name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from vt_dagster.storage.arrow_reader import asset_names
 from vt_dagster.storage.commit_log import Commit
 
 _SINCE = "replaced"
-"""A file among them, written as they came there."""
+"""Marker file; its modification time is the time of the replacement."""
 
 
 def _folder(warehouse: str, name: str) -> str:
@@ -25,11 +24,11 @@ def _folder(warehouse: str, name: str) -> str:
 
 
 def put_aside(warehouse: str, name: str, path: str) -> None:
-    """Keeps the tables of an asset that others are in the place of.
+    """Moves the replaced tables of an asset aside.
 
     Args:
-        name: its folder in the warehouse.
-        path: where its old tables lie, on the warehouse's file system.
+        name: the asset's folder in the warehouse.
+        path: directory of the old tables, on the warehouse's file system.
     """
     found = delta.last_commit(posixpath.join(path, "log"))
     if found is None:
@@ -42,11 +41,11 @@ def put_aside(warehouse: str, name: str, path: str) -> None:
 
 
 def find_replaced(warehouse: str, name: str, log: str) -> tuple[str, int, Commit] | None:
-    """The tables of a log that is not the asset's any more: their directory, the version of the log and
-    its last commit; None = they are gone.
+    """Returns the tables of a replaced log: their directory, the log's Delta version and its last
+    commit; None = they were removed.
 
     Args:
-        log: see ``Commit.log``.
+        log: id of the log, see ``Commit.log``.
     """
     others = (posixpath.join(str(warehouse), other) for other in asset_names(warehouse))
     for path in (posixpath.join(_folder(warehouse, name), log), *others):
@@ -57,10 +56,10 @@ def find_replaced(warehouse: str, name: str, log: str) -> tuple[str, int, Commit
 
 
 def forget_replaced(warehouse: str, name: str, keep: timedelta) -> int:
-    """Removes what was put aside longer ago than that.
+    """Removes tables that were replaced longer than ``keep`` ago.
 
     Returns:
-        how many logs, with their views.
+        the number of removed logs (each with its view).
     """
     fs, folder = delta.filesystem(_folder(warehouse, name))
     there: list[Any] = fs.ls(folder, detail=False, refresh=True) if fs.exists(folder) else []

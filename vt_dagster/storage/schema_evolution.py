@@ -1,18 +1,19 @@
-"""How the columns of a live table may change in place: what is followed, and what is refused. No Spark.
+"""Schema evolution of a live table: which column changes are applied in place, and which are refused.
+No Spark jobs.
 
-A plain Delta table has one schema, and data files keep the columns that they were written with. So what
-is followed is what every reader makes the same of: a file without a column gives nulls, and a file with
-a shorter number gives that number. Tried with Spark, Arrow, ``deltalake``, Polars and DuckDB:
+A plain Delta table has one schema, and data files keep the columns that they were written with. So only
+changes that every reader handles alike are applied: a missing column reads as null, and a narrower
+number reads as the wider type. Tested with Spark, Arrow, ``deltalake``, Polars and DuckDB:
 
-- whole numbers of more bytes, float to double, a decimal with more digits before the point: all read
-  them. More digits *behind* the point Polars refuses to read, so that is refused here.
-- A name is all that a file knows a column by, and column mapping few engines read. So a column that is
-  renamed is another one to the table, of which the new field notes the old names; readers of this
-  library give the value of whichever a row has, by the new name. A name is of one column for ever: else
-  rows of before would have two of one name.
-- A column that is left out stays in the table, null in new rows. Were it taken out, one that is
-  declared under its name later would bring its old values back.
-- What is within a struct, an array or a map stays as it is, but for ``old``, which has the columns.
+- Wider integers, float to double, and decimals with more digits before the point work everywhere. More
+  digits *after* the point are refused, because Polars cannot read such files.
+- Files identify columns by name, and few engines read column mapping. So a renamed column is a new
+  column of the table, and its field lists the earlier names; this library's readers return the value of
+  whichever name a row has under the new name. A name belongs to one column for ever: else old rows
+  would have two of one name.
+- A column that is no longer declared remains in the table, null in new rows. If it were removed, a
+  later column of that name would bring its old values back.
+- Types within a struct, an array or a map cannot change, except in ``old``, which holds the columns.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ from vt_dagster.topology.schema import same
 
 _WHOLE: tuple[type[DataType], ...] = (ByteType, ShortType, IntegerType, LongType)
 _FOLLOWED = (
-    "What a log follows: a new nullable column, a whole number of more bytes, float to double, "
-    "a decimal with more digits before the point, another order, a column that is left out, one that "
-    "is declared as renamed={'before': 'now'}"
+    "Allowed changes: a new nullable column, a wider integer, float to double, "
+    "a decimal with more digits before the point, another order, a column that is left out, a column "
+    "declared as renamed={'before': 'now'}"
 )
 
 
 @dataclass(frozen=True)
 class Evolution:
-    """What becomes of a table's columns when rows of others are added.
+    """The change of a table's columns by rows with other columns.
 
     Args:
-        columns: those that the table has then: its own, in their order, and new ones after them.
-        added: the new ones.
-        widened: those that have a longer type then, ``price: int -> bigint``.
-        dropped: those that were declared before and are not now.
-        renamed: those that have another name then, ``price -> cost``.
-        refused: why it cannot be, in words; empty = it can.
+        columns: columns of the table after the change: existing ones in their order, then new ones.
+        added: new columns.
+        widened: columns with a wider type, ``price: int -> bigint``.
+        dropped: columns that were declared before and are not now.
+        renamed: columns with a new name, ``price -> cost``.
+        refused: reasons why the change is impossible; empty = possible.
     """
 
     columns: StructType
@@ -74,9 +75,9 @@ class Evolution:
 
     @property
     def told(self) -> str:
-        """What changes, in a sentence; empty where nothing does."""
-        parts = [f"new and null in rows before: {', '.join(self.added)}"] if self.added else []
-        parts += [f"now longer: {', '.join(self.widened)}"] if self.widened else []
+        """The changes as a sentence; empty if nothing changes."""
+        parts = [f"new, null in old rows: {', '.join(self.added)}"] if self.added else []
+        parts += [f"wider type: {', '.join(self.widened)}"] if self.widened else []
         parts += [f"renamed: {', '.join(self.renamed)}"] if self.renamed else []
         parts += [f"null from now on: {', '.join(self.dropped)}"] if self.dropped else []
         return f"columns change: {'; '.join(parts)}" if parts else ""
@@ -91,16 +92,16 @@ def evolve(
     declared: Sequence[str] | None = None,
     derived: bool = False,
 ) -> Evolution:
-    """What becomes of a table's columns.
+    """Returns the evolution of a table's columns.
 
     Args:
-        then: the columns that it has, with the names that they had before.
-        now: those of the rows to come, likewise; a type that only Spark can tell (NullType) fits.
-        fixed: columns that keep their type: of the key, and what else says where a record belongs.
-        required: columns that may not be null, so that rows before cannot lack them.
-        declared: the user's columns before; None = not known, all of ``then``.
-        derived: whether they follow from the columns of inputs, of which each was asked itself whether
-            one was renamed.
+        then: columns of the table, with their earlier names.
+        now: columns of the new rows, with their earlier names; NullType (unresolved) fits any type.
+        fixed: columns that must keep their type: those of the key and of the partitioning.
+        required: columns that must not be null, so they cannot be added to existing rows.
+        declared: the user's columns as declared before; None = unknown: all of ``then``.
+        derived: whether the columns follow from inputs; possible renames were then already checked in
+            the inputs.
     """
     table, names = _Columns(then), {f.name.lower() for f in now.fields}
     before = {f.name for f in then.fields} if declared is None else set(declared)
@@ -115,7 +116,7 @@ def evolve(
                 added.append(StructField(field.name, field.dataType))
                 if field.name in required:
                     told["refused"].append(
-                        f"{field.name} is new and may not be null, but is in no row before"
+                        f"{field.name} is new and must not be null, but old rows do not have it"
                     )
         elif home.name == OLD:
             inner = evolve(_struct(home), _struct(field), declared=())
@@ -130,7 +131,7 @@ def evolve(
                 if not widens(home.dataType, kind):
                     told["refused"].append(change)
                 elif field.name in fixed:
-                    told["refused"].append(f"{change}, by which records find their key or partition")
+                    told["refused"].append(f"{change}, which is part of the key or the partitioning")
                 else:
                     told["widened"].append(change)
             if home.name != field.name:
@@ -147,7 +148,7 @@ def evolve(
 
 
 class _Columns:
-    """The columns of a table, each with the names by which rows of before know it."""
+    """The columns of a table, each with the names that it has in old rows."""
 
     def __init__(self, then: StructType) -> None:
         self.kept = {f.name: f for f in then.fields}
@@ -155,36 +156,36 @@ class _Columns:
         self._homes = {name.lower(): f.name for f in then.fields for name in was(f)}
 
     def home(self, field: StructField, now: Collection[str]) -> tuple[StructField | None, str]:
-        """The column that a declared one is, by its name or an earlier one; and why it cannot be."""
+        """Returns the table's column for a declared one, by its name or an earlier one; and the reason
+        if there cannot be one."""
         name, before = field.name, {n.lower() for n in was(field)}
         there = self._names.get(name.lower())
         if there is not None and there != name:
-            return None, f"{there} is {name} now, which to most engines is another column"
+            return None, f"{there} is now declared as {name}, which is another column for most engines"
         asked = [name.lower(), *before]
         homes = {self._homes.get(n, self._names.get(n)) for n in asked}
         found = [field for home, field in self.kept.items() if home in homes]
         if len(found) > 1:
             return None, (
-                f"{' and '.join(f.name for f in found)} are to be one column, {name}, but are two, and "
-                "each has values of its own"
+                f"{' and '.join(f.name for f in found)} are declared as one column, {name}, but are "
+                "two columns with values of their own"
             )
         if not found:
             return None, ""
         (home,) = found
         if home.name != name and home.name.lower() in now:
             return None, (
-                f"{name} is the name by which rows of before know {home.name}, and no other column can "
-                "have it"
+                f"{name} is the name of {home.name} in old rows, and no other column can have it"
             )
         if home.name != name and home.name.lower() not in before and not before & self._known_as(home):
             return None, (
-                f"{home.name} is gone and {name} is there again, by which rows of before know it: if "
-                f"it has that name again, declare renamed={{{home.name!r}: {name!r}}}"
+                f"{home.name} is missing and its earlier name {name} is declared again: to rename it "
+                f"back, declare renamed={{{home.name!r}: {name!r}}}"
             )
         return home, ""
 
     def put(self, home: StructField, name: str, kind: DataType) -> None:
-        """A column with the name and type that it has from now on."""
+        """Sets the new name and type of a column."""
         if home.name == name:
             self.kept[name] = named(name, kind, was(home))
             return
@@ -195,7 +196,7 @@ class _Columns:
         self._homes.pop(name.lower(), None)
 
     def known(self, name: str, now: Collection[str]) -> bool:
-        """Whether a column is there by a name of now."""
+        """Returns whether a column is still declared, under its newest name."""
         return self._homes.get(name.lower(), name).lower() in now
 
     def _known_as(self, home: StructField) -> set[str]:
@@ -203,23 +204,23 @@ class _Columns:
 
 
 def evolved(name: str, then: StructType, now: StructType, **about: Any) -> Evolution:
-    """The same for a table of this name, see :func:`evolve`.
+    """Returns the evolution of a table of this name, see :func:`evolve`.
 
     Raises:
-        StorageError: it cannot be; names the columns, both types, and what to do.
+        StorageError: the change is refused; names the columns, both types, and what to do.
     """
     found = evolve(then, now, **about)
     if found.refused:
         raise StorageError(
-            f"{name}: expected columns that what is stored can be read by, got other ones: "
-            f"{'; '.join(found.refused)}. {_FOLLOWED}. Declare it as it was, give what is new another "
-            "name, or make the asset anew beside the old one (vt-dagster replay) and swap"
+            f"{name}: expected columns that the stored rows can be read with, got incompatible ones: "
+            f"{'; '.join(found.refused)}. {_FOLLOWED}. Restore the earlier declaration, give the new "
+            "column another name, or rebuild the asset beside the old one (vt-dagster replay) and swap"
         )
     return found
 
 
 def widens(then: DataType, now: DataType) -> bool:
-    """Whether each value of a type is one of another type, in which every engine reads it."""
+    """Returns whether every engine can read values of one type as the other type without loss."""
     if isinstance(then, _WHOLE) and isinstance(now, _WHOLE):
         return _WHOLE.index(type(then)) < _WHOLE.index(type(now))
     if isinstance(then, DecimalType) and isinstance(now, DecimalType):
@@ -228,8 +229,7 @@ def widens(then: DataType, now: DataType) -> bool:
 
 
 def never_null(node: Stream) -> set[str]:
-    """The columns that a schema says are never null; of a pandera model, as long as it does not say
-    that they may be."""
+    """Returns the columns declared not null; in a pandera model, those not declared nullable."""
     if hasattr(node.contract, "to_schema"):
         columns = node.contract.to_schema().columns
         return {name for name, column in columns.items() if not column.nullable}
@@ -237,7 +237,7 @@ def never_null(node: Stream) -> set[str]:
 
 
 def without_earlier_names(columns: StructType) -> StructType:
-    """A table's columns as its readers see them, each under its newest name."""
+    """Returns a table's columns for its readers, each under its newest name."""
     gone = earlier_names(columns)
     kept = [f for f in columns.fields if f.name not in gone]
     return StructType(
@@ -251,12 +251,12 @@ def without_earlier_names(columns: StructType) -> StructType:
 
 
 def by_newest_names(rows: DataFrame, columns: StructType) -> DataFrame:
-    """Rows as files have them, with each column under its newest name.
+    """Returns rows of files with each column under its newest name.
 
-    Plan: a projection, where a column has been renamed; a row has a value under one of its names.
+    Plan: a projection, only if a column was renamed; a row has a value under one of its names.
 
     Args:
-        columns: those of the rows, with the names that they had before.
+        columns: columns of the rows, with their earlier names.
     """
     told: dict[str, Column] = {}
     for field in columns.fields:
@@ -278,10 +278,10 @@ def _newest(value: Callable[[str], Column], field: StructField, among: StructTyp
 
 
 def kept_by_newest_names(state: DataFrame, names: Names) -> DataFrame:
-    """What an operator has kept, where columns have been renamed since; within aggregated rows too.
+    """Returns an operator's state with columns under their newest names, also within aggregated rows.
 
     Args:
-        names: by column those that it had before.
+        names: earlier names by column.
     """
     now = {old: new for new, before in names.items() for old in before}
     if not now:
@@ -298,14 +298,14 @@ def kept_by_newest_names(state: DataFrame, names: Names) -> DataFrame:
 
 
 def require_said(name: str, found: Evolution, inputs: Sequence[StructType]) -> None:
-    """What an input's column has been renamed to must still be declared when the result follows.
+    """Checks that inputs still declare ``renamed`` when a result takes over their renamed columns.
 
     Args:
-        found: what becomes of the result's columns.
-        inputs: the columns of the inputs' logs.
+        found: evolution of the result's columns.
+        inputs: columns of the inputs' logs.
 
     Raises:
-        StorageError: it is not, so that rows before would have null.
+        StorageError: an input no longer declares it; old rows of the result would get null.
     """
     renamed = {
         old: f.name
@@ -316,28 +316,28 @@ def require_said(name: str, found: Evolution, inputs: Sequence[StructType]) -> N
     }
     if renamed:
         raise StorageError(
-            f"{name}: expected that its input still says which columns it has renamed, got no word of "
-            f"{renamed}, but its rows have the old names: declare renamed={renamed} there again, until "
-            "this has run"
+            f"{name}: expected its input to declare its renamed columns, got no renamed={renamed}, but "
+            f"rows of {name} have the old names: declare renamed={renamed} there again until it has run"
         )
 
 
 def mentions(expression: str, column: str) -> bool:
-    """Whether SQL text has a column's name in it."""
+    """Returns whether SQL text contains a column's name."""
     return re.search(rf"(?<!\w){re.escape(column)}(?!\w)", expression, re.IGNORECASE) is not None
 
 
 def _renamed(dropped: Sequence[StructField], added: Sequence[StructField]) -> list[str]:
-    """One gone and another new is what a renamed column looks like: rows before would have nulls."""
+    """Returns a reason for each dropped and added column of one type: it may be an undeclared rename,
+    after which old rows would have null."""
     found: list[str] = []
     for old in dropped:
         for new in added:
             if same(old.dataType, new.dataType) or widens(old.dataType, new.dataType):
                 found.append(
-                    f"{old.name} is gone and {new.name} is new: if it is the same column, declare "
-                    f"renamed={{{old.name!r}: {new.name!r}}}, as rows before would have null for "
-                    f"{new.name}; if they are two things, leave one out in one run and add the other "
-                    "in a later one"
+                    f"{old.name} is missing and {new.name} is new: if it is one column, declare "
+                    f"renamed={{{old.name!r}: {new.name!r}}}, else old rows would have null for "
+                    f"{new.name}; if they are two columns, drop the old one in one run and add the new "
+                    "one in a later run"
                 )
     return found
 

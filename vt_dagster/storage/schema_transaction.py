@@ -1,8 +1,8 @@
-"""A commit that changes a table's columns together with its files, in one step.
+"""A Delta commit that changes columns and adds files atomically.
 
-``deltalake`` changes columns in a commit of their own, and makes no type longer. A run that died in
-between would leave columns of which no row was ever written. So this one commit is written here: the
-next version's file, which must not be there yet.
+``deltalake`` changes columns in a separate commit, and cannot widen a type. A run that died between the
+two commits would leave columns without any row. So this module writes the commit file itself: the file
+of the next version, which must not exist yet.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def commit_with_columns(
     removes: Sequence[RemoveAction],
     about: CommitProperties,
 ) -> None:
-    """Commits files and columns as the version after that of ``table``.
+    """Commits files and columns as the next version of ``table``.
 
     Args:
-        columns: all that the table has from then on.
-        about: what the commit says besides, as of any other commit of ours.
+        columns: all columns of the table after the commit.
+        about: metadata and transaction of the commit, as in every vt_dagster commit.
 
     Raises:
-        FileExistsError: somebody else has written that version.
+        FileExistsError: another writer has committed that version.
     """
     now = int(time.time() * 1000)
     its = table.metadata()
@@ -72,7 +72,7 @@ def commit_with_columns(
     ]
     actions += [{"remove": _removed(one)} for one in removes]
     actions += [{"add": _added(one)} for one in adds]
-    # Last, as ``deltalake`` does: a file without it is cut off.
+    # The transaction is last, as ``deltalake`` writes it: a file without it counts as truncated.
     app = {"appId": transaction.app_id, "version": transaction.version, "lastUpdated": now}
     actions.append({"txn": app})
     _put(path, table.version() + 1, "\n".join(map(json.dumps, actions)) + "\n")
@@ -101,7 +101,7 @@ def _added(one: AddAction) -> dict[str, Any]:
 
 
 def _put(path: str, version: int, text: str) -> None:
-    """Writes a version's file as a whole, where there is none."""
+    """Creates the file of a version atomically; fails if the file exists."""
     fs, root = filesystem(path)
     file = posixpath.join(root, "_delta_log", f"{version:020}.json")
     protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
@@ -111,7 +111,7 @@ def _put(path: str, version: int, text: str) -> None:
     prepared = Path(root, "_delta_log", f".{uuid4().hex}.tmp")
     prepared.write_text(text, encoding="utf-8")
     try:
-        # As ``deltalake`` does: it is there as a whole, or another one is.
+        # A hard link is atomic and fails if the file exists; ``deltalake`` does the same.
         os.link(prepared, file)
     finally:
         prepared.unlink(missing_ok=True)

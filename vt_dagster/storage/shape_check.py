@@ -1,4 +1,4 @@
-"""How a commit describes a node, and whether tables that are there fit what is declared now."""
+"""The description of a node in its commits, and checks of existing tables against the declaration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 
 def shape_of(node: Stream) -> Shape:
-    """How a commit describes a node."""
+    """Returns the description of a node for its commits."""
     meaning = {} if node.operator is None else node.operator.meaning
     about: dict[str, Any] = {"key": list(node.key), "columns": node.schema.names, "meaning": meaning}
     if not isinstance(node, VersionedTable):
@@ -32,13 +32,13 @@ def shape_of(node: Stream) -> Shape:
 
 
 def require_shape(node: Stream, shape: Shape) -> None:
-    """Refuses tables that were written as something else than what is declared.
+    """Checks that existing tables fit the declaration.
 
     Args:
-        shape: of the log's last commit.
+        shape: shape in the log's last commit.
 
     Raises:
-        StorageError: another kind, key or meaning.
+        StorageError: the kind, key or meaning differs.
     """
     declared = shape_of(node)
     earlier = node.earlier
@@ -50,29 +50,30 @@ def require_shape(node: Stream, shape: Shape) -> None:
         raise StorageError(
             f"{node.name}: declared as {declared.kind} keyed by "
             f"{declared.key}, but its tables were written as {shape.kind} keyed by "
-            f"{shape.key}; declare it as it was (a renamed column as such), or give "
-            "the new one another name"
+            f"{shape.key}; restore the earlier declaration (with renamed= for a renamed column), or "
+            "give the new asset another name"
         )
     changed = node.changed_meaning(shape.meaning)
     if changed:
         raise StorageError(
-            f"{node.name}: declared as something else than its log was made as: "
-            f"{'; '.join(changed)}. Its results would be a mixture: declare it as it was, give the "
-            "new one another name, or make it anew beside the old one (vt-dagster replay) and swap"
+            f"{node.name}: the declaration differs from the one that wrote its log: "
+            f"{'; '.join(changed)}. Its log would mix both results: restore the earlier declaration, "
+            "give the new asset another name, or rebuild it beside the old one (vt-dagster replay) and "
+            "swap"
         )
 
 
 def columns_of(
     node: Stream, warehouse: str, log_path: str, now: StructType, head: Head | None
 ) -> Evolution:
-    """What becomes of the log's columns by rows of others. Does not use Spark.
+    """Returns the evolution of the log's columns for new rows. Does not use Spark.
 
     Args:
-        now: what those rows have.
+        now: columns of the new rows.
         head: the log's last commit.
 
     Raises:
-        StorageError: it cannot be.
+        StorageError: the log cannot take the new columns.
     """
     placed = [c for c in node.schema.names if mentions(node.partition_by or "", c)]
     found = evolved(

@@ -1,6 +1,6 @@
-"""Paths that mean the same to this process and to Spark, which may run elsewhere.
+"""Paths that this process and Spark resolve to the same file.
 
-A Spark Connect server has a working directory of its own, and perhaps a file system of its own.
+A Spark Connect server has its own working directory, and may have its own file system.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vt_dagster.errors import StorageError
 from vt_dagster.storage.delta import filesystem
 
 _MISSING = ("PATH_NOT_FOUND", "FileNotFoundException", "DELTA_PATH_DOES_NOT_EXIST", "FILE_NOT_EXIST")
-"""How Spark says that there is no such file or directory."""
+"""Signs of a missing file or directory in Spark's errors."""
 _LOCAL = re.compile(r"file:/*(/[^\s,;'\"\]]+)")
 _ADVICE = (
     "Spark's server or its executors have another file system: use a directory that all of them share, "
@@ -21,33 +21,32 @@ _ADVICE = (
 
 
 def address(path: object) -> str:
-    """A path as every process reads it: a URL stays, a relative path begins at this process's working
-    directory."""
+    """Returns a path that is valid in every process: URLs are unchanged, relative paths are resolved
+    against this process's working directory."""
     text = str(path)
     return text if re.match(r"[a-zA-Z][\w+.-]+:", text) else str(Path.cwd() / text)
 
 
 def require_seen(path: str, asset: str) -> None:
-    """Checks that a directory which Spark has just written is there for this process too.
+    """Checks that this process sees a directory which Spark has just written.
 
     Args:
         path: the directory.
-        asset: its name, for the message.
+        asset: name for the message.
 
     Raises:
-        StorageError: it is not there.
+        StorageError: this process does not see the directory.
     """
     fs, local = filesystem(path)
     if not fs.exists(local):
         raise StorageError(
-            f"{asset}: expected the files that Spark has written to {path}, but this process finds no "
+            f"{asset}: expected the files that Spark has written to {path}, but this process sees no "
             f"such directory; nothing was committed. {_ADVICE}"
         )
 
 
 def unseen(error: Exception) -> StorageError | None:
-    """The error to raise where Spark does not find a file that this process finds; None = it was
-    something else."""
+    """Returns the error for a file that this process sees and Spark does not; None = another cause."""
     if not any(sign in str(error) for sign in _MISSING):
         return None
     named = [path.rstrip(".") for path in _LOCAL.findall(str(error))]
@@ -55,6 +54,6 @@ def unseen(error: Exception) -> StorageError | None:
     if there is None:
         return None
     return StorageError(
-        f"expected Spark to find {there}, as this process does, but Spark finds nothing there; nothing "
-        f"was committed. {_ADVICE}"
+        f"expected Spark to see {there}, which exists for this process, but Spark sees no such file; "
+        f"nothing was committed. {_ADVICE}"
     )

@@ -1,7 +1,7 @@
-"""An asset's tables as they are read: as of the last commit of the log, or of an earlier one.
+"""Reads an asset's tables with Spark, as of the last commit of the log or of an earlier one.
 
-Reading writes nothing. What a dead run has not brought up to its commit, the view and the quarantine
-table, is read as if it had.
+Reading writes nothing. If a dead run has not updated the view and the quarantine table to its commit,
+they are read as if it had.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class AssetReader:
     """The tables of one stream or table under ``warehouse/name``.
 
     Args:
-        warehouse: directory or URL that Spark and fsspec both can read and write.
-        spark: a session, or what gives one when it is first needed: all that says so does without.
-        tell: is told what has been written, in a line each.
+        warehouse: directory or URL that both Spark and fsspec can read and write.
+        spark: a session, or a function that creates it at first use; methods marked "Does not use
+            Spark" never create it.
+        tell: receives a line for each write.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class AssetReader:
         spark: SparkSession,
         tell: Callable[[str], None] | None = None,
     ) -> Self:
-        """The tables of an asset by its name alone, as its last commit describes them.
+        """Opens the tables of an asset by name, as described in its last commit.
 
         Raises:
-            StorageError: there is no such asset in the warehouse.
+            StorageError: the warehouse has no such asset.
         """
         *prefix, last = require_path(name, "asset")
         shape = head_of(warehouse, name)[1].shape
@@ -99,7 +100,9 @@ class AssetReader:
     @property
     def spark(self) -> SparkSession:
         if self._spark is None:
-            raise StorageError(f"{self.node.name}: this needs a Spark session, none was given")
+            raise StorageError(
+                f"{self.node.name}: expected a Spark session, got none; pass one to read or write rows"
+            )
         if callable(self._spark):
             self._spark = self._spark()
         return self._spark
@@ -107,28 +110,30 @@ class AssetReader:
     # -- commits and the log ---------------------------------------------------------------------
 
     def head(self) -> Head | None:
-        """The last commit of the log; None before the first. Does not use Spark."""
+        """Returns the last commit of the log; None before the first. Does not use Spark."""
         found = delta.last_commit(self.log_path)
         return None if found is None else Head(found[0], Commit.model_validate(found[1]))
 
     def commits(self) -> Iterator[Commit]:
-        """The commits of the log, oldest first, as far as they are known. Without Spark."""
+        """Returns the known commits of the log, oldest first. Does not use Spark."""
         return commit_history.commits(self.root)
 
     def log(
         self, start: Offsets, head: Head, after: int | None = None, counted: bool = True
     ) -> DataFrame:
-        """The log rows from ``start`` (inclusive) to a commit (inclusive), but for what was cut off.
+        """Returns the log rows from ``start`` (inclusive) to a commit (inclusive), without truncated
+        rows.
 
-        Plan: files that have none of them, by their statistics, are not opened.
+        Plan: files without such rows, by their statistics, are not opened.
 
         Args:
-            after: also those before ``start`` whose timestamp is larger than this (epoch
-                microseconds): what a grace buffer may still hold.
-            counted: whether all files must have as many rows as the commit says; an audit counts them.
+            after: also returns rows before ``start`` with a timestamp after this (exclusive, epoch
+                microseconds): rows that a grace buffer may still hold.
+            counted: whether to check the files' row counts against the commit; an audit counts the
+                rows itself.
 
         Raises:
-            StorageError: they have not; or a file is missing, or has another size.
+            StorageError: the row counts differ, or a file is missing or has another size.
         """
         ends = head.commit.next_offset
         if head.later:
@@ -144,7 +149,7 @@ class AssetReader:
             return recent(file) or older
 
         rows = self._read_log(head, needed, counted)
-        # After the read: it starts the session, without which there are no conditions.
+        # After the read, which starts the session: Spark columns need an active session.
         wanted = at_or_after(start, ends)
         if after is None:
             return rows.where(wanted)
@@ -160,43 +165,43 @@ class AssetReader:
         return parquet.read(self.spark, self.log_path, head.version, wanted, like=like, count=count)
 
     def attempt_of(self, batch: int) -> str | None:
-        """The attempt that wrote a batch of the log; None = there is none, or it is not known any more.
+        """Returns the attempt that wrote a batch of the log; None = no such batch, or no longer known.
         Does not use Spark."""
         return commit_history.attempt_at(self.root, batch)
 
-    # -- what a run left for the next one --------------------------------------------------------
+    # -- staged data of a run --------------------------------------------------------------------
 
     def _attempt_path(self, attempt: str, *parts: str) -> str:
         return posixpath.join(self.root, "attempts", attempt, *parts)
 
     def _staged(self, commit: Commit, what: str) -> str:
-        """The path of what a commit's run prepared.
+        """Returns the path of staged data that a commit names.
 
         Raises:
-            StorageError: it is gone, or some of its files are, or have another size.
+            StorageError: the data or some of its files are missing, or have another size.
         """
         path = self._attempt_path(commit.attempt, what)
         expected, found = commit.staged.get(what), self.staged(commit.attempt).get(what)
         if found is None or (expected is not None and found != expected):
-            got = "but somebody has removed it"
+            got = "but it was removed"
             if found is not None and expected is not None:
-                got = f"which then had {_files(expected)}, but it has {_files(found)}"
+                got = f"with {_files(expected)}, got {_files(found)}"
             raise StorageError(
-                f"{commit.asset}: expected what batch {commit.batch} left for the next run, {path}, "
-                f"{got}. Put it back, or make the asset anew beside the old one "
+                f"{commit.asset}: expected the data that batch {commit.batch} staged for the next run, "
+                f"{path}, {got}. Restore it from a backup, or rebuild the asset beside the old one "
                 "(vt-dagster replay) and swap"
             )
         return path
 
     def staged(self, attempt: str) -> dict[str, tuple[int, int]]:
-        """What a run has prepared under an attempt's name: see ``Commit.staged``. Without Spark."""
+        """Returns what a run has staged under an attempt, see ``Commit.staged``. Does not use Spark."""
         fs, root = delta.filesystem(self._attempt_path(attempt))
         fs.invalidate_cache()
         found = dict[str, tuple[int, int]]()
         for name, about in fs.find(root, detail=True).items():
             what, *within = name[len(root.rstrip("/")) + 1 :].split("/")
             if within and within[-1].startswith(("_", ".")):
-                continue  # Spark's marks, no data
+                continue  # Spark's marker and checksum files
             count, size = found.get(what, (0, 0))
             found[what] = count + 1, size + int(about["size"])
         return found
@@ -205,20 +210,20 @@ class AssetReader:
         return self.spark.read.parquet(delta.literal(self._staged(commit, what)))
 
     def state(self, head: Head | None) -> DataFrame | None:
-        """What an operator knew after a commit; None where it keeps nothing."""
+        """Returns the operator's state after a commit; None if it has none."""
         if head is None or not head.commit.state:
             return None
         return kept_by_newest_names(self._read_staged(head.commit, "state"), self.node.earlier)
 
     def state_bytes(self, head: Head | None) -> int:
-        """How large that is. Does not use Spark."""
+        """Returns the size of the operator's state in bytes. Does not use Spark."""
         if head is None or not head.commit.state:
             return 0
         fs, local = delta.filesystem(self._staged(head.commit, "state"))
         return fs.du(local)
 
     def consumed_files(self, head: Head | None) -> dict[str, Any]:
-        """The files consumed so far, by name. Does not use Spark."""
+        """Returns the files consumed so far, by name. Does not use Spark."""
         if head is None or not head.commit.files:
             return {}
         fs, local = delta.filesystem(self._staged(head.commit, "files.json.gz"))
@@ -227,20 +232,20 @@ class AssetReader:
     # -- as of a commit --------------------------------------------------------------------------
 
     def snapshot(self, as_stored: bool = False) -> Snapshot:
-        """The asset as of its last commit. Writes nothing, and does not use Spark.
+        """Returns the asset as of its last commit. Writes nothing, and does not use Spark.
 
         Args:
-            as_stored: with its view also where that was made of another state of the log: for audits.
+            as_stored: uses the view even if it was made from another state of the log, for audits.
         """
-        # The view first: it may be brought further at any time, and then the log is there already.
+        # The view is read before the log: a view never includes more than the log at a later moment.
         base = self._view.base() if isinstance(self.node, Table) else None
         return self._snapshot(self.head(), base, not as_stored)
 
     def known_at(self, moment: int) -> Snapshot:
-        """The asset as of the last commit that was recorded up to a time (inclusive). Without Spark.
+        """Returns the asset as of the last commit up to a system time. Does not use Spark.
 
         Args:
-            moment: epoch microseconds.
+            moment: epoch microseconds, inclusive.
 
         Raises:
             StorageError: nothing was recorded by then.
@@ -253,7 +258,11 @@ class AssetReader:
         )
 
     def as_of(self, commit: Commit) -> Snapshot:
-        """The asset as of one of its commits, which says what is cut off by now. Without Spark."""
+        """Returns the asset as of one of its commits. Does not use Spark.
+
+        Args:
+            commit: must carry the current truncation of the log.
+        """
         at = self.snapshot()
         assert at.head is not None
         ahead = at.base is not None and at.base.checkpoint.batch > commit.batch
@@ -271,16 +280,16 @@ class AssetReader:
         return columns_of(self.node, self.warehouse, self.log_path, now, head)
 
     def view_at(self, at: Snapshot, since: int | None = None) -> DataFrame:
-        """The rows of a table as of a snapshot: versions, or current rows.
+        """Returns the rows of a table as of a snapshot: versions, or current rows.
 
         Args:
-            since: epoch microseconds: versions that ended by then are not needed, and may be left out.
+            since: versions that ended by this time (epoch microseconds) may be left out.
         """
         return self._view.rows(self.spark, at.base, self._tail(at), self._commit_of(at), since)
 
     def current_at(self, at: Snapshot) -> DataFrame:
-        """What a table has of each key as of a snapshot, without history: rows, and of a versioned
-        table also tombstones."""
+        """Returns the current row of each key as of a snapshot; for a versioned table also
+        tombstones."""
         return self._view.current(self.spark, at.base, self._tail(at), self._commit_of(at))
 
     def _commit_of(self, at: Snapshot) -> Commit:
@@ -288,18 +297,18 @@ class AssetReader:
         return at.head.commit
 
     def _tail(self, at: Snapshot) -> DataFrame | None:
-        """The log rows that are not in the view; None = none."""
+        """Returns the log rows that are not in the view; None = none."""
         if at.head is None or (at.base is not None and not at.tail):
             return None
         return self.log({} if at.base is None else at.base.checkpoint.next_offset, at.head)
 
     def current(self) -> DataFrame | None:
-        """The same as of the log's last commit; None before the first."""
+        """Returns :meth:`current_at` as of the log's last commit; None before the first."""
         at = self.snapshot()
         return None if at.head is None else self.current_at(at)
 
     def quarantine(self) -> DataFrame | None:
-        """What was rejected, and why; None where nothing ever was."""
+        """Returns the rejected records with their reasons; None if there never were any."""
         head = self.head()
         last = None if head is None else self._unpublished(head)
         if not delta.exists(self.quarantine_path):
@@ -310,7 +319,8 @@ class AssetReader:
         return rows if last is None else rows.unionByName(last, allowMissingColumns=True)
 
     def _unpublished(self, head: Head) -> DataFrame | None:
-        """What the last run has rejected and is not in the quarantine table yet; None = nothing."""
+        """Returns records that the last run rejected and that are not yet in the quarantine table; None
+        = none."""
         commit = head.commit
         if not commit.rejected:
             return None
@@ -319,33 +329,33 @@ class AssetReader:
         return self._read_staged(commit, "rejected").withColumn("batch", F.lit(commit.batch))
 
     def _last_rejected(self, commit: Commit) -> int:
-        """The last batch of the quarantine table that the log has too; 0 = there is none. It may be
-        later than a commit; and the table may have more, of batches that the log has lost since."""
+        """Returns the last batch of the quarantine table that the log also has; 0 = none. It may be
+        later than ``commit``. The table may have later batches that the log has lost."""
         for found in delta.commits(self.quarantine_path):
             then = Checkpoint.model_validate(found.document)
             same = then.batch == commit.batch and then.attempt == commit.attempt
             there = commit.attempt if same else self.attempt_of(then.batch)
-            # What is not known any more, and what an erase wrote under a name of its own, is taken for
-            # the log's where the log is further.
+            # An unknown attempt, or one of an erase (which has its own), counts as the log's if the log
+            # has a later batch.
             trusted = then.batch < commit.batch and (there is None or bool(then.erased))
             if there == then.attempt or trusted:
                 return then.batch
         return 0
 
     def erased_rejected(self) -> dict[str, int]:
-        """How many rows of the quarantine table have been erased, by reason. Does not use Spark."""
+        """Returns the number of erased quarantine rows by reason. Does not use Spark."""
         done = delta.last_commit(self.quarantine_path)
         return {} if done is None else Checkpoint.model_validate(done.document).erased
 
     def versions(self) -> dict[str, int]:
-        """The Delta versions of the tables that are there, by name. Does not use Spark."""
+        """Returns the Delta versions of the existing tables by name. Does not use Spark."""
         paths = {"log": self.log_path, "view": self.view_path, "quarantine": self.quarantine_path}
         tables = {name: delta.open_table(path) for name, path in paths.items()}
         return {name: table.version() for name, table in tables.items() if table is not None}
 
     def stored_rows(self) -> int:
-        """How many rows the table has that readers are sent to: the view, of a stream the log. Does not
-        use Spark."""
+        """Returns the number of rows in the table for readers: the view, or the log of a stream. Does
+        not use Spark."""
         path = self.view_path if isinstance(self.node, Table) else self.log_path
         return sum(file.rows for file in delta.files(path))
 
@@ -357,19 +367,20 @@ class AssetReader:
         as_known_at: str | None = None,
         at: Snapshot | None = None,
     ) -> DataFrame:
-        """The asset as of its last commit, or of an earlier one.
+        """Reads the asset as of its last commit, or of an earlier one.
 
         Args:
             what: ``current``, ``versions`` or ``log``; None = current of a table, log of a stream.
-            as_of: an ISO 8601 time; the row of every key as of it (inclusive).
-            partial: whether a time from which on the history has been forgotten already gives the rows
-                that are left, those whose version of then is remembered; otherwise it is an error.
-            as_known_at: an ISO 8601 time; by what was recorded up to it (inclusive), with the stream
-                time of then, and the history retention that is declared now.
-            at: the asset as of its last commit, where somebody has looked already.
+            as_of: valid time, ISO 8601; returns the row of every key as of it (inclusive).
+            partial: for an ``as_of`` before the history horizon, return the versions that have not
+                expired; otherwise such a time is an error.
+            as_known_at: system time, ISO 8601; uses the records up to it (inclusive) and the stream
+                time of then, with the history retention that is declared now.
+            at: a known snapshot of the last commit; None = it is looked up.
 
         Raises:
-            StorageError: the asset has no such thing, remembers it no more, or knew nothing by then.
+            StorageError: the asset does not have ``what``, ``as_of`` is before its history, or nothing
+                was recorded by ``as_known_at``.
         """
         node = self.node
         what = choose(node.name, shape_of(node).kind, what, as_of)

@@ -1,7 +1,7 @@
-"""Which reads of a versioned table as of a time are not what they would be now. No Spark.
+"""Finds as-of reads of a versioned table that would return something else now. No Spark.
 
-A record at ``t`` changes what was true from ``t`` to the next version of its key. So a read as of a
-time is what it was, unless a record that came after it has changed an interval that holds that time.
+A record at ``t`` changes its key from ``t`` until the key's next version. So an as-of read is stale
+only if a record that arrived after the read has changed an interval that contains the read's time.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from vt_dagster.storage.replaced_tables import find_replaced
 from vt_dagster.topology.durations import in_utc, parse_time
 
 _ROWS = 2_000_000
-"""So many rows of a log are in memory at once, if no file has more."""
+"""Maximum rows of a log in memory at once, unless one file has more."""
 _OPEN = np.iinfo(np.int64).max
 _WAS_LATEST = "_was_latest"
 _OURS = (PARTITION, OFFSET, TIMESTAMP, RECORDED_AT, IS_LATEST, IS_TOMBSTONE, VALID_FROM, VALID_TO)
 
 
 class Position(BaseModel):
-    """Where a log stood."""
+    """A position in a log."""
 
     log: str
-    """Which log, see ``Commit.log``."""
+    """Id of the log, see ``Commit.log``."""
     batch: int
     next_offset: Offsets
     erased: int = 0
-    """How many rows had been erased from it."""
+    """Number of rows erased from the log so far."""
 
     @classmethod
     def after(cls, commit: Commit) -> Position:
-        """As of a commit."""
+        """Returns the position after a commit."""
         erased = sum(commit.erased.values())
         return cls(log=commit.log, batch=commit.batch, next_offset=commit.next_offset, erased=erased)
 
 
 class Read(Position):
-    """What a read of a table has seen: where its log stood, and what was asked of it."""
+    """A read of a table: the position of its log, and the arguments of the read."""
 
     asset: str
     """With its key prefix: ``shop/prices``."""
@@ -74,10 +74,10 @@ class Read(Position):
     def of(
         cls, asset: str, commit: Commit, what: str | None, as_of: str | None, known: str | None
     ) -> Read:
-        """A read of what is committed now.
+        """Returns a read as of the given commit.
 
         Args:
-            what, as_of, known: as ``read`` takes them.
+            what, as_of, known: arguments of ``read``.
         """
         chosen, moment = choose(asset, commit.shape.kind, what, as_of), as_of
         return cls(
@@ -90,30 +90,29 @@ class Read(Position):
 
     @property
     def moment(self) -> int:
-        """What it is as of, epoch microseconds."""
+        """As-of time of the read, epoch microseconds."""
         return parse_time(self.as_of or "")
 
     def looked_at(self, upto: Position) -> Read:
-        """The same as if it had been made at a later position, up to which it is known to be right, or
-        was asked for."""
+        """Returns the read moved to a later position, up to which it was checked or read again."""
         return self.model_copy(update=vars(upto))
 
     @property
     def told(self) -> dict[str, Any]:
-        """As Dagster's metadata takes it."""
+        """The read as JSON for Dagster's metadata."""
         return json.loads(self.model_dump_json(exclude_none=True))
 
 
 class StaleRead(NamedTuple):
-    """Why a read is not what it would be now.
+    """Why a read is stale.
 
     Args:
-        why: ``changed``: a record has changed an interval that holds its time, or another log has come
-            that says something else of it; ``erased``: it may have seen rows that have been erased
-            since. Else nobody can tell what it would be, see ``UNDECIDABLE``.
-        by: names what has changed: the same each time that one looks, until something else does.
-        forgotten: whether the table's history does not reach back to its time any more, so that it
-            cannot be made again.
+        why: ``changed``: a record has changed an interval that contains the time of the read, or the
+            log was replaced by one with other rows at that time; ``erased``: the read may have seen
+            rows that were erased since. Other values: it is undecidable, see ``UNDECIDABLE``.
+        by: id of the change; constant between checks until another change happens.
+        forgotten: whether the time of the read is now before the history horizon, so that the read
+            cannot be repeated.
     """
 
     why: str
@@ -122,28 +121,28 @@ class StaleRead(NamedTuple):
 
 
 UNDECIDABLE = {
-    "another_log": "the log that they have read was replaced (replay and swap, or restate), and is not "
-    "there any more to compare it with, or too large",
-    "erased_before": "rows have been erased, and it is not noted which times had them",
-    "cut_off": "the log was cut off after the position that they have read",
+    "another_log": "the log that they have read was replaced (replay and swap, or restate), and was "
+    "removed or is too large to compare",
+    "erased_before": "rows were erased, and the times of these rows are not recorded",
+    "cut_off": "the log was truncated after the position that they have read",
 }
-"""Of a read that is wrong for all that is known: why that is."""
+"""Reasons why a read counts as stale although its result is unknown."""
 
 
 def stale_reads(
     warehouse: str, head: tuple[int, Commit], reads: Sequence[Read]
 ) -> list[StaleRead | None]:
-    """Of each read of a versioned table as of a time: why it is wrong; None = it is right.
+    """Returns for each as-of read of a versioned table why it is stale; None = it is not.
 
-    A record that changed no value, but came again, counts: the row that is read has its offset. That a
-    version has ended meanwhile, after the time of the read, does not. Of the log it looks at keys and
-    times from the smallest offset that a read has not seen on, and keeps what may matter to one of the
-    reads; of those keys it looks at the versions. Where another log has taken the place of what was
-    read, it is what had changed there after the read, and what the two logs say differently.
+    A repeated record with equal values makes a read stale, because the row has a new offset. A version
+    that ended after the time of the read does not. The check reads keys and times of the log from the
+    smallest unseen offset on, keeps records that may affect a read, and reads the versions of their
+    keys. If the log was replaced, the check covers later changes in the old log, and the differences of
+    the two logs.
 
     Args:
-        head: of the table, see ``head_of``.
-        reads: as of a time, of ``current``; all of one table.
+        head: last commit of the table, see ``head_of``.
+        reads: as-of reads of ``current``, all of one table.
     """
     found: list[StaleRead | None] = [None] * len(reads)
     commit = head[1]
@@ -164,7 +163,7 @@ _Why = tuple[str, str] | None
 
 
 def _in_log(root: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[_Why]:
-    """What has made them wrong in the log that they have read."""
+    """Returns for each read the change in its own log that makes it stale."""
     version, commit = head
     found = [_not_told(read, commit) for read in reads]
     open_ = [place for place, why in enumerate(found) if why is None]
@@ -180,7 +179,7 @@ def _in_log(root: str, head: tuple[int, Commit], reads: Sequence[Read]) -> list[
 
 
 def _not_told(read: Read, commit: Commit) -> _Why:
-    """Why a read is wrong, or may be, where the log's rows do not tell it any more."""
+    """Returns why a read is, or may be, stale by rows that are no longer in the log."""
     later = [one for one in commit.erasures if one.batch > read.batch]
     touched = [one.batch for one in later if one.touched(read.moment, read.next_offset)]
     if touched:
@@ -196,7 +195,7 @@ def _not_told(read: Read, commit: Commit) -> _Why:
 def _in_another(
     warehouse: str, name: str, head: tuple[int, Commit], reads: Sequence[Read]
 ) -> list[_Why]:
-    """What has made them wrong since, where another log has taken the place of what they have read."""
+    """Returns for each read of a replaced log why it is stale."""
     then, by = find_replaced(warehouse, name, reads[0].log), head[1].log[:8]
     if then is None:
         return [("another_log", by)] * len(reads)
@@ -215,12 +214,12 @@ def _in_another(
 
 @dataclass(frozen=True)
 class _Reads:
-    """Reads by their times.
+    """Reads ordered by time.
 
     Args:
-        rank: their places, in order of time.
-        times: ascending, epoch microseconds.
-        starts: by partition, in the same order.
+        rank: indexes of the reads, in order of time.
+        times: as-of times, ascending, epoch microseconds.
+        starts: first unseen offset of each read by partition, in the same order.
     """
 
     rank: Any
@@ -239,7 +238,7 @@ class _Reads:
         return {p: int(offsets.min()) for p, offsets in self.starts.items()}
 
     def may_matter(self, partition: int, offsets: Any, times: Any) -> Any:
-        """Whether records have a time that is not after that of a read which has not seen them."""
+        """Returns whether each record is unseen by some read whose time is at or after the record's."""
         by_start = np.argsort(self.starts[partition], kind="stable")
         starts = self.starts[partition][by_start]
         latest = np.maximum.accumulate(self.times[by_start])
@@ -249,16 +248,16 @@ class _Reads:
 
 @dataclass(frozen=True)
 class _Changes(AssetRows):
-    """What a table's log has after some offsets, and the versions of those keys.
+    """Changes in a table's log after some offsets, and the versions of the changed keys.
 
     Args:
-        keys: the keys that are asked for; None = all.
+        keys: keys to read; None = all.
     """
 
     keys: pa.Table | None = None
 
     def last(self, reads: _Reads, horizon: int) -> list[str | None]:
-        """Of each read, in the order that they were given: which record was the last to change it."""
+        """Returns for each read, in the given order, the last record that changed it."""
         last = np.full(len(reads.times), -1)
         rows = self._that_may_matter(reads)
         if not rows.num_rows:
@@ -277,7 +276,7 @@ class _Changes(AssetRows):
         homes, offsets = versions.column(PARTITION).to_numpy(), versions.column(OFFSET).to_numpy()
         recorded = micros(versions, RECORDED_AT)
         held = np.flatnonzero(low < high)
-        # Later ones over earlier ones: in the order in which they were recorded.
+        # In the order of system time, so that later records overwrite earlier ones.
         for row in held[np.lexsort((offsets[held], homes[held], recorded[held]))]:
             unseen = reads.starts[int(homes[row])][low[row] : high[row]] <= offsets[row]
             last[reads.rank[low[row] : high[row]][unseen]] = row
@@ -309,12 +308,12 @@ class _Changes(AssetRows):
     def _versions(
         self, first: Offsets, since: int, forgotten: int | None = None
     ) -> tuple[pa.Table, Any]:
-        """Those of the keys that are valid after a time, and of what came at some offsets or after them
-        also what has been forgotten since; and their ends, epoch microseconds.
+        """Returns versions of the keys that are valid after ``since``, and their ends (epoch
+        microseconds). Records from the offsets ``first`` on are included even if expired.
 
         Args:
-            forgotten: with all others from that time to this one. A tombstone that is forgotten ended
-                what a late record before it began, and nothing else tells that.
+            forgotten: also include all records from ``since`` to this time. An expired tombstone may
+                have ended the version of a late record, and only the log shows that.
         """
         base, then = self._base("current", since)
         start = {} if then is None else then.next_offset
@@ -349,7 +348,7 @@ class _Changes(AssetRows):
         for column in self.key if self.keys is not None else ():
             kind = columns.field(column).type
             if pa.types.is_nested(kind) or pa.types.is_floating(kind):
-                continue  # more keys than were asked for change nothing
+                continue  # reading more keys than needed does not change the result
             values = self.keys.column(column).unique().cast(kind)  # pyright: ignore[reportOptionalMemberAccess]
             one: Any = None
             for name in names_of(columns, column):
@@ -364,7 +363,7 @@ def _time(micros: int) -> Any:
 
 
 def _in_parts(files: Sequence[delta.File]) -> Iterator[set[delta.File]]:
-    """Files together, so many as have ``_ROWS`` rows."""
+    """Yields groups of files with at most ``_ROWS`` rows (or one larger file)."""
     some, rows = set[delta.File](), 0
     for file in files:
         if some and rows + file.rows > _ROWS:

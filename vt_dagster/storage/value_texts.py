@@ -1,4 +1,4 @@
-"""Values of Spark's types as texts, and texts as values, without Spark: in UTC, of any year."""
+"""Conversion between values of Spark's types and text, without Spark: in UTC, for any year."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _DAY = 86_400_000_000
 
 
 def as_key(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
-    """A value, or a text that means one, as a key column's.
+    """Returns a value, or its text form, as a scalar of a key column.
 
     Raises:
-        StorageError: the column cannot have it.
+        StorageError: the value does not fit the column's type.
     """
     try:
         given = _parsed(value, kind) if isinstance(value, str) else value
         return given if isinstance(given, pa.Scalar) else pa.scalar(given, kind)
     except (ValueError, TypeError, LookupError, ArithmeticError, pa.ArrowException):
         raise StorageError(
-            f"expected --key as a {type_name(kind)} for {column}, got {value!r}; write it as Spark "
-            "casts a text to that type, with no more digits than it has"
+            f"expected --key as a {type_name(kind)} for {column}, got {value!r}; write a text that "
+            "Spark casts to that type, with no more digits than the type has"
         ) from None
 
 
@@ -79,7 +79,7 @@ def _moment(text: str) -> int:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """A type in Spark's words."""
+    """Returns the Spark SQL name of a type."""
     if pa.types.is_struct(kind):
         return f"struct<{','.join(f'{f.name}:{type_name(f.type)}' for f in kind)}>"
     if pa.types.is_map(kind):
@@ -98,7 +98,8 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def texts(rows: pa.Table) -> list[dict[str, Any]]:
-    """Rows with times as texts in UTC: Python has not every year of Spark's."""
+    """Returns rows as dicts with times as text in UTC, because Python's datetime lacks some of Spark's
+    years."""
     found: dict[str, list[Any]] = {}
     for field, column in zip(rows.schema, rows.columns, strict=True):
         if pa.types.is_timestamp(field.type):

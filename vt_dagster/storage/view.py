@@ -1,4 +1,4 @@
-"""The view of a table: a checkpoint of its log, and when it is brought up to the log."""
+"""The view of a table, a checkpoint of its log, and the rules when it is updated from the log."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from vt_dagster.topology.durations import in_micros, in_utc
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 EACH_RUN = 100_000
-"""A view with so many rows at most is written by each run: nobody notices."""
+"""A view of at most this many rows is updated by each run: the cost is negligible."""
 SHARE, MANY, BATCHES = 0.2, 1_000_000, 64
-"""Others are where the log's tail has this share of the view's rows, or so many rows, or batches."""
+"""A larger view is updated if the log's tail reaches this share of its rows, or this many rows, or
+batches."""
 MANY_ROWS = 200_000
-"""Of so many stored rows those whose keys are not met are left aside, where few are met."""
+"""With more stored rows than this and a small tail, only rows of the tail's keys are folded."""
 _TRIES = 3
-"""How often a view is written where its files are compacted at the same time."""
+"""Number of attempts to write a view if a concurrent compaction conflicts."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A view as one finds it, or what was put aside where the log was cut off: what is folded in,
-    before the tail of the log.
+    """Stored rows that the log's tail is folded into: the view, or the base of a truncated log.
 
     Args:
-        path: of its Delta table.
-        version: of that; pin it to go on reading what it is now.
-        sizes: how many rows it has of each segment; of None: that are current.
+        path: the Delta table.
+        version: its Delta version; readers pin it.
+        sizes: number of rows by segment; None = current rows.
     """
 
     path: str
@@ -57,16 +57,17 @@ class Base:
 
     @property
     def is_view(self) -> bool:
-        """Whether it is the view, and not what was put aside where the log was cut off."""
+        """Whether this is the view, and not the base of a truncated log."""
         return posixpath.basename(self.path) == "view"
 
     @property
     def rows(self) -> int:
-        """All of them."""
+        """Number of all rows."""
         return sum(self.sizes.values())
 
     def reach(self, moment: int | None) -> int:
-        """How many rows are current, or may end after a time; None = are current."""
+        """Returns an upper bound of the rows that are current or end after ``moment`` (epoch
+        microseconds); None = counts current rows only."""
         segments = self.checkpoint.segments
         if segments is None or moment is None:
             return self.sizes.get(None, 0)
@@ -75,8 +76,8 @@ class Base:
 
 
 def stored_as(node: Stream, log_path: str) -> StructType:
-    """The columns of a table's view as they are declared, with all names by which it may have them: the
-    log knows which have been renamed since the view was written."""
+    """Returns the declared columns of a table's view with all their earlier names: the log's schema
+    lists columns that were renamed after the view was written."""
     assert isinstance(node, Table)
     return with_all_names(view_schema(node), parquet.stored_schema(log_path))
 
@@ -98,18 +99,19 @@ class View:
         self._progress = progress
 
     def base(self) -> Base | None:
-        """The view as it is now; None where there is none. Does not use Spark."""
+        """Returns the current view; None if it does not exist. Does not use Spark."""
         found = delta.last_commit(self.path)
         return None if found is None else _base(self.path, found)
 
     def usable(self, base: Base | None, commit: Commit, of_log: bool = True) -> Base | None:
-        """What a reader as of a commit can fold the log's tail onto; None = it needs the whole log.
+        """Returns the rows that the log's tail can be folded into, as of a commit; None = the whole log
+        must be read.
 
         Args:
-            of_log: whether it must have been made of the log as it is.
+            of_log: whether to refuse a view that was made from another state of the log.
 
         Raises:
-            StorageError: it needs what was cut off from the log.
+            StorageError: the truncated part of the log is needed.
         """
         if base is None or misses_truncated(base.checkpoint, commit) or self._differs(base.checkpoint):
             return self.at_truncation(commit)
@@ -122,10 +124,10 @@ class View:
         )
 
     def at_truncation(self, commit: Commit) -> Base | None:
-        """The rows as of where the log was cut off; None where it was not.
+        """Returns the rows as of the truncation of the log; None if the log is not truncated.
 
         Raises:
-            StorageError: they lack what the history retention of now remembers.
+            StorageError: the rows lack versions that the current history retention covers.
         """
         cut, node = commit.truncation, self.node
         if cut is None or not isinstance(node, Table):
@@ -140,14 +142,15 @@ class View:
     def stored(
         self, spark: SparkSession, base: Base, wanted: delta.Wanted = delta.everything
     ) -> DataFrame:
-        """The rows as they lie there, of the files that are wanted, with the columns as declared."""
+        """Returns the stored rows of the wanted files, with the declared columns; expired versions are
+        included."""
         return parquet.read(spark, base.path, base.version, wanted, like=self._schema())
 
     def _schema(self) -> StructType:
         return stored_as(self.node, self.log_path)
 
     def drop_expired(self, rows: DataFrame, stream_time: Mapping[int, int]) -> DataFrame:
-        """Rows without versions that have expired."""
+        """Returns the rows without expired versions."""
         if not isinstance(self.node, VersionedTable):
             return rows
         return versioned_table.drop_expired(
@@ -155,7 +158,7 @@ class View:
         )
 
     def is_due(self, base: Base | None, commit: Commit) -> bool:
-        """Whether it is to be brought up to a commit, by how fresh it shall be."""
+        """Returns whether the view must be updated to a commit, by the table's ``freshness``."""
         node = self.node
         assert isinstance(node, Table)
         if base is None or self.usable(base, commit) is not base:
@@ -183,8 +186,8 @@ class View:
         assert isinstance(self.node, VersionedTable)
         horizon = max(horizons(self.node.history_retention, commit.stream_time))
         self._progress.done(
-            f"! history_retention is shorter than it was: what ended before {in_utc(horizon)} is "
-            "forgotten now. The log keeps it: with a longer one the view is made anew"
+            f"! history_retention is shorter than before: versions that ended before {in_utc(horizon)} "
+            "expire now. The log keeps them: a longer history_retention rebuilds the view with them"
         )
 
     def update(
@@ -194,17 +197,18 @@ class View:
         rebuild: bool = False,
         tries: int = _TRIES,
     ) -> Base:
-        """Brings the view up to a commit; changes nothing where it stands there, or further.
+        """Updates the view to a commit; does nothing if the view includes the commit already.
 
         Args:
-            log: the log's rows from some offsets (inclusive) to the commit (inclusive).
-            rebuild: from the whole log, or what was cut off and the rest, whatever is there.
+            log: returns the log's rows from some offsets (inclusive) to the commit (inclusive).
+            rebuild: ignores the existing view, and folds the whole log (or the base of a truncated log
+                and the rest).
 
         Returns:
-            the view; where another run has brought it further, that.
+            the view, or the newer view of a concurrent run.
 
         Raises:
-            ConcurrentRunError: another run writes to it all the time.
+            ConcurrentRunError: other writers conflict on every attempt.
         """
         node = self.node
         assert isinstance(node, Table)
@@ -212,13 +216,13 @@ class View:
         if there is not None and not rebuild:
             longer = self._lengthened(there.checkpoint)
             if self.usable(there, commit) is not there:
-                # of which versions are not there that the log has
-                why = "history_retention is longer than it was" if max(longer, default=0) > 0 else ""
-                why = why or ("new_version_on is another" if self._differs(there.checkpoint) else "")
+                # The view lacks versions that the log has, so only a rebuild restores them.
+                why = "history_retention is longer than before" if max(longer, default=0) > 0 else ""
+                why = why or ("new_version_on has changed" if self._differs(there.checkpoint) else "")
                 if not why and not self._is_of_log(there.checkpoint, commit):
-                    why = "it was made of another state of the log, which a backup has replaced"
-                why = why or "the log is cut off after it"
-                self._progress.done(f"{why}: the view is made anew")
+                    why = "the log was restored from a backup after the view was written"
+                why = why or "the log was truncated beyond the view"
+                self._progress.done(f"{why}: the view is rebuilt")
                 return self.update(commit, log, rebuild=True, tries=tries)
             then = there.checkpoint
             if then.next_offset == commit.next_offset or then.batch > commit.batch:
@@ -245,7 +249,7 @@ class View:
                 return others
             if tries == 1:
                 raise
-            return self.update(commit, log, rebuild, tries - 1)  # it was a compaction
+            return self.update(commit, log, rebuild, tries - 1)  # a compaction caused the conflict
         self._progress.done(f"view at version {written.version}, of batch {commit.batch}")
         made = self.base()
         assert made is not None
@@ -259,7 +263,7 @@ class View:
         there: Base | None,
         done: Base | None,
     ) -> delta.Committed:
-        """Writes what a commit changes of what is ``done``, in place of what is ``there``, or anew."""
+        """Folds the log after ``done`` into it, and overwrites the view ``there``; None = no view."""
         node = self.node
         assert isinstance(node, Table)
         old = done if done is there else None
@@ -288,7 +292,8 @@ class View:
             stored = self.stored(spark, done, read)
             before = self.drop_expired(stored, done.checkpoint.stream_time)
         rows = table_store.fold(node, before, new, by_partition(commit.stream_time))
-        # A view that is made anew stands at any batch, perhaps below one of a log that was lost.
+        # A rebuilt view may have a lower batch than before (the log was restored from a backup). Delta
+        # refuses a lower transaction version, so such a commit uses an application id of its own.
         asset = f"{commit.asset}:view"
         if old is None or parquet.last_batch(self.path, asset) >= commit.batch:
             asset = f"{commit.asset}:{document.attempt}"
@@ -314,18 +319,18 @@ class View:
         commit: Commit,
         since: int | None,
     ) -> DataFrame:
-        """The rows as of a commit: what is stored, with the tail of the log folded in.
+        """Returns the rows as of a commit: the stored rows with the log's tail folded in.
 
         Args:
-            base: what is stored; None = nothing.
-            tail: the log's rows after that, up to the commit; None = there are none.
-            since: of history, versions that ended by then are not needed, and may be left out; None =
-                all are needed.
+            base: stored rows; None = none.
+            tail: log rows after ``base``, up to the commit; None = none.
+            since: versions that ended by this time (epoch microseconds) may be left out; None = all
+                versions are returned.
         """
         layout = None if base is None else base.checkpoint.segments
         wanted = delta.everything
         if layout is not None and since is not None:
-            # A record out of order ends where the next version begins: that one must be there.
+            # A record out of order ends at the start of the next version, so that version must be read.
             earliest = commit.earliest_since(base.checkpoint.batch) if base and tail else None
             wanted = layout.ending_after(since if earliest is None else min(since, earliest))
         stored = None if base is None else self.stored(spark, base, wanted)
@@ -334,7 +339,7 @@ class View:
     def current(
         self, spark: SparkSession, base: Base | None, tail: DataFrame | None, commit: Commit
     ) -> DataFrame:
-        """Of each key what is current as of a commit: a row, of a versioned table also a tombstone."""
+        """Returns the current row of each key as of a commit; for a versioned table also tombstones."""
         node = self.node
         assert isinstance(node, Table)
         rows = None if base is None else self.stored(spark, base, current)
@@ -357,7 +362,8 @@ class View:
             return table_store.fold(node, None, tail, stream_time)
         if tail is None:
             return self.drop_expired(stored, commit.stream_time)
-        # What had expired may lie there yet, beside a tombstone that does not.
+        # An expired version may still be stored while its later tombstone is gone: folding it would
+        # revive it.
         stored = self.drop_expired(stored, base.checkpoint.stream_time)
         few = commit.total - base.checkpoint.total <= CHUNK
         rows = sum(f.rows for f in delta.files(base.path, base.version, wanted)) if few else 0

@@ -1,9 +1,9 @@
-"""Where the rows of a versioned table's view lie: what is current apart, history by the time it ended.
+"""File layout of a versioned table's view: current rows in one segment, history segmented by valid_to.
 
-The layout of KIP-889's store, as partitions of a Delta table. A run whose records are in order rewrites
-the current rows and adds to the history; records out of order rewrite the segments from the earliest
-of them on; what is forgotten goes by whole segments, which takes no reading. A version whose segment is
-not forgotten yet may lie there for longer than the history retention: whoever reads leaves it out.
+The layout of KIP-889's store, as partitions of a Delta table. A run with records in order rewrites the
+current rows and appends to the history. Records out of order rewrite all segments from the earliest
+such record on. Expired history is dropped by whole segments, without reading them. So an expired
+version may remain in a live segment after the history retention; readers filter it out.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from vt_dagster.storage.commit_log import Segments
 from vt_dagster.storage.delta import File, Wanted, current, everything
 
 SEGMENT_ROWS = 100_000
-"""A segment is closed when it may hold so many versions, or a hundredth of the table's."""
+"""A segment is closed at this number of versions, or at 1% of the table's records if that is more."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """How one batch changes a view.
+    """The change of a view by one batch.
 
     Args:
-        layout: where the rows that it writes go.
-        following: what the next batch goes by.
-        read: the files whose rows it may change; all others stay as they are.
-        replaced: the files that go, the same and what is forgotten.
+        layout: segments for the rows that this batch writes.
+        following: segments for the next batch.
+        read: files whose rows the batch may change; all others are left untouched.
+        replaced: files that the batch removes: those of ``read``, and expired segments.
     """
 
     layout: Segments
@@ -48,18 +48,18 @@ def plan(
     newest: int,
     horizon: int,
 ) -> Change:
-    """What a batch changes in a view of this layout.
+    """Returns the change of a view by a batch.
 
-    A record that is its key's latest ends the key's current version and no other. A record out of order
-    changes the version that it falls into, which ends after it.
+    The latest record of a key ends the key's current version only. A record out of order changes the
+    version that is valid at its timestamp, and that version ends after the record.
 
     Args:
-        old: None = there is no view, or not one that is to be gone on with.
-        log: the batch's rows, and ``records``, how many.
+        old: segments of the view; None = no view, or one that is rebuilt.
+        log: the batch's rows; ``records`` is their number.
         total: records of the log so far.
-        earliest: the smallest timestamp of a record out of order; None = there is none.
-        newest: the largest timestamp so far.
-        horizon: of the partition that is furthest behind.
+        earliest: smallest timestamp of a record out of order, epoch microseconds; None = none.
+        newest: largest timestamp so far, epoch microseconds.
+        horizon: expiry horizon of the partition that is furthest behind, epoch microseconds.
     """
     kept = (old or Segments()).forgotten(horizon)
     layout = divided(kept, log, records, total)
@@ -77,14 +77,14 @@ def plan(
 
 
 def segment_of(layout: Segments) -> Column:
-    """The segment of a row by its ``valid_to``: INT, null where it is current."""
+    """Returns the segment of a row by its ``valid_to``: INT, null for current rows."""
     ends = ", ".join(f"{end}L" for end in layout.ends)
     later = f"size(filter(array({ends}), e -> e <= unix_micros({VALID_TO})))" if ends else "0"
     return F.expr(f"CASE WHEN {VALID_TO} IS NOT NULL THEN {layout.first} + {later} END")
 
 
 def divided(layout: Segments, log: DataFrame, records: int, total: int) -> Segments:
-    """With the last segment cut, where so many records come at once that it takes several.
+    """Returns the layout with the open segment split, if the batch has records for several segments.
 
     Plan: one aggregate over the records' timestamps.
     """
@@ -99,8 +99,11 @@ def divided(layout: Segments, log: DataFrame, records: int, total: int) -> Segme
 
 
 def closed_if_full(layout: Segments, records: int, total: int, newest: int) -> Segments:
-    """What the next run goes by, after one of so many records, each of which ended one version at
-    most."""
+    """Returns the layout for the next run: the open segment is closed when full.
+
+    Args:
+        records: in this run; each ends at most one version.
+    """
     full = layout.rows + records >= segment_rows(total)
     if full and (not layout.ends or newest >= layout.ends[-1]):
         return Segments(first=layout.first, ends=[*layout.ends, newest + 1])
@@ -108,5 +111,5 @@ def closed_if_full(layout: Segments, records: int, total: int, newest: int) -> S
 
 
 def segment_rows(total: int) -> int:
-    """How many versions a segment has in a table of so many: some hundred segments at most."""
+    """Returns the size of a full segment in versions: a table has about a hundred segments at most."""
     return max(SEGMENT_ROWS, total // 100)
