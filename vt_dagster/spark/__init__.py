@@ -1,1 +1,1 @@
-"""The Spark session: its jars, its start, its settings."""
+"""The Spark session: jars, start and settings."""

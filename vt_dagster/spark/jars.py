@@ -1,12 +1,12 @@
 """The jars that Spark needs and PySpark does not ship, downloaded once into the user's cache.
 
-Each is compared with its SHA-256 in ``jars.sha256`` beside this file, when it comes and whenever it is
-taken: to hash them takes less than a tenth of a second, and a size or a time tells too little. After a
-coordinate below was changed the table is to be written anew::
+Each jar is compared with its SHA-256 in ``jars.sha256`` beside this file, at the download and at every
+use: hashing all jars takes less than 0.1 s, and sizes or times do not detect every change. After a
+change of a coordinate below, write the checksums again::
 
     python -c "from vt_dagster.spark import jars; jars.write_checksums()"
 
-and its differences read: it then says what came from the repository, whatever that was.
+and review the diff: the file then trusts whatever the repository has sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from vt_dagster.errors import SparkUnavailableError
 
-# These belong together, and with session.JAVA_VERSIONS: change one, check all.
+# These versions depend on each other and on session.JAVA_VERSIONS: after a change, check all.
 PYSPARK_SERIES = "4.0"
 DELTA = "io.delta:delta-spark_4.0_2.13:4.4.0"
 KAFKA = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0"
@@ -34,36 +34,36 @@ AVRO = "org.apache.spark:spark-avro_2.13:4.0.0"
 MAVEN_COORDINATES = (DELTA, KAFKA, AVRO)
 
 BROKER = ("org.apache.kafka:kafka_2.13:4.1.1",)
-"""A Kafka broker for tests and for trying things out."""
+"""A Kafka broker for tests and demos."""
 
 CHECKSUMS = Path(__file__).with_name("jars.sha256")
-"""Of all jars of the coordinates above, and of what they depend on; ``sha256sum -c`` reads it too."""
+"""Checksums of all jars above and of their dependencies, in the format of ``sha256sum -c``."""
 
 JARS_ENV = "VT_DAGSTER_JARS"
 
 _HTTP_SECONDS = 20  # per request
-_LOCK_SECONDS = 900.0  # another process may be downloading the same jars over a slow line
+_LOCK_SECONDS = 900.0  # another process may download the same jars over a slow connection
 _MANIFEST = "jars.json"
 _REFUSED = (
-    "nothing of the download was kept. Look at the repositories in jgo's configuration file and try "
+    "the download was discarded. Check the repositories in jgo's configuration file and try "
     "again, or set VT_DAGSTER_JARS to a directory that has the jars."
 )
 
 
 def resolve_jars() -> list[Path]:
-    """Jars that Spark needs besides those that PySpark ships: Delta Lake, Kafka source and Avro.
+    """Returns the jars that Spark needs and PySpark does not ship: Delta Lake, Kafka source and Avro.
 
-    The first call on a machine downloads them (some 25 MB) with their dependencies from Maven
-    Central, or from the repositories in jgo's own configuration file, into the user's cache
-    directory. Later calls compare what is there with its checksums; what is damaged is downloaded
-    again. Any number of processes may call at once.
+    The first call on a machine downloads them (about 25 MB) with their dependencies from Maven
+    Central, or from the repositories in jgo's configuration file, into the user's cache directory.
+    Later calls verify the checksums and download damaged jars again. Concurrent calls from any number
+    of processes are safe.
 
-    Where ``VT_DAGSTER_JARS`` names a directory, its ``*.jar`` are taken and nothing is downloaded.
-    They are the user's own, may be other builds, and are not compared with anything.
+    If ``VT_DAGSTER_JARS`` names a directory, its ``*.jar`` are used and nothing is downloaded. These
+    jars may be other builds, so their checksums are not verified.
 
     Raises:
-        SparkUnavailableError: PySpark is not 4.0.x, the jars cannot be had, or are not those whose
-            checksums are known.
+        SparkUnavailableError: PySpark is not 4.0.x, the jars cannot be downloaded, or a checksum is
+            unknown or differs.
     """
     given = os.environ.get(JARS_ENV)
     if given:
@@ -73,37 +73,38 @@ def resolve_jars() -> list[Path]:
 
 
 def resolve_broker_jars() -> list[Path]:
-    """The jars of a Kafka broker (some 35 MB), from the same places, kept in the same cache.
+    """Returns the jars of a Kafka broker (about 35 MB); repositories and cache as in
+    :func:`resolve_jars`.
 
     Raises:
-        SparkUnavailableError: the jars cannot be had, or are not those whose checksums are known.
+        SparkUnavailableError: the jars cannot be downloaded, or a checksum is unknown or differs.
     """
     return _of_cache("broker", BROKER, frozenset())
 
 
 def resolve_maven_jars(*coordinates: str) -> list[Path]:
-    """The jars of some coordinates with all they depend on, kept in the same cache.
+    """Returns the jars of Maven coordinates with their dependencies, cached as in :func:`resolve_jars`.
 
-    Which these are is the caller's choice, so a jar that has no checksum here cannot be compared: it
-    only has to be a jar, and to keep its size. One that has a checksum is compared as all others are.
+    The caller chooses the coordinates, so a jar may have no known checksum: then only its format and
+    its size in the cache are checked. Known checksums are verified.
 
     Raises:
-        SparkUnavailableError: the jars cannot be had, or one has another checksum.
+        SparkUnavailableError: the jars cannot be downloaded, or a known checksum differs.
     """
     return _of_cache("other", coordinates, frozenset(), any_jar=True)
 
 
 def checksums() -> dict[str, str]:
-    """The SHA-256 of each jar that is known, by file name."""
+    """Returns the known SHA-256 checksums by file name of the jar."""
     lines = CHECKSUMS.read_text(encoding="ascii").splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def write_checksums() -> None:
-    """Writes ``CHECKSUMS`` anew, of jars that are downloaded for it: only where the code is changed.
+    """Downloads all jars and writes ``CHECKSUMS``; for developers, after a change of a coordinate.
 
     Raises:
-        SparkUnavailableError: the jars cannot be had.
+        SparkUnavailableError: the jars cannot be downloaded.
     """
     found = dict[str, str]()
     for coordinates, shipped in ((MAVEN_COORDINATES, _shipped()), (BROKER, frozenset[str]())):
@@ -117,10 +118,10 @@ def write_checksums() -> None:
 def _of_cache(
     key: str, coordinates: Sequence[str], shipped: Set[str], any_jar: bool = False
 ) -> list[Path]:
-    """The jars of some coordinates; a new coordinate gets a directory of its own.
+    """Returns the jars of coordinates; each set of coordinates has its own cache directory.
 
     Args:
-        any_jar: whether jars are taken that have no checksum.
+        any_jar: whether to accept jars without a known checksum.
     """
     pins = [":".join(c.split(":")[1:]).replace(":", "-") for c in coordinates]
     cache = cache_dir() / "jars" / "_".join([key, *pins])
@@ -141,7 +142,7 @@ def _pyspark_version() -> str:
 
 
 def _shipped() -> frozenset[str]:
-    """Artifact names of the jars in PySpark's own folder."""
+    """Returns the artifact names of the jars that PySpark ships."""
     spec = find_spec("pyspark")
     roots = spec.submodule_search_locations if spec else None
     found = [jar.name for root in roots or () for jar in Path(root, "jars").glob("*.jar")]
@@ -149,13 +150,14 @@ def _shipped() -> frozenset[str]:
 
 
 def _artifact(file_name: str) -> str:
-    """``log4j-1.2-api-2.24.3.jar`` -> ``log4j-1.2-api``: the last ``-digit`` begins the version."""
+    """Returns a jar's artifact name: ``log4j-1.2-api-2.24.3.jar`` -> ``log4j-1.2-api``; the version
+    begins at the last ``-digit``."""
     named = re.match(r"(.+)-\d", file_name)
     return named[1] if named else file_name.removesuffix(".jar")
 
 
 def _jars_in(directory: Path) -> list[Path]:
-    """The jars of a directory that the user keeps, less those that PySpark ships."""
+    """Returns the jars of a user's directory, without those that PySpark ships."""
     _pyspark_version()
     shipped = _shipped()
     jars = [j.resolve() for j in sorted(directory.glob("*.jar")) if _artifact(j.name) not in shipped]
@@ -165,7 +167,7 @@ def _jars_in(directory: Path) -> list[Path]:
         raise SparkUnavailableError(
             f"Expected {' and '.join(missing)} in {JARS_ENV}={directory}, found "
             f"{len(jars)} other jar(s) there; copy the missing ones and their dependencies "
-            f"into it, or unset {JARS_ENV} to have them downloaded."
+            f"into it, or unset {JARS_ENV} to download them."
         )
     return jars
 
@@ -179,7 +181,7 @@ def _digest(jar: Path) -> str:
 
 
 def _cached(cache: Path, any_jar: bool) -> list[Path] | None:
-    """The jars of a complete cache; None where one is missing, or is not what it was or has to be."""
+    """Returns the jars of a complete cache; None if a jar is missing or differs in size or checksum."""
     try:
         sizes: dict[str, int] = json.loads((cache / _MANIFEST).read_text())
         jars = [cache / name for name in sizes]
@@ -193,16 +195,16 @@ def _cached(cache: Path, any_jar: bool) -> list[Path] | None:
 
 
 def _compare(jars: Sequence[Path], any_jar: bool) -> None:
-    """Refuses jars that are not what they have to be.
+    """Verifies the checksums of jars.
 
     Raises:
-        SparkUnavailableError: one has another checksum, or none where it needs one.
+        SparkUnavailableError: a checksum differs, or is unknown although ``any_jar`` is false.
     """
     known = checksums()
     unknown = [jar.name for jar in jars if jar.name not in known]
     if unknown and not any_jar:
         raise SparkUnavailableError(
-            f"Expected only jars whose checksums are known, found also {', '.join(unknown)}; {_REFUSED}"
+            f"Expected only jars with known checksums, found also {', '.join(unknown)}; {_REFUSED}"
         )
     for jar in jars:
         expected = known.get(jar.name)
@@ -213,17 +215,18 @@ def _compare(jars: Sequence[Path], any_jar: bool) -> None:
 
 
 def _fill(cache: Path, coordinates: Sequence[str], shipped: Set[str], any_jar: bool) -> list[Path]:
-    """Download into a directory beside ``cache``, then rename it: no half-written cache is seen."""
+    """Downloads into a temporary directory and renames it to ``cache``, so that the cache is never
+    partial."""
     from filelock import FileLock, Timeout
 
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{cache}.lock", timeout=_LOCK_SECONDS):
-            jars = _cached(cache, any_jar)  # by another process, while this one waited
+            jars = _cached(cache, any_jar)  # another process may have filled it while this one waited
             if jars:
                 return jars
             prefix = f".{cache.name}-"
-            for left in cache.parent.glob(f"{prefix}*"):  # by a process that was killed
+            for left in cache.parent.glob(f"{prefix}*"):  # left over from a killed process
                 shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=cache.parent, prefix=prefix) as temp:
                 fresh = Path(temp, "jars")
@@ -248,7 +251,7 @@ def _fill(cache: Path, coordinates: Sequence[str], shipped: Set[str], any_jar: b
 
 
 def _download(work: Path, target: Path, coordinates: Sequence[str], shipped: Set[str]) -> list[Path]:
-    """Resolve coordinates with all they depend on; put what is not shipped into ``target``."""
+    """Downloads coordinates and their dependencies to ``target``, without the shipped jars."""
     from concurrent.futures import ThreadPoolExecutor
 
     from jgo.config import GlobalSettings
@@ -256,7 +259,7 @@ def _download(work: Path, target: Path, coordinates: Sequence[str], shipped: Set
     from jgo.maven import MavenContext
 
     try:
-        # An empty repository of its own: what another program left half-written does no harm.
+        # A new, empty Maven repository: partial files of other programs cannot be picked up.
         maven = MavenContext(
             repo_cache=work / "repository",
             remote_repos={"central": MAVEN_CENTRAL_URL, **GlobalSettings.load().repositories},
@@ -268,7 +271,7 @@ def _download(work: Path, target: Path, coordinates: Sequence[str], shipped: Set
         needed = [a for a in needed if a.artifactId not in shipped]
         with ThreadPoolExecutor(max_workers=4) as pool:
             jars = list(pool.map(lambda artifact: artifact.resolve(), needed))
-    # jgo raises plain RuntimeErrors, requests' errors and XML errors alike.
+    # jgo raises RuntimeError, errors of requests, and XML errors.
     except Exception as error:
         raise SparkUnavailableError(
             f"Expected to download {' and '.join(coordinates)}, got: {one_line(error)}. "
@@ -284,7 +287,7 @@ def _download(work: Path, target: Path, coordinates: Sequence[str], shipped: Set
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says in one line, without a stack trace: its root cause, where it has one."""
+    """Returns an error's message (that of the root cause, if any) as one line without stack trace."""
     java: Any = getattr(error, "java_exception", None)
     text = str(java.toString() if java is not None else error).strip()
     text = text.rpartition("\nCaused by: ")[2]

@@ -1,4 +1,4 @@
-"""The start of a JVM for Spark: quiet where it works, one line of why where it does not."""
+"""Starts a JVM for Spark: no output if it works, a one-line reason if it fails."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def not_started(target: str, reason: str) -> SparkUnavailableError:
 
 @contextlib.contextmanager
 def quiet_start(target: str) -> Iterator[Any]:
-    """Yields a launcher for the JVM; keeps the JVM's stderr back until the session is there.
+    """Yields a launcher for the JVM; holds the JVM's stderr back until the session exists.
 
-    If the start fails, one line of what the JVM said becomes the error, and the rest is dropped.
+    If the start fails, one line of the JVM's output becomes the error, and the rest is dropped.
     """
     from pyspark.java_gateway import launch_gateway
 
@@ -42,7 +42,7 @@ def quiet_start(target: str) -> Iterator[Any]:
     try:
         yield launch
     except Exception as error:
-        # In these two cases the exception says what happened next, the JVM said why.
+        # In these two cases the exception names a consequence only; the JVM's output has the cause.
         next_only = re.search("JAVA_GATEWAY_EXITED|stopped SparkContext", str(error))
         said = stderr.reason() if stderr and next_only else ""
         if stderr:
@@ -55,7 +55,7 @@ def quiet_start(target: str) -> Iterator[Any]:
 
 
 class _JvmStderr:
-    """Copies the JVM's stderr to this process's, less a warning that is of no use to anyone."""
+    """Copies the JVM's stderr to this process's stderr, without one useless warning."""
 
     _NOISE = b"WARNING: Using incubator modules"
     _OPTIONS = re.compile(r"(NOTE: )?Picked up J\w+_OPTIONS")
@@ -69,14 +69,14 @@ class _JvmStderr:
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[int]:
-        """The descriptor to hand to the JVM; this process's copy is closed at the end."""
+        """Yields the descriptor for the JVM; closes this process's copy at the end."""
         try:
             yield self._write
         finally:
             os.close(self._write)
 
     def release(self, drop: bool = False) -> None:
-        """From now on copy as lines come; first what was held back, unless dropped."""
+        """Writes the held lines (or drops them), and copies all later lines at once."""
         with self._lock:
             held, self._held = self._held or (), None
             if not drop:
@@ -84,8 +84,8 @@ class _JvmStderr:
                     os.write(2, line)
 
     def reason(self) -> str:
-        """The first line that the JVM wrote of its own, without what a log line begins with."""
-        self._thread.join(timeout=2)  # ends with the JVM, if that has ended
+        """Returns the first line of the JVM's own output, without the prefix of a log line."""
+        self._thread.join(timeout=2)  # the thread ends when the JVM has ended
         with self._lock:
             lines = [line.decode(errors="replace").strip() for line in self._held or ()]
         first = next((line for line in lines if line and not self._OPTIONS.match(line)), "")

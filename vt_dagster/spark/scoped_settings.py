@@ -1,4 +1,4 @@
-"""Settings of a Spark session that hold for a while."""
+"""Temporary settings of a Spark session."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pyspark.sql import SparkSession
 
 _lock = threading.Lock()
 _inside: dict[tuple[int, frozenset[str]], tuple[int, dict[str, str | None]]] = {}
-"""Of each session and group of settings, how many are within, and what they were before the first."""
+"""By session and group of settings: number of active contexts, and the values before the first one."""
 
 
 @contextlib.contextmanager
 def settings(spark: SparkSession, values: Mapping[str, str]) -> Generator[None]:
-    """Within it the session has these settings; after it what it had before.
+    """Sets settings of a session, and restores the earlier values at the end.
 
-    They belong to the session: other threads that use it have them as well for that time. Threads that
-    are within at once must want the same values of the same settings, or of others.
+    The settings apply to the whole session, so also to other threads that use it. Concurrent contexts
+    must set either the same settings to the same values, or disjoint settings.
     """
     group = (id(spark), frozenset(values))
     with _lock:

@@ -1,11 +1,11 @@
-"""A Spark of this machine that stays: runs connect to it instead of starting a JVM each.
+"""A long-running Spark server on this machine: runs connect to it instead of starting a JVM each.
 
-Dagster starts a process for each run, and a JVM takes seconds to start and some runs to get warm. The
-server is Spark's own, Spark Connect, with the jars and settings of ``build_session``. It listens on
-this machine alone, to who knows its token; what is known of it is in the user's cache directory.
+Dagster starts a process for each run, and a JVM takes seconds to start and some runs to warm up. The
+server is Spark Connect with the jars and settings of ``build_session``. It listens on localhost only
+and requires a token; port and token are in the user's cache directory.
 
-What a killed run had held in memory stays there until the server ends. Settings of a run's
-``spark_config`` that a JVM takes when it starts are the server's, not the run's.
+Rows that a killed run has cached remain in memory until the server stops. Settings of a run's
+``spark_config`` that only take effect at JVM start have no effect on the server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vt_dagster.spark.session import (
 )
 
 SERVER = "server"
-"""As ``remote``, or in ``VT_DAGSTER_SPARK``: the server that ``vt-dagster spark start`` has started."""
+"""Value of ``remote`` or ``VT_DAGSTER_SPARK`` for the server that ``vt-dagster spark start`` starts."""
 NAMED = "VT_DAGSTER_SPARK"
 
 _CLASS = "org.apache.spark.sql.connect.service.SparkConnectServer"
@@ -43,14 +43,14 @@ _START_SECONDS, _STOP_SECONDS = 180, 30
 
 @dataclass(frozen=True)
 class Server:
-    """A server that has been started.
+    """A started server.
 
     Args:
-        pid: its process.
-        port: where it listens, on localhost.
-        token: who has it may connect.
-        master: the Spark master that it has.
-        log: the file that it writes to.
+        pid: process id.
+        port: port on localhost.
+        token: required to connect.
+        master: Spark master of the server.
+        log: log file of the server.
     """
 
     pid: int
@@ -61,19 +61,19 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where to connect to, for ``build_session(remote=…)``. Has the token: not for a log."""
+        """Address for ``build_session(remote=…)``. Contains the token: do not log it."""
         return f"sc://localhost:{self.port}/;token={self.token}"
 
     @property
     def alive(self) -> bool:
-        """Whether its process is there, and not another one that has got its number."""
-        asked = ["ps", "-ww", "-o", "command=", "-p", str(self.pid)]  # ww: however narrow COLUMNS is
+        """Whether the server's process runs; a reused process id does not count."""
+        asked = ["ps", "-ww", "-o", "command=", "-p", str(self.pid)]  # -ww: ignore COLUMNS
         told = subprocess.run(asked, capture_output=True, text=True, check=False)
         return _CLASS in told.stdout and str(_file("conf")) in told.stdout
 
 
 def running() -> Server | None:
-    """The server of this user and machine; None = there is none."""
+    """Returns the running server of this user and machine; None = none."""
     try:
         found = Server(**json.loads(_file("json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -82,14 +82,14 @@ def running() -> Server | None:
 
 
 def start(master: str = "local[*]", conf: Mapping[str, str] = {}) -> Server:
-    """Starts a server, and waits until it answers; one that is there already is left as it is.
+    """Starts a server and waits until it answers; returns a running server unchanged.
 
     Args:
-        master: what it computes on.
-        conf: Spark settings; they win over the defaults.
+        master: Spark master of the server.
+        conf: Spark settings; they override the defaults.
 
     Raises:
-        SparkUnavailableError: it does not start; says what it wrote.
+        SparkUnavailableError: the server does not start; the message quotes its output.
     """
     from filelock import FileLock
 
@@ -109,7 +109,7 @@ def start(master: str = "local[*]", conf: Mapping[str, str] = {}) -> Server:
 
 
 def stop() -> Server | None:
-    """Ends the server, with all that is at work on it; None where there was none."""
+    """Stops the server with all running work; returns it, or None if none was running."""
     found = running()
     if found is not None:
         _end(found)
@@ -118,11 +118,13 @@ def stop() -> Server | None:
 
 
 def resolve_remote(remote: str | None) -> str | None:
-    """A Spark Connect address from what was named: an address, ``server``, or nothing, for which
-    ``VT_DAGSTER_SPARK`` is asked. None = a Spark of the process's own.
+    """Returns the Spark Connect address for ``remote``; None = Spark in this process.
+
+    Args:
+        remote: an address, or ``server``; None = the value of ``VT_DAGSTER_SPARK``.
 
     Raises:
-        SparkUnavailableError: the server is named and not there.
+        SparkUnavailableError: ``server`` is requested but not running.
     """
     named = remote or os.environ.get(NAMED) or None
     if named != SERVER:
@@ -130,8 +132,8 @@ def resolve_remote(remote: str | None) -> str | None:
     found = running()
     if found is None:
         raise SparkUnavailableError(
-            "Expected the Spark server of this machine, but it is not there; start it: "
-            f"vt-dagster spark start. Or name none: remote=None, and {NAMED} not set."
+            "Expected the Spark server of this machine, but it is not running; start it: "
+            f"vt-dagster spark start. To use none, set remote=None and unset {NAMED}."
         )
     return found.address
 
@@ -141,7 +143,7 @@ def _file(kind: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """A file that only its user can read."""
+    """Writes a file that only its user can read."""
     with open(path, "w", encoding="utf-8", opener=lambda p, f: os.open(p, f, 0o600)) as file:
         file.write(text)
 
@@ -161,7 +163,7 @@ def _launch(master: str, conf: Mapping[str, str]) -> Server:
         "spark.connect.authenticate.token": token,
         **session_settings("vt_dagster server", master, resolve_jars(), conf),
     }
-    # In a file, for a command line can be read by everybody on the machine.
+    # Settings (with the token) go to a file: every user of the machine can read a command line.
     _write(_file("conf"), "".join(f"{name} {value}\n" for name, value in settings.items()))
     home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
     command = [str(home / "bin" / "spark-submit"), "--properties-file", str(_file("conf"))]
@@ -203,4 +205,4 @@ def _end(server: Server) -> None:
                 end = float("inf")
             time.sleep(0.1)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(server.pid, os.WNOHANG)  # where it is a child of this process
+                os.waitpid(server.pid, os.WNOHANG)  # reaps it if it is a child of this process

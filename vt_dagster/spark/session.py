@@ -1,4 +1,4 @@
-"""One Spark session: UTC, Delta Lake and Kafka on board, quiet, tuned for small runs.
+"""Builds the Spark session: UTC, with Delta Lake and Kafka, little log output, tuned for small runs.
 
 Importing this module starts nothing. ``resolve_jars`` finds the jars that PySpark does not ship,
 ``build_session`` starts (or reuses) a session with them.
@@ -37,13 +37,13 @@ __all__ = ["build_session", "resolve_jars"]
 
 JAVA_VERSIONS = range(17, 22)  # Spark 4.0 needs 17; from 24 on Hadoop's login fails
 FEW_QUERIES = {
-    # By itself the JVM keeps too little room for what it has compiled so, and stops when it is full.
+    # With C1 only, the default code cache is too small, and the JVM stops compiling when it is full.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
 }
-"""For a process of a few queries over few rows: to compile them well takes longer than to run them."""
+"""For a process with few queries over few rows: optimizing them takes longer than running them."""
 
 _CONNECT_SECONDS = 5.0  # for a TCP connection to a master
-_ANSWER_SECONDS = 20  # for Spark Connect to speak
+_ANSWER_SECONDS = 20  # for an answer of Spark Connect
 
 # ------------------------------------------------------------------------------------- session
 
@@ -55,21 +55,21 @@ def build_session(
     conf: Mapping[str, str] = {},
     create: Callable[[dict[str, str]], SparkSession] | None = None,
 ) -> SparkSession:
-    """Start a Spark session with Delta Lake and Kafka, or reuse the one this process has.
+    """Starts a Spark session with Delta Lake and Kafka, or reuses the active session of this process.
 
     The session's time zone is UTC. ``conf`` overrides every other default; jars, SQL extensions
-    and JVM options of ``conf`` are added to this function's own. A session that is already
-    active is reused: settings that only take effect when a JVM starts are then without effect.
-    With a ``local`` master Python workers run this interpreter (unless ``PYSPARK_PYTHON`` is set).
+    and JVM options of ``conf`` are added to this function's own. In a reused session, settings that
+    only take effect at JVM start have no effect. With a ``local`` master, Python workers use this
+    interpreter (unless ``PYSPARK_PYTHON`` is set).
 
     Args:
         app_name: The name Spark shows for this application.
         master: ``local[*]``, ``local-cluster[...]``, ``spark://host:port`` or any other master.
         remote: ``sc://host:port`` connects to a Spark Connect server instead: master, jars and
-            driver defaults do not apply, the server brings Delta Lake and its own settings.
+            driver defaults do not apply; the server must have Delta Lake, and keeps its settings.
         conf: Spark settings.
-        create: Makes the session by its settings; None = PySpark's builder. Its ``getOrCreate``
-            then finds the context that was started here.
+        create: Creates the session from its settings; None = PySpark's builder, whose
+            ``getOrCreate`` reuses the context that was started here.
 
     Raises:
         SparkUnavailableError: no Java or a wrong one, an unreachable master, missing jars,
@@ -91,12 +91,12 @@ def build_session(
     except SparkUnavailableError:
         raise
     except Exception as error:  # whatever PySpark, py4j or gRPC raise while a session starts
-        told = getattr(error, "details", None)  # gRPC's errors are pages, but for this
-        where = (remote or master).partition("/;")[0]  # what follows may be a token
+        told = getattr(error, "details", None)  # the short part of gRPC's long errors
+        where = (remote or master).partition("/;")[0]  # the rest may contain a token
         raise not_started(where, str(told()) if callable(told) else one_line(error)) from None
     if lacks:
         raise SparkUnavailableError(
-            f"Expected a Spark session with Delta Lake in UTC, the session in use lacks "
+            f"Expected a Spark session with Delta Lake in UTC, but the session in use lacks "
             f"{'; '.join(lacks)}. "
             + (
                 "Start the Spark Connect server with Delta Lake."
@@ -117,7 +117,7 @@ def _built(settings: dict[str, str]) -> SparkSession:
 
 
 def connect_settings(app_name: str, remote: str, conf: Mapping[str, str]) -> dict[str, str]:
-    """All settings of a session on a Spark Connect server."""
+    """Returns all settings of a session on a Spark Connect server."""
     return {"spark.remote": remote, "spark.app.name": app_name, **conf, TIME_ZONE: "UTC"}
 
 
@@ -141,7 +141,7 @@ def _connect(
         )
     _check_reachable(remote, default_port=15002)
     check_connect(remote)
-    # Whole tables are numbered where they must be: no news, and a classic session keeps it in its log.
+    # Windows over whole tables are intended; a classic session has this warning in its log only.
     warnings.filterwarnings("ignore", "WARN WindowExpression: No Partition", UserWarning)
     return create(connect_settings(app_name, remote, conf))
 
@@ -184,17 +184,17 @@ def _classic(
     with quiet_start(master) as launch:
         SparkContext(conf=spark_conf, gateway=launch(spark_conf) if own_jvm else None)
         session = create(settings)
-        if not own_jvm:  # a JVM that somebody else started may lack the jars: load a class
+        if not own_jvm:  # a JVM started elsewhere may lack the jars: load a class of Delta
             session.catalog.currentDatabase()
     _remember_classes(session)
     return session
 
 
 def _remember_classes(session: SparkSession) -> None:
-    """Asks the JVM once for what PySpark calls with every column expression.
+    """Caches the JVM classes and methods that PySpark uses for every column expression.
 
-    PySpark asks each time, and the JVM then looks through all its jars: a third of the time that
-    it takes to make a plan.
+    PySpark looks them up each time, and the JVM then searches all its jars: a third of the planning
+    time.
     """
     jvm: Any = session.sparkContext._jvm
     functions, window = "org.apache.spark.sql.functions", "org.apache.spark.sql.expressions.Window"
@@ -219,7 +219,7 @@ def _running() -> SparkSession | None:
 def session_settings(
     app_name: str, master: str, jars: list[Path], conf: Mapping[str, str]
 ) -> dict[str, str]:
-    """All settings of a new session. Lists (jars, extensions, JVM options) add up."""
+    """Returns all settings of a new session. Lists (jars, extensions, JVM options) are concatenated."""
     _check_files(conf.get("spark.jars", ""))
     log4j = Path(__file__).with_name("log4j2.properties").as_uri()
     settings = {
@@ -232,19 +232,19 @@ def session_settings(
         "spark.ui.showConsoleProgress": "false",
         # Spark's own default, INT96, is deprecated in Parquet and larger.
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-        # What is held for a run is read two or three times: weighing for each column how it could be
-        # packed takes a tenth of an operator's time.
+        # Cached rows are read two or three times only, and choosing a compression per column takes a
+        # tenth of an operator's time.
         "spark.sql.inMemoryColumnarStorage.compressed": "false",
-        # For each column expression it asks the JVM several times, only to word errors better.
+        # It calls the JVM several times per column expression, only to improve error messages.
         "spark.python.sql.dataFrameDebugging.enabled": "false",
         CATALOG: DELTA_CATALOG,
     }
     cores = _local_cores(master)
     if cores:
         settings["spark.sql.shuffle.partitions"] = str(max(2, 2 * cores))
-        # Delta's VACUUM lists a directory in so many tasks; Spark's own default is 10,000.
+        # The number of tasks in which Delta's VACUUM lists a directory; Spark's default is 10,000.
         settings["spark.sql.sources.parallelPartitionDiscovery.parallelism"] = str(2 * cores)
-    if re.match(r"local(\[|$)", master):  # works where the host's own name does not resolve
+    if re.match(r"local(\[|$)", master):  # works even if the host name does not resolve
         settings |= {"spark.driver.host": "localhost", "spark.driver.bindAddress": "127.0.0.1"}
     settings |= dict(conf)
 
@@ -254,7 +254,8 @@ def session_settings(
 
     driver = conf.get("spark.driver.extraJavaOptions", "")
     executor = conf.get("spark.executor.extraJavaOptions", "")
-    # Of two values for one property the JVM takes the last: the user's log file, but our UTC.
+    # The JVM uses the last value of a repeated property, so the user's log4j file overrides ours, and
+    # our UTC overrides the user's time zone.
     settings |= {
         "spark.jars": joined("spark.jars", ",", *(jar.as_uri() for jar in jars)),
         EXTENSIONS: joined(EXTENSIONS, ",", DELTA_EXTENSION),
@@ -268,7 +269,7 @@ def session_settings(
 
 
 def _local_cores(master: str) -> int | None:
-    """Cores of a master that runs on this machine; None for a real cluster."""
+    """Returns the cores of a master on this machine; None for a real cluster."""
     cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
     if cluster:
         return int(cluster[1]) * int(cluster[2])
@@ -292,7 +293,7 @@ def _check_files(jars: str) -> None:
 
 
 def check_spark_home() -> None:
-    """PySpark would start the Spark of SPARK_HOME, whichever version that is."""
+    """Checks the version of Spark in SPARK_HOME: PySpark starts it, whichever version it is."""
     home = os.environ.get("SPARK_HOME")
     if home and not any(Path(home, "jars").glob(f"spark-core_2.13-{PYSPARK_SERIES}.*.jar")):
         raise SparkUnavailableError(
@@ -302,7 +303,7 @@ def check_spark_home() -> None:
 
 
 def check_java() -> None:
-    """Find the java that Spark's launcher will take, and see that Spark runs on it."""
+    """Checks that the java which Spark's launcher uses has a supported version."""
     wanted = f"Java {JAVA_VERSIONS[0]} or {JAVA_VERSIONS[-1]}"
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=str(Path(home, "bin")) if home else None)
@@ -327,7 +328,8 @@ def check_java() -> None:
 
 
 def _check_reachable(url: str, default_port: int | None = None) -> None:
-    """Connect to one of the hosts of ``spark://a:7077,b:7077`` or ``sc://host:15002/;...``."""
+    """Checks that one of the hosts of ``spark://a:7077,b:7077`` or ``sc://host:15002/;...`` accepts
+    connections."""
     problems: list[str] = []
     for address in re.split(r"[/;]", url.partition("://")[2], maxsplit=1)[0].split(","):
         try:
@@ -346,7 +348,7 @@ def _check_reachable(url: str, default_port: int | None = None) -> None:
 
 
 def is_open(host: str, port: int) -> bool:
-    """Whether something listens at a port."""
+    """Returns whether a port accepts connections."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except OSError:
@@ -355,7 +357,7 @@ def is_open(host: str, port: int) -> bool:
 
 
 def check_connect(url: str) -> None:
-    """The port is open; see that Spark Connect speaks there: its client retries long."""
+    """Checks that Spark Connect answers at an open port; its client would retry for long."""
     import grpc
     from pyspark.sql.connect.client import DefaultChannelBuilder
 

@@ -1,4 +1,4 @@
-"""What a Spark session must have for the tables: Delta Lake and UTC."""
+"""Checks that a Spark session has what the tables need: Delta Lake and UTC."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _UTC = {
     "Z",
     "+00:00",
 }
-"""Names of the one time zone that tables are written in."""
+"""Accepted names of UTC, the time zone of all tables."""
 
 _with_delta: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Sessions that have loaded a class of Delta Lake: jars do not go away, and asking takes a moment."""
+"""Sessions with Delta Lake's jars. Cached: loaded jars remain, and the check takes time."""
 
 
 def lacking(session: SparkSession) -> list[str]:
-    """What a session lacks of what the tables need, each with what it has; empty = nothing.
+    """Returns the missing requirements of a session, each with the actual value; empty = complete.
 
-    Two or three settings are read each time: whoever shares the session may change its time zone.
+    The settings are read each time, because other users of the session may change its time zone.
     """
     extensions = session.conf.get(EXTENSIONS, "") or ""
     catalog = session.conf.get(CATALOG, "") or ""
@@ -51,6 +51,6 @@ def lacking(session: SparkSession) -> list[str]:
         try:
             session.catalog.currentDatabase()  # loads the catalog's class
             _with_delta.add(session)
-        except Exception as error:  # of py4j or gRPC, by what the JVM could not load
+        except Exception as error:  # from py4j or gRPC, depending on the class that is missing
             found.append(f"the jars of {DELTA} ({one_line(error)[:200]})")
     return found

@@ -1,4 +1,4 @@
-"""Settings of Spark for a run that has few rows and meets few."""
+"""Spark settings for a run with few new and few matching rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from vt_dagster.spark.scoped_settings import settings
 
 SETTINGS = {
-    # Compiling, shuffling and re-planning cost more than computing.
+    # For few rows, code generation, shuffles and re-planning cost more than the computation.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.adaptive.enabled": "false",
@@ -18,7 +18,7 @@ SETTINGS = {
     # A broadcast is a Spark job of its own.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
     "spark.sql.optimizer.disableHints": "true",
-    # Planning costs most: leave out what is of no use to a few rows.
+    # Planning costs most: skip optimizer rules that do not pay off for few rows.
     "spark.sql.constraintPropagation.enabled": "false",
     "spark.sql.optimizer.nestedSchemaPruning.enabled": "false",
     "spark.sql.optimizer.expression.nestedPruning.enabled": "false",
@@ -26,25 +26,25 @@ SETTINGS = {
     "spark.sql.optimizer.runtime.bloomFilter.enabled": "false",
     "spark.sql.subexpressionElimination.enabled": "false",
     "spark.sql.exchange.reuse": "false",
-    # Nobody looks at the plans.
+    # Formatting plans for the UI takes time, and nobody reads the plans of these runs.
     "spark.sql.ui.explainMode": "simple",
     "spark.sql.maxPlanStringLength": "100",
 }
 
 _FEW_RECORDS, _FEW_READ = 30_000, 200_000
-"""With more, compiled code and tasks beside each other are worth their price."""
+"""Above these limits, generated code and parallel tasks pay off."""
 
 
 def is_small(records: int, rows_read: int) -> bool:
-    """Whether planning is most of the work.
+    """Returns whether planning dominates the cost of a run.
 
     Args:
-        records: that are new.
-        rows_read: rows of tables and states that are read with them, more or less.
+        records: number of new records.
+        rows_read: approximate number of rows that are read from tables and state.
     """
     return records <= _FEW_RECORDS and rows_read <= _FEW_READ
 
 
 def small_run(spark: SparkSession, small: bool = True) -> AbstractContextManager[None]:
-    """Within it the session's queries are planned for a few rows. They would be right for many too."""
+    """Returns a context in which queries are planned for few rows; correct for any number of rows."""
     return settings(spark, SETTINGS if small else {})
