@@ -2,8 +2,8 @@
 
 **The log's commit decides.** Data of a run outside the log (rejected records, list of consumed files)
 is staged before the commit under an attempt's name, and is valid only if a commit names that attempt.
-Tables derived from the log (view, quarantine) are written after the commit; if the run dies before,
-the next run or reader updates them. So a run can be killed at any point and started again.
+Tables derived from the log (view, quarantine) are written after the commit; if the run dies before
+that, the next writer updates them. So a run can be killed at any point and started again.
 """
 
 from __future__ import annotations

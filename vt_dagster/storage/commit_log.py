@@ -210,7 +210,7 @@ class Commit(BaseModel):
     unknown: the log is older than this field."""
     gaps: Ranges = Field(default_factory=dict)
     """Of this run: offsets that were deleted before they could be consumed, ``[first, next)``; of a
-    recreated topic, the offsets consumed of the old one. Only in runs that accept gaps."""
+    recreated topic, the consumed position of the old one. Only in runs with ``accept_gap``."""
     deliveries: dict[str, str] = Field(default_factory=dict)
     """Of a source of DataFrames: the runs, partitions or materializations that this run consumed, each
     with its version; if there are many, only some."""

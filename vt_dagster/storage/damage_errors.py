@@ -55,8 +55,8 @@ def cut_off(path: str, version: int, names: Collection[str]) -> StorageError:
         newest = f"rebuild the view from the log (vt-dagster rebuild {asset_of(path)})"
     return StorageError(
         f"{path}/_delta_log/{start}.json is truncated: its writer or the disk failed before the whole "
-        f"file was stored. If it is the newest commit file of its directory, {newest}. Otherwise "
-        "restore it from a backup"
+        f"file was stored. If it is the newest commit file of its directory, {newest}. If not, "
+        "take it from a backup"
     )
 
 

@@ -94,7 +94,8 @@ class Read(Position):
         return parse_time(self.as_of or "")
 
     def looked_at(self, upto: Position) -> Read:
-        """Returns the read moved to a later position, up to which it was checked or read again."""
+        """Returns the read as if made at a later position, up to which it is known to be right, or was
+        requested again."""
         return self.model_copy(update=vars(upto))
 
     @property
