@@ -200,7 +200,7 @@ def test_healthy_tables_are_green(market: Market) -> None:
 def test_numbers_of_a_healthy_table(market: Market) -> None:
     found = checks(market.results[-1])["prices:every_record_is_accounted_for"].metadata
     numbers = {name: value.value for name, value in found.items()}
-    assert numbers["looked_at"] == "what batch 2 changed"
+    assert numbers["looked_at"] == "changes of batch 2"
     assert numbers["records_in"] == 11
     assert numbers["records_applied"] == 8
     assert numbers["records_late"] == 1

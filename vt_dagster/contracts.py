@@ -1,12 +1,11 @@
-"""What must hold of tables that remember what was true when, as pandera checks and schemas on PySpark.
+"""Invariants of streams, tables and versioned tables as pandera checks and schemas on PySpark.
 
-The checks hold for any Spark DataFrame with validity intervals: the library's own tables, dbt
-snapshots, slowly changing dimensions that anything else wrote. Call one in a ``@pa.dataframe_check`` of
-a model of your own, or name it: importing this module registers all with pandera, so that a
-snapshots, slowly changing dimensions of anybody's. Call one in a ``@pa.dataframe_check`` of
-methods.
+The checks work on any Spark DataFrame with validity intervals: the library's own tables, dbt snapshots,
+slowly changing dimensions from any other writer. Call a check in a ``@pa.dataframe_check`` of your own
+model, or name it: importing this module registers all checks with pandera, so that a model's ``Config``
+accepts ``versions_do_not_overlap = {"key": ["id"]}``, and ``pandera.Check`` has them as methods.
 
-``contract(node)`` is the whole contract of one of the library's tables, as a pandera schema. Gates,
+``contract(node)`` returns the whole contract of one of the library's tables as a pandera schema. Gates,
 asset checks and the command line count the same conditions, many in one pass.
 """
 
@@ -66,25 +65,25 @@ _register()
 
 
 def contract(node: Stream) -> pa.DataFrameSchema:
-    """The contract of a stream's or table's rows, to validate any DataFrame of them with pandera.
+    """Returns a pandera schema that validates any DataFrame with the rows of a stream or table.
 
-    It holds for what the library wrote and for what something else wrote with the same columns: a
-    table that Trino or dbt filled, an export, a copy.
+    The DataFrame may come from the library or from another writer that uses the same columns: a table
+    that Trino or dbt filled, an export, a copy.
 
-    Of a versioned table the rows are its versions: key and value columns, ``valid_from`` (TIMESTAMP,
-    inclusive) and ``valid_to`` (TIMESTAMP, exclusive, null = current). Of another table they are its
-    current rows, of a stream or a join's result the rows of its log; both have ``timestamp``. The
-    columns that only the library adds (``partition``, ``offset``, ``is_tombstone``, ...) may be
-    missing.
+    The rows of a versioned table are its versions: key and value columns, ``valid_from`` (TIMESTAMP,
+    inclusive) and ``valid_to`` (TIMESTAMP, exclusive, null = current). The rows of another table are
+    its current rows; the rows of a stream or a join's result are the rows of its log. Both have
+    ``timestamp``. The columns that only the library adds (``partition``, ``offset``, ``is_tombstone``,
+    ...) may be missing.
 
-    The schema has the columns with their types, the not-null columns and the checks of the node's own
-    pandera model, and the invariants. Checks of values leave tombstones out, which have none. Order and
-    late rows are looked at where the frame has the columns for it: ``timestamps_do_not_decrease`` needs
+    The schema has the columns with their types, the not-null columns and checks of the node's own
+    pandera model, and the invariants. Checks of values skip tombstones, which have no values. Checks of
+    order and late rows need their columns in the frame: ``timestamps_do_not_decrease`` needs
     ``offset``.
 
     Returns:
         a ``pandera.pyspark.DataFrameSchema``: ``contract(node).validate(df).pandera.errors`` is empty
-        where all holds. pandera runs one Spark job a check.
+        if all checks pass. pandera runs one Spark job per check.
     """
     if isinstance(node, VersionedTable):
         columns, needed = view_schema(node), {VALID_FROM, VALID_TO}
@@ -100,7 +99,7 @@ def contract(node: Stream) -> pa.DataFrameSchema:
         )
         for f in columns.fields
     }
-    # The rows of a table's view are not its log.
+    # A table's rows come from its view: the invariants of the log do not apply to them.
     invariants = invariants_of_view(node) if isinstance(node, Table) else invariants_of_log(node)
     rules = [*_of_values(node)]
     rules += [getattr(pa.Check, name)(**given) for name, given in invariants.items()]
@@ -108,7 +107,7 @@ def contract(node: Stream) -> pa.DataFrameSchema:
 
 
 def _of_values(node: Stream) -> list[pa.Check]:
-    """The checks of the node's own pandera model, and its not-null columns, of rows with a value."""
+    """Returns the node's own pandera checks and not-null columns, for rows that are no tombstones."""
     if not hasattr(node.contract, "to_schema"):
         return []
     schema = node.contract.to_schema()

@@ -86,7 +86,7 @@ def test_what_a_run_left_alone_is_not_looked_at_again(three: Topology, spark: Sp
     overwrite(store.view_path, spoiled(view_of(store)), 0)
     found = findings(run(three, three.rates, spark))
     assert bad(found) == set()
-    assert {f.looked_at for f in found.values()} == {"what batch 3 changed"}
+    assert {f.looked_at for f in found.values()} == {"changes of batch 3"}
     assert found["every_record_is_accounted_for"].numbers["rows_in_log"] == 24
     everything = audit(store)
     assert bad(everything) == {"one_version_per_key_and_timestamp"}
@@ -102,7 +102,7 @@ def test_what_a_run_out_of_order_rewrote_is_looked_at(three: Topology, spark: Sp
     overwrite(store.view_path, spoiled(view_of(store)), 0)
     found = findings(store)
     assert bad(found) == {"one_version_per_key_and_timestamp"}
-    assert {f.looked_at for f in found.values()} == {"what batch 3 changed"}
+    assert {f.looked_at for f in found.values()} == {"changes of batch 3"}
 
 
 def test_where_somebody_else_wrote_everything_is_looked_at(
@@ -121,7 +121,7 @@ def test_compaction_is_nobody_else(three: Topology, spark: SparkSession) -> None
     store = three.store("rates", spark)
     spark.sql(f"OPTIMIZE delta.`{store.view_path}`")
     found = findings(run(three, three.rates, spark))
-    assert {f.looked_at for f in found.values()} == {"what batch 3 changed"}
+    assert {f.looked_at for f in found.values()} == {"changes of batch 3"}
     assert bad(found) == set()
 
 
@@ -136,10 +136,10 @@ def test_a_run_of_late_records_only(three: Topology, spark: SparkSession) -> Non
     found = findings(store)
     assert bad(found) == set()
     assert {f.looked_at for f in found.values()} == {
-        "what batch 4 changed",
-        "nothing: the view is what it was when it was looked at",
+        "changes of batch 4",
+        "nothing: the view is unchanged since the last audit",
     }
-    assert found["every_record_is_accounted_for"].looked_at == "what batch 4 changed"
+    assert found["every_record_is_accounted_for"].looked_at == "changes of batch 4"
     assert found["every_record_is_accounted_for"].numbers["rows_in_quarantine_late"] == 1
 
 
@@ -148,7 +148,7 @@ def test_a_record_that_the_run_lost_or_doubled(three: Topology, spark: SparkSess
     log = store.read("log").localCheckpoint()
     overwrite(store.log_path, log.where("k != 'c'"))
     found = findings(store)["every_record_is_accounted_for"]
-    assert found.looked_at == "what batch 3 changed"
+    assert found.looked_at == "changes of batch 3"
     assert (found.passed, found.numbers["rows_lost"]) == (False, 1)
     assert {"what": "offsets of partition 0", "expected": "23..23", "found": "missing"} in found.sample
     overwrite(store.log_path, log.unionByName(log.where("k = 'c'")))
@@ -178,7 +178,7 @@ def test_a_result_older_than_one_of_a_run_before(tmp_path: Path, spark: SparkSes
     overwrite(store.log_path, log.withColumn("timestamp", moment))
     found = findings(store)
     assert bad(found) == {"timestamps_do_not_decrease"}
-    assert found["timestamps_do_not_decrease"].looked_at == "what batch 2 changed"
+    assert found["timestamps_do_not_decrease"].looked_at == "changes of batch 2"
 
 
 def test_a_window_that_is_released_again_by_a_later_run(tmp_path: Path, spark: SparkSession) -> None:
@@ -201,4 +201,4 @@ def test_a_window_that_is_released_again_by_a_later_run(tmp_path: Path, spark: S
     overwrite(store.log_path, log.where("`offset` < 2").unionByName(second))
     found = findings(store)
     assert bad(found) == {"one_result_per_window"}
-    assert found["one_result_per_window"].looked_at == "what batch 3 changed"
+    assert found["one_result_per_window"].looked_at == "changes of batch 3"

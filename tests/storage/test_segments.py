@@ -84,9 +84,7 @@ def test_any_runs_make_the_view_that_the_whole_log_makes(
         store = topology.store("rates", spark)
         found = audit(store, f"run {run}")
         assert {f.name: f.sample for f in found if not f.passed} == {}
-        assert {f.looked_at for f in found} == {
-            f"what batch {run + 1} changed" if run else "everything"
-        }
+        assert {f.looked_at for f in found} == {f"changes of batch {run + 1}" if run else "everything"}
         assert rows_of(store) == as_made_anew(topology, spark, f"anew{run}")
         now_there = layout(store)
         forgotten = now_there.first

@@ -1,4 +1,4 @@
-"""What must hold of committed tables, as queries that find the rows where it does not. No Dagster."""
+"""Audits committed tables: queries that find the rows which break an invariant. No Dagster."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 SAMPLE = 10
 EVERYTHING = "everything"
 _TRIES = 5
-"""What is found while another run commits is a mixture of before and after: look again, so often."""
+"""Attempts per audit: an audit beside a committing run mixes two states, so a failure is retried."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: how many rows offend, a few of them, other numbers, and among what."""
+    """The result of one check: number of offending rows, a sample, other counts, and the scope."""
 
     name: str
     offending: int
@@ -69,7 +69,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A named check: what it promises, and for which kinds of assets."""
+    """A check: its name and the invariant that it promises."""
 
     name: str
     promise: str
@@ -77,7 +77,7 @@ class Check:
 
 SEGMENTED = Check(
     "versions_lie_in_their_segment",
-    "current versions are stored apart, and history by the time it ended: else readers would miss it",
+    "current versions are stored apart, history by its end time, so that readers find all versions",
 )
 ACCOUNTED = Check(
     "every_record_is_accounted_for",
@@ -86,7 +86,7 @@ ACCOUNTED = Check(
 
 
 def checks_of(node: Stream) -> list[Check]:
-    """The checks that an asset has: the invariants of its contract, and what is none of a DataFrame."""
+    """Returns an asset's checks: the invariants of its contract, and those that need stored files."""
     of_view = [Check(name, PROMISES[name]) for name in invariants_of_view(node)]
     if isinstance(node, VersionedTable):
         of_view.append(SEGMENTED)
@@ -95,17 +95,17 @@ def checks_of(node: Stream) -> list[Check]:
 
 @dataclass(frozen=True)
 class Scope:
-    """What an audit looks at.
+    """The rows that an audit checks.
 
-    Of a view whose history is looked at from some segment on, what joins it to the part before, which
-    the batch left alone, is not.
+    If the audit checks history from a segment on, it does not check the transition from the segments
+    before it, which the batch did not change.
 
     Args:
-        start: the log from these offsets on (inclusive).
-        segment: of a versioned table's view what is current, and history from this segment on; None =
-            all of it.
-        rows: so many of the log, and ``rows_read``, of the view, more or less.
-        view: whether the view is looked at: not where it is as it was looked at before.
+        start: first offsets of the log to check (inclusive); empty = the whole log.
+        segment: first segment of a versioned table's history to check, besides all current versions;
+            None = the whole view.
+        rows: approximate number of log rows; ``rows_read``: of view rows.
+        view: whether to check the view; false if it is unchanged since the last audit.
     """
 
     start: Offsets
@@ -119,14 +119,14 @@ def audit(store: AssetStore, run_id: str | None = None) -> list[Finding]:
     """Runs all checks of an asset on its committed tables.
 
     Args:
-        run_id: where the last batch is this run's, and nobody else has written to log or view since the
-            batch before it, only what the batch changed is looked at: its rows of the log, the results
-            that they could be at odds with, and the segments of the view that it wrote. What it left
-            alone has been looked at after earlier runs. None = everything.
+        run_id: checks only the changes of the last batch, if this run wrote it and nobody else has
+            written to log or view since the batch before: the batch's rows of the log, earlier results
+            that could conflict with them, and the view segments that it wrote. Audits of earlier runs
+            have checked the rest. None = checks everything.
 
-    Plan: one job, with one pass over the view for all checks on it, one over the log's offsets and one
-    over the quarantine table; samples are only fetched for a check that fails. An operator whose
-    results are in an order takes one more job, for the oldest of the new ones.
+    Plan: one job, with one pass over the view for all its checks, one over the log's offsets and one
+    over the quarantine table; samples are fetched only for a failed check. An operator with ordered
+    results takes one more job, which finds the oldest new result.
     """
     found: list[Finding] = []
     for _ in range(_TRIES):
@@ -150,12 +150,12 @@ def _audited(store: AssetStore, run_id: str | None) -> list[Finding]:
         found = _findings(store, head, there.base, scope)
     if not scope.start:
         return found
-    changed = f"what batch {head.commit.batch} changed"
+    changed = f"changes of batch {head.commit.batch}"
     return [replace(one, looked_at=changed) if one.looked_at == EVERYTHING else one for one in found]
 
 
 def _of_the_batch(store: AssetStore, head: Head, base: Base | None) -> Scope | None:
-    """What the last batch changed; None where more than that must be looked at."""
+    """Returns the changes of the last batch; None = the audit must check more than these."""
     batch = head.commit.batch
     before = delta.batch_before(store.log_path, batch)
     if before is None:
@@ -170,7 +170,7 @@ def _of_the_batch(store: AssetStore, head: Head, base: Base | None) -> Scope | N
         return None
     segments = base.checkpoint.segments
     if base.checkpoint.batch != batch:
-        # It has not been written: the view is behind the log, or nothing in the log has changed it.
+        # The batch did not write the view: it is behind the log, or the batch did not change it.
         last = None if segments is None else segments.last
         return Scope(start, last, rows, 0, view=False)
     if delta.batch_before(store.view_path, batch) is None:
@@ -207,14 +207,12 @@ def _findings(store: AssetStore, head: Head, base: Base | None, scope: Scope) ->
 
 
 def _passed_over(check: Check) -> Finding:
-    return Finding(
-        check.name, 0, [], looked_at="nothing: the view is what it was when it was looked at"
-    )
+    return Finding(check.name, 0, [], looked_at="nothing: the view is unchanged since the last audit")
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Counts that are wanted of some rows, by the values of a column where one is given."""
+    """Aggregates to compute over some rows, grouped by ``by`` if it is given."""
 
     rows: DataFrame
     columns: Mapping[str, Column]
@@ -222,14 +220,14 @@ class _Counts:
 
 
 _Counted: TypeAlias = dict[str | None, dict[str, int]]
-"""Counts by name, of each value (as text) of the column they are grouped by; None = of all rows."""
+"""Counts by name, per value (as text) of the grouping column; None = of all rows."""
 
 
 def _count(wanted: Sequence[_Counts]) -> list[_Counted]:
-    """Counts of several DataFrames, in the order given.
+    """Returns the counts of several DataFrames, in the order given.
 
-    Plan: one job, the union of their aggregates. Their stages run beside each other, and Spark plans
-    and schedules once; of a small run that is most of the time.
+    Plan: one job, the union of their aggregates. Their stages run in parallel, and Spark plans and
+    schedules once, which takes most of the time of a small audit.
     """
     parts: list[DataFrame] = []
     for number, one in enumerate(wanted):
@@ -251,10 +249,10 @@ def _count(wanted: Sequence[_Counts]) -> list[_Counted]:
 
 @dataclass(frozen=True)
 class _OnRows:
-    """Rules that rows are to keep.
+    """Rows, and the rules to check on them.
 
     Args:
-        shown: the columns of a sample, besides what the invariant itself shows of an offending row.
+        shown: the columns of a sample, besides the rule's own columns.
     """
 
     rows: DataFrame
@@ -268,7 +266,7 @@ class _OnRows:
         return _Counts(with_columns_of(self.rows, self.rules), broken)
 
     def findings(self, counts: Mapping[str, int]) -> list[Finding]:
-        """The rules' findings. Plan: one more job for each rule that rows break."""
+        """Returns the rules' findings. Plan: one more job per broken rule, for the sample."""
         return [Finding(r.name, counts[r.name], self._sample(r, counts[r.name])) for r in self.rules]
 
     def _sample(self, rule: Rule, broken: int) -> list[dict[str, Any]]:
@@ -280,7 +278,7 @@ class _OnRows:
 
 
 def _rules(invariants: Mapping[str, dict[str, Any]], columns: Sequence[str]) -> list[Rule]:
-    """Invariants of a contract, read as conditions."""
+    """Returns the invariants of a contract as conditions."""
     found: list[Rule] = []
     for name, parameters in invariants.items():
         rule = rule_of(name, partial(CHECKS[name], **parameters), columns)
@@ -305,11 +303,11 @@ def _versions(store: AssetStore, node: VersionedTable, checkpoint: Checkpoint, s
     like = stored_as(node, store.log_path)
     rows = parquet.read(store.spark, store.view_path, wanted=wanted, parted=True, like=like)
     horizon = of_table.horizon_of(node, by_partition(checkpoint.stream_time))
-    # Segments are removed as a whole; readers leave out what has expired in the others.
+    # Expired versions may stay in a segment until the whole segment is removed: readers filter them.
     gone = F.coalesce(F.col(SEGMENT) < layout.first, F.lit(True))
     expired = expired_versions(horizon, VALID_TO).where
     invariants = invariants_of_view(node)
-    del invariants["nothing_older_than_retention"]  # of each partition's own stream time
+    del invariants["nothing_older_than_retention"]  # replaced below by a check per partition
     rules = _rules(invariants, rows.columns)
     kept = ~F.coalesce(expired, F.lit(False))
     rules = [
@@ -334,13 +332,13 @@ def _stored_log(store: AssetStore) -> DataFrame:
 
 
 def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: str) -> DataFrame:
-    """Rows of the log: those to be looked at, and the earlier ones that are as young as any of them.
+    """Returns the log rows of the scope, and earlier rows at or after the oldest time among these.
 
     Args:
-        among: which rows have to do with the check.
-        moment: the column that says how young a row is.
+        among: condition of the rows that the check concerns.
+        moment: the time column to compare.
 
-    Plan: where not everything is looked at, a job that finds the oldest; Delta leaves out files by it.
+    Plan: unless the scope is the whole log, one job finds the oldest time; Delta skips files by it.
     """
     log = _stored_log(store).where(among)
     if not scope.start:
@@ -353,7 +351,7 @@ def _since(store: AssetStore, head: Head, scope: Scope, among: Column, moment: s
 def _of_log(
     store: AssetStore, node: Stream, head: Head, scope: Scope, name: str, given: dict[str, Any]
 ) -> _OnRows:
-    """An invariant of the log, looked at in its new rows and the earlier ones that are as young."""
+    """Returns an invariant of the log, to check on its new rows and the earlier rows they may break."""
     among, moment = F.lit(True), node.key[-1]
     if name == "timestamps_do_not_decrease":
         among, moment = has_key(node.key), TIMESTAMP
@@ -367,7 +365,7 @@ def _log_of(store: AssetStore, head: Head, scope: Scope) -> DataFrame:
 
 
 def _accounts(store: AssetStore, head: Head, scope: Scope) -> dict[str, _Counts]:
-    """What has to be counted for :func:`_accounted`."""
+    """Returns the counts that :func:`_accounted` needs."""
     node, log = store.node, _log_of(store, head, scope)
     spots = {"rows": F.count(F.lit(1)), "offsets": F.count_distinct(OFFSET)}
     found = {"log": _Counts(log, spots, PARTITION)}
@@ -385,10 +383,10 @@ def _accounts(store: AssetStore, head: Head, scope: Scope) -> dict[str, _Counts]
 
 
 def _accounted(store: AssetStore, head: Head, scope: Scope, counted: Mapping[str, _Counted]) -> Finding:
-    """Compares what is there with what the commits say that came in.
+    """Compares the stored rows with the record counts in the commits.
 
     Args:
-        counted: what :func:`_accounts` wants to be counted.
+        counted: the results of :func:`_accounts`.
     """
     node, totals, there = store.node, head.commit.totals, counted["log"]
     erased, gone = head.commit.erased, sum(head.commit.missing.values())
@@ -398,14 +396,14 @@ def _accounted(store: AssetStore, head: Head, scope: Scope, counted: Mapping[str
         row = there.get(str(partition), {})
         first = max(scope.start.get(partition, 0), head.commit.kept_from(partition))
         rows, offsets = row.get("rows", 0), row.get("offsets", 0)
-        # An erase is a batch of its own: in what a later one changed nothing is missing.
+        # An erase is a batch of its own: rows of a later batch are complete.
         wanted = end - first - (0 if scope.start else erased.get(partition, 0))
         lost += max(0, wanted - offsets)
         doubled += rows - offsets
         if rows != wanted or offsets != wanted:
             log = _log_of(store, head, scope).where(F.col(PARTITION) == partition)
             problems += _gaps(log, partition, first, end)
-    # What is older than the batch has been read after earlier runs; here the log's own statistics do.
+    # Earlier audits have read the older rows; Delta's statistics are enough to count them here.
     in_log = sum(
         (file.rows for file in delta.files(store.log_path, head.version))
         if scope.start
@@ -430,7 +428,7 @@ def _accounted(store: AssetStore, head: Head, scope: Scope, counted: Mapping[str
             applied = totals.get("applied", 0) + totals.get(rules.CARRIED.name, 0)
             short.append(("records applied = rows in the log", applied, in_log + gone))
         elif "duplicates" in counted:
-            # Each row that was carried on has the time of a version.
+            # A row with forward-merged values has the time of an existing version: no duplicate.
             again = 0 if partial_columns(node) else totals.get(rules.CARRIED.name, 0)
             numbers["records_duplicate"] = max(0, counted["duplicates"][None]["rows"] - again)
     wrong = [{"what": w, "expected": str(a), "found": str(b)} for w, a, b in short if a != b]
@@ -439,7 +437,7 @@ def _accounted(store: AssetStore, head: Head, scope: Scope, counted: Mapping[str
 
 
 def _gaps(log: DataFrame, partition: int, start: int, end: int) -> list[dict[str, Any]]:
-    """Where offsets from ``start`` to ``end`` (exclusive) are missing or stand twice."""
+    """Returns the offsets from ``start`` to ``end`` (exclusive) that are missing or duplicate."""
     following = F.lead(OFFSET, 1, end).over(W.partitionBy(PARTITION).orderBy(OFFSET))
     first = log.agg(F.min(OFFSET)).collect()[0][0]
     spots = (

@@ -25,12 +25,12 @@ _COUNTED = (Outcome.APPLIED, Outcome.DROPPED, Outcome.COVERED, Outcome.NOTHING_N
 
 @dataclass(frozen=True)
 class Passed:
-    """What the gate has seen of rows that may be committed.
+    """Counts and times of rows that have passed the gate and may be committed.
 
     Args:
-        counts: by outcome, and the processor's tallies.
-        by_partition: the same of each partition.
-        times: of each partition, the largest timestamp of an applied row.
+        counts: records by outcome, and the processor's tallies.
+        by_partition: these counts per partition.
+        times: per partition, the largest timestamp of an applied row.
         earliest: the smallest timestamp of an applied row that is not its key's latest.
     """
 
@@ -41,15 +41,15 @@ class Passed:
 
     @property
     def single_task(self) -> bool:
-        """Whether one task can well put into order what is applied of a partition."""
+        """Whether a partition has so few applied records that one task can sort them."""
         return max((c[Outcome.APPLIED] for c in self.by_partition.values()), default=0) <= CHUNK
 
 
 def gate(processor: Processor[Any], rows: DataFrame, stream_time: Column) -> Passed:
-    """Counts, contract, invariants and stream time of a run's results, in one aggregate by partition.
+    """Checks contract and invariants of a run's results and counts them, in one aggregate.
 
     Args:
-        stream_time: of the row's partition before the run, TIMESTAMP; null where there was none.
+        stream_time: stream time of the row's partition before the run, TIMESTAMP; null = none yet.
 
     Raises:
         ContractError: rows break their schema's checks, or an invariant.
@@ -90,15 +90,14 @@ def gate(processor: Processor[Any], rows: DataFrame, stream_time: Column) -> Pas
 def invariants_before_commit(
     processor: Processor[Any], columns: Sequence[str], stream_time: Column
 ) -> list[Rule]:
-    """The invariants of the rows that a run is about to commit, and of the intervals that they change.
+    """Returns the invariants of the rows that a run is about to commit, and of the changed intervals.
 
-    - Of a table a row that becomes its key's current one is compared with the row that it replaces,
-      which it has as ``old``: a version begins where the one before it ends, so it must not begin
-      earlier. No other row is read.
-    - Nothing that is applied to a versioned table is older than its retention before the run.
-    - Of results that a stream has no ``old`` of, the run's own rows are compared.
+    - A row of a table that becomes the current one is compared with the row it replaces, its ``old``: a
+      version begins where the version before ends, so it must not begin earlier. No other row is read.
+    - No row applied to a versioned table is older than the table's retention before the run.
+    - Results of a stream, which have no ``old``, are compared among the rows of the run.
 
-    The asset checks compare with all rows of earlier runs. Needs a running Spark session.
+    Only the asset checks compare with all rows of earlier runs. Needs a running Spark session.
     """
     node = processor.node
     promised = (isinstance(node, VersionedTable), processor.monotonic, processor.emits_once)
@@ -114,11 +113,11 @@ def invariants_before_commit(
         if replaces is not None:
             found.append(Rule("versions_do_not_overlap", replaces))
         old = F.coalesce(F.col(TIMESTAMP) < horizon_of(node, stream_time), F.lit(False))
-        if START in columns:  # a snapshot to start with says what is there, however old
+        if START in columns:  # rows of an initial snapshot are current, however old
             old = old & ~F.col(START)
-        if not follows_source(node):  # which takes what a source holds, however old
+        if not follows_source(node):  # such a table takes the source's rows, however old
             found.append(Rule("nothing_older_than_retention", old))
-    # Rows that are not applied are not compared with those that are.
+    # The outcome is part of the key: applied rows must not be compared with the others.
     key = [OUTCOME, PARTITION, *node.key]
     if processor.monotonic and replaces is not None:
         found.append(Rule("timestamps_do_not_decrease", replaces))

@@ -1,12 +1,12 @@
 """Invariants of tables with validity intervals and of logs, each a check of a whole DataFrame.
 
 A check is a function ``(frame, *, parameters) -> bool``, as pandera calls it; ``vt_dagster.contracts``
-registers all of them with pandera. The conditions that they are made of (:class:`Violation`) are what
-a gate or an asset check counts, many in one pass.
+registers all of them with pandera. Gates and asset checks count the underlying conditions
+(:class:`Violation`), many in one pass.
 
 Intervals are half open: ``valid_from`` is inclusive, ``valid_to`` exclusive, and a null ``valid_to``
-means that the version is current. Both may be TIMESTAMP, DATE or any other type that can be ordered.
-Null keys are one key.
+means that the version is current. Both may be TIMESTAMP, DATE or any other orderable type. All null
+keys count as one key.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Names: TypeAlias = str | Sequence[str]
 
 @dataclass(frozen=True)
 class Violation:
-    """Which rows break an invariant.
+    """The condition of rows that break an invariant.
 
     Args:
         where: true for an offending row; false or null for any other.
-        columns: columns that ``where`` needs besides the frame's own, by name. Equal names are equal
-            expressions, so that several violations share them.
+        columns: further columns that ``where`` needs, by name. Equal names stand for equal expressions,
+            so that several violations share them.
     """
 
     where: Column
@@ -62,22 +62,22 @@ def _names(key: Names) -> list[str]:
 
 
 def _column(name: str) -> Column:
-    """A column by its name; a name with dots is a field of a struct."""
+    """Returns a column by name; a name with dots is a field of a struct."""
     return F.col(name) if "." in name else F.col(f"`{name}`")
 
 
 def _helper(what: str, *parts: Any) -> str:
-    """One name for one expression, so that two checks with the same parameters share a window."""
+    """Returns one name per expression, so that two checks with the same parameters share a window."""
     return f"{what}#{crc32(repr(parts).encode()):08x}"
 
 
 def shown_as(helper: str) -> str:
-    """The name to show a column of ``Violation.columns`` by."""
+    """Returns the name under which samples show a column of ``Violation.columns``."""
     return helper.partition("#")[0]
 
 
 def _following(key: Names, valid_from: str, valid_to: str) -> tuple[str, Column]:
-    """The begin of a key's next version."""
+    """Returns the ``valid_from`` of the key's next version, as a named window expression."""
     keys = _names(key)
     order = [_column(valid_from), _column(valid_to).asc_nulls_last()]
     following = F.lead(_column(valid_from)).over(W.partitionBy(*map(_column, keys)).orderBy(*order))
@@ -113,7 +113,7 @@ def empty_intervals(valid_from: str, valid_to: str) -> Violation:
 
 
 def second_current_versions(key: Names, valid_to: str) -> Violation:
-    """See :func:`one_current_version_per_key`; each of a key's current versions is one too many."""
+    """See :func:`one_current_version_per_key`; counts all current versions of an offending key."""
     keys, is_current = _names(key), _column(valid_to).isNull()
     name = _helper("current_versions", keys, valid_to)
     current = F.count(F.when(is_current, 1)).over(W.partitionBy(*map(_column, keys)))
@@ -124,7 +124,7 @@ def expired(horizon: Column, valid_to: str) -> Violation:
     """See :func:`nothing_older_than_retention`.
 
     Args:
-        horizon: the first time that the history answers, inclusive.
+        horizon: start of the history; a version that ended at or before it has expired.
     """
     return Violation(_column(valid_to) <= horizon)
 
@@ -167,8 +167,8 @@ def versions_do_not_overlap(
 ) -> bool:
     """No version of a key ends after the key's next version begins.
 
-    A current version ends after every other one. Two versions with one ``valid_from`` are the matter of
-    ``one_version_per_key_and_timestamp``.
+    A current version ends after every other one. ``one_version_per_key_and_timestamp`` covers two
+    versions with the same ``valid_from``.
 
     Args:
         key: one or more columns.
@@ -190,8 +190,8 @@ def versions_are_contiguous(
 
     Args:
         key, valid_from, valid_to: as for ``versions_do_not_overlap``.
-        last_is_current: whether a key's last version must be current, too: true of a table that keeps
-            deletions as versions.
+        last_is_current: whether a key's last version must be current, too: set it for a table that
+            stores tombstones as versions.
     """
     return _none_in(frame, gaps(key, valid_from, valid_to, last_is_current))
 
@@ -199,7 +199,7 @@ def versions_are_contiguous(
 def one_version_per_key_and_timestamp(
     frame: DataFrame, *, key: Names, valid_from: str = VALID_FROM, valid_to: str = VALID_TO
 ) -> bool:
-    """No key has two versions with one ``valid_from``.
+    """No key has two versions with the same ``valid_from``.
 
     Args:
         key, valid_from, valid_to: as for ``versions_do_not_overlap``.
@@ -210,7 +210,7 @@ def one_version_per_key_and_timestamp(
 def valid_from_before_valid_to(
     frame: DataFrame, *, valid_from: str = VALID_FROM, valid_to: str = VALID_TO
 ) -> bool:
-    """Every version has a begin, and ends after it; a version of no length is refused.
+    """Every version has a ``valid_from`` and ends after it; a version of zero length is refused.
 
     Args:
         valid_from, valid_to: as for ``versions_do_not_overlap``.
@@ -219,7 +219,7 @@ def valid_from_before_valid_to(
 
 
 def one_current_version_per_key(frame: DataFrame, *, key: Names, valid_to: str = VALID_TO) -> bool:
-    """No key has two versions without an end; it may have none.
+    """No key has two versions without an end; a key may have no current version.
 
     Args:
         key, valid_to: as for ``versions_do_not_overlap``.
@@ -237,13 +237,13 @@ def nothing_older_than_retention(
 ) -> bool:
     """No version ended before the history retention began: ``valid_to > stream time - retention``.
 
-    A version that ended exactly then has expired. Source: KIP-889, "history retention".
+    A version that ended exactly at that bound has expired. Source: KIP-889, "history retention".
 
     Args:
-        retention: how far the history reaches back.
+        retention: length of the history.
         valid_from, valid_to: as for ``versions_do_not_overlap``; both TIMESTAMP.
-        stream_time: the time that the retention counts from; None = the largest ``valid_from``, of each
-            partition where the frame has a column ``partition``; that takes a job of its own.
+        stream_time: end of the history; None = the largest ``valid_from``, per partition if the frame
+            has a column ``partition``, which takes a Spark job of its own.
     """
     if stream_time is not None:
         horizon = F.lit(stream_time - retention).cast("timestamp")
@@ -273,16 +273,16 @@ def timestamps_do_not_decrease(
     order: Names | None = None,
     late: str = IS_LATE,
 ) -> bool:
-    """Of a key, in the order in which its rows were written, no row is older than a row before it.
+    """No row is older than an earlier row of its key, in write order.
 
-    Tombstones count. Rows that were late are left out on both sides.
+    Tombstones are compared as well. Late rows are excluded on both sides.
 
     Args:
-        key: one or more columns; a log's order is that of its partitions, so rows of two partitions are
-            compared only where ``order`` says so.
-        timestamp: when a row was true.
-        order: the columns that say the order of writing; None = ``offset`` within ``partition``.
-        late: a BOOLEAN column that is true for late rows; where the frame has no such column, none is.
+        key: one or more columns. A log is ordered within its partitions, so rows of two partitions are
+            compared only if ``order`` is given.
+        timestamp: event time of a row.
+        order: the columns that give the write order; None = ``offset`` within ``partition``.
+        late: a BOOLEAN column that is true for late rows; without such a column no row is late.
     """
     keys = _names(key)
     if order is None:
@@ -295,10 +295,10 @@ def one_result_per_window(frame: DataFrame, *, key: Names, order: Names | None =
     """No window of a key has two results: results are final.
 
     Args:
-        key: the key columns. The columns of the window, ``window_start`` and ``window_end``, belong to
-            it, and are added where the frame has them.
-        order: the columns that say the order of writing, which tells the first result from those after
-            it; None = ``partition, offset`` where the frame has them.
+        key: the key columns. The window columns ``window_start`` and ``window_end`` belong to the key,
+            and are added if the frame has them.
+        order: the columns that give the write order, which separates the first result from later ones;
+            None = ``partition, offset`` if the frame has them.
     """
     keys = _names(key)
     keys += [c for c in (WINDOW_START, WINDOW_END) if c in frame.columns and c not in keys]
@@ -321,27 +321,27 @@ CHECKS: dict[str, Callable[..., bool]] = {
         one_result_per_window,
     )
 }
-"""The checks by the names under which pandera knows them."""
+"""The checks by their names in pandera."""
 
 
-# ------------------------------------------------------------------------------- of a node's rows
+# ------------------------------------------------------------------------------ invariants of a node
 
 PROMISES = {
     "versions_do_not_overlap": "no version ends after the next one begins",
     "versions_are_contiguous": "every version ends where the next one begins",
-    "one_version_per_key_and_timestamp": "no key has two versions at one time",
+    "one_version_per_key_and_timestamp": "no key has two versions that begin at the same time",
     "valid_from_before_valid_to": "every version begins before it ends",
-    "one_current_version_per_key": "no key has two versions that are current",
+    "one_current_version_per_key": "no key has two current versions",
     "nothing_older_than_retention": "no version ended before the history retention began",
     "one_row_per_key": "no key has two current rows",
-    "timestamps_do_not_decrease": "per key, no result is older than one before it, unless it was late",
+    "timestamps_do_not_decrease": "per key, no result is older than an earlier one, unless it was late",
     "one_result_per_window": "no window has two results: results are final",
 }
-"""What each invariant promises, in a sentence."""
+"""The promise of each invariant, in a sentence."""
 
 
 def invariants_of_view(node: Stream) -> dict[str, dict[str, Any]]:
-    """The invariants of a table's view by name, with their checks' parameters; a stream has none."""
+    """Returns the invariants of a table's view by name, with check parameters; a stream has none."""
     key = {"key": [*node.key]}
     if isinstance(node, VersionedTable):
         return {
@@ -356,7 +356,7 @@ def invariants_of_view(node: Stream) -> dict[str, dict[str, Any]]:
 
 
 def invariants_of_log(node: Stream) -> dict[str, dict[str, Any]]:
-    """The same of a log: what an operator promises of the order of its results."""
+    """Returns the invariants of a log by name: the order of results that the operator promises."""
     processor, key = processor_of(node), {"key": [*node.key]}
     found: dict[str, dict[str, Any]] = {}
     if processor.monotonic:

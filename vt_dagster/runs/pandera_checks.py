@@ -1,9 +1,9 @@
-"""What a run asks pandera: checks read as conditions and counted in one pass, columns and their types.
+"""Runs pandera checks as conditions that one pass counts, and compares columns and their types.
 
-pandera's own ``validate`` runs a Spark job for each check. Its checks have one shape, though: *no row
-is left by this filter*, perhaps over columns that the check adds first. Here each check is asked for
-its filter and those columns, and all of them are counted in a single aggregate. A check of any other
-shape is run as pandera runs it.
+pandera's own ``validate`` runs a Spark job per check. Most checks have one shape, though: *no row
+passes this filter*, perhaps over columns that the check adds first. This module records each check's
+filter and added columns, and counts all of them in a single aggregate. A check of any other shape runs
+as pandera runs it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vt_dagster.topology.schema import same
 
 @dataclass(frozen=True)
 class Rule:
-    """One invariant of rows: its name and the condition that an offending row meets; ``columns`` are
-    those that the condition needs besides the row's own, by name."""
+    """An invariant of rows: its name, the condition of an offending row, and further ``columns`` that
+    the condition needs, by name."""
 
     name: str
     violated: Column
@@ -35,14 +35,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Probe:
-    """A check that cannot be read as a condition: a function of the DataFrame that must be true."""
+    """A check that has no condition: a function of the DataFrame that must return true."""
 
     name: str
     holds: Callable[[DataFrame], bool]
 
 
 class _Recorder:
-    """Stands in for a DataFrame and remembers the filter that a check asks it for."""
+    """Replaces a DataFrame and records the filter that a check applies."""
 
     def __init__(self, rows: int, columns: Sequence[str]) -> None:
         self.rows = rows
@@ -74,11 +74,10 @@ class _Recorder:
 
 
 def rule_of(name: str, check: Callable[[Any], Any], columns: Sequence[str]) -> Rule | None:
-    """A check that passes exactly where its filter leaves nothing, as a rule; None = it is of another
-    shape.
+    """Returns a check as a rule, if it passes exactly when its filter returns no row; else None.
 
     Args:
-        columns: of the DataFrame that is to be checked.
+        columns: the columns of the DataFrame to check.
     """
     empty, full = _Recorder(0, columns), _Recorder(1, columns)
     try:
@@ -93,19 +92,19 @@ def rule_of(name: str, check: Callable[[Any], Any], columns: Sequence[str]) -> R
 
 
 def with_columns_of(frame: DataFrame, rules: Sequence[Rule]) -> DataFrame:
-    """A DataFrame with the columns that the conditions of rules need."""
+    """Returns the DataFrame with the columns that the rules' conditions need."""
     added = {name: column for rule in rules for name, column in rule.columns.items()}
     return with_columns(frame, added)
 
 
 def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], list[Probe]]:
-    """The checks of the node's pandera model, of records that are about to be committed.
+    """Returns the checks of the node's pandera model, for records that are about to be committed.
 
-    Null columns and checks concern records with a value: a tombstone needs only its key. Needs a
+    Not-null columns and checks apply to records with a value: a tombstone needs only its key. Needs a
     running Spark session.
 
     Args:
-        columns: those that the records have besides the schema's.
+        columns: the records' columns besides those of the schema.
     """
     if not hasattr(node.contract, "to_schema"):
         return [], []
@@ -118,7 +117,7 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
         if found is None:
             probes.append(Probe(name, check))
         elif found.columns:
-            # Rows that are not applied, or have no value, must not meet the others in a window.
+            # A window must not mix applied rows with rejected ones or tombstones: filter first.
             probes.append(Probe(name, lambda rows: bool(check(rows.where(~F.col(IS_TOMBSTONE))))))
         else:
             rules.append(Rule(name, found.violated & ~F.col(IS_TOMBSTONE)))
@@ -139,7 +138,7 @@ def contract_of(node: Stream, columns: Sequence[str] = ()) -> tuple[list[Rule], 
 
 
 def check_name(check: Any, column: str, taken: set[str]) -> str:
-    """The name that the user gave a check; its column and what it says where there is none."""
+    """Returns the name that the user gave a check; without one, its column and its error text."""
     said = str(check.error)
     given = check.name and said.split("(")[0] != check.name
     name = check.name if given and check.name not in taken else f"{column} {said}"
@@ -148,8 +147,8 @@ def check_name(check: Any, column: str, taken: set[str]) -> str:
 
 
 def on_column(check: Any, column: str) -> Callable[[Any], Any]:
-    """A check of a column as a function of the whole DataFrame."""
-    # Whoever has no contract does not wait for pandera: importing it takes half a second.
+    """Returns a check of a column as a function of the whole DataFrame."""
+    # Importing pandera takes half a second: nodes without a contract must not wait for it.
     from pandera.api.pyspark.types import PysparkDataframeColumnObject
 
     def run(frame: Any) -> Any:
@@ -160,13 +159,16 @@ def on_column(check: Any, column: str) -> Callable[[Any], Any]:
 
 
 def on_frame(check: Any) -> Callable[[Any], Any]:
-    """A check of a DataFrame as the function that it calls."""
+    """Returns the function that a check of a DataFrame calls."""
     return lambda frame: check._check_fn(frame, **check._check_kwargs)
 
 
 def _function_of(check: Any, of: type) -> Callable[..., Any]:
-    """What a check calls. A schema copies what is known of pandera's own checks when it is made, which
-    may have been before anything had imported those for PySpark."""
+    """Returns the function that a check calls.
+
+    A schema copies the registry of pandera's own checks at construction, which may be before the
+    PySpark checks were imported: they are then looked up anew.
+    """
     function = check._check_fn
     known = getattr(function, "_function_registry", None)
     if known is None or of in known:
@@ -179,7 +181,7 @@ def _function_of(check: Any, of: type) -> Callable[..., Any]:
 
 
 def dtype_of(kind: DataType) -> Any:
-    """pandera's type of a column; None for one that pandera does not know (STRUCT, VOID, ...)."""
+    """Returns pandera's type of a column; None = unknown to pandera (STRUCT, VOID, ...)."""
     from pandera.engines.pyspark_engine import Engine
 
     try:
@@ -190,22 +192,22 @@ def dtype_of(kind: DataType) -> Any:
 
 
 def misfits(frame: DataFrame, wanted: StructType, more: tuple[str, ...] = ()) -> list[str]:
-    """What pandera finds wrong with the columns of a DataFrame and their types. Runs no Spark job.
+    """Returns missing columns and wrong types of a DataFrame, by pandera. Runs no Spark job.
 
     Args:
         wanted: columns with their types; VOID = any type.
-        more: columns of any type.
+        more: further columns, of any type.
     """
-    # Definitions load without pandera: importing it takes half a second.
+    # Importing pandera takes half a second: loading definitions must not wait for it.
     import pandera.pyspark as pa
     from pandera.config import ValidationDepth, config_context
 
     types = dict.fromkeys((*wanted.names, *more))
     types |= {f.name: dtype_of(f.dataType) for f in wanted.fields}
-    # Whether a column has nulls is for the gate to count, with everything else.
+    # The gate counts nulls, in its one pass.
     columns = {n: pa.Column(kind, name=n, nullable=True) for n, kind in types.items()}
     schema = pa.DataFrameSchema(columns)
-    # pandera would look into the rows of a frame that lacks a column.
+    # An empty frame: pandera would read the rows of a frame that lacks a column.
     nothing = frame.sparkSession.createDataFrame([], frame.schema)
     with config_context(validation_enabled=True, validation_depth=ValidationDepth.SCHEMA_ONLY):
         checked: Any = schema.validate(nothing)
@@ -224,10 +226,10 @@ def misfits(frame: DataFrame, wanted: StructType, more: tuple[str, ...] = ()) ->
 
 
 def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Rule]) -> None:
-    """Stops a run before its commit where records break their contract.
+    """Stops a run before its commit if records break their contract.
 
     Args:
-        broken: number of offending records by rule; nothing happens where it is empty.
+        broken: number of offending records by rule; empty = the run goes on.
 
     Raises:
         ContractError: names the rules, how many records break each, and one of them.
@@ -246,5 +248,5 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
         lines.append(f"{name}: {count if count >= 0 else 'some'} record(s){example}")
     raise ContractError(
         f"{node.name}: expected records that satisfy their schema, got some that break it; nothing "
-        f"was committed. {'; '.join(lines)}. Mend the input, or the rule in the schema, and run again"
+        f"was committed. {'; '.join(lines)}. Fix the input, or the rule in the schema, and run again"
     )
