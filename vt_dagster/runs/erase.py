@@ -1,14 +1,14 @@
-"""Erases a key: from an asset, from what is derived from it under that key, and from exports.
+"""Erases a key from an asset, from assets derived from it under that key, and from exports.
 
-**What becomes of its rows.** A row of its log is removed, and the commit says how many are missing
-(``erased``); offsets of all others, stream times and what was known when stay as they are. So positions
-of consumers mean what they meant, and no answer for another key changes. A placeholder would need a key
-of its own, and every operator would have to know it. Where the key is among the values of a table with
-another key, the row stays as a tombstone, for that key's versions must not move.
+**Rows of the key.** Its log rows are removed, and the commit counts the missing rows (``erased``).
+Offsets of all other rows, stream times and system times do not change: positions of consumers remain
+valid, and no answer for another key changes. A placeholder row would need a key of its own, and every
+operator would have to handle it. If a table with another key has the erased key among its values, its
+row becomes a tombstone, because the versions of that other key must not change.
 
-**How it takes place.** Inputs first, each table in one commit that is a batch of its own: a run that
-started before it is refused. Each step finds nothing to do or is done again, and the certificate counts
-what each has done, so that a killed erase is brought to its end by the same call.
+**Order of writes.** Inputs first, each table in one commit that is a batch of its own: a run that
+started earlier is refused. Each step is idempotent, and the certificate counts the work of each, so
+that the same call completes a killed erase.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from vt_dagster.storage.view import stored_as
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 _ROWS = "rows_erased"
-"""Among the counts of an erase's commit."""
+"""Name of the count of erased rows in the commit of an erase."""
 
 
 def erase(
@@ -72,31 +72,31 @@ def erase(
     runs: Sequence[str] | None = None,
     dry_run: bool = False,
 ) -> Certificate:
-    """Removes a key from an asset, from what is derived from it under that key, and from exports.
+    """Removes a key from an asset, from assets derived from it under that key, and from exports.
 
-    Logs, views, ``old``, states, attempts and quarantine; files and commits that had it are removed at
-    once, so that no older version can be read. What an aggregate has counted under another key stays
-    counted. Let nothing run meanwhile: a run in between is refused, or the erase is. What was
-    interrupted is brought to its end by the same call.
+    Erases from logs, views, ``old``, states, attempts and quarantine. Files and commits that had the
+    key are removed at once, so that no older version can be read. Aggregates under another key keep
+    what they have counted. Run nothing else meanwhile: a concurrent run, or the erase, is refused. To
+    complete an interrupted erase, call again with the same arguments.
 
     Args:
-        reason: goes into the certificate: do not write the key into it. A dry run needs none.
-        key: the values of the key columns, also as texts; None = ``where`` alone says which keys.
-        where: a SQL condition over the key columns; quarantined records are searched by ``key`` alone.
-        among: the streams and tables in which to look for what consumes it.
+        reason: is written into the certificate, so it must not contain the key. A dry run needs none.
+        key: the values of the key columns, also as texts; None = ``where`` alone selects the keys.
+        where: a SQL condition over the key columns; quarantined records are searched by ``key`` only.
+        among: the streams and tables that may consume the asset.
         exports: the directories of exports of any of these (``build_export``).
-        tell: is told what was found, in a line each.
-        runs: of Dagster, whose events have the key (``runs_with``); None = nobody has looked.
-        dry_run: changes nothing, and tells what would be erased now: see ``runs.erase_dry_run``.
+        tell: is called with one line per result.
+        runs: ids of the Dagster runs whose events have the key (``runs_with``); None = not searched.
+        dry_run: changes nothing and reports what an erase would remove: see ``runs.erase_dry_run``.
 
     Returns:
-        the certificate, which is also in the warehouse, in ``erased.certificates/``; of a dry run
-        it is not, and is not ``finished``.
+        the certificate, which is also in the warehouse, in ``erased.certificates/``. The certificate of
+        a dry run is not written, and not ``finished``.
 
     Raises:
-        StorageError: the asset has never run, has no such key, or what consumes it is not among them; a
-            restatement is under way.
-        ConcurrentRunError: a run committed meanwhile. Run it again.
+        StorageError: the asset has never run or has no such key; an asset that consumes it is not in
+            ``among``; a restatement is in progress.
+        ConcurrentRunError: another run committed meanwhile. Run the erase again.
     """
     exports = [*map(address, exports)]
     asked = address(warehouse), node, spark, reason, key, where, among, exports, tell, runs
@@ -175,7 +175,7 @@ class _Erase:
         for path in (store.view_path, *bases) if isinstance(one.node, Table) else ():
             if delta.exists(path):
                 self._view(store, path, after, one, marked)
-        # An operator's has places of records alone.
+        # An operator's quarantine has offsets of records only, no values.
         of_source = one.node is self.node and one.node.operator is None
         if of_source and delta.exists(store.quarantine_path) and self.key.values:
             self._quarantine(store, after)
@@ -198,11 +198,11 @@ class _Erase:
                 raise
             raise ConcurrentRunError(
                 f"{one.name}: expected that nothing runs while a key is erased, but batch "
-                f"{now.commit.batch} was committed meanwhile: run the erase again, while nothing runs"
+                f"{now.commit.batch} was committed meanwhile; stop other runs and run the erase again"
             ) from None
         after = self._after(commit, attempt, one, found)
         after.staged, after.erasures = store.staged(attempt), erasures(store, head, marked, found)
-        # What an earlier try has done and did not come to note.
+        # An earlier attempt was killed between its commit and the certificate: count its rows too.
         again = commit.run_id == after.run_id and f"{one.name}/log" not in self.done.searched
         before = commit.counts.get(_ROWS, 0) if again else 0
         after.counts[_ROWS] = found.rows + before
@@ -222,7 +222,7 @@ class _Erase:
         return after
 
     def _stage(self, store: AssetStore, head: Head, one: Places, marked: Marked, attempt: str) -> None:
-        """Keeps for the next run what the last one has left for it, without the key."""
+        """Stages the last run's state and consumed files for the next run, without the key."""
         state = store.state(head)
         if state is not None:
             hit = marked(store.log({}, head)).where("_hit")
@@ -234,7 +234,7 @@ class _Erase:
             store.stage_files(attempt, store.consumed_files(head))
 
     def _after(self, commit: Commit, attempt: str, one: Places, found: Found) -> Commit:
-        """What the commit of the erase says: where the last one stood, and what is missing."""
+        """Returns the commit of the erase: the last commit's positions, and the erased rows."""
         gone = found.by_partition if one.way_of_log == "remove" else {}
         counts, totals = dict.fromkeys(commit.counts, 0), dict(commit.totals)
         waiting = commit.counts.get(Outcome.WAITING, 0)
@@ -251,9 +251,9 @@ class _Erase:
         update = {
             "batch": commit.batch + 1,
             "attempt": attempt,
-            "previous": "",  # what it held of the key is removed
+            "previous": "",  # its attempt had rows of the key and is removed
             "run_id": run_id,
-            # Where the source tells times of record, an erase is not to be before later ones.
+            # If the source provides system times, the erase must not be recorded before later ones.
             "recorded_at": next_system_time(commit, commit.recorded_at if commit.stepped else None),
             "steps": [],
             "taken": {},
@@ -268,7 +268,7 @@ class _Erase:
         return commit.model_copy(update=update)
 
     def _note_waiting(self, store: AssetStore, head: Head, marked: Marked) -> None:
-        """Counts, for the accounts of joins, the records that wait there and are about to go."""
+        """Counts erased records that joins still buffer, so that the joins' record counts add up."""
         for other in self.plan:
             there = AssetStore(self.warehouse, other.node, self.spark).head()
             if (
@@ -385,10 +385,10 @@ class _Erase:
 
 
 def _forget_attempts(store: AssetStore, until: float) -> int:
-    """Removes what earlier runs had prepared; the last commit's is what the next run goes on from.
+    """Removes staged files of earlier runs, except those of the last commit, which the next run needs.
 
     Args:
-        until: when the erase was committed: whoever prepares something after it may be allowed to.
+        until: time of the erase's commit, epoch seconds; attempts staged later are kept.
     """
     head = store.head()
     assert head is not None

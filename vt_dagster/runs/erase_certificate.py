@@ -1,4 +1,4 @@
-"""What an erase tells of itself: what was searched, what is left elsewhere, and no value of the key."""
+"""The certificate of an erase: tables searched and copies left elsewhere, without values of the key."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from vt_dagster.storage.arrow_reader import asset_names
 from vt_dagster.storage.erase_files import Key
 
 FOLDER = "erased.certificates"
-"""Of a warehouse: no asset has such a name."""
+"""Folder in a warehouse; no asset can have this name."""
 
 
 class Searched(BaseModel):
-    """What was found in one table: over all tries, where one was killed.
+    """The result for one table, summed over all attempts of an interrupted erase.
 
     Args:
-        rows: that were looked at; ``erased``: that were removed, or emptied of all but another key;
-            ``old``: whose old row was.
-        version: of the table after it, where it was written anew.
-        files: that had it, and were written anew; None = not known before it takes place.
+        rows: number of rows searched; ``erased``: rows removed or turned into tombstones; ``old``: rows
+            whose ``old`` was erased.
+        version: the table's version after the erase, if it was rewritten.
+        files: number of rewritten files that had the key; None = unknown in a dry run.
     """
 
     rows: int = 0
@@ -51,7 +51,7 @@ class Searched(BaseModel):
         super().__init__(rows=rows, erased=erased, old=old, version=version, files=files)
 
     def __str__(self) -> str:
-        files = "files not known" if self.files is None else f"{self.files} files"
+        files = "unknown number of files" if self.files is None else f"{self.files} files"
         return f"{self.erased} of {self.rows} rows, {self.old} old rows, {files}"
 
 
@@ -63,34 +63,34 @@ class Certificate(BaseModel):
     reason: str
     salt: str
     key_sha256: str
-    """Of the salt and the JSON of ``[asset, key, where]``."""
+    """SHA-256 of the salt and the JSON of ``[asset, key, where]``."""
     started: str
     finished: str | None = None
-    """None = it was interrupted: run it again; or it was a dry run."""
+    """None = the erase was interrupted (run it again), or it was a dry run."""
     searched: dict[str, Searched] = Field(default_factory=dict)
     """By table of the warehouse (``prices/log``), or export."""
     files_removed: int = 0
     kept: dict[str, str] = Field(default_factory=dict)
-    """What is derived from the asset and was not searched, and why."""
+    """Derived assets that were not searched, with the reason."""
     elsewhere: list[str] = Field(default_factory=list)
-    """Where the key's value still is in other assets of the warehouse."""
+    """Other assets of the warehouse that still have the key's value."""
     unreachable: list[str] = Field(default_factory=list)
-    """Where copies may be that no erase reaches, and what helps there: landing files, topics, Dagster's
-    event storage, Delta's statistics."""
+    """Places of possible copies that no erase reaches, and how to remove these: landing files, topics,
+    Dagster's event storage, Delta's statistics."""
     statistics: dict[str, int] = Field(default_factory=dict)
-    """By table: in how many files' smallest or largest values, of all that its ``_delta_log`` has after
-    the erase, the key still is."""
+    """By table: how many files in its ``_delta_log`` still have the key as minimum or maximum in their
+    statistics after the erase."""
     waiting: dict[str, int] = Field(default_factory=dict)
-    """While it goes on: how many of the records that a join holds back are about to go."""
+    """During the erase: by join, how many buffered records the erase removes."""
     _path: str = PrivateAttr("")
 
     @property
     def path(self) -> str:
-        """Where it lies; of a dry run empty."""
+        """The file of the certificate; empty for a dry run."""
         return self._path
 
     def add(self, table: str, found: Searched) -> None:
-        """Notes what was found in a table, beside what an earlier try found."""
+        """Adds the result for a table to that of earlier attempts."""
         before = self.searched.get(table, Searched())
         sums: dict[str, int] = {"erased": before.erased + found.erased, "old": before.old + found.old}
         if found.files is not None:
@@ -99,12 +99,12 @@ class Certificate(BaseModel):
         self.save()
 
     def finish(self) -> None:
-        """Says that it has come to its end."""
+        """Marks the erase as finished."""
         self.finished = _now()
         self.save()
 
     def save(self) -> None:
-        """Writes the document, as a whole; not that of a dry run."""
+        """Writes the document atomically; a dry run writes nothing."""
         if not self._path:
             return
         fs, local = delta.filesystem(self._path)
@@ -115,7 +115,7 @@ class Certificate(BaseModel):
 
 
 def begun(warehouse: str, asset: str, asked: Sequence[Any], reason: str) -> Certificate:
-    """The certificate of an erase: the one that an interrupted try has begun, or a new one."""
+    """Returns the certificate of an interrupted attempt at the same erase, or a new one."""
     folder = posixpath.join(warehouse, FOLDER)
     fs, local = delta.filesystem(folder)
     names = fs.ls(local, detail=False) if fs.exists(local) else []
@@ -133,7 +133,7 @@ def begun(warehouse: str, asset: str, asked: Sequence[Any], reason: str) -> Cert
 
 
 def unwritten(asset: str, asked: Sequence[Any], reason: str) -> Certificate:
-    """A new certificate, which lies nowhere: what a dry run tells."""
+    """Returns a new certificate that is not written to a file, for a dry run."""
     salt = uuid4().hex
     return Certificate(
         id=uuid4().hex,
@@ -156,11 +156,11 @@ def _now() -> str:
 def elsewhere(
     warehouse: str, key: Key, spark: SparkSession, left: Mapping[str, DataFrame] = {}
 ) -> list[str]:
-    """Where the logs of a warehouse still have the key: in columns of its names; of a single text, in
-    any column.
+    """Returns the logs of a warehouse that still have the key in columns with the key's names; a key of
+    one text column is searched in all text columns.
 
     Args:
-        left: before an erase, by asset: what it leaves of the log.
+        left: for a dry run, by asset: the log rows that the erase would leave.
 
     Plan: one pass over these columns of each log.
     """
@@ -175,8 +175,8 @@ def elsewhere(
         counted = [F.count_if(hit).alias(told) for told, hit in columns.items()]
         counts = rows.agg(*counted).collect()[0]
         found += [
-            f"{name}: {counts[told]} rows have it in {told}, which is not derived from what was "
-            f"erased: erase it there too (vt-dagster erase … {name}), or make that anew"
+            f"{name}: {counts[told]} rows have the key in {told}, which is not derived from the erased "
+            f"asset: erase it there too (vt-dagster erase … {name}), or replay and swap {name}"
             for told in columns
             if counts[told]
         ]
@@ -184,7 +184,7 @@ def elsewhere(
 
 
 def _suspects(columns: StructType, key: Key) -> dict[str, Column]:
-    """By column, whether a row has the key there."""
+    """Returns, by column, the condition that a row has the key there."""
     types = {f.name: f.dataType for f in columns.fields}
     if key.values is not None and [*map(type, key.values)] == [str]:
         inside = types.get(OLD)

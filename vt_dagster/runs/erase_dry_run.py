@@ -1,10 +1,10 @@
-"""What an erase would do now: a dry run of it. Nothing is written.
+"""Dry run of an erase: reports what an erase would remove now, and writes nothing.
 
-The same search as an erase makes, in the same tables; so it tells what an erase then finds, as long as
-nothing runs in between. Of a view that is behind its log, which an erase first brings up to it, the
-rows that readers find are counted, without what has expired and may lie in its files yet; these are not
-known. Rejected records of a run that was killed are found once another run has put them into the
-quarantine.
+The dry run searches the same tables in the same way as an erase, so both report the same rows unless
+something runs in between. An erase first brings a view up to its log. For a view behind its log, the
+dry run therefore counts the rows that readers see, without expired rows that its files may still have;
+the number of files is unknown. Rejected records of a killed run are found only after another run has
+moved them into the quarantine.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def erase_dry_run(
     done: Certificate,
     say: Tell,
 ) -> dict[str, DataFrame]:
-    """Notes what an erase would find.
+    """Adds to ``done`` what an erase would find.
 
     Args:
-        plan: the erased asset, and what is made of it.
-        exports: by path, what is exported.
-        done: takes what is told.
+        plan: the erased asset and the assets derived from it.
+        exports: by path, the exported asset.
+        done: the certificate that collects the results.
 
     Returns:
-        by asset, what would be left of its log.
+        by asset, the log rows that the erase would leave.
     """
     left: dict[str, DataFrame] = {}
 
@@ -78,7 +78,7 @@ def erase_dry_run(
 def _asset(
     store: AssetStore, head: Head, one: Places, key: Key, of_source: bool
 ) -> Iterator[tuple[str, Searched]]:
-    """What is found in the tables of one asset, by table."""
+    """Yields the results of one asset, by table."""
     spark, marked = store.spark, one.marked(key)
     log = erase_files.find(spark, store.log_path, head.version, marked, log_schema(one.node))
     yield "log", _told(log)

@@ -1,4 +1,4 @@
-"""What an erase looks into: the key, and where it is in what is derived from an asset."""
+"""Plans an erase: resolves the key, and finds its columns in derived assets and exports."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from vt_dagster.storage.value_texts import as_key
 from vt_dagster.topology.model import Stream, Table, VersionedTable, topological
 
 KEPT = (
-    "derived without the key's columns: what it counted stays, and so do groups that a value of the "
-    "key names, until it is made anew (vt-dagster replay and swap, or restate)"
+    "derived without the key's columns: its counts, and groups named after a value of the key, remain "
+    "until it is made anew (vt-dagster replay and swap, or restate)"
 )
-KEPT_EXPORT = "it has not got the key's columns: remove it, its next run makes it anew"
+KEPT_EXPORT = "it does not have the key's columns: remove it, and its next run writes it anew"
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the key is in one asset.
+    """The columns of one asset that hold the key.
 
     Args:
-        columns: by key column of the erased asset, the column that has its value; empty = nowhere.
+        columns: by key column of the erased asset, the column that has its value; empty = none.
     """
 
     node: Stream
@@ -52,17 +52,17 @@ class Places:
 
     @property
     def way_of_log(self) -> Way:
-        """A table's row under another key stays as a tombstone: its versions must not move."""
+        """A table's row under another key becomes a tombstone: that key's versions must not change."""
         return "empty" if isinstance(self.node, Table) and not self._under_it else "remove"
 
     @property
     def way_of_view(self) -> Way:
-        """The same of a view, which has tombstones where it has versions."""
+        """Like :attr:`way_of_log`, but only the view of a versioned table keeps tombstones."""
         return self.way_of_log if isinstance(self.node, VersionedTable) else "remove"
 
     @property
     def values(self) -> list[str]:
-        """The columns that a tombstone has not got."""
+        """The value columns, which are null in a tombstone."""
         return [c for c in self.node.schema.names if c not in (*self.node.key, *LOG_COLUMNS)]
 
     def marked(self, key: Key) -> Marked:
@@ -80,10 +80,11 @@ class Places:
 
 
 def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None) -> Key:
-    """The key that is asked for, as the asset's columns have it.
+    """Returns the given key, with values in the types of the asset's key columns.
 
     Raises:
-        StorageError: it has no such key, or the condition is none over its key columns.
+        StorageError: the values do not fit the asset's key, or ``where`` is no condition over its
+            key columns.
     """
     node, name = store.node, posixpath.join(*store.node.path)
     types = dict(zip(node.key, node.key_types, strict=True))
@@ -91,7 +92,8 @@ def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None
         raise StorageError(f"{name}: expected a key or a condition to erase by, got none; give --key")
     if values is not None and len(values) != len(types):
         raise StorageError(
-            f"{name} has the key {list(types)}: give --key once for each, got {len(values)} value(s)"
+            f"{name}: expected one --key for each of the key columns {list(types)}, got {len(values)} "
+            "value(s); give one for each column"
         )
     if where is not None:
         columns = StructType([StructField(k, kind) for k, kind in types.items()])
@@ -114,10 +116,10 @@ def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None
 
 
 def derived(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> list[Places]:
-    """An asset and all that has been made of it, inputs first.
+    """Returns an asset and all assets derived from it, inputs first.
 
     Raises:
-        StorageError: something that was made of it is not among the definitions.
+        StorageError: a derived asset is not among the definitions.
     """
     found = [Places(node, {k: k for k in node.key})]
     known = {node.name: found[0].columns}
@@ -131,24 +133,24 @@ def derived(warehouse: str, node: Stream, nodes: Sequence[Stream]) -> list[Place
     for name in asset_names(warehouse):
         commit = head_of(warehouse, name)[1]
         if published(commit):
-            continue  # has no rows of its own
+            continue  # a publication has no rows of its own
         reads = {posixpath.dirname(read).rpartition("/")[2] for read in commit.reads}
         used = sorted((names & ({*commit.inputs} | reads)) - {commit.asset})
         if used and name not in {one.name for one in found}:
             raise StorageError(
-                f"{node.name}: expected the definitions of all that consumes it, got none of {name}, "
-                f"which is made of {used[0]}; give it too (--module)"
+                f"{node.name}: expected the definitions of all its consumers, got none of {name}, "
+                f"which is derived from {used[0]}; add its definition (--module)"
             )
     return [one for one in found if delta.exists(posixpath.join(warehouse, one.name, "log"))]
 
 
 def published(commit: Commit) -> list[str]:
-    """The topics that a publication sends a log to; of anything else none."""
+    """Returns the topics of a publication's commit; empty for any other asset."""
     return [up.removeprefix("topic ") for up in commit.inputs if up.startswith("topic ")]
 
 
 def _columns(node: Stream, known: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Where an asset has the columns of the key, as its inputs have them in these."""
+    """Returns an asset's columns that hold the key, derived from those of its inputs."""
     operator: Any = node.operator
     lineage = operator.lineage()
     for up in node.inputs:
@@ -157,7 +159,7 @@ def _columns(node: Stream, known: dict[str, dict[str, str]]) -> dict[str, str]:
             continue
         found: dict[str, str] = {}
         for key, column in theirs.items():
-            # The column of the same name first: of a key that is there twice either will do.
+            # Prefer the column of the same name; if the result has the key twice, either will do.
             made = [c for c in node.schema.names if (up.name, column) in lineage.get(c, [])]
             made.sort(key=lambda c: (len(lineage[c]), c not in node.key, c != column))
             other = _joined(node, up, column)
@@ -169,7 +171,7 @@ def _columns(node: Stream, known: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def _joined(node: Stream, up: Any, column: str) -> str | None:
-    """Of a join, the result's column that the other side's equals it by."""
+    """Returns the column of a join's result that equals a key column of the right side."""
     operator: Any = node.operator
     if getattr(operator, "right", None) is not up or column not in up.key:
         return None
@@ -177,16 +179,16 @@ def _joined(node: Stream, up: Any, column: str) -> str | None:
     foreign: tuple[str, ...] = getattr(operator, "foreign_key", ())
     if not foreign and node.key == operator.left.key:
         return str(node.key[place])
-    # A corrected join's rows have another key than the records that they are of.
+    # Rows of a corrected join have another key than their records: use the lineage.
     left = (operator.left.name, (foreign or operator.left.key)[place].strip("`"))
     return next((c for c, of in operator.lineage().items() if of == [left]), None)
 
 
 def exported(plan: Sequence[Places], path: str) -> Places:
-    """What an export is of.
+    """Returns the asset that an export is made from.
 
     Raises:
-        StorageError: of nothing that is erased.
+        StorageError: none of the erased assets is exported there.
     """
     found = delta.last_commit(path)
     whose = [] if found is None else [*Commit.model_validate(found.document).logs]
@@ -200,7 +202,7 @@ def exported(plan: Sequence[Places], path: str) -> Places:
 
 
 def require_free(warehouse: str, node: Stream) -> None:
-    """Refuses where other tables of an asset lie beside it that are about to take its place.
+    """Refuses an erase while an interrupted restatement has new tables of the asset.
 
     Raises:
         StorageError: a restatement was interrupted.
@@ -209,6 +211,6 @@ def require_free(warehouse: str, node: Stream) -> None:
     fs, local = delta.filesystem(place)
     if fs.exists(local):
         raise StorageError(
-            f"{node.name}: expected no restatement under way, got {place}; bring it to its end first: "
-            "run vt-dagster restate again as before"
+            f"{node.name}: expected no restatement in progress, got {place}; complete it first: run "
+            "vt-dagster restate again with the same arguments"
         )

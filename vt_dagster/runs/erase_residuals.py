@@ -1,5 +1,7 @@
-"""Where copies of an erased key may be that no erase reaches, and what to do there. No value of the key
-is told: what is told goes into the certificate."""
+"""Lists places where copies of an erased key may remain that no erase reaches, and what to do there.
+
+The texts go into the certificate, so they contain no value of the key.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from vt_dagster.storage.erase_files import Key
 
 _NAMED = 20
 _LONGEST = 32
-"""So much of a text is in Delta's statistics."""
+"""Delta's statistics keep this many characters of a text."""
 
 
 def erase_residuals(
@@ -39,23 +41,23 @@ def erase_residuals(
     spark: SparkSession,
     runs: Sequence[str] | None = None,
 ) -> list[str]:
-    """What no erase reaches, and what helps there.
+    """Returns a line per place of possible copies that no erase reaches, with the remedy.
 
     Args:
-        plan: the erased asset, and what is made of it.
-        runs: the runs of Dagster whose events have the key; None = nobody has looked.
+        plan: the erased asset and the assets derived from it.
+        runs: the Dagster runs whose events have the key; None = not searched.
 
-    Plan: of a directory of files, one pass over those that were taken.
+    Plan: for a directory of files, one pass over the consumed files.
     """
     found = [*_source(AssetStore(warehouse, plan[0].node, spark), key)]
     found += _topics(warehouse, plan)
     found.append(_events(plan, runs))
-    found.append("backups, and copies that others have made: nobody here knows of them")
+    found.append("backups, and copies that others have made: they are not known here")
     return found
 
 
 def _source(store: AssetStore, key: Key) -> Iterator[str]:
-    """What the asset was read from."""
+    """Yields the residuals in the asset's source."""
     head, node = store.head(), store.node
     if head is None:
         return
@@ -64,7 +66,7 @@ def _source(store: AssetStore, key: Key) -> Iterator[str]:
         names = ", ".join(sorted(head.commit.topics))
         yield (
             f"what {node.name} was read from, {names}: delete it there, {again}. In a compacted topic "
-            "publish a tombstone, a record of its key without a value; else its retention decides"
+            "publish a tombstone, a record of its key without a value; else wait for its retention"
         )
     if head.commit.start is not None:
         dump = _named([head.commit.start.what], key)
@@ -72,8 +74,8 @@ def _source(store: AssetStore, key: Key) -> Iterator[str]:
     if head.commit.files:
         taken = store.consumed_files(head)
         mend = (
-            f"delete it there, {again}. A file that is changed in place is taken as a new one: put it "
-            "elsewhere"
+            f"delete it there, {again}. A file changed in place is read as a new one: write the "
+            "cleaned file elsewhere"
         )
         yield from _files(store, taken, key, mend)
 
@@ -97,12 +99,12 @@ def _files(store: AssetStore, taken: Mapping[str, Any], key: Key, mend: str) -> 
     ]
     if gone:
         yield (
-            f"landing files: {len(gone):,} that {node.name} was read from are not in {source.path} any "
-            f"more, {_named(gone, key)}: where they have been moved to, delete it there"
+            f"landing files: {len(gone):,} that {node.name} was read from are no longer in "
+            f"{source.path}, {_named(gone, key)}: if they were moved, delete the key there"
         )
     if counts:
         yield (
-            f"landing files: {len(counts):,} of {len(there):,} in {source.path} have it, "
+            f"landing files: {len(counts):,} of {len(there):,} in {source.path} have the key, "
             f"{_named([*counts], key, counts)}: {mend}"
         )
 
@@ -110,7 +112,7 @@ def _files(store: AssetStore, taken: Mapping[str, Any], key: Key, mend: str) -> 
 def _rows_by_file(
     store: AssetStore, source: FilesSource, files: Sequence[FileInfo], key: Key
 ) -> dict[str, int]:
-    """How many records of each file have the key, in its columns or as a word of their text."""
+    """Returns how many records of each file have the key, in key columns or as a word of the text."""
     read = read_by_all_names(store.node, lambda _, columns: source.read(store.spark, files, columns))
     rows = read.select(SOURCE, RAW, *[F.col(f"`{k}`") for k in key.types])
     hits = rows.where(key.condition() | key.among_words([F.col(RAW)]))
@@ -118,7 +120,7 @@ def _rows_by_file(
 
 
 def _topics(warehouse: str, plan: Sequence[Places]) -> Iterator[str]:
-    """Topics that the assets are published to."""
+    """Yields the topics that the assets are published to."""
     nodes = {one.node.name: one for one in plan}
     for name in asset_names(warehouse):
         commit = head_of(warehouse, name)[1]
@@ -129,35 +131,35 @@ def _topics(warehouse: str, plan: Sequence[Places]) -> Iterator[str]:
                 whose = "its key" if own else "each key that had it"
                 yield (
                     f"the topic {topic}, to which {name} has published {one.name} up to its offsets "
-                    f"{commit.inputs[one.node.name]}: publish a tombstone of {whose}, {key} without a "
-                    "value, where the topic is compacted; else its retention decides, or delete its "
+                    f"{commit.inputs[one.node.name]}: if it is compacted, publish a tombstone of "
+                    f"{whose}, {key} without a value; else wait for its retention, or delete its "
                     "records up to there (kafka-delete-records)"
                 )
 
 
 def _events(plan: Sequence[Places], runs: Sequence[str] | None) -> str:
-    """Samples of checks, and pictures in metadata."""
+    """Returns the residuals in Dagster's events: samples of checks, and pictures in metadata."""
     assets = "; ".join(
         f"{one.name} with its checks {', '.join(check.name for check in checks_of(one.node))}"
         for one in plan
     )
     names = " ".join(one.name for one in plan)
     if runs is None:
-        which = "all runs of before (where DAGSTER_HOME is set, an erase by --key looks which have it)"
+        which = "all earlier runs (with DAGSTER_HOME set, an erase by --key finds those with the key)"
     elif runs:
-        which = f"the {len(runs):,} run(s) whose events have it: {', '.join(runs)}"
+        which = f"the {len(runs):,} run(s) whose events have the key: {', '.join(runs)}"
     else:
-        return f"Dagster's event storage: no event of a run of these assets has it ({names})"
+        return f"Dagster's event storage: no event of a run of these assets has the key ({names})"
     return (
-        "Dagster's event storage, where samples of failed checks and pictures in metadata may have it, "
-        f"of {assets}. Delete {which} (dagster run delete), which takes events and logs; and the "
+        "Dagster's event storage, where samples of failed checks and pictures in metadata may have the "
+        f"key, of {assets}. Delete {which} (dagster run delete), with their events and logs; and the "
         f"results of checks, with all history of the assets (dagster asset wipe {names}). The database "
         "keeps the bytes of deleted rows until it is vacuumed"
     )
 
 
 def _named(names: Sequence[str], key: Key, rows: Mapping[str, int] | None = None) -> str:
-    """Some names of files, without the key."""
+    """Returns some names of files, with values of the key masked."""
     told = list[str]()
     for name in sorted(names)[:_NAMED]:
         clean = name
@@ -172,11 +174,11 @@ def _named(names: Sequence[str], key: Key, rows: Mapping[str, int] | None = None
 
 
 def in_statistics(spark: SparkSession, path: str, key: Key, columns: Mapping[str, str]) -> int:
-    """How many times a file's smallest or largest value of the key's columns is the key, by all that a
-    table's ``_delta_log`` still says, also of earlier versions.
+    """Counts the file statistics in a table's ``_delta_log``, also of earlier versions, that have the
+    key as minimum or maximum.
 
     Args:
-        columns: in which column the table has each column of the key; none: in some text, as a part.
+        columns: by key column, the table's column; empty = search the key's values in all texts.
     """
     if not columns:
         texts = [json.dumps(told, ensure_ascii=False) for told in _statistics(path)]
@@ -192,7 +194,7 @@ def in_statistics(spark: SparkSession, path: str, key: Key, columns: Mapping[str
 
 
 def _candidates(told: Mapping[str, Any], key: Key, columns: Mapping[str, str]) -> set[tuple[str, ...]]:
-    """The keys that the statistics of a file may name."""
+    """Returns the keys that a file's statistics may stand for."""
     values = dict(zip(key.types, key.values or (), strict=False))
     sides = list[set[str]]()
     for k in key.types:
@@ -204,7 +206,7 @@ def _candidates(told: Mapping[str, Any], key: Key, columns: Mapping[str, str]) -
 
 
 def _whole(text: str, value: Any) -> str:
-    """A text of which the statistics have the beginning."""
+    """Returns the key's value if the statistics have its truncated prefix; else the text."""
     cut = isinstance(value, str) and len(text) >= _LONGEST and value.startswith(text[:_LONGEST])
     return value if cut else text
 

@@ -1,5 +1,6 @@
-"""When what an erase takes out of a versioned table was valid, so that those who have read it then can
-be told. Times alone are kept, of all keys together, and no key.
+"""Validity intervals of the versions that an erase removes, so that stale reads can be reported.
+
+Only times are kept, of all keys together; no key is kept.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from vt_dagster.storage.log_snapshot import Head
 from vt_dagster.topology.model import VersionedTable
 
 SPANS, ERASURES = 16, 64
-"""Of one erase, and of one log, so many are told apart; more are taken as one."""
+"""Limits on intervals per erase and erases per log; beyond these, intervals and erases are merged."""
 _EVER = 2**63 - 1
 
 
 def erasures(store: AssetStore, head: Head, marked: Marked, found: Found) -> list[Erasure]:
-    """What the commit of an erase says: the erases before it, and when its own rows were valid.
+    """Returns the earlier erases of a log and the new one, with the validity of its erased rows.
 
     Args:
-        head: before the erase.
-        found: in the log.
+        head: the log before the erase.
+        found: the erased rows of the log.
 
-    Plan: one pass over the view, and a window over the rows that go.
+    Plan: one pass over the view, and a window over the erased rows.
     """
     commit = head.commit
     if not isinstance(store.node, VersionedTable):
@@ -39,7 +40,7 @@ def erasures(store: AssetStore, head: Head, marked: Marked, found: Found) -> lis
 
 
 def _spans(store: AssetStore, head: Head, marked: Marked) -> list[tuple[int, int]]:
-    """When a key that goes had a value, by all that is known: from, to; those that touch as one."""
+    """Returns when an erased key had a value: [from, to), epoch microseconds; adjacent ones merged."""
     at = store.snapshot()
     rows = marked(store.view_at(at)).where(F.col("_hit") & ~F.col(IS_TOMBSTONE))
     low = F.unix_micros(VALID_FROM)
@@ -51,7 +52,7 @@ def _spans(store: AssetStore, head: Head, marked: Marked) -> list[tuple[int, int
     counted = spans.withColumn("begins", F.coalesce(begins, F.lit(1)))
     merged = counted.withColumn("span", F.sum("begins").over(upto)).groupBy("span")
     told = merged.agg(F.min("low").alias("low"), F.max("high").alias("high")).orderBy("low")
-    # The last one stands for all that come after it.
+    # The last interval covers all that follow it, to bound their number.
     last = F.least(F.col("span"), F.lit(SPANS))
     few = told.groupBy(last.alias("place")).agg(F.min("low").alias("low"), F.max("high").alias("high"))
     return [(row["low"], row["high"]) for row in few.orderBy("low").collect()]
