@@ -72,7 +72,7 @@ def test_replay_compare_and_swap(topics: Topics, pipeline: Pipeline, spark: Spar
     assert pipeline.head(fixed).batch == 4
     assert pipeline.head(fixed).totals["in"] == 61
     # what consumed the old log refuses to take the new one for it
-    with pytest.raises(StorageError, match="the log of t is another one than in batch 1"):
+    with pytest.raises(StorageError, match="the log of t that batch 1 consumed, got another log"):
         run_once(big, stores_of(warehouse, spark))
     big_now = fixed.filter("n >= 30", name="big")
     replay(warehouse, big_now, "big2", spark)

@@ -1,1 +1,1 @@
-"""One run of an asset: what it takes, operates on, and commits; and what follows from commits."""
+"""One run of an asset (pin, read, operate, commit), and maintenance of committed tables."""

@@ -1,4 +1,4 @@
-"""What stream time is at the end of a run, to an operator that goes by one of its own."""
+"""Advances stream time and watermarks of operators that keep their own stream time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def advance_stream_time(
     context: RunContext,
     spark: SparkSession,
 ) -> Arrival:
-    """With the operator's stream time at the end of the run, the time up to which what waits has gone
-    out, and how late its records are.
+    """Returns the arrival with the operator's stream time and watermarks at the end of the run, the
+    time up to which buffered records are emitted, and the lateness of the run's records.
 
     Args:
-        inputs: what the run has read.
-        context: what the operator knew before.
+        inputs: the rows that the run has read.
+        context: the operator's state before the run.
     """
     before = arrival.before
     times, bounds = dict(before.stream_time), None
@@ -65,14 +65,14 @@ def advance_stream_time(
 
 
 def watermark_columns(watermarks: Mapping[str, Mapping[int, int]]) -> dict[str, Column]:
-    """The marks of an operator as columns of a row's own partition."""
+    """Returns the operator's watermarks as columns, each by the row's partition."""
     return {name: by_partition(values, "long") for name, values in watermarks.items()}
 
 
 def bounds_of(
     processor: Processor[Any], inputs: Sequence[Input], before: Mapping[int, int], spark: SparkSession
 ) -> Bounds:
-    """The operator's own stream time, told by bounds."""
+    """Returns the bounds of the operator's stream time per chunk of arrival order."""
 
     def framed(bounds: Bounds) -> Bounds:
         return replace(bounds, frame=spark.createDataFrame(*bounds.rows))
@@ -84,7 +84,9 @@ def bounds_of(
 
 
 def oldest(processor: Processor[Any], logs: Sequence[DataFrame], before: Commit) -> int | None:
-    """The time after which the tables' versions are looked into; None = current rows alone, or none at
-    all, as in a first run, to which every row is new."""
+    """Returns the time after which the run needs the tables' versions, epoch microseconds.
+
+    None = the run needs current rows only, or none: in a first run every row is new.
+    """
     since = processor.versions_since(logs) if before.inputs else None
     return None if since is None else since.collect()[0][0]

@@ -1,4 +1,4 @@
-"""What one run takes, pinned when it starts."""
+"""The records, tables and positions of one run, pinned when the run starts."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from vt_dagster.storage.log_snapshot import Head, Snapshot
 from vt_dagster.topology.model import Stream
 
 _FEW_BYTES, _SMALL_BYTES = 4_000_000, 2_000_000
-"""Of files: so many bytes are some ten thousand lines."""
+"""Limits on the size of files: these are about ten thousand lines."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one run takes, pinned when it starts.
+    """The records, tables and positions of one run, pinned when the run starts.
 
     Args:
         node: the asset.
-        previous: its last commit; None = there is none.
-        attempt: the name of what this run prepares.
-        source: what is taken from a source.
-        start: the snapshot that it starts with, where the run takes that.
-        inputs: of each log that is consumed, the commit up to which.
-        tables: of each table that is looked into, what it is looked at as of.
+        previous: the asset's last commit; None = there is none.
+        attempt: the name under which this run stages files.
+        source: the records pinned at a source.
+        start: the initial snapshot of the source, if this run reads it.
+        inputs: per consumed log, the commit up to which the run reads.
+        tables: per looked-up table, the snapshot that the run reads.
         taken: offsets of logs and topics: ``{input: {partition: [start, end)}}``.
-        stream_time: by partition, at the end of the run, where the operator has one of its own.
-        emitted_up_to: what is held back goes out up to this time, likewise.
+        stream_time: per partition, at the end of the run, if the operator keeps its own stream time.
+        emitted_up_to: per partition, the time up to which buffered records are emitted.
         watermarks: other times that an operator keeps, see ``Processor.watermarks``.
-        bounds: how that moves, where it was told so; None = every record is looked at.
-        none_late: whether it was told that no record is late.
-        gauges: what pinning has told of the records.
+        bounds: stream-time bounds per chunk; None = stream time is computed per record.
+        none_late: whether pinning has shown that no record is late.
+        gauges: metrics of the records, computed while pinning.
         view_rows: how many current rows the asset's own table has.
-        erased: how many of the records of logs that it takes have been erased, and are not there.
-        rows_read: how many rows of tables the run reads, as far as one knows before it.
-        state_bytes: of what an operator keeps from run to run.
-        persisted: rows that are held until the commit.
-        ready: of each input where its log stood when it became ready, see ``readiness.upstream``.
-        not_ready: the tables that a join looks into and that are not ready; it then takes nothing,
-            unless it was told to.
-        waiting: how many records it does not take for that reason.
-        buffered: where the grace period is an op of its own, how many records came out of it, by
+        erased: how many of the consumed log records have been erased, so that their rows are missing.
+        rows_read: how many rows of tables the run reads, as estimated before the run.
+        state_bytes: size of the operator's state.
+        persisted: DataFrames that stay persisted until the commit.
+        ready: per input, the offsets of its log when it became ready, see ``readiness.upstream``.
+        not_ready: the tables that a join looks up and that are not ready; the run then takes nothing,
+            unless ``accept_not_ready`` is set.
+        waiting: how many records the run does not take because a table is not ready.
+        buffered: if the grace period is an op of its own, how many records the buffer emitted, by
             outcome.
     """
 
@@ -84,14 +84,14 @@ class Arrival:
             known = self.before.logs.get(name, head.commit.log)
             if known != head.commit.log:
                 raise StorageError(
-                    f"{self.node.name}: the log of {name} is another one than in batch "
-                    f"{self.before.batch}: its offsets mean other records. Replay {self.node.name} "
-                    "into tables of another name, compare, and swap them too"
+                    f"{self.node.name}: expected the log of {name} that batch {self.before.batch} "
+                    "consumed, got another log: its offsets mean other records. Replay "
+                    f"{self.node.name} under another name, compare the two, and swap them"
                 )
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing new: such a run commits nothing."""
+        """Whether there are no new records: such a run commits nothing."""
         return not self.taken if self.source is None else self.source.empty and self.start is None
 
     @property
@@ -103,7 +103,7 @@ class Arrival:
 
     @property
     def reads(self) -> dict[str, int]:
-        """The Delta versions of all that is read."""
+        """The Delta versions of all logs and views that the run reads."""
         logs = {f"{name}/log": head.version for name, head in self.inputs.items()}
         for name, at in self.tables.items():
             whole = at.base is not None and not at.base.is_view
@@ -115,12 +115,12 @@ class Arrival:
 
     @property
     def new_records(self) -> int:
-        """How many records of logs or topics the run takes."""
+        """How many new records of logs or topics the run takes."""
         return sum(end - start for ranges in self.taken.values() for start, end in ranges.values())
 
     @property
     def records(self) -> int:
-        """The same, with those that waited."""
+        """How many records the run processes: new records and buffered ones."""
         return self.new_records + self.before.counts.get(Outcome.WAITING, 0)
 
     @property
@@ -135,7 +135,7 @@ class Arrival:
 
     @property
     def single_task(self) -> bool:
-        """Whether one task can well put into order what the run takes of a partition."""
+        """Whether a partition has so few records in this run that one task can sort them."""
         if self._bytes is not None:
             return self.few_records
         of_each = Counter[int]()
@@ -150,7 +150,6 @@ class Arrival:
 
     @property
     def small(self) -> bool:
-        """Whether there is so little, also in the tables that the run reads, that planning is most of
-        the work."""
+        """Whether records and tables are so small that planning takes most of the run's time."""
         size = self.state_bytes + (self._bytes or 0)
         return size <= _SMALL_BYTES and is_small(self.records, self.rows_read)

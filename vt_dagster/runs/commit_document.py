@@ -1,4 +1,4 @@
-"""What a run writes at its commit: the document, and what is staged beside the log."""
+"""Builds the commit document of a run, and stages rejected records beside the log."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from vt_dagster.storage.progress import Progress
 from vt_dagster.topology.durations import in_utc
 
 _SPANS = 8
-"""So many times at most are remembered in which a clock was ahead."""
+"""A commit keeps at most this many spans in which a clock was ahead."""
 _NOT_IN_LOG = (Outcome.LATE, Outcome.LOST_TIE, Outcome.DROPPED, Outcome.QUARANTINED, Outcome.WAITING)
 
 
 def stage_rejected(store: Store, attempt: str, rows: DataFrame, outcomes: Sequence[str]) -> None:
-    """Keeps what is not in the log: results of some outcomes."""
+    """Stages the results with the given outcomes, which do not enter the log, for the quarantine."""
     rejected = rows.where(F.col(OUTCOME).isin(*outcomes))
     refused = F.when(F.col(OUTCOME) == Outcome.LOST_TIE, Reason.LOST_TIE).otherwise(Reason.LATE)
     store.stage_rejected(
@@ -51,11 +51,11 @@ def stage_rejected(store: Store, attempt: str, rows: DataFrame, outcomes: Sequen
 
 
 def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str, int]) -> None:
-    """Refuses a run with too large a share of bad records. Files that are set aside, as the source asks
-    for, are not among them.
+    """Refuses a run with too large a share of bad records. Unreadable files that the source is
+    configured to quarantine do not count.
 
     Raises:
-        ContractError: with some of them.
+        ContractError: the share exceeds the source's ``max_bad_share``; shows up to three records.
     """
     bad, total = counts[Outcome.QUARANTINED], counts["in"]
     if not total or bad / total <= source.max_bad_share:
@@ -71,7 +71,7 @@ def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str,
     examples = "; ".join(f"{r[0]} row {r[1]}: {r[2]}: {_text(r[3])[:80]}" for r in worst)
     raise ContractError(
         f"{name}: {bad} of {total} records are bad ({bad / total:.1%}), expected at most "
-        f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Mend the input, or "
+        f"{source.max_bad_share:.1%}; nothing was committed. {examples}. Fix the input, or "
         "raise max_bad_share of the source to send them to quarantine"
     )
 
@@ -79,11 +79,11 @@ def check_share(name: str, source: Pinned, rows: DataFrame, counts: Mapping[str,
 def of_source(
     arrival: Arrival, rows: DataFrame, passed: Passed, counts: dict[str, int]
 ) -> dict[str, Any]:
-    """What a commit says of how far its source has come: fields of ``Commit``. Adds to ``counts`` what
-    the source counts.
+    """Returns the fields of ``Commit`` for the position in the source. Adds the source's own counts to
+    ``counts``.
 
     Raises:
-        ContractError: too large a share of its records is bad; of a snapshot it knows that itself.
+        ContractError: too large a share of bad records, without those of an initial snapshot.
     """
     source, start, own = arrival.source, arrival.start, counts
     assert source is not None
@@ -100,14 +100,14 @@ def of_source(
     offsets: dict[int, tuple[int, int]] = {}
     for partition, some in passed.by_partition.items():
         end = arrival.before.next_offset.get(partition, 0) + some[Outcome.APPLIED]
-        if some[STARTED]:  # they come after all others
+        if some[STARTED]:  # rows of the initial snapshot come after all changes
             offsets[partition] = (end - some[STARTED], end)
     batch = arrival.before.batch + 1
     return {**position, "start": Started(what=start.what, batch=batch, offsets=offsets)}
 
 
 def places_of(arrival: Arrival, processor: Processor[Any], passed: Passed) -> InPlace | None:
-    """What numbers results by the offsets of the records that they are of; None = nothing does."""
+    """Returns the input offsets, if results keep the order and offsets of their records; else None."""
     if arrival.source is not None or not processor.keeps_order:
         return None
     (taken,) = arrival.taken.values()
@@ -117,16 +117,16 @@ def places_of(arrival: Arrival, processor: Processor[Any], passed: Passed) -> In
 
 
 def ends_of(arrival: Arrival) -> dict[str, dict[int, int]]:
-    """How far the run comes in each log."""
+    """Returns the next offsets to read after the run: ``{input: {partition: offset}}``."""
     return {n: {p: end for p, (_, end) in ranges.items()} for n, ranges in arrival.taken.items()}
 
 
 def next_system_time(before: Commit, told: int | None) -> int:
-    """When a commit is recorded, epoch microseconds: by this machine's clock, which may be behind, but
-    after the one before it.
+    """Returns the system time of a commit, epoch microseconds: this machine's clock, but always after
+    the commit before, in case the clock is behind.
 
     Args:
-        told: when else, but not before that one.
+        told: the system time to use instead of the clock; never before that of the last commit.
     """
     if told is not None:
         return max(before.recorded_at, told)
@@ -134,17 +134,17 @@ def next_system_time(before: Commit, told: int | None) -> int:
 
 
 def ahead_after(before: Commit, recorded_at: int) -> list[tuple[int, int]]:
-    """``Commit.ahead`` of the next commit: where the one before was recorded at a time that is
-    still to come for this machine's clock, with the time from now on.
+    """Returns ``Commit.ahead`` of the next commit. If the commit before was recorded in
+    the future of this machine's clock, the span from now to ``recorded_at`` is added.
 
     Args:
-        recorded_at: of the next commit.
+        recorded_at: system time of the next commit, epoch microseconds.
     """
     now, known = time.time_ns() // 1000, before.ahead
     if before.recorded_at - now <= AHEAD:
         return known
     start = now
-    if known and known[-1][1] >= before.recorded_at:  # of the same clock
+    if known and known[-1][1] >= before.recorded_at:  # same clock: extend its last span
         start, known = min(known[-1][0], now), known[:-1]
     return [*known, (start, recorded_at)][-_SPANS:]
 
@@ -152,10 +152,10 @@ def ahead_after(before: Commit, recorded_at: int) -> list[tuple[int, int]]:
 def system_time_by_clock(
     before: Commit, told: int | None, progress: Progress
 ) -> tuple[int, list[tuple[int, int]]]:
-    """``Commit.recorded_at`` and ``Commit.ahead`` of a run, which warns where a clock was ahead.
+    """Returns ``Commit.recorded_at`` and ``Commit.ahead`` of a run; warns if a clock was ahead.
 
     Args:
-        told: see :func:`recorded`.
+        told: see :func:`next_system_time`.
     """
     recorded_at = next_system_time(before, told)
     ahead = ahead_after(before, recorded_at)
@@ -163,9 +163,8 @@ def system_time_by_clock(
         progress.done(
             f"! expected this machine's clock to be after {in_utc(before.recorded_at)}, when batch "
             f"{before.batch} was recorded, got {in_utc(time.time_ns() // 1000)}: the clock of that run "
-            f"was ahead, or this one is behind. This run is recorded at {in_utc(recorded_at)}, and a "
-            "read with as_known_at before that leaves it out; reads as of now have it. Correct the "
-            "clock that is wrong"
+            f"was ahead, or this one is behind. This run is recorded at {in_utc(recorded_at)}: reads "
+            "with an earlier as_known_at miss it, reads as of now include it. Correct the wrong clock"
         )
     return recorded_at, ahead
 
@@ -180,13 +179,13 @@ def document(
     stream_time: Mapping[int, int],
     **more: Any,
 ) -> Commit:
-    """The document of a run's commit.
+    """Returns the document of a run's commit.
 
     Args:
-        passed: what the gate has seen.
-        outcomes: how many records had which outcome, by partition.
-        inputs: how far the run comes in each input.
-        stream_time: at the end of the run.
+        passed: the result of the gate.
+        outcomes: number of records per outcome, by partition.
+        inputs: next offsets of each input after the run.
+        stream_time: per partition, at the end of the run, epoch microseconds.
         more: other fields of ``Commit``.
     """
     before = arrival.before
@@ -196,7 +195,7 @@ def document(
             offsets[partition] = offsets.get(partition, 0) + some[Outcome.APPLIED]
     for partition, moment in stream_time.items():
         times[partition] = max(times.get(partition, moment), moment)
-    # A topic says all its partitions, and may have fewer than before.
+    # A topic lists all its partitions and may have fewer than before: do not merge old ones.
     if not more.get("topics"):
         inputs = {n: {**before.inputs.get(n, {}), **positions} for n, positions in inputs.items()}
     totals = {k: before.totals.get(k, 0) + n for k, n in counts.items()}
