@@ -1,8 +1,8 @@
-"""Writes a stream or table as a Delta table for other engines, and brings that up to the log.
+"""Exports a stream or table as a Delta table for other engines, and keeps it up to date.
 
-How far an export has come stands in the commits of the exported table itself: each says which log it is
-of and up to which offsets. So rows and position are one atomic step, and a run that finds the log where
-the last commit left it writes nothing.
+The exported table stores the position in its own commits: each names the log and the offsets up to
+which it was exported. So rows and position are written atomically, and a run without new log rows
+writes nothing.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from vt_dagster.storage.shared_paths import address
 from vt_dagster.topology.model import Stream, Table
 
 _OWN_FOLDER = re.compile(r"_delta_log|\d+-[0-9a-f]{32}")
-"""What lies where a first run was killed."""
+"""Folders that a killed first run leaves."""
 _EXPORT = "export"
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is exported, and where to. Checked when it is made, which is when definitions load.
+    """Declares an export: rows, columns and target. Checked at construction, when definitions load.
 
     Args:
-        name: of the export's asset.
+        name: name of the export's asset.
         to: the directory or URL of the Delta table.
-        what: ``current``, ``versions`` or ``log``; an empty text: current of a table, log of a stream.
-        columns: those of the exported table, in order; none: those of the schema, and of versions
-            ``valid_from`` and ``valid_to``.
-        with_columns: further ones.
-        catalog_table: the name under which the session's catalog has it; None = it is not registered.
+        what: ``current``, ``versions`` or ``log``; empty = ``current`` for a table, ``log`` for a
+            stream.
+        columns: columns of the exported table, in order; empty = those of the schema, and with
+            ``versions`` also ``valid_from`` and ``valid_to``.
+        with_columns: additional columns.
+        catalog_table: name to register in the session's catalog; None = do not register.
 
     Raises:
-        TopologyError: the node has no such thing or columns, or ``to`` is no place for it.
+        TopologyError: the node does not have ``what`` or the columns, or ``to`` is no valid place.
     """
 
     node: Stream
@@ -72,7 +73,7 @@ class Export:
         if self.catalog_table is not None and not re.fullmatch(r"\w+(\.\w+){0,2}", self.catalog_table):
             raise TopologyError(
                 f"{self.name}: expected catalog_table to be a name such as 'db.prices', got "
-                f"{self.catalog_table!r}"
+                f"{self.catalog_table!r}; correct it"
             )
 
     def _chosen(self, what: str) -> tuple[str, ...]:
@@ -91,19 +92,19 @@ class Export:
         return chosen
 
     def require_outside(self, warehouse: str) -> None:
-        """An export must not lie among the tables of a warehouse, nor around them.
+        """Refuses an export inside a warehouse, or around it.
 
         Raises:
-            TopologyError: it does.
+            TopologyError: one directory contains the other.
         """
         require_outside(self.name, self.to, warehouse)
 
 
 def require_outside(name: str, to: str, warehouse: str) -> None:
-    """What is written for others must not lie among the tables of a warehouse, nor around them.
+    """Refuses a target inside a warehouse, or around it.
 
     Raises:
-        TopologyError: it does.
+        TopologyError: one directory contains the other.
     """
     mine, theirs = _place(to), _place(warehouse)
     if f"{mine}/".startswith(f"{theirs}/") or f"{theirs}/".startswith(f"{mine}/"):
@@ -120,11 +121,11 @@ def _place(path: str) -> str:
 
 
 class ExportRun:
-    """Brings the table of an export up to the log that it is made of.
+    """Brings the table of an export up to its log.
 
     Args:
-        spark: a session, or what gives one when it is first needed.
-        tell: is told what has been written, in a line each.
+        spark: a session, or a function that returns one, called when it is first needed.
+        tell: is called with one line per write.
     """
 
     def __init__(
@@ -139,25 +140,24 @@ class ExportRun:
         self._store = AssetStore(warehouse, export.node, spark, tell)
 
     def head(self) -> Commit | None:
-        """The last commit of the export; None before the first. Does not use Spark.
+        """Returns the last commit of the export; None before the first. Does not use Spark.
 
         Raises:
-            StorageError: something else lies there, or somebody else has written to it.
+            StorageError: the place has other files, or another writer has written to the table.
         """
         return head_in(self.export.to, self.export.name, _EXPORT)
 
     def run(self, run_id: str | None = None) -> Commit | None:
-        """Writes what is new: of a log the new rows, of a table the whole, in one Delta commit.
+        """Writes the new rows of a log, or the whole of a table, in one Delta commit.
 
-        A log that was made anew (swapped, restated), and other columns, have the table written as a
-        whole.
+        If the log was replaced (swapped, restated) or the columns changed, writes the whole table.
 
         Returns:
-            the commit; None where nothing is new, known without Spark.
+            the commit; None = no new rows, decided without Spark.
 
         Raises:
-            StorageError: the place is somebody else's; or the log is not the one that was exported, as
-                a backup was put in its place.
+            StorageError: another writer owns the place; or the log is not the exported one, because it
+                was restored from a backup.
             ConcurrentRunError: another run of the export committed at the same time.
         """
         export, before, at = self.export, self.head(), self._store.snapshot()
@@ -190,7 +190,7 @@ class ExportRun:
         return commit
 
     def _document(self, at: Snapshot, before: Commit | None, run_id: str | None) -> Commit:
-        """What the commit says: of which log it is, up to where, and as what."""
+        """Returns the commit: the log, its offsets, and what is exported."""
         assert at.head is not None
         export, head = self.export, at.head.commit
         shape = shape_of(export.node)
@@ -216,7 +216,7 @@ class ExportRun:
         )
 
     def _rows(self, at: Snapshot, start: dict[int, int]) -> tuple[DataFrame, int]:
-        """The rows to be written, and how many they are, more or less."""
+        """Returns the rows to write, and their approximate number."""
         assert at.head is not None
         export, store = self.export, self._store
         number = at.total - sum(start.values())
@@ -235,7 +235,7 @@ class ExportRun:
         return rows.select(*[f"`{c}`" for c in export.columns]), number
 
     def register(self) -> None:
-        """Makes the table known to the session's catalog, where it is to be."""
+        """Registers the table in the session's catalog, if ``catalog_table`` is set."""
         if self.export.catalog_table is not None:
             where = self._location().replace("\\", "\\\\").replace("'", "\\'")
             self._sql(
@@ -243,7 +243,7 @@ class ExportRun:
             )
 
     def _require_name(self) -> None:
-        """Refuses a name in the catalog that another table has, before anything is written."""
+        """Refuses a catalog name that another table has, before anything is written."""
         name = self.export.catalog_table
         if name is None or not self._store.spark.catalog.tableExists(name):
             return
@@ -270,14 +270,14 @@ class ExportRun:
 
 
 def head_in(to: str, name: str, kind: str) -> Commit | None:
-    """The last commit of a table that an asset writes for others; None before the first. Does not use
+    """Returns the last commit of an exported table or training set; None before the first. Does not use
     Spark.
 
     Args:
-        kind: what the meaning of its commits has an entry of.
+        kind: the entry that identifies such a table in ``shape.meaning`` of its commits.
 
     Raises:
-        StorageError: something else lies there, or somebody else has written to it.
+        StorageError: the place has other files, or another writer has written to the table.
     """
     found = delta.last_of_ours(to)
     if found is None:
@@ -295,9 +295,9 @@ def head_in(to: str, name: str, kind: str) -> Commit | None:
         raise StorageError(
             f"{name}: expected that only this export writes to {to}, got from somebody else: "
             f"{changed}. RESTORE it to version {found.version}, or remove the directory: the next "
-            "run makes it anew"
+            "run writes it anew"
         )
-    delta.files(to, wanted=lambda _: False)  # refuses what an engine of less features cannot read
+    delta.files(to, wanted=lambda _: False)  # refuses Delta features that simpler readers lack
     return Commit.model_validate(found.document)
 
 
@@ -314,7 +314,7 @@ def _require_empty(to: str, name: str) -> None:
 
 
 def exported_rows(to: str) -> int:
-    """How many rows an exported table has. Does not use Spark."""
+    """Returns the number of rows of an exported table. Does not use Spark."""
     return sum(file.rows for file in delta.files(to))
 
 
@@ -328,7 +328,7 @@ def export_of(
     with_columns: Sequence[str] = (),
     catalog_table: str | None = None,
 ) -> Export:
-    """An export, named ``<node>_export`` where no name is given; see :class:`Export`."""
+    """Returns an export; its default name is ``<node>_export``. See :class:`Export`."""
     return Export(
         node,
         name or f"{node.name}_export",
