@@ -170,7 +170,9 @@ def test_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     forgets = world.orders.join(
         short, name="joined", select=["left.*", "right.n as rate", "left.n as number"]
     )
-    with pytest.raises(StorageError, match="rates remembers all that is joined anew, got records of"):
+    with pytest.raises(
+        StorageError, match="the history of rates covers all records to join again, got records of"
+    ):
         restate(world.warehouse, forgets, LATE, world.spark, [])
     module = type(sys)("world_module")
     vars(module).update(joined=world.joined, moved=world.moved, counted=world.counted)

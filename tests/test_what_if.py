@@ -109,7 +109,10 @@ def test_what_a_table_has_forgotten_is_no_difference(market: Market, tmp_path: P
     """Live sales found prices that have expired since; made anew they would find nothing."""
     copy = market.copy(tmp_path)
     there, warehouse = everything(copy), str(copy.warehouse)
-    forgotten = "prices remembers all that is joined anew, got records of sales from 2024-01-01T03:00"
+    forgotten = (
+        "the history of prices covers all records to join again, got records of sales from "
+        "2024-01-01T03:00"
+    )
     with pytest.raises(StorageError, match=forgotten):
         what_if(warehouse, with_settings(copy.priced, {"grace_period": "2h"}), copy.spark)
     with pytest.raises(StorageError, match="Declare a longer history_retention of the table too"):

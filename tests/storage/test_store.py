@@ -119,7 +119,7 @@ def test_a_join_of_many_records_looks_for_versions_in_the_cheaper_way(
     assert said == "sorted: the run has few records"
     assert len(expected) > 3
     monkeypatch.setattr(arrivals, "CHUNK", -1)
-    assert joined() == ("broadcast: the table has at most 7 versions, and 2 of a key", expected)
+    assert joined() == ("broadcast: the table has at most 7 versions, and 2 per key", expected)
     monkeypatch.setattr(join_strategy, "_FEW_OF_A_KEY", 1)
     said, rows = joined()
     assert re.fullmatch(r"tiled: at most \d versions of a key in a tile of time", said)

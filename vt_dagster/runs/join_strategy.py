@@ -1,4 +1,4 @@
-"""In which of its ways (``core/as_of_join.py``) a join looks for versions, by what the run meets."""
+"""Chooses the strategy of an as-of join (``core/as_of_join.py``) from the sizes of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vt_dagster.core.as_of_join import JoinStrategy, Tiles, crowd_of, level_for
 from vt_dagster.topology.model import Table, VersionedTable
 
 VERSIONS_OF_A_TASK = 200_000
-"""A task of the tiled way keeps so many in memory, more or less: a processor's cache is small."""
+"""Versions that a task of the tiled strategy holds in memory: more would not fit a CPU cache."""
 
 _FEW_VERSIONS, _FEW_OF_A_KEY = 20_000, 100
 _FEW_IN_A_TILE = 128
@@ -22,12 +22,12 @@ _FEW_IN_A_TILE = 128
 def join_strategy(
     table: Table, view: DataFrame, few_records: bool, versions: int, span: tuple[int, int] | None
 ) -> tuple[JoinStrategy, str]:
-    """The way for one run, and why.
+    """Returns the strategy for one run, and the reason as text.
 
     Args:
         few_records: whether the run has few records.
-        versions: no more than these are in the view.
-        span: the smallest and the largest timestamp of the records to be joined; None = none are.
+        versions: upper bound of the number of versions in the view.
+        span: smallest and largest timestamp of the records to join; None = no records.
     """
     if not isinstance(table, VersionedTable):
         return "sorted", ""
@@ -37,7 +37,7 @@ def join_strategy(
         counts = view.groupBy(*table.key).count()
         most = counts.agg(F.max("count")).collect()[0][0] or 0
         if most <= _FEW_OF_A_KEY:
-            said = f"broadcast: the table has at most {versions:,} versions, and {most} of a key"
+            said = f"broadcast: the table has at most {versions:,} versions, and {most} per key"
             return "broadcast", said
     tiles, most = tiles_of(view, key=table.key, first=span[0], last=span[1])
     if most > _FEW_IN_A_TILE:
@@ -50,12 +50,13 @@ def join_strategy(
 def tiles_of(
     versions: DataFrame, *, key: Sequence[str], first: int, last: int, crowd: int = _FEW_IN_A_TILE // 2
 ) -> tuple[Tiles, int]:
-    """Tiles for rows from ``first`` to ``last``, and how many versions of a key are in one at most.
+    """Returns tiles of time for rows from ``first`` to ``last``, and the maximum number of versions of
+    a key in one tile.
 
-    Plan: two jobs, an aggregate of the versions, and one by key and tile; four where more than
-    ``crowd`` are in a tile: then each bucket of keys gets tiles by what its own versions live on
-    average, and a tile has many only of a key that changes much more often at some times than at
-    others, or than the other keys of its bucket.
+    Plan: two jobs, an aggregate of the versions and one by key and tile. If a tile has more than
+    ``crowd`` versions of a key, four jobs: each bucket of keys then gets a tile length by the average
+    lifetime of its versions. After that, a tile is crowded only if a key changes much more often at
+    some times than at others, or than the other keys of its bucket.
     """
     span = {"first": first, "last": last}
     level, count = level_for(versions, key=(), **span).collect()[0]
@@ -69,10 +70,10 @@ def tiles_of(
         return Tiles(level, first, last, tasks), 1 + (found[0]["most"] or 0)
 
     alike = tiles(level or 0)
-    # Spark's hash knows no collation: keys that are equal under one might be in two buckets.
+    # Spark's hash ignores collation: keys that are equal under a collation may be in two buckets.
     collated = any("collate" in versions.schema[k].dataType.simpleString() for k in key)
     if alike[1] <= crowd or collated:
         return alike
-    # One row a bucket at most, and none of a user's: collected so that they are not made twice.
+    # At most one row per bucket, without user data: collected, so that Spark does not compute it twice.
     levels = level_for(versions, key=key, **span).drop("versions")
     return tiles(spark.createDataFrame(levels.toArrow()))

@@ -1,4 +1,4 @@
-"""What a run takes and looks into, pinned when it starts."""
+"""Pins the records, logs and tables of a run when it starts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from vt_dagster.topology.model import Stream, Table
 
 
 def source_of(node: Stream) -> Source:
-    """Where a node's records come from.
+    """Returns the source of a node's records.
 
     Raises:
-        SourceError: nowhere.
+        SourceError: the node has no source.
     """
     source: Any = node.source
     if not hasattr(source, "pin"):
@@ -44,12 +44,12 @@ def source_of(node: Stream) -> Source:
 def from_source(
     node: Stream, store: Store, at: Snapshot, source: Source | None, asked: Mapping[str, Any]
 ) -> Arrival:
-    """What a source asset's run takes.
+    """Pins the records of a source asset's run.
 
     Args:
-        at: its tables when the run starts.
-        source: None = the node's own; beside another one no snapshot is taken to start with.
-        asked: what is asked of it.
+        at: snapshot of the asset's tables when the run starts.
+        source: None = the node's own; with another one, no initial snapshot is read.
+        asked: arguments of the source's ``pin``.
     """
     commit = None if at.head is None else at.head.commit
     alone = source is not None
@@ -68,11 +68,11 @@ def from_source(
 
 
 def start_to_take(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole | None:
-    """The snapshot that a table starts with, where a run is to take it: that which comes to the end of
-    the changes that there were at the first run; None = it is not that, or the snapshot is not there.
+    """Returns the initial snapshot of a table, if this run has to read it: the run that reaches the end
+    of the changes that existed at the first run. None = another run reads it, or it does not exist.
 
     Args:
-        commit: the last one.
+        commit: the table's last commit.
     """
     source = start_of(node)
     if source is None or (commit is not None and commit.start is not None):
@@ -82,7 +82,7 @@ def start_to_take(node: Stream, commit: Commit | None, pinned: Pinned) -> Whole 
 
 
 def start_waits(node: Stream, commit: Commit | None) -> bool:
-    """Whether there is a snapshot to start with that no run has taken."""
+    """Returns whether an initial snapshot exists that no run has read."""
     source = start_of(node)
     return source is not None and (commit is None or commit.start is None) and bool(pin_start(source))
 
@@ -90,10 +90,10 @@ def start_waits(node: Stream, commit: Commit | None) -> bool:
 def from_logs(
     node: Stream, store: Store, at: Snapshot, stores: Stores, accept_not_ready: bool = False
 ) -> Arrival:
-    """What is new in the logs of an operator's inputs, and the views that it looks into.
+    """Pins the new rows of an operator's input logs, and the views that it looks up.
 
     Args:
-        accept_not_ready: take it also where a table is not ready, or remembers too little.
+        accept_not_ready: take the rows even if a table is not ready, or its history is too short.
     """
     processor = processor_of(node)
     pinned = Arrival(node, at.head, store.new_attempt(), state_bytes=store.state_bytes(at.head))
@@ -157,15 +157,15 @@ def _looks_into(processor: Processor[Any], table: Table, consumed: Collection[st
 
 
 def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit: Commit) -> None:
-    """An operator reads no records again that were cut off: maintenance keeps what it may need as it is
-    declared, and up to the log retention.
+    """Refuses a run that would re-read truncated records of an input. Maintenance keeps what
+    the operator needs as it is declared, up to the log retention.
 
     Args:
-        up: the input; ``commit``: its last one.
+        up: the input; ``commit``: its last commit.
         before: the operator's last commit.
 
     Raises:
-        StorageError: it has been made to reach further back since.
+        StorageError: since the truncation, the operator was declared to read further back.
     """
     node, cut = processor.node, commit.truncation
     back = retained_from(processor, up, before, commit)
@@ -177,16 +177,16 @@ def require_reach(processor: Processor[Any], up: Stream, before: Commit, commit:
         now = before.stream_time.get(partition, newest + micros)
         if micros > cut.log_retention and max(back, now - micros) < newest:
             raise StorageError(
-                f"{node.name}: expected to read records of {up.name} after {in_utc(newest)} alone, but "
-                f"reads {spoken(reach)} back from {in_utc(now)} as it is declared now, and "
+                f"{node.name}: expected to read only records of {up.name} after {in_utc(newest)}, but "
+                f"as declared now it reads {spoken(reach)} back from {in_utc(now)}, and "
                 f"{cut.description()}; shorten its window or grace period, or make it anew "
                 "(vt-dagster replay)"
             )
 
 
 def retained_from(processor: Processor[Any], up: Stream, before: Commit, last: Commit) -> int | None:
-    """How far back an operator may need an input's log again, after its last commit: records with a
-    larger timestamp, epoch microseconds; None = not at all.
+    """Returns from when on an operator may re-read an input's log after its last commit: records with a
+    larger timestamp, epoch microseconds; None = none.
 
     Args:
         last: the input's last commit.
@@ -204,8 +204,8 @@ def retained_from(processor: Processor[Any], up: Stream, before: Commit, last: C
 
 
 def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> int:
-    """How many offsets of ranges that end with a log have no row any more. Uses Spark only where
-    something was erased after the ranges' begin."""
+    """Returns how many rows of the ranges, which extend to the log's end, have been erased. Uses Spark
+    only if rows were erased after the start of a range."""
     before = head.commit.erased_before
     if all(start >= before.get(p, 0) for p, (start, _) in ranges.items()):
         return 0
@@ -215,7 +215,7 @@ def _erased(store: Store, head: Head, ranges: Mapping[int, tuple[int, int]]) -> 
 
 
 def explained(arrival: Arrival, error: Exception) -> Exception | None:
-    """What to say where it was an input that did not give its records."""
+    """Returns a clearer error, if an input or its files caused this one; else None."""
     if (elsewhere := unseen(error)) is not None:
         return elsewhere
     told = None
@@ -227,10 +227,10 @@ def explained(arrival: Arrival, error: Exception) -> Exception | None:
 
 
 def gone_meanwhile(node: Stream, error: Exception) -> ConcurrentRunError | None:
-    """What to say where a file of a log or view that was pinned is not there any more."""
+    """Returns an error, if a file of a pinned log or view has been removed; else None."""
     if "FAILED_READ_FILE.FILE_NOT_EXIST" not in str(error):
         return None
     return ConcurrentRunError(
-        f"{node.name}: expected the tables' files of when the run started, but some are gone: "
-        "a key was erased meanwhile, or a clean-up kept too little. Nothing was committed: run again"
+        f"{node.name}: expected the table files that the run pinned at its start, but some are gone: a "
+        "key was erased meanwhile, or a clean-up removed too much. Nothing was committed: run again"
     )

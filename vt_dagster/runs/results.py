@@ -1,4 +1,4 @@
-"""What a run says on its way: of the records it judged, of its results, of what it did."""
+"""Intermediate results of a run: judged records, results before the commit, and the receipt."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from vt_dagster.topology.model import Stream
 
 @dataclass(frozen=True)
 class Judged:
-    """The records of a run that looks into a table as of times.
+    """Counts of a run's records with their outcome, before the lookup in a table.
 
     Args:
-        counts: by outcome.
-        by_partition: the same of each partition.
-        span: the smallest and the largest timestamp of those that it looks up; None = there are none.
-        rows_read: how many rows of the table it reads, more or less.
-        strategy: how it looks, and why so.
+        counts: number of records by outcome.
+        by_partition: these counts per partition.
+        span: smallest and largest timestamp of the records to look up; None = none, epoch microseconds.
+        rows_read: approximate number of table rows that the run reads.
+        strategy: the strategy of the lookup, with the reason.
     """
 
     counts: dict[str, int] = field(default_factory=dict[str, int])
@@ -39,7 +39,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Results:
-    """What an operator made of a run, before the commit: its rows with their outcome, lazy."""
+    """The results of an operator before the commit: rows with their outcome, lazy."""
 
     rows: DataFrame
     context: RunContext
@@ -48,10 +48,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a run did: its commit, or None where there was nothing new.
+    """The outcome of a run: its commit, or None if there were no new records.
 
     Args:
-        outcomes: how many records had which outcome, by partition.
+        outcomes: number of records per outcome, by partition.
     """
 
     commit: Commit | None
@@ -61,14 +61,14 @@ class Receipt:
 
 
 def nothing_of(node: Stream, spark: SparkSession) -> DataFrame:
-    """The results of a run that takes nothing: no rows."""
+    """Returns the empty results of a run without records."""
     places = {c: F.lit(0) for c in (ARRIVAL, INPUT, HOME, SEQUENCE, TURN)}
     empty = spark.createDataFrame([], log_schema(node))
     return empty.withColumns({**places, OUTCOME: F.lit(Outcome.APPLIED)})
 
 
 def judge(records: DataFrame) -> Judged:
-    """How many records have which outcome, and from when to when those are that are looked up."""
+    """Counts records by outcome and partition, and finds the time span of those to look up."""
     found = (
         records.groupBy(PARTITION, OUTCOME)
         .agg(
@@ -90,10 +90,13 @@ def judge(records: DataFrame) -> Judged:
 
 
 def require_same(node: Stream, given: Mapping[str, int], got: Mapping[str, int]) -> None:
-    """Refuses records of a grace buffer that an op in between has added to, left out or changed.
+    """Refuses records of a grace buffer if an op in between added, dropped or changed any.
+
+    Args:
+        given, got: number of records by outcome, from the buffer and at the join.
 
     Raises:
-        ContractError: there are more or fewer records of an outcome; both are counts by outcome.
+        ContractError: the counts differ.
     """
     if given != got:
         raise ContractError(

@@ -1,4 +1,4 @@
-"""Refuses to make anew what would come out otherwise: logs were cut off, or a table has forgotten."""
+"""Refuses to recompute results from truncated logs or from times before a table's history."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vt_dagster.topology.durations import in_utc
 from vt_dagster.topology.model import Stream, VersionedTable
 
 Stores = Callable[[Stream], AssetStore]
-"""Gives the tables of a stream or table."""
+"""Returns the store of a stream or table."""
 
 
 def require_logs(node: Stream, ups: Iterable[Stream], stores: Stores, keep: Commit | None) -> None:
-    """Of all that is read again, nothing has been cut off.
+    """Requires that no log row to read again has been truncated.
 
     Args:
-        ups: of what the node consumes, what is read as it is.
+        ups: the consumed inputs that are not recomputed themselves.
         stores, keep: see :func:`require_history`.
 
     Raises:
-        StorageError: a log has been cut off.
+        StorageError: a log has been truncated.
     """
     start = {} if keep is None else keep.inputs
     for up in ups:
@@ -37,15 +37,15 @@ def require_logs(node: Stream, ups: Iterable[Stream], stores: Stores, keep: Comm
 
 
 def require_history(node: Stream, stores: Stores, keep: Commit | None, instead: str) -> None:
-    """Of all that is joined anew, none is from before the table's history.
+    """Requires that no record to join again is from before the table's history.
 
     Args:
-        stores: says where the tables are that are read.
-        keep: the last commit whose results are not made anew; None = all are.
-        instead: what to do, in a sentence without an end: what else may be asked.
+        stores: returns the tables to read.
+        keep: the last commit whose results are kept; None = all results are recomputed.
+        instead: the way out, a sentence without its full stop, for the message.
 
     Raises:
-        StorageError: the table has forgotten what some records would be joined with.
+        StorageError: the table's history does not cover some records to join again.
     """
     processor = processor_of(node)
     table, up = processor.looked_up, processor.consumed[0]
@@ -65,7 +65,7 @@ def require_history(node: Stream, stores: Stores, keep: Commit | None, instead: 
     oldest = rows.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
     if oldest is not None and oldest < horizon:
         raise StorageError(
-            f"{node.name}: expected that {table.name} remembers all that is joined anew, got "
-            f"records of {up.name} from {in_utc(oldest)} on, and a history from {in_utc(horizon)} "
-            f"on: they would lose what they were joined with. {instead}: its log has it all"
+            f"{node.name}: expected that the history of {table.name} covers all records to join again, "
+            f"got records of {up.name} from {in_utc(oldest)} on, and a history from {in_utc(horizon)} "
+            f"on: they would lose their matches. {instead}: its log has all versions"
         )

@@ -1,11 +1,11 @@
 """One run of an asset: pin, read, operate, commit, follow. No Dagster.
 
-Whoever runs an asset goes this way: ops, replay, the test driver, conformance, benchmarks. What is
-operated is said by the asset's ``Processor``; where tables are is said by its ``Store``.
+All callers run assets this way: ops, replay, the test driver, conformance, benchmarks. The asset's
+``Processor`` defines the operation; its ``Store`` holds the tables.
 
-The order of what is written is the protocol: first, under the attempt's name, what the run rejects,
-what it keeps for the next one and the files it consumed; then the log (**the commit**); then view and
-quarantine, which follow from it. So a run can be killed anywhere and started again.
+The order of writes is the protocol: first, under the attempt's name, rejected records, state and
+consumed files; then the log (**the commit**); then view and quarantine, which are derived from it. So a
+run can be killed at any point and started again.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Run:
     """One run of an asset. ``Run.pin(...)`` starts it; then ``read``, ``operate``, ``commit``.
 
     Args:
-        arrival: what it takes.
-        stores: gives the tables of the asset and of its inputs.
+        arrival: the pinned records and tables.
+        stores: returns the tables of the asset and of its inputs.
     """
 
     arrival: Arrival
@@ -87,15 +87,16 @@ class Run:
 
     @classmethod
     def pin(cls, node: Stream, stores: Stores, source: Source | None = None, **asked: Any) -> Run:
-        """Repairs what a dead run left, then pins all that this run takes and looks into.
+        """Completes what a killed run left, then pins the records and tables of this run.
 
         Args:
-            source: of a source asset; None = the node's own.
-            asked: what is asked of the source, see its ``pin``, or of an operator, see ``from_logs``.
+            source: source to read instead of the asset's own; None = the node's own.
+            asked: arguments of the source's ``pin``, or of ``from_logs`` for an operator.
 
         Raises:
-            SourceError: the source is not there, or the asset has none.
-            RefusedRecordsError: a table has forgotten the times of records that have waited for it.
+            SourceError: the source does not exist, or the asset has none.
+            RefusedRecordsError: the history of a table that records have waited for no longer covers
+                their times.
         """
         store = stores(node)
         at = store.catch_up()
@@ -109,7 +110,7 @@ class Run:
         return replace(run, arrival=run._with_stream_time())
 
     def _with_stream_time(self) -> Arrival:
-        """With the operator's own stream time at the end of the run, and how late its records are."""
+        """Returns the arrival with the operator's own stream time and the lateness of its records."""
         if not self.processor.has_stream_time:
             return self.arrival
         with self.store.planner_settings(self.arrival.small):
@@ -124,10 +125,11 @@ class Run:
     # -- read ------------------------------------------------------------------------------------
 
     def read(self, now: datetime | None = None) -> list[DataFrame]:
-        """What the run takes: a source's prepared records, or the log rows of each consumed input.
+        """Returns the run's input: a source's prepared records, or the log rows of each consumed input.
 
         Args:
-            now: what a timestamp may not lie far behind; None = this machine's clock.
+            now: timestamps may exceed it by the source's ``max_clock_skew`` at most; None = this
+                machine's clock.
         """
         if self.arrival.source is not None:
             return [self._records(self.arrival.source, now)]
@@ -146,13 +148,15 @@ class Run:
     # -- operate ---------------------------------------------------------------------------------
 
     def operate(self, read: Sequence[DataFrame]) -> Results:
-        """The operator: its results with all that is counted. Lazy, but where a table is looked into
-        as of times: then one job tells which of its versions are needed; where few records meet a
-        large table, or are looked at several times: then they are computed first; and where a versioned
-        table takes many of a source: then they are held, and one job tells how its stream time moves.
+        """Returns the operator's results with their counts.
+
+        The results are lazy, with three exceptions. For a temporal lookup, one job finds which versions
+        are needed. If few records meet a large table, or records are read several times, they are
+        computed first. If a versioned table takes many records of a source, they are persisted, and one
+        job computes the stream-time bounds.
 
         Args:
-            read: of :meth:`read`, or what an op in between made of it.
+            read: the result of :meth:`read`, perhaps transformed by an op in between.
         """
         context, processor = self._context(with_tables=True), self.processor
         if self.arrival.empty:
@@ -161,7 +165,7 @@ class Run:
         if self.arrival.source is not None and (
             processor.bounded or reads_twice(read[0], self.arrival)
         ):
-            # They are looked at twice, and reading them is the most of it.
+            # The records are used twice, and reading them from the source takes most of the time.
             with self._explained():
                 read = [self.store.persist(rows) for rows in read]
                 self.arrival.persisted.extend(read)
@@ -179,12 +183,11 @@ class Run:
         return self._joined(judged, context)
 
     def buffer(self, read: Sequence[DataFrame]) -> DataFrame:
-        """The first half of :meth:`operate`, of a join with a grace period: which records go out, and
-        which wait. They are computed, and held until the commit; of a run that takes nothing they are
-        lazy.
+        """Returns the records that a join with a grace period emits or buffers: the first half of
+        :meth:`operate`. They are computed, and persisted until the commit; lazy in an empty run.
 
         Returns:
-            the records of the run and those that waited before it, with ``_outcome``.
+            new and previously buffered records, with ``_outcome``.
         """
         judged = self._judged(self._inputs(read), self._context(with_tables=True))
         assert judged is not None
@@ -196,10 +199,10 @@ class Run:
         return buffered
 
     def join(self, buffered: DataFrame) -> Results:
-        """The second half: what :meth:`buffer` gave, with the table as of the records' times.
+        """Joins the records of :meth:`buffer` with the table as of their times: the second half.
 
         Raises:
-            ContractError: there are more or fewer records of an outcome than :meth:`buffer` gave.
+            ContractError: the number of records of an outcome differs from that of :meth:`buffer`.
         """
         context = self._context(with_tables=True)
         if self.arrival.empty:
@@ -229,7 +232,7 @@ class Run:
         )
 
     def _persist(self, rows: DataFrame) -> DataFrame:
-        """Computes rows at once: two builders of Spark's cache can wait for each other for ever."""
+        """Persists rows and computes them at once: two lazy cache builds of Spark can deadlock."""
         self.arrival.persisted.append(self.store.persist(rows))
         self.arrival.persisted[-1].count()
         return self.arrival.persisted[-1]
@@ -242,18 +245,20 @@ class Run:
     def commit(
         self, results: Results, run_id: str | None = None, recorded_at: int | None = None
     ) -> Receipt:
-        """Gate, state, commit; then view and quarantine.
+        """Checks the results, stages state, and commits; then writes view and quarantine.
 
         Args:
-            run_id: what the commit says of whose run it is; ``recorded_at`` likewise, see ``recorded``.
+            run_id: id of the run for the commit.
+            recorded_at: system time of the commit, epoch microseconds; None = assign at commit, see
+                ``next_system_time``.
 
         Raises:
             ContractError: results break the schema's checks, or too large a share of a source's
-                records is bad; nothing has been committed.
-            RefusedRecordsError: an operator cannot take some records, for example since its buffer is
+                records is bad; nothing was committed.
+            RefusedRecordsError: an operator cannot take some records, for example because its buffer is
                 full; nothing is lost, the next run takes the same records.
-            ConcurrentRunError: another run won.
-            SourceError: the source could not be read to its end.
+            ConcurrentRunError: another run committed first.
+            SourceError: the source could not be read completely.
         """
         arrival, store = self.arrival, self.store
         if arrival.empty:
@@ -270,8 +275,8 @@ class Run:
                 if RECORDED_AT not in new.columns:
                     new = new.withColumn(RECORDED_AT, F.timestamp_micros(F.lit(commit.recorded_at)))
                 head = store.commit(new, commit, passed.counts[Outcome.APPLIED])
-            # What a projection makes of many held rows need not be read again. Few are held by other
-            # settings than the view is written by: a plan made by ones does not run by the others.
+            # A projection of many persisted rows need not be read back from the log. Few rows are
+            # persisted under other planner settings than the view uses, and such plans do not mix.
             again = in_place is not None and in_place.complete and not arrival.few_records
             at = store.catch_up(head, written=new if again else None)
         self._unpersist()
@@ -281,7 +286,7 @@ class Run:
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """Within it what goes wrong is told as the source's where it is, and nothing stays held."""
+        """Replaces Spark errors that an input causes by clearer ones, and unpersists on failure."""
         try:
             yield
         except BaseException as error:
@@ -300,7 +305,7 @@ class Run:
     def _prepare(
         self, store: Store, rows: DataFrame, results: Results, run_id: str | None, at: int | None
     ) -> tuple[Passed, Commit]:
-        """Looks at what is to be committed, and writes what belongs to it beside the log."""
+        """Checks the results, stages files beside the log, and returns the commit document."""
         arrival, processor = self.arrival, self.processor
         before, judged = arrival.before, results.judged
         passed = gate(processor, rows, by_partition(before.stream_time))
@@ -355,7 +360,7 @@ def run_once(
     recorded_at: int | None = None,
     **asked: Any,
 ) -> Receipt:
-    """A whole run: what the ops of an asset do, one after another.
+    """Runs an asset once: the steps of its ops, one after another.
 
     Args:
         source, asked: see :meth:`Run.pin`.

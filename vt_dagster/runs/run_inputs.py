@@ -1,4 +1,4 @@
-"""What a processor is given in a run: log rows of each input, and what the runs before have left."""
+"""Inputs and context of a processor in a run: log rows, tables, and the state of earlier runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vt_dagster.topology.model import Stream, Table
 
 
 def logs_of(arrival: Arrival, processor: Processor[Any], stores: Stores) -> list[DataFrame]:
-    """The log rows that a run takes of each consumed input, as far back as the processor needs them."""
+    """Returns the log rows of each consumed input, from where the processor re-reads them."""
     return [_log_of(node, arrival, processor, stores(node)) for node in processor.consumed]
 
 
@@ -39,7 +39,7 @@ def _log_of(node: Stream, arrival: Arrival, processor: Processor[Any], store: St
 
 
 def _rescan_from(node: Stream, arrival: Arrival, processor: Processor[Any]) -> int | None:
-    """As far as any place that the log has among the inputs needs it."""
+    """Returns the earliest time needed; a log may be more than one of the inputs (a self-join)."""
     before = arrival.before
     places = [i for i, up in enumerate(processor.consumed) if up.name == node.name]
     state = before.stream_time, before.emitted_up_to, before.watermarks
@@ -51,7 +51,7 @@ def _rescan_from(node: Stream, arrival: Arrival, processor: Processor[Any]) -> i
 def inputs_of(
     arrival: Arrival, processor: Processor[Any], stores: Stores, logs: Sequence[DataFrame]
 ) -> list[Input]:
-    """The rows that were read, and the tables that are looked into besides."""
+    """Returns the rows that were read, with the tables that the processor looks up."""
     if arrival.source is not None:
         return [Input(rows) for rows in logs]
     before, since = arrival.before, oldest(processor, logs, arrival.before)
@@ -60,7 +60,7 @@ def inputs_of(
         start = before.inputs.get(node.name, {})
         table = earlier = None
         times = dict[int, int]()
-        # Where nothing was consumed before, every row of the table is among the changes.
+        # In a first run, the changes contain every row of the table: no table is needed.
         if start and processor.reads_tables and node.name in arrival.tables:
             store, at = stores(node), arrival.tables[node.name]
             table = store.current_at(at) if since is None else store.view_at(at, since)
@@ -75,13 +75,12 @@ def inputs_of(
 def run_context_of(
     arrival: Arrival, processor: Processor[Any], store: Store, persist_rows: PersistRows | None = None
 ) -> RunContext:
-    """What a run knows.
+    """Returns the context of a run.
 
     Args:
-        store: of the asset.
-        persist_rows: computes rows at once, and keeps them until the commit; None = no table is read,
-            for what
-            is asked before the operator.
+        store: the asset's own tables.
+        persist_rows: computes rows at once and persists them until the commit; None = read no table,
+            for calls before the operator.
     """
     before, with_tables = arrival.before, persist_rows is not None
     view = state = None

@@ -1,4 +1,4 @@
-"""A source that says what is true is read beside what the table holds."""
+"""Reads a source of full snapshots as changes against the table's current rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vt_dagster.topology.model import Stream, Table
 def difference(
     source: Comparing, node: Stream, store: Store, held: list[DataFrame], of_nothing: bool = False
 ) -> DataFrame:
-    """The records of a run: what such a source changes of the rows of its table.
+    """Returns the records of a run: the differences between a snapshot and the table's current rows.
 
     Args:
-        held: takes the rows that the run releases at its end.
-        of_nothing: as of a table without rows: all that the source has.
+        held: collects the persisted rows, which the run unpersists at its end.
+        of_nothing: compare with an empty table, so that all rows of the source are changes.
     """
     assert isinstance(node, Table)
     current = None if of_nothing else store.current()

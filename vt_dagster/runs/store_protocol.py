@@ -1,4 +1,4 @@
-"""What a run needs of an asset's tables: on Delta (``storage.asset_store``) or in memory
+"""The interface of a run to an asset's tables: on Delta (``storage.asset_store``) or in memory
 (``testing``)."""
 
 from __future__ import annotations
@@ -53,4 +53,4 @@ class Store(Protocol):
 
 
 Stores = Callable[[Stream], Store]
-"""Gives the tables of a stream or table."""
+"""Returns the store of a stream or table."""

@@ -1,4 +1,4 @@
-"""Looks up the records of a run in a table, as of their times."""
+"""Looks up the records of a run in a table as of their timestamps."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def temporal_lookup(
     persist_rows: PersistRows,
     context: RunContext,
 ) -> tuple[DataFrame, Judged]:
-    """The results of judged records, by the versions of the table that answer for them.
+    """Joins judged records with the table's versions that are valid at their times.
 
     Args:
-        persist_rows: computes rows at once, and keeps them until the commit.
+        persist_rows: computes rows at once and persists them until the commit.
 
     Returns:
-        the results, and how they were looked for.
+        the results, and the judged records with rows read and strategy.
     """
     table = processor.looked_up
     assert table is not None
