@@ -393,7 +393,7 @@ def test_what_cannot_be_declared(about: dict[str, Any], said: str) -> None:
     [
         ("size(given)", "which is int"),
         ("giben", "much like 'given'"),
-        ("given[", "of which Spark says"),
+        ("given[", "which Spark refuses"),
     ],
 )
 def test_what_is_no_list_of_names(spark: SparkSession, only_columns: str, said: str) -> None:

@@ -182,8 +182,8 @@ def test_a_table_may_be_ready_from_a_time_on_but_must_remember_what_has_waited(s
     assert one.run(one.sold) is None
     one.run(one.prices)
     said = (
-        "sold: expected prices to remember the times of all records .* the first of them is of "
-        "2024-01-01T12:00:00Z .* it remembers 1 day, from 2024-01-02T00:00:00Z on.* accept_not_ready"
+        "sold: expected the history of prices to cover all records .* the first of them is of "
+        "2024-01-01T12:00:00Z .* the history is 1 day, from 2024-01-02T00:00:00Z on.* accept_not_ready"
     )
     with pytest.raises(RefusedRecordsError, match=said):
         one.run(one.sold)
@@ -232,7 +232,7 @@ def test_a_training_set_is_not_made_of_a_part_of_a_table(shop: Made, tmp_path: P
     for _ in range(2):
         one.run(one.prices)
         with pytest.raises(
-            StorageError, match=r"examples: .* to be ready, but \['prices'\] have not all"
+            StorageError, match=r"examples: .* to be ready, but \['prices'\] are not, and the set"
         ):
             way.run()
     one.run(one.prices)

@@ -1,4 +1,4 @@
-"""A source's records, as they are read for a run."""
+"""Reads and prepares the records of a source for a run."""
 
 from __future__ import annotations
 
@@ -54,26 +54,25 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 from vt_dagster.topology.schema import same
 
 _HOLD = set[tuple[str, str, str]]()
-"""Conditions, each with the columns that it has been found to be one over: asking takes a moment, and a
-test has a run for each record."""
+"""Cache of valid expressions with their columns: analysis is slow for tests with one run per record."""
 _GIVEN, _SINCE, _HELD = "_given", "_since", "_held"
 _LAST = 1 << 61
-"""More than the places of arrival that any source gives."""
+"""Larger than any arrival number of a source, so that a snapshot sorts after all changes."""
 _NOW = "9999-01-01T00:00:00Z"
-"""As a time of record: when the run commits, since none is after that."""
+"""System time of snapshot rows: later capped to the time of the run's commit."""
 _ALIKE = 0.75
-"""A name that is so much like a column's is rather a slip than another column."""
+"""Similarity above which an unknown name counts as a misspelt column."""
 
 
 def records_of(arrival: Arrival, source: Pinned, store: Store, latest: int | None) -> DataFrame:
-    """What a run takes of a source, prepared; after it the snapshot that it starts with.
+    """Returns the prepared records of a source, followed by those of an initial snapshot.
 
     Args:
-        arrival: holds rows that the run releases at its end.
+        arrival: collects persisted rows, which the run unpersists at its end.
         latest: the largest timestamp that a record may have, epoch seconds; None = any.
 
     Raises:
-        TopologyError: of the condition of a tombstone, see :func:`as_read`.
+        TopologyError: an expression of the node is invalid, see :func:`as_read`.
     """
     node, held = arrival.node, arrival.persisted
     read = as_read(store.spark, node, alone=isinstance(source, Comparing | PinnedFrames))
@@ -94,8 +93,8 @@ def _with_start(
     held: list[DataFrame],
     limit: Column | None,
 ) -> DataFrame:
-    """The changes, and then the rows of a snapshot, with ``_start``. A condition of deletions is the
-    changes' own, and so is what a record leaves out. A row without a time has the snapshot's."""
+    """Returns the changes followed by the rows of a snapshot, with ``_start``. The tombstone condition
+    and partial updates apply only to changes. A row without a time gets the snapshot's time."""
     node = replace(node, tombstone=None)
     if isinstance(node, VersionedTable):
         node = replace(node, only_columns=None, ignore_null_updates=False)
@@ -113,7 +112,7 @@ def _with_start(
 
 
 def first_changes_of(arrival: Arrival, store: Store) -> DataFrame | None:
-    """Where a run takes a snapshot to start with, of each key in the log its first time."""
+    """Returns the first timestamp of each key in the log, if the run reads an initial snapshot."""
     if arrival.start is None or arrival.previous is None:
         return None
     of_key = store.log({}, arrival.previous).groupBy(*[F.col(f"`{k}`") for k in arrival.node.key])
@@ -121,7 +120,8 @@ def first_changes_of(arrival: Arrival, store: Store) -> DataFrame | None:
 
 
 def reads_twice(records: DataFrame, arrival: Arrival) -> bool:
-    """Whether a run looks at a source's records before it puts them, see :func:`with_table_history`."""
+    """Returns whether a run must compare source records with the table, see
+    :func:`with_table_history`; it then reads them twice."""
     if {TRUNCATES, UNCHANGED} & {*records.columns}:
         return True
     node = arrival.node
@@ -131,10 +131,11 @@ def reads_twice(records: DataFrame, arrival: Arrival) -> bool:
 def with_table_history(
     records: DataFrame, arrival: Arrival, store: Store, context: RunContext
 ) -> tuple[DataFrame, RunContext]:
-    """A source's records by what the table has, and what they meet of its past.
+    """Completes a source's records from the table's current rows, and adds the versions that they
+    collide with to the context.
 
     Args:
-        records: prepared and held.
+        records: prepared and persisted.
     """
     node = arrival.node
     records = _without_truncations(records, arrival, context.view)
@@ -147,10 +148,10 @@ def with_table_history(
 
 
 def _without_truncations(records: DataFrame, arrival: Arrival, view: DataFrame | None) -> DataFrame:
-    """Each record that says that all rows are gone as deletions of the keys that there are by then: in
-    the table, or in the records before it.
+    """Replaces each TRUNCATE record by tombstones of all keys that exist at that point, in the table or
+    in earlier records.
 
-    Plan: a job that tells whether there is one; then one aggregate by key.
+    Plan: one job checks whether there is such a record; then one aggregate by key.
 
     Args:
         records: prepared; they are read twice.
@@ -175,10 +176,10 @@ def _without_truncations(records: DataFrame, arrival: Arrival, view: DataFrame |
 
 
 def _with_unchanged(records: DataFrame, arrival: Arrival, view: DataFrame | None) -> DataFrame:
-    """The records, each column that the source has not sent with the value of its key's record before,
-    in the source's order. Where there is none the record is unreadable: its value is unknown.
+    """Fills each column that the source has not sent from the key's previous record, in source order.
+    Without a previous record the value is unknown, and the record counts as unreadable.
 
-    Plan: a job that tells whether there is such a record; then a join with the current rows and one
+    Plan: one job checks whether there is such a record; then a join with the current rows and one
     window by key.
 
     Args:
@@ -236,10 +237,10 @@ def _last_of(records: DataFrame, arrival: Arrival, store: Store) -> DataFrame | 
 
 
 def _colliding_versions_of(records: DataFrame, store: Store) -> DataFrame | None:
-    """The versions of a table that end after its oldest record; None = none. Of records that it will
-    refuse, as they are older than it remembers, none is needed.
+    """Returns the table's versions that end after the oldest record; None = none. Versions before the
+    retention are not needed, because older records are refused.
 
-    Plan: a job that tells the oldest record.
+    Plan: one job finds the oldest record.
     """
     oldest = records.agg(F.min(F.unix_micros(TIMESTAMP))).collect()[0][0]
     at, retention = store.snapshot(), store.node.retention
@@ -249,15 +250,15 @@ def _colliding_versions_of(records: DataFrame, store: Store) -> DataFrame | None
 
 
 def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
-    """A node with the columns that it is read by: its own, and those that only the condition of a
-    tombstone or ``only_columns`` has, as text.
+    """Returns the node with the columns to read from its source: its own, and further ones that
+    ``tombstone``, ``deleted_at`` or ``only_columns`` name, as text.
 
     Args:
-        alone: whether the source gives the columns of the schema alone: a whole state, which is
-            compared with what the table holds, or a DataFrame.
+        alone: whether the source has only the columns of the schema: a full snapshot, which is compared
+            with the table, or a DataFrame.
 
     Raises:
-        TopologyError: the condition is no condition over the columns, or names what is none.
+        TopologyError: an expression has the wrong type, or names an unknown column.
     """
     asked = _asked(node)
     if not asked:
@@ -279,11 +280,11 @@ def as_read(spark: SparkSession, node: Stream, alone: bool = False) -> Stream:
 
 
 class _Setting(NamedTuple):
-    """What a node says of its records by a SQL expression.
+    """A SQL expression of a node about its records.
 
     Args:
-        what: it is to be, in words.
-        kinds: the types that it may have.
+        what: the expected expression, in words.
+        kinds: the allowed types.
     """
 
     name: str
@@ -308,13 +309,13 @@ def _asked(node: Stream) -> list[_Setting]:
 
 
 def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: StructType) -> str | None:
-    """The first column that an expression names and that is not there; None = there is none."""
+    """Returns the first unknown column that an expression names; None = all are known."""
     told = (setting.name, setting.expression, columns.json())
     if told in _HOLD:
         return None
     try:
         with without_spark_logs():
-            # The schema alone is asked for: with Spark Connect nothing is looked at before.
+            # Reading the schema forces the analysis, which Spark Connect otherwise defers.
             empty = spark.createDataFrame([], columns)
             given = empty.withColumn(_GIVEN, F.expr(setting.expression)).schema[_GIVEN].dataType
     except (AnalysisException, ParseException) as error:
@@ -322,7 +323,7 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
         name = (error.getMessageParameters() or {}).get("objectName", "").strip("`")
         if kind.startswith("UNRESOLVED_COLUMN") and "`" not in name and name not in columns.names:
             return name
-        said = f"of which Spark says: {str(error).splitlines()[0]}"
+        said = f"which Spark refuses: {str(error).splitlines()[0]}"
     else:
         if any(same(kind, given) for kind in setting.kinds):
             _HOLD.add(told)
@@ -336,8 +337,8 @@ def _unknown(spark: SparkSession, node: Stream, setting: _Setting, columns: Stru
 
 @contextmanager
 def without_spark_logs() -> Generator[None]:
-    """Within it PySpark does not log what it raises too: a question is no error."""
-    # Made by PySpark: a logger of another kind would fail of what that logs.
+    """Silences PySpark's log of errors that are raised as well: a failed analysis is expected here."""
+    # Must be a PySparkLogger: a plain logger fails on PySpark's keyword arguments.
     logger = PySparkLogger.getLogger("SQLQueryContextLogger")
     before = logger.disabled
     logger.disabled = True
@@ -348,12 +349,12 @@ def without_spark_logs() -> Generator[None]:
 
 
 def _require_other(node: Stream, setting: _Setting, name: str, alone: bool) -> None:
-    """Refuses what is rather a slip of the pen, or cannot be read beside the columns."""
+    """Refuses an unknown name that looks like a misspelt or renamed column, or that no source has."""
     said = f"{node.name}: {setting.name}, {setting.expression!r}, names {name!r}"
     if name in node.renamed:
         raise TopologyError(
-            f"{said}, which is called {node.renamed[name]!r} now: expected that name, which stands for "
-            "both; correct it"
+            f"{said}, which was renamed to {node.renamed[name]!r}: expected the new name, which stands "
+            "for both; correct it"
         )
     alike = get_close_matches(name.lower(), [c.lower() for c in node.schema.names], 1, _ALIKE)
     if alike:

@@ -1,7 +1,8 @@
-"""Whether tables are ready to be looked into, see ``VersionedTable.ready``.
+"""Decides whether tables are ready to be looked up, see ``VersionedTable.ready``.
 
-A source table's commits say when it has become so; what is made of it is ready once it has taken all up
-to there. Both are told by offsets of the logs, so that it does not matter how runs were cut.
+The commits of a source table record its offsets when it became ready; a derived table is ready once it
+has consumed its inputs up to these. Readiness depends on offsets only, not on how records are divided
+into runs.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ Heads: TypeAlias = Callable[[Stream], Commit | None]
 
 
 def waits(node: Stream) -> bool:
-    """Whether anything that an asset is made of, or it itself, is to be ready first."""
+    """Returns whether the asset, or any of its inputs, declares ``ready``."""
     return any(isinstance(up, VersionedTable) and up.ready is not None for up in topological([node]))
 
 
 def upstream(node: Stream, before: Commit, heads: Heads) -> dict[str, Offsets | None]:
-    """Of each input of an operator where its log stood when it became ready; None = it has not.
+    """Returns, per input of an operator, its log's offsets when it became ready; None = not ready.
 
     Args:
-        before: the operator's last commit. Once that says that all was ready, nothing is asked: empty.
+        before: the operator's last commit; if all inputs were ready by then, the result is empty.
     """
     if before.ready_at is not None or not waits(node):
         return {}
@@ -46,7 +47,7 @@ def upstream(node: Stream, before: Commit, heads: Heads) -> dict[str, Offsets | 
 
 
 def not_ready(nodes: Iterable[Stream], heads: Heads) -> list[str]:
-    """The names of those that are not to be looked into yet."""
+    """Returns the names of the nodes that are not ready yet."""
     return [node.name for node in nodes if _ready_at(node, heads(node), heads) is None]
 
 
@@ -56,7 +57,7 @@ def _ready_at(node: Stream, commit: Commit | None, heads: Heads) -> Offsets | No
     if commit is None or commit.ready_at is not None:
         return None if commit is None else commit.ready_at
     if node.operator is None:
-        # Of a table that was begun before this was declared, no end was noted: it counts as loaded.
+        # A table with runs before ``ready`` was declared has no recorded end: it counts as loaded.
         ready = _begun(node, commit) or _timely(node, commit.stream_time)
         return commit.next_offset if ready else None
     ready = _taken(node, commit.inputs, upstream(node, commit, heads))
@@ -73,14 +74,14 @@ def after_run(
     times: Mapping[int, int],
     started: bool,
 ) -> dict[str, Any]:
-    """What a commit says of it: the fields ``initial_load`` and ``ready_at``.
+    """Returns the fields ``initial_load`` and ``ready_at`` of a commit.
 
     Args:
-        source: what the run takes of a source.
-        inputs: how far all runs have come in each input after the run.
+        source: the pinned source of the run.
+        inputs: next offsets of each input after the run.
         ready: see :func:`upstream`.
         offsets, times: the log's next offsets and stream time after the run.
-        started: whether a table that starts with a snapshot has taken that.
+        started: whether the table has read its initial snapshot.
     """
     starts = source is not None and start_of(node) is not None
     if before.ready_at is not None or not waits(node):
@@ -98,7 +99,7 @@ def after_run(
 
 
 def _begun(node: Stream, commit: Commit) -> bool:
-    """Whether a table with ``initial_load`` had runs before that was declared."""
+    """Returns whether the table had runs before ``ready="initial_load"`` was declared."""
     wanted = isinstance(node, VersionedTable) and node.ready == "initial_load"
     return wanted and commit.batch > 0 and commit.initial_load is None
 
@@ -111,7 +112,7 @@ def _timely(node: Stream, stream_time: Mapping[int, int]) -> bool:
 
 
 def _taken(node: Stream, inputs: Mapping[str, Offsets], ready: Mapping[str, Offsets | None]) -> bool:
-    """Whether all inputs are ready, and those that are consumed have been up to there."""
+    """Returns whether all inputs are ready, and consumed ones were read up to their ready offsets."""
     consumed = {up.name for up in processor_of(node).consumed}
     for name, ends in ready.items():
         if ends is None:
@@ -123,11 +124,11 @@ def _taken(node: Stream, inputs: Mapping[str, Offsets], ready: Mapping[str, Offs
 
 
 def require_covered(arrival: Arrival, stores: Stores) -> None:
-    """Refuses a join's first run with tables that are ready now, where one of them has forgotten the
-    times of records that have waited for it.
+    """Refuses a join's first run with ready tables, if a table's history no longer covers the times of
+    records that have waited for it.
 
     Raises:
-        RefusedRecordsError: names the earliest record, and the time that the table remembers from.
+        RefusedRecordsError: names the earliest record, and the start of the table's history.
     """
     node = arrival.node
     streams = [up for up in node.inputs if up.name in arrival.taken and not up.is_table]
@@ -150,7 +151,7 @@ def require_covered(arrival: Arrival, stores: Stores) -> None:
 def _partitioned_alike(
     stream: Stream, own: Mapping[int, int], table: Stream, theirs: Mapping[int, int]
 ) -> bool:
-    """Whether a key is in the same partition of both, as far as that is known."""
+    """Returns whether both put a key into the same partition, as far as that is known."""
     inside = all(partition < stream.partitions for partition in (*own, *theirs))
     return stream.partitioning == table.partitioning and (inside or own.keys() == theirs.keys())
 
@@ -158,11 +159,11 @@ def _partitioned_alike(
 def _require_remembered(
     node: Stream, table: Stream, now: Mapping[int, int], earliest: Mapping[int, int], alike: bool
 ) -> None:
-    """Refuses a run with records from before what a table remembers.
+    """Refuses a run with records from before the table's history.
 
     Args:
-        now: its stream time; ``earliest``: the first record's of each partition.
-        alike: see :func:`_partitioned_alike`; else any partition of the table may have a record's key.
+        now: the table's stream time; ``earliest``: the records' smallest timestamp; per partition.
+        alike: see :func:`_partitioned_alike`; if false, any partition may have a record's key.
     """
     retention = table.retention
     assert retention is not None
@@ -174,10 +175,10 @@ def _require_remembered(
         return
     partition, first = min(forgotten.items(), key=lambda one: one[1])
     raise RefusedRecordsError(
-        f"{node.name}: expected {table.name} to remember the times of all records that have waited for "
-        f"it to be ready, but the first of them is of {in_utc(first)} (partition {partition}), and it "
-        f"remembers {spoken(retention)}, from {in_utc(known[partition])} on; nothing was committed. "
-        f"Keep a longer history_retention of {table.name}, or run once with accept_not_ready: true to "
-        "join them with what is left",
+        f"{node.name}: expected the history of {table.name} to cover all records that have waited for "
+        f"it to be ready, but the first of them is of {in_utc(first)} (partition {partition}), and the "
+        f"history is {spoken(retention)}, from {in_utc(known[partition])} on; nothing was committed. "
+        f"Set a longer history_retention of {table.name}, or run once with accept_not_ready: true to "
+        "join them with the remaining versions",
         sorted(forgotten),
     )

@@ -1,9 +1,9 @@
-"""Times of record that a source tells: of what is read its own, not that of the run's commit.
+"""Assigns system times that a source provides, instead of the time of the run's commit.
 
-A log never unsays what it said, so a time of record never goes back in it. What was recorded before
-something that is in the log already, or comes after it in order of arrival, counts as recorded just
-after that: later than it was, never earlier, so that nobody is told to have known what he did not. Nor
-is a time in the future of its run. Where rows tell it one by one, that is so of each partition.
+A log is append-only, so system time never decreases in it. A record with an earlier time than a row
+already in the log, or than one before it in arrival order, gets the time of that row: later than the
+source's time, never earlier, so that no read returns a row before it was known. A system time is never
+in the future of its run either. If rows provide their own times, these rules hold per partition.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from vt_dagster.sources.base import Recorded
 from vt_dagster.storage.commit_log import Commit, Step
 
 _MOST = 1_000
-"""So many times at most are told apart in a run: its commit lists them."""
+"""Maximum number of distinct system times per run: its commit lists all of them."""
 
 
 def assign_system_times(
     rows: DataFrame, arrival: Arrival, store: Store, latest: int | None
 ) -> tuple[DataFrame, int | None]:
-    """Results, with ``recorded_at`` where their source tells it; and when their commit is recorded,
-    epoch microseconds, None = as it is made.
+    """Returns the rows with per-row system time if the source provides it, and the commit's system time
+    (epoch microseconds; None = assign at commit).
 
     Args:
-        latest: no time is after it; None = now.
+        latest: upper bound of all system times, epoch microseconds; None = now.
     """
     source, first = arrival.source, arrival.before.recorded_at + 1
     last = time.time_ns() // 1000 if latest is None else latest
     told = source.recorded() if isinstance(source, Recorded) else None
     if told:
         times = _of_origins(told, first, last)
-        # A snapshot to start with comes last, and is known since the run.
+        # An initial snapshot comes last, and its system time is that of the run.
         end = max(first, last) if arrival.start is not None else max(times.values())
         return _by_origin(rows, times, end, store.spark), end
     if source is None or SOURCE_RECORDED_AT not in rows.columns:
@@ -56,7 +56,7 @@ def assign_system_times(
 
 
 def _of_origins(told: Mapping[str, int], now: int, last: int) -> dict[str, int]:
-    """The times that count, of what is read in this order."""
+    """Returns the system time per origin, non-decreasing in read order, at most ``_MOST`` distinct."""
     found = dict[str, int]()
     names, length = list(told), -(-len(told) // _MOST)
     for first in range(0, len(names), length):
@@ -67,10 +67,10 @@ def _of_origins(told: Mapping[str, int], now: int, last: int) -> dict[str, int]:
 
 
 def _by_origin(rows: DataFrame, times: Mapping[str, int], end: int, spark: SparkSession) -> DataFrame:
-    """Plan: a broadcast join.
+    """Adds the system time of each row's origin. Plan: a broadcast join.
 
     Args:
-        end: of what none is told of.
+        end: system time of rows whose origin has none.
     """
     told = spark.createDataFrame([*times.items()], f"{SOURCE} STRING, {RECORDED_AT} BIGINT")
     told = told.withColumn(RECORDED_AT, F.timestamp_micros(RECORDED_AT))
@@ -79,8 +79,8 @@ def _by_origin(rows: DataFrame, times: Mapping[str, int], end: int, spark: Spark
 
 
 def _by_row(rows: DataFrame) -> DataFrame:
-    """Plan: the distinct times are sorted by one task and joined with held rows, which are then
-    shuffled and sorted as ``running_max`` does."""
+    """Adds each row's own system time. Plan: one task sorts the distinct times; they are joined with
+    the persisted rows, which ``running_max`` shuffles and sorts."""
     tile, together = F.ntile(_MOST).over(W.orderBy(SOURCE_RECORDED_AT)), W.partitionBy("_tile")
     times = (
         rows.select(SOURCE_RECORDED_AT)
@@ -97,13 +97,13 @@ def _by_row(rows: DataFrame) -> DataFrame:
 
 
 def steps_of(rows: DataFrame, before: Commit, end: int) -> list[Step]:
-    """How far a run's log comes by each of its times, but for that of its commit.
+    """Returns the log's offsets and stream time at each system time of a run before the commit's.
 
-    Plan: one aggregate of held rows.
+    Plan: one aggregate of persisted rows.
 
     Args:
         rows: results with ``recorded_at``.
-        end: when the commit is recorded.
+        end: system time of the commit, epoch microseconds, exclusive.
     """
     applied = rows.where(F.col(OUTCOME) == Outcome.APPLIED)
     of_each = applied.groupBy(F.unix_micros(RECORDED_AT).alias(RECORDED_AT), PARTITION)
