@@ -95,7 +95,7 @@ def test_a_join_takes_in_what_came_late(world: World) -> None:
     assert rates_of(world, "joined") == {**before, 4: 9, 6: 8}
     assert "joined: keeps 3 of 7 results" in lines
     assert "moved: keeps 3 of 7 results" in lines
-    assert "counted: replayed: it keeps a state, and has that of its last run only" in lines
+    assert "counted: replayed: it has a state, and only that of its last run is kept" in lines
     for name in ("joined", "moved", "counted"):
         assert world.rows(name) == world.replayed(name), name
     assert not list(Path(world.warehouse).glob("*restate*"))

@@ -389,7 +389,7 @@ def test_not_beside_a_run(shop: Shop, spark: SparkSession, monkeypatch: pytest.M
 
 
 def test_what_is_refused(shop: Shop, spark: SparkSession) -> None:
-    with pytest.raises(StorageError, match="definitions of all that consumes it, got none of"):
+    with pytest.raises(StorageError, match="definitions of all its consumers, got none of"):
         shop.erase(spark, shop.customers, among=[])
     with pytest.raises(StorageError, match="over the key columns"):
         shop.erase(spark, shop.customers, key=None, where="city = 'rome'")

@@ -47,31 +47,32 @@ def replay(
     tell: Callable[[str], None] | None = None,
     keep_recorded: bool = True,
 ) -> AssetStore:
-    """Makes an asset anew under another name, as far as the live one has come.
+    """Reprocesses an asset under another name, up to the position of the live one.
 
-    A replay that was interrupted goes on where it stopped. An operator's asset is made from the logs of
-    its inputs as they are now; a join with a plain table then finds what that table holds now.
+    An interrupted replay continues where it stopped. An operator's asset is made from the current logs
+    of its inputs; a join with a plain table therefore finds the table's current rows.
 
     Args:
         into: the name of the new tables, in the same warehouse.
-        start: of a Kafka source, where to begin: a time (inclusive) or offsets ``{topic: {partition:
-            offset}}``; None = as the source says.
-        tell: is told what each run has written, in a line each.
-        keep_recorded: whether records of topics and files are recorded as they were in the original,
-            for which they are taken in runs as its own were. Of an operator, and where the original
-            does not say which run took a file, they are recorded now: what is made of other tables as
-            they are now was not known then.
+        start: start position of a Kafka source: a time (inclusive) or offsets ``{topic: {partition:
+            offset}}``; None = the source's own ``start``.
+        tell: is called with one line per run.
+        keep_recorded: whether records of topics and files keep their original system times; they are
+            then read in the same runs as the original. Results of an operator, and files whose run is
+            unknown, are recorded now: results from the current inputs were not known then.
 
     Returns:
         the new tables.
 
     Raises:
         StorageError: the asset has never run; or ``into`` is not a replay of it.
-        SourceError: the source has not got the records any more, or cannot begin there.
+        SourceError: the source no longer has the records, or cannot start at that position.
     """
     head = AssetStore(warehouse, node, spark).head()
     if head is None:
-        raise StorageError(f"{node.name}: nothing was ever committed, so there is nothing to replay")
+        raise StorageError(
+            f"{node.name}: nothing was ever committed, so there is nothing to replay; run it first"
+        )
     require_name(into, "replay")
     there, whose = AssetStore(warehouse, replace(node, name=into), spark).head(), f"replay:{node.name}"
     if there is not None and there.commit.run_id != whose:
@@ -83,8 +84,8 @@ def replay(
     if start is not None:
         if not isinstance(source, KafkaSource):
             raise SourceError(
-                f"{node.name}: only a Kafka source can be replayed from a place, got {source!r}; "
-                "leave it out to reprocess everything"
+                f"{node.name}: only a Kafka source can be replayed from a position, got {source!r}; "
+                "remove the start to reprocess everything"
             )
         source = replace(source, start=start)
     copy = replace(node, name=into, source=source)
@@ -98,15 +99,16 @@ def replay(
 def make_anew(
     copy: Stream, stores: Stores, live: AssetStore, run_id: str, keep_recorded: bool = True
 ) -> None:
-    """Runs an asset until it has taken all that there is, as a live one took it.
+    """Runs an asset until no new records are left, in the same runs as the live asset.
 
     Args:
-        stores: says where its tables are, and those of its inputs.
-        live: of which the runs are, where it has a source.
-        run_id, keep_recorded: see :func:`replay`.
+        stores: returns the tables of the asset and of its inputs.
+        live: the asset whose runs are repeated, if it has a source.
+        run_id: id of the run for the commits.
+        keep_recorded: see :func:`replay`.
 
     Raises:
-        SourceError: the source has not got the records any more.
+        SourceError: the source no longer has the records.
     """
     head = live.head()
     runs = iter([({}, None)]) if head is None else _runs_of(live, head, keep_recorded)
@@ -119,8 +121,8 @@ def make_anew(
 def _runs_of(
     live: AssetStore, head: Head, keep_recorded: bool
 ) -> Iterator[tuple[dict[str, Any], int | None]]:
-    """What is asked of a source so that runs take what those of an asset took, oldest first, and when
-    that was recorded; and then all that is left."""
+    """Yields the source arguments that repeat the runs of an asset, oldest first, with their system
+    times; finally those that read the rest."""
     source: Any = live.node.source
     then = commit_history.commits(live.root) if keep_recorded else iter(())
     if isinstance(source, KafkaSource):
@@ -135,7 +137,7 @@ def _runs_of(
 
 
 def as_far_as(source: Any, commit: Commit) -> dict[str, Any]:
-    """What is asked of a source to have its records up to a commit, where it can tell."""
+    """Returns the source arguments that read records up to a commit; empty if not supported."""
     if not isinstance(source, KafkaSource):
         return {}
     ends = commit.inputs
@@ -144,12 +146,12 @@ def as_far_as(source: Any, commit: Commit) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Differences:
-    """How the contents of two assets differ.
+    """The differences between two assets.
 
     Args:
-        missing: rows that only the first has, counted as often as they stand there.
-        extra: rows that only the second has.
-        rows: those rows, with ``_count``: above zero = so many more in the first.
+        missing: number of rows that only the first has, duplicates included.
+        extra: number of rows that only the second has.
+        rows: these rows, with ``_count``: copies in the first minus copies in the second.
     """
 
     missing: int
@@ -158,14 +160,13 @@ class Differences:
 
 
 def compare(one: AssetStore, other: AssetStore) -> Differences:
-    """What two assets hold that is not the same, whatever the offsets: versions of versioned tables,
-    current rows of tables, records of streams. Columns that were declared once and are not now are left
-    out.
+    """Compares the rows of two assets, without offsets: versions of versioned tables, current rows
+    of tables, records of streams. Columns that are no longer declared are ignored.
 
     Plan: one shuffle of both.
 
     Raises:
-        StorageError: they have different columns.
+        StorageError: the assets have different columns, or a stream's log was truncated.
     """
     what = "versions" if one.node.versioned else None
     ours, theirs = (comparable(store, what) for store in (one, other))
@@ -184,12 +185,12 @@ def compare(one: AssetStore, other: AssetStore) -> Differences:
 
 
 def as_json(columns: Sequence[str], name: str = "row") -> Column:
-    """Some columns as one text: maps cannot be grouped by."""
+    """Returns some columns as one JSON text, because Spark cannot group by maps."""
     return F.to_json(F.struct(*[f"`{c}`" for c in columns]), {"ignoreNullFields": "false"}).alias(name)
 
 
 def differing_rows(ours: DataFrame, theirs: DataFrame) -> DataFrame:
-    """The rows that one of two has more often, with ``_count``: above zero = so many more in the first.
+    """Returns the rows whose counts differ, with ``_count``: copies in ours minus copies in theirs.
 
     Plan: one shuffle of both.
     """
@@ -199,8 +200,8 @@ def differing_rows(ours: DataFrame, theirs: DataFrame) -> DataFrame:
 
 
 def comparable(store: AssetStore, what: str | None) -> DataFrame:
-    """What an asset holds that another one may hold too: without offsets, and columns that were
-    declared once and are not now.
+    """Returns the rows of an asset to compare: without offsets, system times, and columns that are
+    no longer declared.
 
     Args:
         what: see ``AssetStore.read``.
@@ -209,7 +210,7 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
     if head is not None and head.commit.truncation is not None and not store.node.is_table:
         raise StorageError(
             f"{store.node.name}: expected a stream with its whole log to compare, but "
-            f"{head.commit.truncation.description()}; leave it out, and compare what is made of it"
+            f"{head.commit.truncation.description()}; compare the assets derived from it instead"
         )
     declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
     own = [
@@ -220,13 +221,13 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
 
 
 def swap(warehouse: str, live: str, other: str) -> None:
-    """Gives two assets each other's name. Nothing else may run meanwhile. Does not use Spark.
+    """Exchanges the names of two assets. Nothing else may run meanwhile. Does not use Spark.
 
-    What was interrupted is brought to its end by the same call. Assets that consume the log of ``live``
-    refuse their next run, since its offsets mean other records now: replay and swap them too.
+    To complete an interrupted swap, call again with the same arguments. Assets that consume the log of
+    ``live`` refuse their next run, as its offsets now mean other records: replay and swap them too.
 
     Raises:
-        StorageError: one of them is not there, or they are the same.
+        StorageError: one of the assets does not exist, or both names are the same.
     """
     if live == other:
         raise StorageError(f"expected two assets to swap, got {live!r} twice")

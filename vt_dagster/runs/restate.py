@@ -1,18 +1,18 @@
-"""Makes the results of an asset after a time anew from logs, in place, and of all that consumes it.
+"""Restates an asset and its consumers from a time on: recomputes their results from logs, in place.
 
-**What is kept.** A log is a chain of batches, and how an arrival order is cut into runs changes no
-result. So the batches that had taken nothing but records from before the time are kept as they are, and
-runs go on from the last of them, with the tables as they are now. That is a full replay, if those
-batches would come out the same again: operators without state that look into no table do so by
-construction; of a join with a versioned table it is looked up whether a record that concerns what was
-joined came after it, and a restatement that would leave such a one out is refused. What keeps a state
-(aggregates, suppress), and joins with a plain table, are replayed as a whole: the state of back then is
-gone, and such a table has only its present.
+**Kept batches.** A log is a chain of batches, and the division of records into runs does not change any
+result. So batches that consumed only records from before the time are kept, and runs continue after the
+last of them, with the current tables. The result equals a full replay if a replay would give the same
+kept batches. Operators without state and without a table do so by construction. For a join with a
+versioned table, the plan checks whether a table record for earlier times arrived after the join; if so,
+the restatement is refused, because it would miss that record. Operators with state (aggregates,
+suppress) and joins with a plain table are replayed from the start: their earlier state is gone, and a
+plain table has only current rows.
 
-**How it takes place.** The new logs are made beside the old ones, in a folder of the warehouse; then
-they change places, inputs first; the old ones of a versioned table stay for a while, for whoever asks
-what they said (``storage.replaced_tables``). Each step is found done or is done again, so that a killed
-restatement goes on where it stopped. Nothing else may run meanwhile.
+**Order of writes.** The new logs are written beside the old ones, in a folder of the warehouse; then
+they are exchanged, inputs first. The old logs of a versioned table are kept for a while, so that reads
+can be compared with them (``storage.replaced_tables``). Each step is idempotent, so that a killed
+restatement continues where it stopped. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ def restate(
     among: Sequence[Stream] = (),
     tell: Tell | None = None,
 ) -> list[str]:
-    """Makes the results of an asset from a time on anew, in place, and those of all that consume it.
+    """Recomputes the results of an asset and of all its consumers from a time on, in place.
 
-    The result is that of a full replay of each: records in their order, and of what is held back the
-    same set. The logs that are made anew are others than before: what consumes them and is not among
-    the definitions would refuse its next run. Nothing else may run meanwhile. What was
-    interrupted is brought to its end by the same call.
+    The result equals a full replay of each asset: records in the same order, and the same set of
+    buffered records. The logs are new ones: a consumer that is not among the definitions would refuse
+    its next run. Nothing else may run meanwhile. To complete an interrupted restatement, call again
+    with the same arguments.
 
     Args:
-        start: the time (inclusive; without an offset UTC) from which on records are processed anew.
-        among: the streams and tables in which to look for what consumes it.
-        tell: is told what is kept and what has been written, in a line each.
+        start: first time to process again (inclusive; UTC if it has no offset).
+        among: the streams and tables that may consume the asset.
+        tell: is called with one line per kept log and per run.
 
     Returns:
-        the names of all that was made anew, inputs first.
+        the names of all recomputed assets, inputs first.
 
     Raises:
-        StorageError: the asset has never run; a table that it looks into remembers too little; records
-            for times before ``start`` would be left out; or what consumes it is not among them.
-        SourceError: the source has not got the records any more.
+        StorageError: the asset has never run; the history of a looked-up table is too short; records
+            for times before ``start`` would be missed; or a consumer is not in ``among``.
+        SourceError: the source no longer has the records.
     """
     moment = parse_time(start if isinstance(start, str) else start.isoformat())
     return _Restatement(str(warehouse), node, moment, spark, among, tell).run()
@@ -95,7 +95,7 @@ class _Restatement:
     def run(self) -> list[str]:
         plan = self._plan()
         if not plan.steps:
-            self.say(f"{self.node.name}: takes nothing from {in_utc(self.moment)} on: nothing to do")
+            self.say(f"{self.node.name}: no records from {in_utc(self.moment)} on: nothing to do")
             return []
         made = {step.path for step in plan.steps}
         steps = [(step, next(n for n in self.nodes if path_of(n) == step.path)) for step in plan.steps]
@@ -109,7 +109,7 @@ class _Restatement:
             old = posixpath.join(self.root, _OLD, step.path)
             if node.versioned and self.fs.exists(old):
                 put_aside(self.warehouse, step.path, old)
-        # The plan first: without it, what is left is rubbish and no restatement.
+        # The plan goes first: without it, the next call removes the folder as garbage.
         self.fs.rm_file(posixpath.join(self.root, _PLAN))
         self.fs.rm(self.root, recursive=True)
         return [node.name for _, node in steps]
@@ -133,10 +133,10 @@ class _Restatement:
             if plan.start != self.moment or missing:
                 raise StorageError(
                     f"{self.node.name}: a restatement from {in_utc(plan.start)} was interrupted, of "
-                    f"{[step.path for step in plan.steps]}; bring it to its end first: run it again "
-                    "with the same time and definitions"
+                    f"{[step.path for step in plan.steps]}; complete it first: run it again with the "
+                    "same time and definitions"
                 )
-            self.say(f"{self.node.name}: goes on with what was interrupted")
+            self.say(f"{self.node.name}: continues an interrupted restatement")
             return plan
         if self.fs.exists(self.root):
             self.fs.rm(self.root, recursive=True)
@@ -152,7 +152,7 @@ class _Restatement:
     # -- build -----------------------------------------------------------------------------------
 
     def _build(self, step: Step, node: Stream, made: set[str]) -> None:
-        """Makes the new tables of one asset; goes on with them where they were begun."""
+        """Writes the new tables of one asset, or continues an interrupted attempt."""
         whose = f"restate:{self.node.name}"
 
         def stores(of: Stream) -> AssetStore:
@@ -171,15 +171,15 @@ class _Restatement:
         done = new.head()
         found = 0 if done is None else done.commit.totals.get("in", 0)
         if found < step.taken:
-            self.fs.rm(self.root, recursive=True)  # what comes back is to be read in its order
+            self.fs.rm(self.root, recursive=True)  # start again: returning files must be read in order
             raise SourceError(
                 f"{node.name}: expected the {step.taken:,} records of its source that its log was made "
-                f"of, got {found:,}: the others are not there any more, and would be gone from the "
-                "log. Put them back and run it again, or restate what is made of it alone"
+                f"of, got {found:,}: the others no longer exist and would be missing in the new "
+                "log. Put them back and run it again, or restate only the assets derived from it"
             )
 
     def _begin(self, keep: Commit, node: Stream, new: AssetStore, made: set[str], whose: str) -> None:
-        """Writes what is kept, as one commit that says what the last of its batches said."""
+        """Writes the kept rows as one commit, with the positions of the last kept batch."""
         live = self._live(node)
         head = live.head()
         assert head is not None
@@ -215,7 +215,7 @@ class _Restatement:
             asset=node.name,
         )
         told = live.quarantine()
-        if told is not None:  # of an operator: what its kept batches have refused
+        if told is not None:  # keep the rejected records of the kept batches
             parquet.write(
                 told.where(F.col("batch") <= keep.batch),
                 new.quarantine_path,
@@ -227,14 +227,14 @@ class _Restatement:
     # -- exchange --------------------------------------------------------------------------------
 
     def _exchange(self, path: str) -> None:
-        """Puts the new tables of an asset in the place of the old ones, if that is not done yet."""
+        """Replaces the old tables of an asset by the new ones, unless that is done."""
         new, old = posixpath.join(self.root, _BESIDE, path), posixpath.join(self.root, _OLD, path)
         live = posixpath.join(delta.filesystem(self.warehouse)[1], path)
         if not self.fs.exists(new):
             return
         if not self.fs.exists(old):
             self.fs.makedirs(posixpath.dirname(old), exist_ok=True)
-            self.say(f"{path}: its new tables take the place of the old ones")
+            self.say(f"{path}: replaces the old tables by the new ones")
             self.fs.mv(live, old, recursive=True)
         elif self.fs.exists(live):
             raise StorageError(

@@ -1,4 +1,4 @@
-"""What a restatement keeps of each log, and what stands against it; see ``restate``."""
+"""Plans a restatement: the kept batches of each log, and the reasons to refuse; see ``restate``."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from vt_dagster.topology.model import Stream, VersionedTable
 
 
 class Step(BaseModel):
-    """What becomes of one asset.
+    """The plan for one asset.
 
     Args:
         path: its folder in the warehouse.
-        keep: the commit up to which its log is kept; None = nothing is, and ``why``.
-        taken: how many records its log had taken of a source.
+        keep: the last kept commit of its log; None = none is kept.
+        why: the reason why none is kept.
+        taken: how many records of its source the log was made of.
     """
 
     path: str
@@ -39,7 +40,7 @@ class Step(BaseModel):
 
 
 class Plan(BaseModel):
-    """What a restatement does, in order: inputs first."""
+    """The steps of a restatement, inputs first."""
 
     start: int
     steps: list[Step] = Field(default_factory=list[Step])
@@ -50,10 +51,10 @@ class Planner:
     """Plans a restatement. Writes nothing.
 
     Args:
-        node: what is restated.
-        moment: from when on, inclusive: epoch microseconds.
-        nodes: all streams and tables that are known, inputs first.
-        say: is told what is kept, in a line each.
+        node: the asset to restate.
+        moment: first time to process again, inclusive, epoch microseconds.
+        nodes: all known streams and tables, inputs first.
+        say: is called with one line per asset.
     """
 
     warehouse: str
@@ -64,7 +65,7 @@ class Planner:
     say: Callable[[str], None]
 
     def plan(self) -> Plan:
-        """What is to be done; no steps where no record is from the time on."""
+        """Returns the plan; it has no steps if no record is from the time on."""
         plan = Plan(start=self.moment)
         for node in self.nodes:
             if node.name == self.node.name or self._consumes(node, plan):
@@ -82,7 +83,7 @@ class Planner:
         return not {path_of(up) for up in node.inputs}.isdisjoint(step.path for step in plan.steps)
 
     def _step(self, node: Stream, plan: Plan) -> Step | None:
-        """What is kept of one asset; None where it was never run."""
+        """Returns the step of one asset; None if it has never run or all its results are kept."""
         head = self._live(node).head()
         if head is None:
             if node.name != self.node.name:
@@ -106,16 +107,15 @@ class Planner:
         return Step(path=path_of(node), keep=keep, why=why)
 
     def _kept(self, node: Stream, last: Commit, plan: Plan) -> tuple[Commit | None, str]:
-        """The last commit up to which the log is as a replay would make it; None = there is none, and
-        why."""
+        """Returns the last commit up to which a replay gives the same log, or None and why."""
         processor, done = processor_of(node), {step.path: step for step in plan.steps}
         table = processor.looked_up
         if last.state:
-            return None, "it keeps a state, and has that of its last run only"
+            return None, "it has a state, and only that of its last run is kept"
         if node.changed_meaning(last.shape.meaning):
-            return None, "it is declared as something else than before"
+            return None, "its declaration has changed"
         if table is not None and not isinstance(table, VersionedTable):
-            return None, f"{table.name} has only its present"
+            return None, f"{table.name} has only current rows"
         if table is not None and path_of(table) in done:
             return None, f"{table.name} is made anew"
         limits = dict[str, Offsets]()
@@ -133,10 +133,10 @@ class Planner:
                 break
             if all(_within(commit.inputs.get(name, {}), ends) for name, ends in limits.items()):
                 return commit, ""
-        return None, "no batch that is still known has older records only"
+        return None, "no batch with only older records is kept in its commit log"
 
     def _first_after(self, up: Stream) -> Offsets:
-        """Of each partition the offset of the first record from the time on; else its end."""
+        """Returns, per partition, the offset of the first record from the time on, or the log's end."""
         store = self._live(up)
         head = store.head()
         if head is None:
@@ -146,25 +146,24 @@ class Planner:
         return {**head.commit.next_offset, **{row[0]: row[1] for row in found}}
 
     def _require_logs(self, node: Stream, last: Commit, keep: Commit | None, plan: Plan) -> None:
-        """Refuses where a log that is read again, or kept, has been cut off."""
+        """Refuses a restatement if a log to read again, or to keep, has been truncated."""
         made = {step.path for step in plan.steps}
         ups = [up for up in processor_of(node).consumed if path_of(up) not in made]
         require_logs(node, ups, self._live, keep)
         if keep is not None and last.truncation is not None:
             raise StorageError(
-                f"{node.name}: expected its whole log, of which a restatement keeps what is from "
+                f"{node.name}: expected its whole log, because a restatement keeps the results from "
                 f"before {in_utc(self.moment)}, but {last.truncation.description()}: replay it "
-                "beside the live one, "
-                "and swap"
+                "under another name, and swap"
             )
 
     def _require_nothing_earlier(self, node: Stream, keep: Commit) -> None:
-        """Refuses to keep what would come out otherwise today: joined before a record of the table came
-        that it would find now."""
+        """Refuses to keep results that a replay would change: joined before a matching record of the
+        table arrived."""
         table = processor_of(node).looked_up
         consumed = {up.name for up in processor_of(node).consumed}
         if not isinstance(table, VersionedTable) or table.name in consumed:
-            return  # what takes the table's records too corrects what it has joined
+            return  # a join that consumes the table's log corrects its own results
         store = self._live(table)
         head = store.head()
         if head is None:
@@ -204,12 +203,12 @@ class Planner:
             raise StorageError(
                 f"{node.name}: expected that nothing for times before {in_utc(self.moment)} came to "
                 f"{table.name} after it was joined, got {count} record(s) from {in_utc(first)} on: "
-                "results from before would not be those of a replay. Restate from that time: run it "
-                f"with --from {in_utc(first)}"
+                "the kept results would differ from a replay. Restate from that time: run it with "
+                f"--from {in_utc(first)}"
             )
 
     def _require_all(self, plan: Plan) -> None:
-        """Refuses to leave somebody behind who would refuse his next run."""
+        """Refuses a plan without a consumer that would refuse its next run."""
         made = {step.path for step in plan.steps}
         names = {n.name for n in self.nodes if path_of(n) in made}
         for name in asset_names(self.warehouse):
@@ -219,14 +218,14 @@ class Planner:
                 continue
             if commit.shape.meaning:
                 raise StorageError(
-                    f"{self.node.name}: expected the definitions of all that consumes it, got none of "
-                    f"{name}, which consumes {consumed[0]} and would refuse its next run; give it too"
+                    f"{self.node.name}: expected the definitions of all its consumers, got none of "
+                    f"{name}, which consumes {consumed[0]} and would refuse its next run; add it too"
                 )
             self.say(f"! {name} has taken from the log of {consumed[0]} what is made anew now")
 
 
 def path_of(node: Stream) -> str:
-    """The folder of an asset in its warehouse."""
+    """Returns the folder of an asset in its warehouse."""
     return posixpath.join(*node.path)
 
 
@@ -239,7 +238,7 @@ def _within(taken: Offsets, ends: Offsets) -> bool:
 
 
 def _positions(store: AssetStore) -> Callable[[dict[str, int]], Offsets | None]:
-    """Tells how far a table's log had come when a run looked into it; None = not known any more."""
+    """Returns a function that gives a table's offsets at a run's lookup; None = no longer known."""
     name = store.node.name
     there = {
         part: [(one.version, one.document["next_offset"]) for one in delta.commits(path)]

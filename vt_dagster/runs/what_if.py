@@ -1,4 +1,4 @@
-"""What would change, were an asset declared otherwise: it is made anew elsewhere, and compared."""
+"""Shows what another declaration of an asset would change: replays and compares it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LONGER = "Declare a longer history_retention of the table too, with which it is
 
 @dataclass(frozen=True)
 class Change:
-    """A row before and after, as JSON; None = it is not there."""
+    """A row before and after, as JSON; None = no such row."""
 
     key: str
     before: str | None
@@ -42,17 +42,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """What would change.
+    """The changes that another declaration would make.
 
     Args:
-        asset: its name; remade: what was made anew, inputs first.
-        rows_before, rows_after: how many rows there are: versions, current rows, or a stream's records.
-        added, removed, changed: rows that only the one, or only the other has, and those that both have
-            with other values: a row is told by its key, and its time where it has one.
-        keys: so many keys have such rows.
-        columns_added, columns_removed: those that only one has; they are not compared.
-        sums: of each numeric column, before and after; None = it is not there, or all is null.
-        examples: some of the rows.
+        asset: its name.
+        remade: the assets that were replayed, inputs first.
+        rows_before, rows_after: number of versions, current rows, or a stream's records.
+        added, removed, changed: number of rows only after, only before, and in both with other values.
+            Rows are identified by key, and by time if they have one.
+        keys: number of keys with such rows.
+        columns_added, columns_removed: columns of one side only; they are not compared.
+        sums: per numeric column, the sums before and after; None = no such column, or all null.
+        examples: some of the differing rows.
     """
 
     asset: str
@@ -72,7 +73,7 @@ class Changes:
 
     @property
     def share(self) -> float:
-        """Rows that differ, of those that there were; of none 1, if there are some now."""
+        """Differing rows divided by rows before; with no rows before, 1 if any differ, else 0."""
         differ = self.added + self.removed + self.changed
         return differ / self.rows_before if self.rows_before else float(bool(differ))
 
@@ -87,26 +88,26 @@ def what_if(
     scratch: str | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Changes:
-    """What would change, were an asset declared as given. Nothing is written into the warehouse, but in
-    a scratch place, which is removed whatever happens; what a killed process left, the next one does.
+    """Returns what would change if an asset were declared as given. Writes only into a scratch place,
+    which is always removed at the end; the next call removes that of a killed process.
 
-    The asset is made anew as a replay makes it; of what it is made of, the same is done where the
-    warehouse has it with another meaning, and with all that is made of that. What only waits or keeps
-    otherwise is not seen there: ``also`` names it.
+    The asset is replayed. An input is replayed as well if its declared meaning differs from that in the
+    warehouse, and so are all inputs derived from such an input. A change of grace period or retention
+    does not change the meaning: name these inputs in ``also``.
 
     Args:
-        node: as it would be declared.
-        also: further inputs, direct or not, that are made anew.
-        baseline: compare with a replay of this declaration; None = with what is live, which has been
-            made run by run, so that what came late since is a difference too.
+        node: the asset with the new declaration.
+        also: further direct or indirect inputs to replay.
+        baseline: compare with a replay of this declaration; None = with the live table, which was made
+            run by run, so that records that arrived late since differ too.
         scratch: a directory or URL; None = in the warehouse.
-        tell: is told what each run has written, in a line each.
+        tell: is called with one line per run.
 
     Raises:
-        StorageError: the asset, or an input, was never committed; ``also`` names no input; or a table
-            that is looked into has forgotten what records would be joined with: what was joined run by
-            run would seem to change; or a log that is to be read has been cut off.
-        SourceError: a source that is to be read again has not got the records any more.
+        StorageError: the asset or an input was never committed; ``also`` names no input; the history of
+            a looked-up table does not cover the records, so that joined rows would seem to change; or a
+            log to read has been truncated.
+        SourceError: a source to read again no longer has the records.
     """
     live = AssetStore(warehouse, node, spark)
     if live.head() is None:
@@ -116,7 +117,7 @@ def what_if(
         )
     before = AssetStore.open(warehouse, "/".join(node.path), spark)
     if baseline is None and not node.is_table:
-        comparable(before, None)  # refuses what is cut off before all the work
+        comparable(before, None)  # refuses a truncated log before the replay starts
     with _place(scratch or warehouse) as place:
         after, remade = _made(warehouse, node, posixpath.join(place, _AFTER), also, spark, tell)
         if baseline is not None:
@@ -133,7 +134,7 @@ def _made(
     spark: SparkSession,
     tell: Callable[[str], None] | None,
 ) -> tuple[AssetStore, tuple[str, ...]]:
-    """The asset made anew in a place, and the names of all that is."""
+    """Replays the asset in a place; returns its store, and the names of all replayed assets."""
     every = topological([node])
     unknown = sorted({*also} - {one.name for one in every})
     if unknown:
@@ -171,7 +172,7 @@ def _made(
 
 @contextmanager
 def _place(root: str) -> Iterator[str]:
-    """A directory of this process's own, which is removed at the end."""
+    """Yields a directory of this process, and removes it at the end."""
     fs, folder = delta.filesystem(str(root))
     _clean(fs, folder)
     name = f"{_RUN}.{this_host()}.{os.getpid()}.{uuid4().hex[:8]}"
@@ -183,7 +184,7 @@ def _place(root: str) -> Iterator[str]:
 
 
 def _clean(fs: Any, folder: str) -> None:
-    """Removes what processes of this machine have left that are not there any more."""
+    """Removes scratch directories of dead processes of this machine."""
     if not fs.exists(folder):
         return
     for found in fs.ls(folder, detail=False, refresh=True):
@@ -194,7 +195,7 @@ def _clean(fs: Any, folder: str) -> None:
 
 
 def this_host() -> str:
-    """This machine's name, as directories may be called."""
+    """Returns this machine's name, usable as a directory name."""
     return "".join(c if c.isalnum() else "-" for c in socket.gethostname())
 
 
@@ -212,7 +213,7 @@ def _lives(process: str) -> bool:
 
 
 def _compared(before: AssetStore, after: AssetStore, remade: tuple[str, ...]) -> Changes:
-    """What differs. Plan: two shuffles of both, and of what differs a window and a join."""
+    """Compares two assets. Plan: two shuffles of both; for differing rows a window and a join."""
     if before.node.key != after.node.key:
         raise StorageError(
             f"{after.node.name}: expected the key {list(before.node.key)}, by which rows before and "
@@ -264,7 +265,7 @@ def _kinds() -> dict[str, Any]:
 
 
 def _paired(differing: DataFrame) -> DataFrame:
-    """Rows before beside rows after, of what is the same row: ``key, id, n, before, after``."""
+    """Pairs rows before and after by identity: ``key, id, n, before, after``."""
     one_each = differing.withColumn(
         "_", F.explode(F.sequence(F.lit(1).cast("long"), F.abs("_count")))
     ).drop("_")
@@ -277,7 +278,7 @@ def _paired(differing: DataFrame) -> DataFrame:
 
 
 def _totals(rows: DataFrame) -> dict[str, float | None]:
-    """How many rows there are, and the sums of numeric columns."""
+    """Returns the number of rows, and the sums of numeric columns."""
     numeric = [f.name for f in rows.schema.fields if isinstance(f.dataType, NumericType)]
     sums = [F.sum(F.col(f"`{c}`").cast("double")).alias(c) for c in numeric]
     return rows.agg(F.count(F.lit(1)).cast("double").alias(_ROWS), *sums).collect()[0].asDict()
