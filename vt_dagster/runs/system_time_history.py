@@ -1,4 +1,4 @@
-"""What a run has of a table's past, to answer by what was known at a time."""
+"""A table's system-time history in a run: rows and stream time as known at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TableSystemTimeHistory:
     """A table's log and its stream time at each commit, up to the one that a run has pinned.
 
     Args:
-        persist: computes rows at once, and keeps them.
+        persist: computes rows at once and persists them.
     """
 
     table: VersionedTable
@@ -32,13 +32,13 @@ class TableSystemTimeHistory:
     head: Head
     persist: Callable[[DataFrame], DataFrame]
     doubtful: int = field(default=0, init=False)
-    """How many rows were answered by the log."""
+    """How many rows were looked up in the log, not in the view."""
     _since: int = field(default=0, init=False)
-    """The smallest time of these."""
+    """Smallest timestamp of these rows, epoch microseconds."""
 
     @property
     def description(self) -> str:
-        """In words, how many."""
+        """The number of rows looked up in the log, in words."""
         return f"{self.doubtful:,} records by the log, as to what was known"
 
     def persist_rows(self, rows: DataFrame) -> DataFrame:
@@ -57,14 +57,14 @@ class TableSystemTimeHistory:
         rows = recorded_if(True, self.store.log({}, self.head))
         known = F.col(RECORDED_AT).isNull() | (F.col(RECORDED_AT) <= _at(found["known_at"]))
         rows = rows.where(known)
-        # Whether a version has been forgotten is told by whether its key has a later one.
+        # Later rows are needed too: a version expires only once its key has a later one.
         if ends or self._forgets:
             return rows
         return rows.where(F.col(TIMESTAMP) <= _at(found["last"]))
 
     @property
     def _forgets(self) -> bool:
-        """Whether a row may be of a time that the table had forgotten by its cut."""
+        """Whether a row may be from before the table's history retention."""
         retention, now = self.table.history_retention, self.head.commit.stream_time
         return self._since < max(horizons(retention, now), default=self._since)
 
@@ -84,7 +84,7 @@ class TableSystemTimeHistory:
         return told.withColumn(HORIZON, of_table.horizon_of(self.table, F.col(HORIZON)))
 
     def _steps(self) -> Mapping[int, list[tuple[int, int]]]:
-        """Of each partition: when its stream time moved, and to where; epoch microseconds."""
+        """Per partition: (system time, new stream time) of each advance; epoch microseconds."""
         found = dict[int, list[tuple[int, int]]]()
         for commit in self.store.commits():
             if commit.batch > self.head.commit.batch:
@@ -98,8 +98,8 @@ class TableSystemTimeHistory:
 
 
 def recorded_if(wanted: bool, rows: DataFrame) -> DataFrame:
-    """Rows of a log or view with their time of record, which is null where they are from before it was
-    noted; or without, where it is not wanted."""
+    """Returns rows of a log or view with their system time (null for rows written before it was
+    stored), or without it if not wanted."""
     if not wanted:
         return rows.drop(RECORDED_AT)
     if RECORDED_AT in rows.columns:

@@ -1,8 +1,8 @@
-"""Makes a training set, and makes it again from the positions that its manifest says.
+"""Builds a training set, and rebuilds it from the positions in its manifest.
 
-The set is a Delta table outside of the warehouse, written as a whole in one commit. Its manifest stands
-in that commit, and as ``_manifests/<batch>.json`` beside the data: of which logs it is, up to where,
-what was declared, how many rows it has, and a hash of them that does not depend on their order.
+The set is a Delta table outside of the warehouse, written as a whole in one commit. Its manifest is
+stored in that commit, and as ``_manifests/<batch>.json`` beside the data: the logs and their positions,
+the declaration, the number of rows, and a hash of the rows that does not depend on their order.
 """
 
 from __future__ import annotations
@@ -39,46 +39,46 @@ _KIND, _MANIFEST = "training_set", "manifest"
 
 
 class Position(BaseModel):
-    """A log up to one of its commits."""
+    """The position of a log at one of its commits."""
 
     log: str
     batch: int
     attempt: str = ""
-    """Which run wrote that batch; not known of older manifests."""
+    """The attempt that wrote the batch; empty in older manifests."""
     recorded_at: int
     next_offset: Offsets
 
     def is_at(self, other: Position) -> bool:
-        """Whether another one is the same position."""
+        """Whether the other position is the same."""
         known = self if self.attempt else self.model_copy(update={"attempt": other.attempt})
         return known == other
 
 
 class Manifest(BaseModel):
-    """With what a training set was made, and what came out."""
+    """The inputs and the result of a training set."""
 
     name: str
     declared: dict[str, Any]
     pinned: dict[str, Position]
-    """By asset: the spine, and each table."""
+    """Positions by asset: the spine, and each table."""
     rows: int = 0
     hash: str = ""
-    """Of all rows and columns, in any order."""
+    """Hash of all rows and columns, regardless of order."""
 
     def is_of(self, other: Manifest) -> bool:
-        """Whether another one is declared alike, and of the same positions."""
+        """Whether the other manifest has the same declaration and positions."""
         same = self.declared == other.declared and self.pinned.keys() == other.pinned.keys()
         return same and all(one.is_at(other.pinned[name]) for name, one in self.pinned.items())
 
 
 @dataclass
 class TrainingRun:
-    """Makes a training set.
+    """Builds a training set.
 
     Args:
         to: the directory or URL of the Delta table, outside of the warehouse.
-        spark: a session, or what gives one when it is first needed.
-        tell: is told what has been written, in a line each.
+        spark: a session, or a function that returns one, called when it is first needed.
+        tell: is called with one line per write.
     """
 
     declared: TrainingSet
@@ -93,10 +93,10 @@ class TrainingRun:
         require_outside(self.declared.name, self.to, self.warehouse)
 
     def head(self) -> Commit | None:
-        """The last commit of the set; None before the first. Does not use Spark.
+        """Returns the last commit of the set; None before the first. Does not use Spark.
 
         Raises:
-            StorageError: something else lies there, or somebody else has written to it.
+            StorageError: the place has other files, or another writer has written to the table.
         """
         return head_in(self.to, self.declared.name, _KIND)
 
@@ -104,14 +104,14 @@ class TrainingRun:
         """Writes the set as a whole, in one Delta commit.
 
         Args:
-            pinned: makes it of the positions that this says, not of what is there now.
+            pinned: manifest whose positions to use; None = the current ones.
 
         Returns:
-            the commit; None where the set is of these very positions already, known without Spark.
+            the commit; None = the set already has these positions, decided without Spark.
 
         Raises:
-            StorageError: the place is somebody else's; a table is not ready; or what is pinned is there
-                no more, is declared otherwise, or gave other rows.
+            StorageError: another writer owns the place; a table is not ready; or a pinned position no
+                longer exists, has another declaration, or gives other rows.
             ConcurrentRunError: another run of the set committed at the same time.
         """
         declared, before = self.declared, self.head()
@@ -138,7 +138,7 @@ class TrainingRun:
         )
         last = None if before is None else manifest_of(before)
         if last is not None and last.is_of(made):
-            self._write_manifest(before)  # whoever died after the commit may have died before this
+            self._write_manifest(before)  # a run killed after its commit may not have written it
             return None
         store = stores[declared.spine.name]
         small = is_small(spine.total, sum(at.total for at in found.values()))
@@ -168,9 +168,9 @@ class TrainingRun:
         nodes = [node for node in self.declared.inputs if found[node.name].head is not None]
         if names := not_ready(nodes, last):
             raise StorageError(
-                f"{self.declared.name}: expected its inputs to be ready, but {names} have not all "
-                "that they are to have first, and the set would be of a part of them; materialize them "
-                "again, or leave ready out of the tables"
+                f"{self.declared.name}: expected its inputs to be ready, but {names} are not, and the "
+                "set would use only a part of their records; materialize them again, or remove ready "
+                "from the tables"
             )
 
     def _at(self, store: AssetStore, pinned: Manifest | None) -> Snapshot:
@@ -264,7 +264,7 @@ class TrainingRun:
 
 
 def position_of(at: Snapshot) -> Position:
-    """Where a snapshot stands."""
+    """Returns the position of a snapshot."""
     assert at.head is not None
     commit = at.head.commit
     told = {n: getattr(commit, n) for n in ("log", "batch", "attempt", "recorded_at", "next_offset")}
@@ -272,15 +272,15 @@ def position_of(at: Snapshot) -> Position:
 
 
 def manifest_of(commit: Commit) -> Manifest:
-    """The manifest of a set's commit."""
+    """Returns the manifest of a set's commit."""
     return Manifest.model_validate_json(commit.shape.meaning[_MANIFEST])
 
 
 def read_manifest(path: str) -> Manifest:
-    """A manifest from its file.
+    """Returns the manifest in a file.
 
     Raises:
-        StorageError: there is none.
+        StorageError: the file does not exist, or is no manifest.
     """
     fs, local = delta.filesystem(path)
     try:
@@ -293,7 +293,7 @@ def read_manifest(path: str) -> Manifest:
 
 
 def content_of(rows: DataFrame) -> tuple[int, str]:
-    """How many rows there are, and a hash of them in any order: equal sets have equal ones."""
+    """Returns the number of rows, and a hash that does not depend on their order."""
     values = list[Column]()
     for name, kind in rows.dtypes:
         value = F.col(f"`{name}`")

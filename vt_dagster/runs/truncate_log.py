@@ -1,14 +1,14 @@
-"""Cuts off the old batches of logs, as their ``log_retention`` says and nobody needs them any more.
+"""Truncates logs: removes old batches past the ``log_retention`` that no consumer needs any more.
 
-**What goes.** Whole batches, the oldest ones, that were recorded longer ago than the log retention: by
-``recorded_at``, for what was known at a time is asked for by that, and one record of the far future
-would bring stream time, and the cut, far ahead. Of these, those that every consumer has taken, and of
-which no consumer can need a record again: each by its own commits, and as it is declared.
+**Removed batches.** Whole batches, oldest first, whose ``recorded_at`` is older than the log retention.
+System time decides, because reads as of a system time need the log, and because one record of the far
+future would advance stream time, and with it the truncation, too far. Of these, only batches that every
+consumer has consumed and will not re-read, by its own commits and its declaration.
 
-**How it takes place.** Of a table the rows as of the last of these batches are put aside first, under a
-name of their own; then one commit of the log takes the batches out and says so. It is a batch of its
-own, so a run that started before is refused, as beside any other run. Killed before it, nothing is cut
-off; after it, all is.
+**Order of writes.** For a table, its rows as of the last removed batch are first written as a base,
+under a name of their own; then one commit of the log removes the batches and records the truncation. It
+is a batch of its own, so a run that started earlier is refused, as with any concurrent run. The commit
+is atomic: a process killed before it has truncated nothing.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Consumer:
-    """Who consumes a log, and how much of it it does not need any more.
+    """A consumer of a log, and the part of the log that it no longer needs.
 
     Args:
-        done: it has taken all before these offsets.
-        back: and of that needs no record up to this time again, epoch microseconds; None = none.
-        why: what it waits for, where that is more than its next run.
+        done: the consumer has read all records before these offsets.
+        back: it may re-read records after this time, epoch microseconds; None = none.
+        why: why it holds the log, if its next run alone would not release it.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Consumer:
     why: str = ""
 
     def allows(self, document: Mapping[str, Any]) -> bool:
-        """Whether it needs none of a log's batches up to a commit."""
+        """Whether the consumer needs no batch up to a commit of the log."""
         taken = all(end <= self.done.get(int(p), 0) for p, end in document["next_offset"].items())
         times = document["stream_time"].values()
         return taken and (self.back is None or max(times, default=self.back) <= self.back)
@@ -79,20 +79,20 @@ def truncate_logs(
     now: int | None = None,
     tell: Tell | None = None,
 ) -> dict[str, int]:
-    """Cuts off what is older than their ``log_retention`` from the logs of a topology.
+    """Truncates the logs of a topology to their ``log_retention``.
 
-    A consumer that is not among the nodes holds a log where it has been run, but for what cannot be
-    told without its definition: a log that such a one may read again is left as it is.
+    A consumer that is not among the nodes but has run holds the log from its position on. If it may
+    re-read records, which only its definition tells, the log is not truncated.
 
     Args:
-        nodes: the streams and tables, with all that consumes them; what they are made of comes along.
-        exports: the directories of exports of logs, which hold what they have not taken yet.
-        keep: what an earlier cut has put aside and a later one has replaced stays for so long.
+        nodes: the streams and tables, with all their consumers; their inputs are added.
+        exports: the directories of exports of logs, which hold the records not yet exported.
+        keep: how long a base is kept after a later truncation has replaced it.
         now: epoch microseconds; None = this machine's clock.
-        tell: is told what was cut off, or is held by whom, in a line each.
+        tell: is called with one line per truncated log and per consumer that holds one.
 
     Returns:
-        of each log that was cut off, how many records.
+        by truncated log, the number of removed records.
     """
     known, done = topological(nodes), dict[str, int]()
     for node in known:
@@ -103,7 +103,7 @@ def truncate_logs(
         try:
             gone = one.truncate(moment - node.log_retention // timedelta(microseconds=1))
         except (ConcurrentRunError, StorageError) as error:
-            # The other logs are none the worse for it.
+            # A failure concerns this log only: go on with the others.
             one.say(f"{node.name}: its log was not cut off, a later maintenance will: {error}")
             continue
         if gone:
@@ -127,7 +127,7 @@ class _Log:
         return AssetStore(self.warehouse, self.node, self.spark)
 
     def truncate(self, moment: int) -> int:
-        """Cuts off what was recorded up to a time, epoch microseconds; gives how many records."""
+        """Removes batches recorded up to a time, epoch microseconds; returns the number of records."""
         head = self.store.catch_up(now=True).head
         if head is None:
             return 0
@@ -152,7 +152,7 @@ class _Log:
         return gone
 
     def _last(self, moment: int, consumers: Sequence[Consumer]) -> Commit | None:
-        """The last commit that may be cut off with all before it."""
+        """Returns the last commit that may be removed with all earlier ones."""
 
         def early(document: dict[str, Any]) -> bool:
             return document["recorded_at"] <= moment and all(one.allows(document) for one in consumers)
@@ -174,7 +174,7 @@ class _Log:
             commit = head_of(self.warehouse, other)[1]
             if name not in commit.inputs or commit.logs.get(name, last.log) != last.log:
                 continue
-            # What an operator reads again is told by its definition alone.
+            # Only its definition tells what an operator re-reads: without one, it holds the whole log.
             done = Offsets() if commit.shape.meaning else commit.inputs[name]
             why = ", of which maintenance was not given the definition" if commit.shape.meaning else ""
             found.append(Consumer(other, done, why=why))
@@ -223,7 +223,7 @@ class _Log:
         store.forget(head)
 
     def _put_aside(self, store: AssetStore, node: Table, head: Head, upto: Commit, name: str) -> None:
-        """Writes a table's rows as of the last batch that goes."""
+        """Writes a table's rows as of the last removed batch."""
         at = store.as_of(upto.model_copy(update={"truncation": head.commit.truncation}))
         retention = node.history_retention if isinstance(node, VersionedTable) else None
         document = Checkpoint(
@@ -245,7 +245,7 @@ class _Log:
         )
 
     def _after(self, store: AssetStore, head: Head, truncation: Truncation, attempt: str) -> Commit:
-        """What the commit of the cut says: where the last one stood, and what is gone."""
+        """Returns the commit of the truncation: the last commit's positions, and the removed part."""
         commit = head.commit
         waiting = commit.counts.get(Outcome.WAITING, 0)
         counts = {**dict.fromkeys(commit.counts, 0), **({Outcome.WAITING: waiting} if waiting else {})}
@@ -267,7 +267,7 @@ class _Log:
         return commit.model_copy(update=update)
 
     def _erased(self, store: AssetStore, head: Head, truncation: Truncation) -> Offsets:
-        """How many rows of what is kept have been erased."""
+        """Returns, per partition, how many rows of the kept part have been erased."""
         commit = head.commit
         if not commit.erased:
             return {}
@@ -294,7 +294,7 @@ class _Log:
         )
 
     def forget_bases(self, keep: timedelta) -> None:
-        """Removes what cuts have put aside and no log is folded onto any more."""
+        """Removes bases of earlier truncations that no log is folded onto any more."""
         store = self.store
         head = store.head()
         cut = None if head is None else head.commit.truncation
@@ -310,7 +310,7 @@ def _document(commit: Commit) -> dict[str, Any]:
 
 
 def _both(truncation: Truncation) -> delta.Wanted:
-    """The files that have, or may have, records that go and records that stay."""
+    """Returns the condition of files that may have both removed and kept records."""
     some = file_before(truncation.next_offset)
 
     def wanted(file: delta.File) -> bool:

@@ -1,8 +1,7 @@
-"""Asks Spark whether functions of the user's own are deterministic, before a first run writes anything.
+"""Checks that user-defined functions are deterministic, before a first run writes anything.
 
-What Spark brings itself is refused when definitions load, see
-``vt_dagster.topology.deterministic_sql``. A registered function may be of any kind: Spark knows what it
-was declared as.
+Spark's own nondeterministic functions are refused when definitions load, see
+``vt_dagster.topology.deterministic_sql``. Only Spark knows how a registered function was declared.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _CALL = re.compile(r"\s*(?:count|sum|min|max|avg|mean)\s*\((.*)\)\s*", re.IGNORE
 
 
 def require_deterministic_functions(arrival: Arrival, store: Store) -> None:
-    """Refuses an asset's first run where an expression calls functions that Spark does not take for
-    deterministic. Analyses those that call functions which are not Spark's own; no job.
+    """Refuses an asset's first run if an expression calls functions nondeterministic for Spark.
+    Analyses only expressions with functions that are not Spark's own; runs no job.
 
     Raises:
         TopologyError: names the expression and the functions.
@@ -51,7 +50,7 @@ def require_deterministic_functions(arrival: Arrival, store: Store) -> None:
 
 
 def _columns(node: Stream, spark: SparkSession, one: Expression) -> DataFrame:
-    """No rows, with the columns that an expression may name."""
+    """Returns an empty DataFrame with the columns that an expression may name."""
     operator: Any = node.operator
     if not one.of_inputs:
         return _empty(node, spark)
@@ -69,8 +68,8 @@ def _empty(node: Stream, spark: SparkSession) -> DataFrame:
 
 
 def _deterministic(rows: DataFrame, one: Expression) -> bool:
-    """Spark takes only what is deterministic into an aggregate. What else it has against the expression
-    is said by the run that computes it."""
+    """Returns whether Spark accepts the expression inside an aggregate, which must be deterministic.
+    Any other error of the expression is left to the run that computes it."""
     text = one.text
     aggregate = _CALL.fullmatch(text) if one.setting == "aggregates" else None
     alias = next((m for m in _ALIAS.finditer(text) if m.end() == len(text)), None)
