@@ -210,7 +210,8 @@ def comparable(store: AssetStore, what: str | None) -> DataFrame:
     if head is not None and head.commit.truncation is not None and not store.node.is_table:
         raise StorageError(
             f"{store.node.name}: expected a stream with its whole log to compare, but "
-            f"{head.commit.truncation.description()}; compare the assets derived from it instead"
+            f"{head.commit.truncation.description()}; leave it out, and compare the assets derived "
+            "from it"
         )
     declared = {*(head.commit.shape.columns or rows.columns)} if head is not None else set[str]()
     own = [
