@@ -1,1 +1,1 @@
-"""Why a row is as it is: what it was made of, and by which rule, down to the sources. No Spark."""
+"""Explains a row by its inputs and rules, down to the sources; estimates lateness. No Spark."""

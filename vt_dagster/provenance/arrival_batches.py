@@ -1,4 +1,4 @@
-"""Records of a log in order of arrival, so many at once, and stream time as of each. No Spark."""
+"""Reads a log in batches in order of arrival, and computes stream time per record. No Spark."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from vt_dagster.storage.commit_log import EVER, Offsets
 
 CHUNK = 2_000_000
-"""So many records are held at once."""
+"""Maximum number of records in memory at once."""
 
 
 def running_time(home: Any, moment: Any, latest: dict[int, int]) -> Any:
-    """The largest time so far as of each record, in its partition.
+    """Returns the running maximum of the time of each record, per partition.
 
     Args:
-        home, moment: sorted by partition, and then in order of arrival.
-        latest: of what came before; it is brought up to date.
+        home, moment: partitions and times, sorted by partition, then by order of arrival.
+        latest: the maximum of earlier records by partition; updated in place.
     """
     found = np.empty(len(moment), np.int64)
     starts = np.flatnonzero(np.diff(home, prepend=home[:1] - 1)) if len(home) else []
@@ -33,11 +33,10 @@ def running_time(home: Any, moment: Any, latest: dict[int, int]) -> Any:
 def split_ranges(
     ranges: Mapping[int, tuple[int, int]], most: int | None = None
 ) -> Iterator[tuple[Offsets, Offsets]]:
-    """Ranges of offsets, cut into some of at most so many records: first (inclusive) and end
-    (exclusive) of each partition.
+    """Yields parts of offset ranges: first (inclusive) and end (exclusive) offset by partition.
 
     Args:
-        most: None = as many as may be held at once.
+        most: maximum number of records in a part; None = ``CHUNK``.
     """
     most = CHUNK if most is None else most
     ranges = {p: (start, end) for p, (start, end) in ranges.items() if start < end}

@@ -1,7 +1,7 @@
-"""What a versioned table answered at each of its states, for many records at once. No Spark.
+"""Looks up many records at once in a versioned table, as of any of its commits. No Spark.
 
 The rules are those of ``core.versioned_table`` and ``core.as_of_join``; a test compares both. All
-records of the table's log are held, sorted by key and time: some 60 bytes of each.
+records of the table's log are in memory, sorted by key and time: about 60 bytes each.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from vt_dagster.storage.arrow_fold import arrival_order, micros
 from vt_dagster.storage.commit_log import EVER, Commit, horizons
 
 NOTHING = -1
-"""The place of no version."""
+"""Stands for no version."""
 _NEVER = np.iinfo(np.int64).max
-"""When a version ends that does not end by itself."""
+"""End of a version without a ``valid_until``."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """How records are matched with versions, see ``StreamTableJoin``.
+    """How a join matches records with versions, see ``StreamTableJoin``.
 
     Args:
-        columns: that a result has of its version, ``valid_from`` perhaps among them.
-        max_age: None = any; before: ``valid_from < timestamp``, else ``<=``.
-        valid_until: the column that says when a version ends by itself; None = none.
+        columns: the table's columns in a result; may contain ``valid_from``.
+        max_age: the maximum age of a version; None = unlimited.
+        before: whether the match needs ``valid_from < timestamp``; else ``<=``.
+        valid_until: the column with the end of a version; None = the table has no such column.
     """
 
     columns: Sequence[str]
@@ -43,13 +44,13 @@ class Match:
 
 
 class Versions:
-    """The records of a table's log, each with the first state that had it.
+    """The records of a table's log, each with the first state that contains it.
 
     Args:
-        log: of the table.
-        states: the table's commits as runs saw them, ascending; None = it was not there yet. After the
-            last one comes what is known now.
-        match: how they are matched.
+        log: the table's log.
+        states: the table's commits that runs read, ascending; None = the table did not exist yet. The
+            index after the last one stands for the current state.
+        match: how the join matches.
     """
 
     def __init__(self, log: Log, states: Sequence[Commit | None], match: Match) -> None:
@@ -81,11 +82,12 @@ class Versions:
         return np.searchsorted(self._times, moments, side="right")
 
     def place(self, codes: Any, moments: Any) -> Any:
-        """The place of the last version by all that is known, replaced ones among them, whose time is
-        not after each record's.
+        """Returns the place of each record's last version by current knowledge: the last that begins at
+        or before the record's time (strictly before with ``Match.before``). Includes replaced versions.
 
         Args:
-            codes: of ``keys``; moments: of the records, epoch microseconds.
+            codes: key codes from ``keys``.
+            moments: the records' times, epoch microseconds.
         """
         looked = moments - 1 if self._match.before else moments
         order = codes * (len(self._times) + 1) + self._rank(looked)
@@ -93,11 +95,12 @@ class Versions:
         return self._of_key(np.where(codes == NONE, NOTHING, found), codes)
 
     def answers(self, place: Any, codes: Any, moments: Any, states: Any) -> tuple[Any, Any]:
-        """The places of the versions that answered in some states, and where the table had forgotten.
+        """Returns the place of the version that each record matches in a state, and whether the version
+        was missing because the retention had expired it.
 
         Args:
             place: see :meth:`place`.
-            states: each record's; ``now`` = by all that is known, of which nothing is forgotten.
+            states: the state of each record's lookup; ``now`` = the current state, without expiry.
         """
         looked = moments - 1 if self._match.before else moments
         found = self._of_key(self._last_known(place, states), codes)
@@ -114,7 +117,7 @@ class Versions:
         return found, forgotten
 
     def _empty(self, found: Any, looked: Any) -> Any:
-        """Where a version is a tombstone, has ended, or is too old, or there is none."""
+        """Returns where a lookup has no match: no version, a tombstone, an ended or too old version."""
         if not len(self._begin):
             return found == NOTHING
         empty = (found == NOTHING) | self._deleted[found] | (looked >= self._until[found])
@@ -125,13 +128,13 @@ class Versions:
         return empty
 
     def known_since(self, place: Any) -> Any:
-        """The first state that had each version's record; of no version the first of all."""
+        """Returns the first state that contains each version's record; 0 for no version."""
         if not len(self._since):
             return np.zeros(len(place), np.int64)
         return np.where(place == NOTHING, 0, self._since[place])
 
     def same(self, one: Any, other: Any) -> Any:
-        """Whether two answers give the same result."""
+        """Returns whether two matches give the same result."""
         if not len(self._alike):
             return np.ones(len(one), bool)
         alike = self._alike[one] == self._alike[other]
@@ -144,9 +147,10 @@ class Versions:
         return np.where(mine, place, NOTHING)
 
     def _last_known(self, place: Any, states: Any) -> Any:
-        """The last place that a state knows up to each of some places; ``NOTHING`` = none.
+        """Returns, for each place, the last place at or before it that its state contains; ``NOTHING``
+        = none.
 
-        In a pyramid of the least of two each: up until a block has one, then down to it.
+        Searches the pyramid of minima: up until a block contains such a place, then down to it.
         """
         found = place.copy()
         if not len(self._since):
@@ -158,7 +162,7 @@ class Versions:
         while True:
             node, level, rest, state = (a[node >= 0] for a in (node, level, rest, state))
             up = (node & 1 == 1) & (level < top) & (self._at(level, node) > state)
-            # The parent of a right child ends where it ends.
+            # A parent and its right child end at the same place, so the parent may replace the child.
             off = self._at(level, node) > state
             node, level = np.where(up, node >> 1, node), np.where(up, level + 1, level)
             node = np.where(off & ~up, node - 1, node)
@@ -182,7 +186,7 @@ class Versions:
 
 
 def _pyramid(least: Any) -> tuple[Any, Any]:
-    """The least of blocks of 1, 2, 4 …, one level after the other, and where each level begins."""
+    """Returns the minima of blocks of 1, 2, 4, … values, level by level, and each level's start."""
     levels, first = [least], [0]
     while len(levels[-1]) > 1:
         first.append(first[-1] + len(levels[-1]))
@@ -194,7 +198,7 @@ def _pyramid(least: Any) -> tuple[Any, Any]:
 
 
 def _until(rows: pa.Table, column: str | None) -> Any:
-    """When each version ends by itself, epoch microseconds."""
+    """Returns the end of each version by its ``valid_until`` column, epoch microseconds."""
     if column is None:
         return np.full(rows.num_rows, _NEVER)
     return np.where(rows.column(column).is_valid().to_numpy(), micros(rows, column), _NEVER)
@@ -210,7 +214,7 @@ def _since(states: Sequence[Commit | None], homes: Any, partition: Any, offset: 
 
 
 def _horizons(log: Log, states: Sequence[Commit | None], homes: Any) -> Any:
-    """By state and partition, epoch microseconds; what is known now forgets nothing."""
+    """Returns the horizon by state and partition, epoch microseconds; the current state has none."""
     found = np.full((len(states) + 1, max(len(homes), 1)), EVER, np.int64)
     place = {home: i for i, home in enumerate(homes.tolist())}
     for i, state in enumerate(states):
@@ -223,7 +227,7 @@ def _horizons(log: Log, states: Sequence[Commit | None], homes: Any) -> Any:
 
 
 def _alike(columns: Sequence[Any], rows: int) -> Any:
-    """A number for each row, the same for rows with the same values."""
+    """Returns a number for each row; rows with equal values get equal numbers."""
     found = np.zeros(rows, np.int64)
     for values in columns:
         encoded = values.dictionary_encode(null_encoding="encode")

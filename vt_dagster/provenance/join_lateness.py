@@ -1,9 +1,9 @@
-"""What another grace period would have cost a stream-table join, by what was recorded. No Spark.
+"""Estimates the cost of other grace periods of a stream-table join from its commits. No Spark.
 
-A run of the join takes a range of the stream's log and sees the table as of one of its commits; both
-are said by its own commit. So for any grace period it is known by which run a record would have gone
-out, and what the table would have answered then. The rules are those of ``core.grace_buffer``; a test
-compares both.
+A run of the join consumes a range of the stream's log and reads the table as of one commit; the run's
+own commit records both. So for any grace period, the run that would have emitted a record and the
+version that the table would have returned then are known. The rules are those of
+``core.grace_buffer``; a test compares both.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ _RIGHT = re.compile(r"\bright\b(?:\s*\.\s*(?:`([^`]+)`|(\w+)|(\*)))?", re.IGNORE
 
 @dataclass
 class Records:
-    """Records of a stream that one run of the join took, in order of arrival within a partition.
+    """Stream records that one run of the join consumed, in order of arrival within a partition.
 
     Args:
-        run: its place among the join's runs.
-        home: their partition; moment: their time, epoch microseconds.
-        now: the buffer's stream time as of each.
-        keyed: whether they have a key: what has none is joined with nothing, at once.
-        codes, place: see ``Versions``; truth: the place of the version by all that is known.
+        run: the run's index among the join's runs.
+        home: the index of each record's partition.
+        moment: each record's time, epoch microseconds.
+        now: the buffer's stream time as of each record, epoch microseconds.
+        keyed: whether each record has a key; a record without a key is joined at once, without a match.
+        codes, place: see ``Versions``.
+        truth: the place of the version that matches by current knowledge.
     """
 
     run: int
@@ -59,7 +61,7 @@ class Records:
 
 @dataclass
 class Cost:
-    """What is counted of a grace period."""
+    """Counts for one grace period."""
 
     of: int = 0
     wrong: int = 0
@@ -73,32 +75,32 @@ class LateJoin:
     """A stream-table join with its runs.
 
     Args:
-        log: of the join.
+        log: the join's log.
         stream, table: the logs of its inputs.
 
     Raises:
-        StorageError: it looks by what was known when, where no grace period changes anything.
+        StorageError: the join has ``as_known``, or its table is not versioned or has
+            ``new_version_on``.
     """
 
     def __init__(self, log: Log, stream: Log, table: Log) -> None:
         meaning = log.meaning
         if "as_known" in meaning:
             raise StorageError(
-                f"{log.name}: expected a join with what is known now, got "
-                f"as_known={meaning['as_known']}, of which it cannot be told what another grace "
-                "period would have cost"
+                f"{log.name}: expected a join without as_known, got as_known={meaning['as_known']}: "
+                "the cost of another grace period cannot be computed; try another as_known with "
+                "vt-dagster what-if"
             )
         if table.head.shape.kind != "versioned":
             raise StorageError(
                 f"{log.name}: expected a join with a versioned table, got one with {table.name}, a "
-                "plain one, for which nothing may wait; declare it as a VersionedTable"
+                "plain table, with which a join has no grace period; declare it as a VersionedTable"
             )
         if table.head.shape.new_version_on is not None:
             raise StorageError(
-                f"{log.name}: expected a join with a table whose every record makes a version, got one "
-                f"with {table.name}, new_version_on={table.head.shape.new_version_on}, of which it "
-                "cannot be told what another grace period would have cost; ask for a single row "
-                "(vt-dagster explain)"
+                f"{log.name}: expected a join with a table without new_version_on, got {table.name} "
+                f"with new_version_on={table.head.shape.new_version_on}: the cost of another grace "
+                "period cannot be computed; run vt-dagster explain for a single row"
             )
         self.log, self.stream, self.table, self.name = log, stream, table, meaning["left"]
         self.left = meaning["kind"] == "left"
@@ -126,7 +128,7 @@ class LateJoin:
     # -- the records -------------------------------------------------------------------------------
 
     def records(self) -> Iterator[Records]:
-        """All that runs have taken, in order of arrival, as many as may be held at once."""
+        """Yields all records that runs have consumed, in order of arrival, in batches."""
         for number, run in enumerate(self.runs):
             ends = run.inputs.get(self.name, {})
             before = self.runs[number - 1] if number else None
@@ -138,10 +140,10 @@ class LateJoin:
     def _taken(
         self, number: int, start: dict[int, int], end: dict[int, int], latest: dict[int, int]
     ) -> Records:
-        """Those between some offsets.
+        """Returns the records of a run between two offsets.
 
         Args:
-            latest: the buffer's stream time by partition, which they move.
+            latest: the buffer's stream time by partition; updated in place.
         """
         only = [PARTITION, OFFSET, TIMESTAMP, IS_TOMBSTONE, *self.stream.key]
         rows = self.stream.rows(both(), start, end, list(dict.fromkeys(only)))
@@ -153,7 +155,8 @@ class LateJoin:
         moment = micros(rows, TIMESTAMP)
         now = running_time(home, np.where(~deleted & ~empty, moment, EVER), latest)
         codes = self.versions.keys.of(columns, new=False)[taken]
-        # One of which no record has a key is in none of them, and is not asked for.
+        # A partition without keyed records has no stream time and no index here. Its index is not used:
+        # records without a key are joined at once. The modulo only keeps it in range.
         places = np.searchsorted(self._homes, home[taken]) % max(len(self._homes), 1)
         moment = moment[taken]
         place = self.versions.place(codes, moment)
@@ -166,8 +169,11 @@ class LateJoin:
     # -- a grace period ----------------------------------------------------------------------------
 
     def goes_out(self, records: Records, grace: int) -> tuple[Any, Any]:
-        """By which run each record goes out with a grace period, in microseconds (the number of
-        runs: it waits after the last one), and whether it is late.
+        """Returns the run that emits each record (the number of runs = the record waits after the last
+        one), and whether each record is late.
+
+        Args:
+            grace: the grace period, microseconds.
 
         Source: KIP-923, FORMAT 4.5.1; kip923-dequeue-boundary, kip923-late-is-immediate.
         """
@@ -182,7 +188,7 @@ class LateJoin:
         return out, late
 
     def cost(self, lengths: Sequence[timedelta]) -> list[Choice]:
-        """What each grace period would have cost."""
+        """Returns the cost of each grace period."""
         every = [length // _ONE for length in lengths]
         costs = [Cost() for _ in every]
         held = np.zeros((len(every), len(self.runs) + 1), np.int64)
@@ -192,10 +198,10 @@ class LateJoin:
         return [self._choice(*one) for one in zip(lengths, costs, np.cumsum(held, axis=1), strict=True)]
 
     def _count(self, records: Records, grace: int, cost: Cost, held: Any) -> None:
-        """Counts records.
+        """Adds records to the counts of a grace period.
 
         Args:
-            held: by how many more records wait after each run than after the one before.
+            held: the change in the number of waiting records at each run; updated in place.
         """
         out, late = self.goes_out(records, grace)
         cost.of += len(out)
@@ -213,8 +219,8 @@ class LateJoin:
             _add(cost.behind, time[each, out[gone]] - time[each, records.run])
 
     def _wrong(self, records: Records, some: Any, runs: Any) -> tuple[Any, Any]:
-        """Which of some records would get another answer in some runs than by all that is known now,
-        and where that is forgotten."""
+        """Returns which records would match another version in the given runs than by current
+        knowledge, and where the reason is that the version had expired."""
         about = (records.place[some], records.codes[some], records.moment[some])
         found, forgotten = self._answers(*about, self.state[runs])
         return ~self.versions.same(found, records.truth[some]), forgotten
@@ -234,19 +240,22 @@ class LateJoin:
             later_in_stream_time=Delay.of(cost.behind),
         )
 
-    # -- the other way round -------------------------------------------------------------------------
+    # -- the shortest grace period for a share of wrong results ------------------------------------
 
     def needed(self) -> tuple[Any, int]:
-        """From which grace periods on a record that would be joined wrongly by the run that took it is
-        joined rightly, ascending, in microseconds: each time that its answer turns, also by chance,
-        until the version is known; and how many records there are."""
+        """Returns the grace periods (microseconds, ascending) from which on a record that its own run
+        joins wrongly is joined correctly, and the number of records.
+
+        A record has one entry for each change of its match to the correct one, including changes by
+        chance before the version is in the log.
+        """
         found: list[Any] = []
         total = 0
         for records in self.records():
             total += len(records.moment)
             rest = np.flatnonzero(records.keyed)
             known = self.versions.known_since(records.place[rest])
-            # By the first run that knew the version, the answer is right: before, only by chance.
+            # From the first run that reads the version on, the match is correct; before, by chance.
             right = np.searchsorted(self.state, known, side="left")
             last, turns = np.maximum(right, records.run) - 1, np.ones(len(rest), bool)
             while True:
@@ -257,16 +266,17 @@ class LateJoin:
                 some = wrong & turns
                 time = self._time[records.home[rest[some]], last[some]]
                 found.append(time - records.moment[rest[some]] + 1)
-                # Of runs that have seen the same table the answer is the same.
+                # Runs that read the same commit of the table give the same match: skip to the commit
+                # before.
                 last, turns = np.searchsorted(self.state, self.state[last], side="left") - 1, ~wrong
         return np.sort(np.concatenate(found) if found else np.zeros(0, np.int64)), total
 
     def smallest(self, at_most: float) -> Choice | None:
-        """The shortest grace period by which at most such a share of the results is wrong; None = a
-        grace period cannot do it, since the table has forgotten too much.
+        """Returns the shortest grace period with at most a given share of wrong results; None = no
+        grace period is enough, because the table has expired too many versions.
 
         Args:
-            at_most: 0 to 1, inclusive.
+            at_most: the share, 0 to 1, inclusive.
         """
         needed, total = self.needed()
         allowed, length = int(at_most * total + 1e-9), 0
@@ -274,7 +284,8 @@ class LateJoin:
             (found,) = self.cost([length * _ONE])
             if found.wrong <= allowed:
                 return found
-            # So many more must get what they need: a longer one forgets more, and not less.
+            # A longer grace period never has fewer expired versions: at least this many more records
+            # need their own grace period.
             place = int(np.searchsorted(needed, length, side="right")) + found.wrong - allowed - 1
             if place >= len(needed):
                 return None
@@ -287,12 +298,13 @@ def _add(counts: Counter[int], values: Any) -> None:
 
 
 def states_of(log: Log, runs: Sequence[Commit], table: Log, name: str) -> list[Commit | None]:
-    """The commit of a table that each run of a join saw; None = there was none.
+    """Returns the table's commit that each run of a join read; None = the run read none.
 
-    Where Delta's versions that it read are gone, the last one that was recorded before the run's.
+    If the Delta versions that a run read are deleted, uses the last commit recorded at or before the
+    run's.
 
     Args:
-        name: of the table, as commits have it.
+        name: the table's name in the join's commits.
     """
     every = list(commits(table.root))
     by_batch = {one.batch: one for one in every}
@@ -317,14 +329,15 @@ def states_of(log: Log, runs: Sequence[Commit], table: Log, name: str) -> list[C
 
 
 def _batches(path: str) -> list[tuple[int, int]]:
-    """The versions of a table that are ours and still there, each with its batch, ascending."""
+    """Returns the remaining Delta versions with a commit of this library, each with its batch,
+    ascending."""
     there = ((v, delta.our_commit(path, v)) for v in delta.versions(path))
     return [(v, int(one.document["batch"])) for v, one in there if one is not None]
 
 
 def _columns(select: str, table: Log) -> list[str]:
-    """What a join's columns are made of on the table's side. When its version ends is left out: that
-    the table learns later in any case."""
+    """Returns the table's columns that a join selects. Leaves out the end of the version, which the
+    table always learns later."""
     declared = table.head.shape.columns or []
     values = [c for c in declared if c.lower() != TIMESTAMP]
     lowered = {c.lower(): c for c in [*values, VALID_FROM]}

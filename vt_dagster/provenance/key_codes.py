@@ -1,4 +1,4 @@
-"""Numbers for keys: what a key is can be compared fast, and batch by batch. No Spark."""
+"""Encodes keys as numbers, for fast comparison across batches. No Spark."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import pyarrow.compute
 
 pc: Any = pyarrow.compute
 NONE = -1
-"""Of a key with a null in it, or one that is not known."""
+"""Code of a key that contains a null, or that has no code."""
 _WIDE = 1 << 31
 
 
 class KeyCodes:
-    """A number for each key, the same for the same in whichever batch it comes. Two zeros are one
-    value, and so are all NaNs.
+    """Assigns each key a number that is equal across batches. 0.0 equals -0.0, and NaN equals NaN.
 
     Args:
-        columns: how many columns a key has.
+        columns: the number of columns of a key.
     """
 
     def __init__(self, columns: int) -> None:
@@ -28,11 +27,11 @@ class KeyCodes:
         self._pairs: list[dict[int, int]] = [{} for _ in range(columns)]
 
     def of(self, columns: Sequence[pa.ChunkedArray], new: bool = True) -> Any:
-        """The number of each row's key; ``NONE`` where it has a null in it.
+        """Returns the number of each row's key; ``NONE`` for a key that contains a null.
 
         Args:
-            columns: of the key, in order.
-            new: whether keys that have not come before get numbers; else they have none.
+            columns: the key's columns, in order.
+            new: whether a key without a number gets one; else it is ``NONE``.
         """
         found: Any = None
         for place, column in enumerate(columns):
@@ -67,7 +66,7 @@ class KeyCodes:
 
 
 def plain(column: pa.ChunkedArray) -> Any:
-    """A column's values as one array in which what is the same is equal to Arrow too."""
+    """Returns a column as one array that Arrow can compare: nested values as text, -0.0 as 0.0."""
     kind = column.type
     if pa.types.is_nested(kind):
         return pa.array([None if v is None else repr(v) for v in column.to_pylist()], pa.string())

@@ -1,7 +1,7 @@
-"""``lateness``: what another grace period, or history retention, would have cost. No Spark.
+"""``lateness``: the cost of other grace periods or history retentions. No Spark.
 
-It reads what runs have recorded: the logs in their order of arrival, and in each commit which offsets
-of its inputs it took and which versions of tables it read, so that no definitions are needed.
+Reads the logs in order of arrival, and the commits: each commit records the offsets that its run
+consumed and the versions of tables that it read. So no definitions are needed.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ def lateness(
     at_most: str | float | None = None,
     warehouse: str = "data/warehouse",
 ) -> Lateness:
-    """What other choices of a length would have cost an asset, by what was recorded; without Spark.
+    """Computes how many results of an asset would be wrong or late with other lengths. No Spark.
 
-    Of a join of a stream with a versioned table it is the grace period, of tumbling or hopping windows
-    their grace, of a versioned table the history retention. The numbers are those that its runs would
-    have had with that length, each taking the same records and seeing the same tables.
+    The length is the grace period of a join of a stream with a versioned table, the grace of tumbling
+    or hopping windows, or the history retention of a versioned table. The numbers are those of the
+    asset's runs with that length: each run consumes the same records and reads the same tables.
 
     Args:
         table: an asset's name (with a key prefix: ``shop/prices``), or the stream or table itself.
-        grace: the lengths, as timedeltas or texts like ``10m``; none = some, and the declared one,
-            which without a declaration is the one that the last run went by, where that is known.
-        at_most: a share of results that may be wrong, like ``"0.1%"`` or 0.001: then the shortest
-            length is told by which there are no more.
+        grace: the lengths, as timedeltas or texts like ``10m``; empty = a default list and the declared
+            length. If ``table`` is a name, the length of the last run is used as the declared one,
+            where it is known.
+        at_most: the maximum share of wrong results, like ``"0.1%"`` or 0.001: the result then suggests
+            the shortest length that meets it.
         warehouse: the directory or URL of the tables.
 
     Raises:
-        StorageError: there is no such asset, its inputs are gone, or it has no such length.
-        ContractError: a length is none.
+        StorageError: there is no such asset, its inputs are missing, or it has no such length.
+        ContractError: a text in ``grace`` is not a length.
     """
     name = table if isinstance(table, str) else "/".join(table.path)
     log, share = Log.open(str(warehouse), name), parse_share(at_most)
@@ -66,8 +67,8 @@ def lateness(
         declared = getattr(window, "grace", None)
     elif log.head.shape.ordered_by_source:
         raise StorageError(
-            f"{name} follows the order of its source: it takes each record, however old, so no "
-            "history_retention makes one late; use lateness for the joins and windows that read it"
+            f"{name} follows the order of its source and accepts each record, however old: no record "
+            "is late for any history_retention; use lateness for the joins and windows that read it"
         )
     elif log.head.shape.kind == "versioned":
         found, what = LateRecords(log), "history_retention"
@@ -98,10 +99,10 @@ def lateness(
 
 
 def parse_share(at_most: str | float | None) -> float | None:
-    """A share of results, 0 to 1; None = none is asked for.
+    """Returns a share of results, 0 to 1; None for None.
 
     Raises:
-        StorageError: it is none.
+        StorageError: ``at_most`` is not a share.
     """
     if at_most is None:
         return None
@@ -124,7 +125,7 @@ def _inputs(log: Log, *places: str) -> list[Log]:
         if one is None:
             raise StorageError(
                 f"{log.name}: expected the log of its input {name} in {log.warehouse}, found none, or "
-                "another one than it was made of"
+                "not the log that it was made of"
             )
         found.append(one)
     return found
@@ -140,7 +141,7 @@ def _hopeless(found: LateJoin | LateWindows | LateRecords) -> str:
     if isinstance(found, LateRecords):
         return "no retention is suggested: how late the refused records were is not known"
     return (
-        "no grace period is suggested: the table had forgotten too many versions (expired); a longer "
+        "no grace period is suggested: too many versions of the table had expired; a longer "
         "history retention would have kept them"
     )
 
@@ -149,8 +150,8 @@ def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice
     if isinstance(found, LateRecords):
         doubtful = found.doubtful([one.length for one in choices])
         return [
-            f"with {spoken(one)} at most so many are refused: how late those were that were refused in "
-            "fact is known by their run alone"
+            f"the number refused with {spoken(one)} is an upper bound: how late each refused record "
+            "was is known only to the precision of its run"
             for one in sorted(doubtful)
         ]
     if isinstance(found, LateJoin):
@@ -166,7 +167,7 @@ def _notes(found: LateJoin | LateWindows | LateRecords, choices: Sequence[Choice
         first = found.runs[0].batch
         if first > 1:
             notes.append(
-                f"of the runs before {first} nothing is known: they are counted as one with it"
+                f"the commits of the runs before run {first} are gone: they are counted as a part of it"
             )
         return notes
     return []

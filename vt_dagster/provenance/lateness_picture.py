@@ -1,4 +1,4 @@
-"""The picture of ``lateness``: for each length how much is wrong, and how much waits."""
+"""Draws a ``Lateness``: wrong results and waiting records for each length."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _ROW, _TOP, _LEFT, _BAR = 26, 34, 130, 330
 
 
 def picture(found: Lateness) -> str:
-    """As SVG: a row for each length, with a red bar for the share of wrong results and a blue one for
-    how many records waited at most; a dotted line is the share that was asked for."""
+    """Returns an SVG with a row for each length: a red bar for the share of wrong results, a blue bar
+    for the maximum number of waiting records. A dotted line marks the requested share."""
     most = max([one.share for one in found.choices] + [found.at_most or 0.0, 1e-9])
     held = max([one.waiting_most or 0 for one in found.choices] + [1])
     what = found.what.replace("_", " ")
@@ -43,7 +43,7 @@ def picture(found: Lateness) -> str:
 
 
 def share(value: float) -> str:
-    """A share as a percentage."""
+    """Returns a share (0 to 1) as a percentage."""
     return f"{value * 100:.3g} %"
 
 

@@ -1,4 +1,4 @@
-"""What choices of a length of time would have cost: the values of ``lateness``."""
+"""The result of ``lateness``: the cost of each choice of a length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ONE = timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class Delay:
-    """How much later results come than without a grace period.
+    """The delay of results by the grace period.
 
     Args:
-        p50, p99: of so many in a hundred results at most so much later.
+        p50, p99: percentiles of the delay.
     """
 
     p50: timedelta
@@ -23,7 +23,7 @@ class Delay:
 
     @classmethod
     def of(cls, found: Counter[int]) -> Delay | None:
-        """The same from how often each delay is there, in microseconds; None = of no result."""
+        """Returns the percentiles of a histogram of delays in microseconds; None = no results."""
         total, seen = found.total(), 0
         told: list[timedelta] = []
         for delay, times in sorted(found.items()):
@@ -36,23 +36,24 @@ class Delay:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one length would have cost.
+    """The cost of one length.
 
     Args:
-        length: the grace period, or history retention.
-        of: how many results there are in the end: of a join its records with a value (and key, if an
-            inner join), of windows the windows, of a table its records and those that it refused.
-        wrong: how many of those are not what they should be: of a join not as by all that is known now,
-            of windows without one of their records, of a table refused.
-        late: records that came too late: of a join joined at once, of windows dropped from one window
-            at least, of a table refused.
-        dropped: of windows, closed windows that records would have updated.
-        expired: of a join, so many of ``wrong`` since the table had forgotten their version.
-        waiting: of a join, records that wait after the last run, ``waiting_most`` after any run, and
-            ``waiting_average`` over its runs.
-        later: of a join, how much later results were recorded, by the clock; ``later_in_stream_time``
-            the same in stream time.
-        declared: whether it is the one that is declared, or that the last run went by.
+        length: the grace period or history retention.
+        of: the total that ``wrong`` refers to. Join: records with a value (inner join: and a key).
+            Windows: windows. Table: accepted and refused records.
+        wrong: Join: results that differ from the join by current knowledge. Windows: windows that
+            lack a record. Table: refused records.
+        late: late records. Join: joined at once. Windows: dropped from at least one window. Table:
+            refused.
+        dropped: windows only: dropped updates, one for each record and closed window.
+        expired: joins only: the part of ``wrong`` whose version had expired in the table.
+        waiting: joins only: records in the buffer after the last run.
+        waiting_average: their average over the runs.
+        waiting_most: their maximum over the runs.
+        later: joins only: the delay of results in system time.
+        later_in_stream_time: the delay of results in stream time.
+        declared: whether this is the declared length, or the length of the last run.
     """
 
     length: timedelta
@@ -70,22 +71,23 @@ class Choice:
 
     @property
     def share(self) -> float:
-        """Of the results those that are wrong, 0 to 1."""
+        """The share of wrong results, 0 to 1."""
         return self.wrong / self.of if self.of else 0.0
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """What choices of a length would have cost an asset, by what was recorded.
+    """The cost of several lengths for one asset.
 
     Args:
-        asset: its name; operator: what it is made by, or ``source``.
-        what: which length it is: ``grace_period``, ``grace`` of windows or ``history_retention``.
-        choices: from the shortest on.
-        at_most: the share of wrong results that was asked for, 0 to 1.
-        suggested: the shortest length by which there are at most so many; None where none was asked
-            for, or no length does.
-        notes: what else there is to know.
+        asset: the asset's name.
+        operator: the operator that makes the asset, or ``source``.
+        what: the option: ``grace_period``, ``grace`` (of windows) or ``history_retention``.
+        choices: one for each length, shortest first.
+        at_most: the requested maximum share of wrong results, 0 to 1.
+        suggested: the shortest length that meets ``at_most``; None = no share was requested, or no
+            length meets it.
+        notes: limits of these numbers.
     """
 
     asset: str
@@ -98,13 +100,13 @@ class Lateness:
 
     @property
     def declared(self) -> Choice | None:
-        """The choice that the last run went by; None where that is not known."""
+        """The choice of the declared length; None = that length is not known."""
         return next((one for one in self.choices if one.declared), None)
 
     @property
     def passed(self) -> bool:
-        """Whether no more results are wrong than was asked for: by the declared length where that is
-        known, else by any."""
+        """Whether the share of wrong results is at most ``at_most``: with the declared length if it is
+        known, else with any length."""
         if self.at_most is None:
             return True
         if self.declared is None:
@@ -112,11 +114,11 @@ class Lateness:
         return self.declared.share <= self.at_most
 
     def of(self, length: timedelta) -> Choice:
-        """The choice of a length."""
+        """Returns the choice of a length."""
         return next(one for one in self.choices if one.length == length)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it; lengths in seconds."""
+        """Returns all fields as plain values; lengths in seconds."""
         told = asdict(self)
         for one, choice in zip(told["choices"], self.choices, strict=True):
             one["share"] = choice.share

@@ -1,7 +1,8 @@
-"""What another history retention would have refused, by what was recorded. No Spark.
+"""Counts the records that other history retentions would have refused. No Spark.
 
-A record whose timestamp is before stream time less the retention is refused, and does not move it: so
-stream time is the same whatever the retention (KIP-889, ``core.versioned_table.put``).
+A versioned table refuses a record whose timestamp is before stream time - retention. Such a record
+does not advance stream time: so stream time is equal for every retention (KIP-889,
+``core.versioned_table.put``).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ _ALL = np.iinfo(np.int64).max
 
 
 class LateRecords:
-    """A versioned table with the records that it took, and those that it refused.
+    """The accepted and refused records of a versioned table.
 
-    Of a refused one it is known between which two stream times it came: before and after its run.
+    For a refused record only a range is known: it came between the stream times before and after its
+    run.
 
     Args:
-        log: of the table.
+        log: the table's log.
     """
 
     def __init__(self, log: Log) -> None:
@@ -42,12 +44,13 @@ class LateRecords:
 
     @property
     def total(self) -> int:
-        """How many records the table was given."""
+        """The number of records that the table received."""
         carried = self.log.commit.totals.get(rules.CARRIED.name, 0)
         return self.log.commit.total - carried + len(self.refused_most)
 
     def _refused(self) -> tuple[Any, Any]:
-        """How far at least and at most the refused records were behind stream time, microseconds."""
+        """Returns lower and upper bounds of the refused records' lateness: how far each was behind
+        stream time, microseconds."""
         count = self.log.commit.totals.get(LATE.name, 0)
         rows = None if self.log.meaning else quarantine(self.log, pc.field("reason") == LATE.name)
         if rows is None or rows.num_rows != count:
@@ -65,9 +68,9 @@ class LateRecords:
         return least, most
 
     def behind(self) -> Iterator[Any]:
-        """How far the records that were accepted were behind stream time, microseconds."""
+        """Yields how far the accepted records were behind stream time, microseconds."""
         latest: dict[int, int] = {}
-        # No records of the source: versions that late ones have changed.
+        # Not from the source: versions that a late partial update changed and that were written again.
         parts = self.log.head.shape.has_partial_updates and self.log.commit.totals.get(
             rules.CARRIED.name, 0
         )
@@ -84,14 +87,15 @@ class LateRecords:
             yield np.where(self._of_start(home, place), 0, behind)
 
     def _of_start(self, partitions: Any, offsets: Any) -> Any:
-        """Which records are of the snapshot that the table started with: none of them is late."""
+        """Returns which records are from the initial snapshot; these are never late."""
         start, found = self.log.commit.start, np.zeros(len(offsets), bool)
         for partition, (first, end) in ({} if start is None else start.offsets).items():
             found |= (partitions == partition) & (offsets >= first) & (offsets < end)
         return found
 
     def cost(self, lengths: Sequence[timedelta]) -> list[Choice]:
-        """What each retention would have refused: of what was refused in fact, at most."""
+        """Returns how many records each retention would have refused; an upper bound where the lateness
+        of refused records is only known as a range."""
         every = [length // _ONE for length in lengths]
         counts = [int((self.refused_most > one).sum()) for one in every]
         for behind in self.behind():
@@ -102,14 +106,14 @@ class LateRecords:
         ]
 
     def doubtful(self, lengths: Sequence[timedelta]) -> list[timedelta]:
-        """The lengths of which it is not known whether they would have refused all that is counted."""
+        """Returns the lengths for which the count of :meth:`cost` is only an upper bound."""
         every = [(one, one // _ONE) for one in lengths]
         least, most = self.refused_least, self.refused_most
         return [one for one, n in every if (least > n).sum() != (most > n).sum()]
 
     def smallest(self, at_most: float) -> Choice | None:
-        """The shortest retention that would have refused at most such a share; None = that is not
-        known, since more than those were refused in fact, nobody knows how late."""
+        """Returns the shortest retention that would have refused at most a given share; None = not
+        known, because a larger share was refused and the lateness of those records is not known."""
         found = [self.refused_most, *(b[b > 0] for b in self.behind())]
         needed = np.sort(np.concatenate(found))
         place = len(needed) - int(at_most * self.total + 1e-9) - 1

@@ -1,6 +1,6 @@
-"""What another grace would have cost tumbling or hopping windows, by what was recorded. No Spark.
+"""Estimates the cost of other graces of tumbling and hopping windows. No Spark.
 
-What a window takes depends on the order of arrival alone. The rules are those of
+Which records a window accepts depends only on the order of arrival. The rules are those of
 ``core.windowed_aggregate``; a test compares both.
 """
 
@@ -29,18 +29,18 @@ from vt_dagster.topology.durations import printed
 _ONE = timedelta(microseconds=1)
 _FIELD = re.compile(r"(\w+)=((?:-?\d+ days?, )?\d+:\d\d:\d\d(?:\.\d+)?)")
 _HOMES = 1 << 20
-"""More partitions than a topic has."""
+"""Upper bound for the number of partitions: combines a key code and a partition in one number."""
 _FIXED = ("TumblingWindow", "HoppingWindow")
 
 
 @dataclass
 class Updates:
-    """Records of a stream with their windows, in order of arrival.
+    """Stream records with their windows, in order of arrival.
 
     Args:
-        now: stream time as of each, epoch microseconds.
-        windows: the numbers of a window of each record, and where that ends; ``NONE`` = it has no more.
-            Each record has as many of them as one may have.
+        now: stream time as of each record, epoch microseconds.
+        windows: one pair of arrays for each window that a record may be in: the window's number
+            (``NONE`` = not in that window) and its end (exclusive, epoch microseconds).
     """
 
     now: Any
@@ -49,7 +49,7 @@ class Updates:
 
 @dataclass
 class Cost:
-    """What is counted of a grace."""
+    """Counts for one grace; ``lacking``: whether each window lacks a record."""
 
     late: int = 0
     dropped: int = 0
@@ -57,13 +57,14 @@ class Cost:
 
 
 class LateWindows:
-    """An aggregate by windows.
+    """An aggregate by tumbling or hopping windows.
 
     Args:
-        log: of the aggregate; stream: of its input.
+        log: the aggregate's log.
+        stream: the log of its input.
 
     Raises:
-        StorageError: its windows are none of these, or it has keys that cannot be told without Spark.
+        StorageError: the windows are of another kind, or computing the key or partition needs Spark.
     """
 
     def __init__(self, log: Log, stream: Log) -> None:
@@ -72,8 +73,8 @@ class LateWindows:
         kind, lengths = told.partition("(")[0], dict(_FIELD.findall(told))
         if kind not in _FIXED or "size" not in lengths:
             raise StorageError(
-                f"{log.name}: expected {' or '.join(_FIXED)} of one size, got {told}, of which it "
-                "cannot be told what another grace would have cost; try one by vt-dagster what-if"
+                f"{log.name}: expected {' or '.join(_FIXED)} of one size, got {told}: the cost of "
+                "another grace cannot be computed from the logs; try one with vt-dagster what-if"
             )
         self.size = printed(lengths["size"]) // _ONE
         self.advance = printed(lengths.get("advance", lengths["size"])) // _ONE
@@ -82,14 +83,14 @@ class LateWindows:
         if self.merges and len(log.commit.next_offset) > 1:
             raise StorageError(
                 f"{log.name}: expected windows by the stream's own key, or in one partition, got a new "
-                f"key in {len(log.commit.next_offset)} partitions: which one a record is in, and so "
-                "its stream time, only Spark can tell"
+                f"key in {len(log.commit.next_offset)} partitions: the partition of a record, and so "
+                "its stream time, needs Spark; try a grace with vt-dagster what-if"
             )
         self._keys, self._windows = KeyCodes(len(self.key)), KeyCodes(2)
         self._many = 0
 
     def updates(self) -> Iterator[Updates]:
-        """All that runs have taken, in order of arrival."""
+        """Yields all records that runs have consumed, in order of arrival."""
         before: dict[int, int] = {}
         latest: dict[int, int] = {}
         for run in commits(self.log.root):
@@ -105,7 +106,7 @@ class LateWindows:
         codes = self._keys.of([rows.column(k) for k in self.key])
         home, moment = rows.column(PARTITION).to_numpy(), micros(rows, TIMESTAMP)
         if self.merges:
-            # As a Kafka Streams task takes them, see Processor.in_order.
+            # A Kafka Streams task merges its partitions by time in this order, see Processor.in_order.
             order = np.lexsort((rows.column(OFFSET).to_numpy(), home, running_time(home, moment, {})))
             codes, moment, home = codes[order], moment[order], np.zeros(len(order), home.dtype)
         now = running_time(home, np.where(codes == NONE, EVER, moment), latest)
@@ -118,7 +119,7 @@ class LateWindows:
         return range(-(-self.size // self.advance))
 
     def _window(self, group: Any, moment: Any, back: int) -> tuple[Any, Any]:
-        """The window that starts so many advances before the last one of each record."""
+        """Returns the window that starts ``back`` advances before the last window of each record."""
         start = moment - moment % self.advance - back * self.advance
         there = (start + self.size > moment) & ((start >= 0) | (moment < 0))
         found = np.full(len(moment), NONE, np.int64)
@@ -130,7 +131,7 @@ class LateWindows:
     # -- a grace -------------------------------------------------------------------------------------
 
     def cost(self, lengths: Sequence[timedelta]) -> list[Choice]:
-        """What each grace would have cost."""
+        """Returns the cost of each grace."""
         costs = [Cost() for _ in lengths]
         for updates in self.updates():
             for length, cost in zip(lengths, costs, strict=True):
@@ -151,7 +152,7 @@ class LateWindows:
         cost.late += int(late.sum())
 
     def smallest(self, at_most: float) -> Choice:
-        """The shortest grace by which at most such a share of the windows lacks a record."""
+        """Returns the shortest grace with which at most a given share of windows lacks a record."""
         needed = np.zeros(0, np.int64)
         for updates in self.updates():
             needed = np.append(needed, np.zeros(self._many - len(needed), np.int64))
@@ -165,7 +166,7 @@ class LateWindows:
 
 
 def _key(log: Log, stream: Log) -> tuple[str, ...]:
-    """The columns that records are grouped by."""
+    """Returns the grouping columns."""
     told = [one.strip(" `") for one in log.meaning.get("group_key", "()").strip("()").split(",")]
     chosen = tuple(one for one in told if one)
     if not chosen:
@@ -174,6 +175,6 @@ def _key(log: Log, stream: Log) -> tuple[str, ...]:
     if any(one not in columns for one in chosen):
         raise StorageError(
             f"{log.name}: expected windows by columns of {stream.name}, {columns}, got "
-            f"{log.meaning['group_key']}, which only Spark can compute"
+            f"{log.meaning['group_key']}, which needs Spark; try a grace with vt-dagster what-if"
         )
     return chosen
