@@ -456,4 +456,4 @@ def test_what_was_erased_or_has_expired(spark: SparkSession, tmp_path: Path) -> 
     assert after.record is not None
     assert after.record.values["count"] == 2
     assert 3 not in [one.record.values["n"] for one in after.made_of if one.record is not None]
-    assert "records of its run are not there any more" in " ".join(after.notes)
+    assert "input records of its run are gone" in " ".join(after.notes)

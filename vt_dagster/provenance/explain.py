@@ -1,7 +1,7 @@
-"""``explain``: why a row is as it is, or is not there, down to the sources. No Spark.
+"""``explain``: why a row has its values, or does not exist, down to the sources. No Spark.
 
-It reads what runs have recorded: each commit says what its operator computes, which offsets of its
-inputs it took and which versions of tables it read, so that no definitions are needed.
+Reads the commits: each records what its operator computes, the offsets of its inputs that its run
+consumed and the versions of tables that it read. So no definitions are needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vt_dagster.topology.durations import spoken
 SOURCE = "source"
 _DEEPEST = 50
 MOST, _MOST_IN_ALL = 20, 200
-"""So many records that one was made of are named; so many are explained, down to the sources."""
+"""Maximum number of named inputs of a record; maximum number of records explained in one call."""
 
 KINDS: Mapping[str, Callable[[ExplainRequest], Derivation]] = {
     **dict.fromkeys(PASSING, row_by_row),
@@ -50,7 +50,7 @@ KINDS: Mapping[str, Callable[[ExplainRequest], Derivation]] = {
     "StreamStreamJoin": stream_stream,
     "CorrectedStreamJoin": corrected_streams,
 }
-"""What each operator's results are made of, by the names that commits have of them."""
+"""Finds the inputs of a result, by the operator's name in commits."""
 _BY_TIME_ALONE = ("StreamTableJoin", "StreamStreamJoin")
 _SAME_KEY = {
     *PASSING,
@@ -69,36 +69,37 @@ def explain(
     warehouse: str = "data/warehouse",
     most: int = MOST,
 ) -> Explanation:
-    """Why a row of an asset is as it is, or is not there; without Spark, and without its definition.
+    """Explains why a row of an asset has its values, or does not exist. Needs neither Spark nor the
+    asset's definition.
 
     Args:
         table: an asset's name (with a key prefix: ``shop/prices``), or the stream or table itself.
-        key: the value of the key, of a composite key a tuple or list, also as texts. Alone: its newest
-            record, of a versioned table by timestamp, else by arrival.
-        at: a time: the key's record with the largest timestamp up to it (inclusive).
-        offset: instead, a partition and an offset of its log: ``(0, 17)`` or ``"0:17"``.
-        where: instead, a SQL condition over the log's columns that one record meets, among those of the
-            key where one is given; needs the package duckdb.
-        as_known_at: a time: by what had been recorded up to it (inclusive); None = by all.
+        key: the value of the key; a tuple or list for a composite key. Values may be texts. Without
+            ``at``: the key's newest record, by timestamp in a versioned table, else by arrival.
+        at: selects the key's record with the largest timestamp up to this time (inclusive).
+        offset: instead of a key, a partition and an offset of the log: ``(0, 17)`` or ``"0:17"``.
+        where: instead of a key, a SQL condition over the log's columns that exactly one record meets.
+            With a key, only the key's records are searched. Needs the package duckdb.
+        as_known_at: system time: only records up to it (inclusive) count; None = all.
         warehouse: the directory or URL of the tables.
-        most: so many of the records that a row was made of are named, the newest; all are counted.
+        most: maximum number of named inputs of a row, the newest; all are counted.
 
     Returns:
-        the explanation; its ``record`` is None where there is no such row, and then it says why.
+        the explanation; if there is no such row, its ``record`` is None and ``notes`` give the reason.
 
     Raises:
-        StorageError: there is no such asset, or the question is none.
+        StorageError: there is no such asset, or the arguments do not select a row.
     """
     name = table if isinstance(table, str) else "/".join(table.path)
     return Explainer(str(warehouse), most).explain(name, key, at, offset, where, as_known_at)
 
 
 class Explainer:
-    """Explains records of a warehouse, each once, however often it is met on the way down.
+    """Explains records of a warehouse; caches the explanation of each record.
 
     Args:
         warehouse: the directory or URL of the tables.
-        most: so many of the records that one was made of are named.
+        most: maximum number of named inputs of a record.
     """
 
     def __init__(self, warehouse: str, most: int = MOST) -> None:
@@ -125,8 +126,8 @@ class Explainer:
         values = None if key is None else list(key) if isinstance(key, tuple | list) else [key]
         if offset is None and values is None and where is None:
             raise StorageError(
-                f"{name}: expected a key, an offset or a condition that says which row is to be "
-                "explained, got none; give --key, --offset or --where"
+                f"{name}: expected a key, an offset or a condition that selects the row, got none; "
+                "give --key, --offset or --where"
             )
         moment = None if at is None else in_micros(at)
         record, absent = asked_for(log, values, moment, offset, where)
@@ -135,14 +136,14 @@ class Explainer:
             return self._absent(log, values, f"{absent}{log.limit}")
         return self._of(log, record)
 
-    # -- why it is so ------------------------------------------------------------------------------
+    # -- a row that exists -------------------------------------------------------------------------
 
     def _of(self, log: Log, record: Record, depth: int = 0) -> Explanation:
         place = log.name, record.partition, record.offset
         if place in self._known:
             return self._known[place]
         if depth > _DEEPEST or not self._left:
-            note = "it is one of many, or many assets deep: ask for it by itself"
+            note = "not explained here: the limit of records or depth is reached; explain it by itself"
             return Explanation(log.name, log.meaning.get("operator", SOURCE), record, notes=(note,))
         self._left -= 1
         self._known[place] = self._explained(log, record, depth)
@@ -155,15 +156,15 @@ class Explainer:
         commit = log.commit_of(record)
         found = replace(found, written=written(commit))
         if commit is None:
-            told.notes.append("the commit that it came by is not known any more")
+            told.notes.append("the commit that wrote it is gone")
         elif operator == SOURCE:
             found = replace(found, origin=origin(log, record, commit))
         elif operator in KINDS:
             found = self._made(found, log, record, commit, told, depth)
         else:
             told.notes.append(
-                f"what a row of a {operator} is made of cannot be told; its inputs are "
-                f"{', '.join(commit.inputs)}: ask for their rows by key"
+                f"the inputs of a row of a {operator} are not tracked; explain the rows of "
+                f"{', '.join(commit.inputs)} by key"
             )
         if operator not in _BY_TIME_ALONE:
             place_of(log, record, told)
@@ -192,7 +193,7 @@ class Explainer:
         )
 
     def _all_inputs(self, log: Log, reasoning: Reasoning) -> dict[str, Log]:
-        """The logs of an operator's inputs, those that are there."""
+        """Returns the logs of an operator's inputs, without missing ones."""
         found: dict[str, Log] = {}
         for name in dict.fromkeys(_names(log)):
             place = log.name, name
@@ -201,16 +202,16 @@ class Explainer:
             up = self._inputs[place]
             if up is None:
                 reasoning.notes.append(
-                    f"the log of {name} that it was made of is not in {log.warehouse} any more"
+                    f"the log of its input {name} is not in {log.warehouse}, or was created anew since"
                 )
             else:
                 found[name] = up
         return found
 
-    # -- why it is not there -----------------------------------------------------------------------
+    # -- a row that does not exist -----------------------------------------------------------------
 
     def _absent(self, log: Log, key: Sequence[Any] | None, absent: str) -> Explanation:
-        """Why there is no such row: what became of what it would have been made of."""
+        """Explains why there is no such row: the outcome of the records it would have as inputs."""
         told = Reasoning()
         told.notes.append(f"{log.name} has no such row: {absent}")
         erased = sum(log.commit.erased.values())
@@ -233,7 +234,7 @@ class Explainer:
     def _not_made(
         self, found: Explanation, log: Log, key: Sequence[Any], reasoning: Reasoning
     ) -> Explanation:
-        """Why an operator has made no row of a key."""
+        """Explains why an operator has no row for a key."""
         inputs = self._all_inputs(log, reasoning)
         for name, up in inputs.items():
             if found.operator == "WindowedAggregate":
@@ -258,7 +259,7 @@ class Explainer:
 
 
 def _tell_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) -> None:
-    """Tells what became of the stream's newest record of a key that has no result."""
+    """Adds the outcome of the stream's newest record of a key that has no join result."""
     commit = log.taken_by(name, record.partition, record.offset)
     released = log.commit.emitted_up_to.get(record.partition)
     if commit is None:
@@ -274,11 +275,11 @@ def _tell_not_joined(log: Log, name: str, record: Record, reasoning: Reasoning) 
             f"is {as_time(now)}, has passed it by {spoken(grace)}",
         )
     else:
-        reasoning.decide(rules.NO_MATCH, f"{record} found nothing, in an inner join")
+        reasoning.decide(rules.NO_MATCH, f"{record} has no match, and the join is an inner join")
 
 
 def _names(log: Log) -> list[str]:
-    """The names of an operator's inputs, one for each place that it has."""
+    """Returns the names of an operator's inputs; an input used twice is there twice."""
     told, meaning = log.meaning.get("sources"), log.meaning
     if told is not None:
         return split(told)

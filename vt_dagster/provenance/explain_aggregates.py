@@ -1,4 +1,4 @@
-"""Aggregates without windows: the rows or records that are in a group."""
+"""Explains aggregates without windows: the rows or records of a group."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ _OURS = (TIMESTAMP, IS_TOMBSTONE, RECORDED_AT)
 
 
 def keys_of(request: ExplainRequest, source: Log) -> list[tuple[str, str]]:
-    """The (name, SQL expression) pairs of an aggregate's key, without the window."""
+    """Returns the (name, SQL expression) pairs of an aggregate's key, without the window."""
     chosen = named(request.meaning.get("group_key", "()"))
     return chosen or [(c, c) for c in source.key]
 
 
 def cannot_be_told(request: ExplainRequest, source: Log) -> Derivation:
-    """The answer where a group's key cannot be computed."""
+    """Returns no inputs, with a note that computing the group's key needs Spark."""
     request.reasoning.notes.append(
-        f"the group {request.meaning['group_key']} cannot be computed without Spark: ask for the "
-        "rows of "
-        f"{source.name} by key"
+        f"the group {request.meaning['group_key']} cannot be computed without Spark: explain the "
+        f"rows of {source.name} by key"
     )
     return Derivation()
 
@@ -54,12 +53,12 @@ def members(
     also: Iterable[Place] = (),
     count: int | None = None,
 ) -> Derivation:
-    """A group's records as an answer: the newest of them, and how many there are.
+    """Returns a group's newest records and the number of all.
 
     Args:
-        found: their places in order of arrival.
-        also: other records that it needs, in their place among them.
-        count: how many there are, where not all are given.
+        found: the places of the group's records, in order of arrival.
+        also: places of further records to return in any case.
+        count: the number of all records, if ``found`` has only a part; None = its length.
     """
     extra = set(also)
     count = len(found) if count is None else count
@@ -73,7 +72,7 @@ def members(
 
 
 def stream_aggregate(request: ExplainRequest) -> Derivation:
-    """The records of a stream that a group has, see ``core.stream_aggregate``."""
+    """Returns the stream records in a group, see ``core.stream_aggregate``."""
     name = request.meaning["source"]
     source = request.inputs[name]
     group = Group(source, keys_of(request, source), request.record.values)
@@ -98,19 +97,19 @@ def stream_aggregate(request: ExplainRequest) -> Derivation:
     taken = list(zip(*shown.to_pydict().values(), strict=True)) + [one.place for one in new]
     if request.log.versioned:
         request.reasoning.notes.append(
-            "what the result refused, older than its history retention, is not told from what is in"
+            "records that the result refused as older than its history retention may be among these"
         )
     return members(request, source, taken, count=count)
 
 
 def narrow(source: Log, rows: pa.Table) -> list[Record]:
-    """Records of a log without their values."""
+    """Returns records of a log without their values."""
     ours = [c for c in rows.column_names if c in (*_OURS, IS_LATEST, PARTITION, OFFSET)]
     return source.as_records(rows.select(ours))
 
 
 def _times(request: ExplainRequest, updates: Sequence[Record]) -> list[tuple[int, bool]]:
-    """The timestamps of a group's updates, which never go back."""
+    """Returns (timestamp, False) for each update of a group; timestamps never decrease."""
     newest, times = request.newest_before, list[tuple[int, bool]]()
     for one in updates:
         own = as_micros(one.timestamp)
@@ -123,7 +122,7 @@ def _times(request: ExplainRequest, updates: Sequence[Record]) -> list[tuple[int
 
 
 def table_aggregate(request: ExplainRequest) -> Derivation:
-    """The rows of a table that a group has, see ``core.table_aggregate``."""
+    """Returns the table rows in a group, see ``core.table_aggregate``."""
     name = request.meaning["source"]
     source = request.inputs[name]
     group = Group(source, keys_of(request, source), request.record.values)
@@ -154,7 +153,7 @@ def table_aggregate(request: ExplainRequest) -> Derivation:
     place = triggering_update(request, _times(request, fresh))
     if place is None:
         request.reasoning.notes.append(
-            "the change that it came with cannot be told: these are in after it"
+            "the change that triggered it is ambiguous: these rows are in the group after its run"
         )
     else:
         request.reasoning.decide(rules.TRIGGERED, f"{fresh[place]}, of {fresh[place].timestamp}")
@@ -168,10 +167,11 @@ def _rows_in(
     taken: Sequence[Record],
     about: Mapping[Place, tuple[Any, bool]],
 ) -> Derivation:
-    """The rows that are in a group after some changes of it.
+    """Returns the rows that are in a group after some changes.
 
-    Its timestamp is the largest of all changes, and what a change took out is in no more: where a row
-    that is gone gave the time, or left last, it is told with the change that took it out.
+    The group's timestamp is the maximum over all changes, also over those of rows that have left. If a
+    removed row has that timestamp, or left last, the result includes the row and the change that
+    removed it.
     """
     inside: dict[Any, Place] = {}
     before: dict[Place, Place | None] = {}
@@ -189,7 +189,7 @@ def _rows_in(
             also |= {one.place, before[one.place], last[key], before[last[key]]}
     if also:
         request.reasoning.notes.append(
-            "a row that is in the group no more gave its timestamp, or left last"
+            "its timestamp, or its last change, comes from a row that has left the group"
         )
     return members(
         request, source, list(inside.values()), {place for place in also if place is not None}

@@ -1,4 +1,4 @@
-"""Corrected join: the version that answers now, and which records have corrected a row."""
+"""Explains corrected joins: the version that matches, and the records that corrected a row."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vt_dagster.provenance.log_reader import Place
 
 
 def corrected(request: ExplainRequest) -> Derivation:
-    """What a row of a corrected join was made of, see ``core.corrected_join``."""
+    """Returns the inputs of a row of a corrected join, see ``core.corrected_join``."""
     left, right = request.meaning["left"], request.meaning["right"]
     stream, told = request.inputs[left], request.reasoning
     rows = _revisions(request)
     place = _place(request, rows)
     record = None if place is None else stream.one(*place)
     if record is None:
-        told.notes.append(f"its record of {left} is not there any more{stream.limit}")
+        told.notes.append(f"its record of {left} is gone{stream.limit}")
         return Derivation()
     _tell_revisions(request, rows)
     looked = looked_up(request, right, record, [record.values[c] for c in stream.key])
@@ -37,7 +37,7 @@ def corrected(request: ExplainRequest) -> Derivation:
 
 
 def _revisions(request: ExplainRequest) -> pa.Table:
-    """All rows of the key that the log has, in order: a revision each."""
+    """Returns all rows of the key in the log, in order; each is a revision."""
     place = request.record.partition
     end = {place: request.log.commit.next_offset.get(place, 0)}
     only = [REVISION, CAUSE, IS_TOMBSTONE, LEFT_OFFSET, LEFT_PARTITION]
@@ -45,7 +45,7 @@ def _revisions(request: ExplainRequest) -> pa.Table:
 
 
 def _place(request: ExplainRequest, rows: pa.Table) -> Place | None:
-    """Where the row's record is in the stream's log."""
+    """Returns the place of the row's record in the stream's log; None = the row has none."""
     mine = _of_record(request, rows)
     partition = mine.get(LEFT_PARTITION, request.record.partition)
     return None if mine.get(LEFT_OFFSET) is None else (partition, mine[LEFT_OFFSET])
@@ -56,7 +56,7 @@ def _of_record(request: ExplainRequest, rows: pa.Table) -> dict[str, Any]:
 
 
 def _tell_revisions(request: ExplainRequest, rows: pa.Table) -> None:
-    """Tells which revision the row is and what caused it, and the others that there are."""
+    """Adds the row's revision with its cause, and the key's other revisions."""
     every = rows.to_pylist()
     mine = _of_record(request, rows)
     if mine[CAUSE] is not None:

@@ -1,5 +1,5 @@
-"""A question about a record of an operator's result, the shape of its answer, and the order in which
-its run took records."""
+"""The request to explain a result, the shape of the answer, and the order in which a run consumes
+records."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from vt_dagster.storage.commit_log import Commit, Offsets
 
 @dataclass(frozen=True)
 class Derivation:
-    """What a record was made of.
+    """The inputs of a record.
 
     Args:
-        parts: the records that it was made of with their logs, in order of arrival; of many the newest.
-        count: of all of them; None = there are no others.
-        candidates: what else may have been in it, and why it is not, see ``Explanation``.
+        parts: input records with their logs, in order of arrival; only the newest if there are many.
+        count: the number of all input records; None = ``parts`` has all.
+        candidates: other records, with the rule that selected or excluded each, see ``Explanation``.
+        candidates_in_all: the number of all candidates.
     """
 
     parts: Sequence[tuple[Log, Record]] = ()
@@ -35,14 +36,15 @@ class Derivation:
 
 @dataclass(frozen=True)
 class ExplainRequest:
-    """A record of an operator's result whose parts are asked for.
+    """A record of an operator's result, to find its inputs.
 
     Args:
-        log: the result's.
-        commit: that the record came by.
-        reasoning: to which the rules that decided are added.
-        inputs: the operator's inputs, by the names that commits have of them.
-        most: so many parts, and so many candidates, are named at most.
+        log: the result's log.
+        record: the record.
+        commit: the commit that wrote the record.
+        reasoning: collects the rules that decided.
+        inputs: the logs of the operator's inputs, by their names in commits.
+        most: maximum number of inputs, and of candidates.
     """
 
     log: Log
@@ -58,34 +60,35 @@ class ExplainRequest:
 
     @cached_property
     def before(self) -> Commit | None:
-        """The commit before the record's; None = it came by the first one."""
+        """The commit before the record's; None = the record is from the first commit."""
         return self.log.before(self.commit)
 
     def start(self, name: str) -> Offsets:
-        """Where the run began in an input."""
+        """Returns the run's start offsets in an input (inclusive)."""
         return {} if self.before is None else self.before.inputs.get(name, {})
 
     def end(self, name: str) -> Offsets:
-        """Where it ended, exclusive."""
+        """Returns the run's end offsets in an input (exclusive)."""
         return self.commit.inputs.get(name, {})
 
     def is_new(self, name: str, record: Record) -> bool:
-        """Whether a record of an input was taken by the run, not by one before it or after it."""
+        """Returns whether this run consumed a record of an input, not an earlier or later run."""
         return self.turn(name, record) == 1
 
     def turn(self, name: str, record: Record) -> int:
-        """When a record of an input was taken: 0 = before the run, 1 = by it, 2 = since."""
+        """Returns which run consumed a record of an input: 0 = an earlier run, 1 = this run, 2 = a
+        later run, or none yet."""
         place = record.partition
         if record.offset < self.start(name).get(place, 0):
             return 0
         return 1 if record.offset < self.end(name).get(place, 0) else 2
 
     def results(self, at: bool = False, every: bool = False) -> list[Record]:
-        """The run's results of the record's key and partition, in order.
+        """Returns the run's results of the record's key and partition, in order.
 
         Args:
-            at: only those of its timestamp.
-            every: those of earlier runs too.
+            at: only results with the record's timestamp.
+            every: also results of earlier runs.
         """
         place, first = self.record.partition, 0
         if not every and self.before is not None:
@@ -97,7 +100,7 @@ class ExplainRequest:
 
     @cached_property
     def tells_each_update(self) -> bool:
-        """Whether the run has several results of a key: with ``emit="per_run"`` none has."""
+        """Whether the run has several results for a key; never with ``emit="per_run"``."""
         place, key = self.record.partition, list(self.log.key)
         start = {place: 0 if self.before is None else self.before.next_offset.get(place, 0)}
         end = {place: self.commit.next_offset.get(place, 0)}
@@ -106,7 +109,8 @@ class ExplainRequest:
 
     @cached_property
     def newest_before(self) -> int | None:
-        """The largest timestamp of the key's results before the run: epoch microseconds."""
+        """The largest timestamp of the key's results before the run, epoch microseconds; None = there
+        are none."""
         place = self.record.partition
         if self.before is None:
             return None
@@ -117,13 +121,14 @@ class ExplainRequest:
 
 @dataclass(frozen=True)
 class Update:
-    """What a record gave, when the run took it.
+    """The result of one input record in a run.
 
     Args:
-        trigger: that record, and ``log`` its log.
-        time: of the result, epoch microseconds.
-        other: of a join, the other side's row; None = there was none.
-        made_of: what it was made of besides the trigger.
+        log: the log of the trigger.
+        trigger: the input record.
+        time: the result's timestamp, epoch microseconds.
+        other: joins only: the other side's row; None = no match.
+        made_of: the inputs besides the trigger.
     """
 
     log: Log
@@ -135,14 +140,14 @@ class Update:
 
 
 def triggering_update(request: ExplainRequest, times: Sequence[tuple[int, bool]]) -> int | None:
-    """Which of a run's updates of a key became the record; None = that cannot be told.
+    """Returns the index of the update that became the record; None = it is ambiguous.
 
-    Each update is a result. But a versioned table refuses what is older than its retention, and with
-    ``emit="per_run"`` only a run's last update is one.
+    Each update of a key is a result, with two exceptions: a versioned table refuses updates older than
+    its retention, and with ``emit="per_run"`` only the last update of a run is a result.
 
     Args:
-        times: of each update in order, in the record's partition: the timestamp that it had (epoch
-            microseconds), and whether it was a tombstone.
+        times: the run's updates of the key in the record's partition, in order: timestamp (epoch
+            microseconds) and whether it is a tombstone.
     """
     results = request.results()
     place = [one.offset for one in results].index(request.record.offset)
@@ -150,12 +155,12 @@ def triggering_update(request: ExplainRequest, times: Sequence[tuple[int, bool]]
         return place
     if len(results) > len(times):
         request.reasoning.notes.append(
-            "records of its run are not there any more: it cannot be told which one"
+            "input records of its run are gone: the one that triggered it is not known"
         )
         return None
     if not request.log.versioned:
         request.reasoning.notes.append(
-            f"of {len(times)} updates of its run only the last one is a result"
+            f"its run had {len(times)} updates of its key; only the last one is a result"
         )
         return len(times) - 1 if len(results) == 1 else None
     found, rest = -1, enumerate(times)
@@ -168,11 +173,11 @@ def triggering_update(request: ExplainRequest, times: Sequence[tuple[int, bool]]
 
 
 class Arrivals:
-    """The order in which a run took the records of an operator's inputs, see ``Processor.in_order``.
+    """The order in which a run consumes the records of its inputs, see ``Processor.in_order``.
 
     Args:
-        names: of the inputs, from left to right; one may be there twice.
-        merges: whether a run orders them by time; else each partition's stay as they are.
+        names: the names of the inputs, from left to right; a name may be there twice.
+        merges: whether a run merges partitions by time; else each partition keeps its offset order.
     """
 
     def __init__(self, request: ExplainRequest, names: Sequence[str], merges: bool = True) -> None:
@@ -180,8 +185,11 @@ class Arrivals:
         self._times: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def sorted(self, found: Sequence[tuple[int, Record]]) -> list[tuple[int, Record]]:
-        """Records, each with the number of its input, in that order. Those of earlier runs come first,
-        those taken since last: of one partition by offset, of several by when they were recorded."""
+        """Returns records, each with the index of its input, in the order in which they were consumed.
+
+        Records of earlier runs come first and those of later runs last; both are ordered by system
+        time, and within a partition by offset.
+        """
         runs: tuple[list[tuple[int, Record]], ...] = ([], [], [])
         for place, record in found:
             runs[self._asked.turn(self._names[place], record)].append((place, record))
@@ -201,7 +209,8 @@ class Arrivals:
         return moment, names.index(name), record.partition, sequence
 
     def _stream_time(self, name: str, record: Record) -> int:
-        """The largest timestamp of the record's partition, from where the run began up to it."""
+        """Returns stream time as of a record: the largest timestamp of its partition, from the run's
+        start offset up to the record."""
         key = name, record.partition
         if key not in self._times:
             place = record.partition
