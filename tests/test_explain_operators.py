@@ -451,7 +451,7 @@ def test_what_was_erased_or_has_expired(spark: SparkSession, tmp_path: Path) -> 
     assert "1 rows of its log have been erased" in " ".join(told.notes)
     place = explain("rates", offset="0:2", warehouse=path)
     assert place.record is None
-    assert "it has been erased" in " ".join(place.notes)
+    assert "it was erased" in " ".join(place.notes)
     after = explain("sizes", offset="0:2", warehouse=path)
     assert after.record is not None
     assert after.record.values["count"] == 2

@@ -1,4 +1,4 @@
-"""filter, map_values, to_table, to_stream, merge, select_key: the record that a result was made of."""
+"""Explains filter, map_values, flat_map_values, to_table, to_stream, merge and select_key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vt_dagster.storage.commit_log import Commit
 
 @dataclass(frozen=True)
 class Passing:
-    """How the results of an operator look like the records that they are made of.
+    """What the results of an operator have in common with their input records.
 
     Args:
-        key: whether they have their key.
-        values: whether they have their values, but for a key of their own.
-        place: whether they have their partition.
-        tombstone: whether a tombstone is made of a tombstone alone, and nothing else of it.
-        elements: whether a record may give several results.
+        key: whether a result has the key of its input.
+        values: whether a result has the values of its input, except a key of its own.
+        place: whether a result has the partition of its input.
+        tombstone: whether a result is a tombstone exactly if its input is one.
+        elements: whether an input may give several results.
     """
 
     key: bool = True
@@ -40,19 +40,19 @@ PASSING = {
     "SelectKey": Passing(key=False, place=False),
     "FlatMapValues": Passing(values=False, tombstone=False, elements=True),
 }
-"""The operators that make results of a record alone, by the names that commits have of them."""
+"""The operators whose result depends on one record only, by their names in commits."""
 
 
 def row_by_row(request: ExplainRequest) -> Derivation:
-    """The record that a result was made of; of several that look the same all. Before it, where a plain
-    table's filter tells that a row is gone, the row that it replaced."""
+    """Returns the input record of a result; all candidates if several look equal. If a filter of a
+    plain table emitted a tombstone because a row left, the row that was replaced comes before it."""
     log, record, commit, told = request.log, request.record, request.commit, request.reasoning
     inputs = request.inputs
     found = _origins(log, list(inputs.items()), record, commit, told)
     if record.is_tombstone and log.meaning["operator"] == "Filter":
         negated = "not " if log.meaning.get("negate") == "True" else ""
         condition = f"{negated}{log.meaning['predicate']}"
-        told.notes.append(f"a tombstone: its record is one, or does not meet: {condition}")
+        told.notes.append(f"a tombstone: its record is a tombstone, or does not meet: {condition}")
     return Derivation(found[: request.most], len(found))
 
 
@@ -67,7 +67,7 @@ def _origins(
     ]
     if passing.place and not passing.elements and len(inputs) == 1:
         results = [one.offset for one in _results(log, record, commit)]
-        if len(results) == len(taken):  # each gave one, in order
+        if len(results) == len(taken):  # each input gave one result, in order
             taken = [taken[results.index(record.offset)]]
     alike = [(source, one) for source, one in taken if _alike(log, one, record, passing)]
     befores: list[tuple[Log, Record]] = []
@@ -79,16 +79,16 @@ def _origins(
         return [*befores, *alike]
     what = "one of them" if not passing.elements else "one of them, or an element of it"
     reasoning.notes.append(
-        f"{len(alike)} records of its run look the same from here, and give the same results or none: "
-        f"it was made of {what}"
+        f"{len(alike)} records of its run look the same from here, and give equal results or none: "
+        f"its input is {what}"
     )
     both_rows = {_place(one): (source, one) for source, one in (*befores, *alike)}
     return [both_rows[place] for place in sorted(both_rows)] if befores else alike
 
 
 def rows_before(found: Sequence[tuple[Log, Record]]) -> dict[tuple[int, int], Record]:
-    """Of a plain table's records those that replaced a row, each by its partition and offset with that
-    row: a filter lets a tombstone out where the row before passed.
+    """Returns the rows that records of a plain table replaced, by the partition and offset of the
+    replacing record. A filter emits a tombstone only if the replaced row passed it.
 
     Args:
         found: records of one key and partition.
@@ -112,7 +112,7 @@ def _place(record: Record) -> tuple[int, int]:
 def _taken(
     log: Log, source: Log, name: str, record: Record, commit: Commit, passing: Passing
 ) -> list[Record]:
-    """What the run took of an input that has the result's time."""
+    """Returns the records of an input that the run consumed and that have the result's time."""
     ranges = commit.taken.get(name, {})
     if passing.place:
         ranges = {p: r for p, r in ranges.items() if p == record.partition}
@@ -125,7 +125,7 @@ def _taken(
 
 
 def _results(log: Log, record: Record, commit: Commit) -> list[Record]:
-    """The results of a run with the key, time and partition of one."""
+    """Returns the run's results with the key, time and partition of a record."""
     before, place = log.before(commit), record.partition
     first = {place: 0 if before is None else before.next_offset.get(place, 0)}
     same = both(log.same_key(record.values), at_time(record.timestamp))
@@ -133,7 +133,7 @@ def _results(log: Log, record: Record, commit: Commit) -> list[Record]:
 
 
 def _alike(log: Log, source: Record, result: Record, passing: Passing) -> bool:
-    """Whether a result may be made of a record."""
+    """Returns whether a record may be the input of a result."""
     if passing.tombstone and source.is_tombstone != result.is_tombstone:
         return False
     if not passing.tombstone and source.is_tombstone and not result.is_tombstone:

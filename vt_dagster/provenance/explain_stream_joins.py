@@ -1,4 +1,4 @@
-"""stream-stream join: the two records that match, or why one left without a match."""
+"""Explains stream-stream joins: the two records that match, or why a record has no match."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from vt_dagster.topology.durations import spoken
 
 _PLACES = ((LEFT_PARTITION, LEFT_OFFSET), (RIGHT_PARTITION, RIGHT_OFFSET))
 _AROUND = 2
-"""So many records before and after one without a match are shown."""
+"""Number of records shown before and after the window of a record without a match."""
 Chosen = Callable[[int, Record | None], bool]
-"""Whether a result's columns have the values of a side's record; None = of no record."""
+"""Whether a result's columns have the values of a side's record; None = a side without a match."""
 
 
 def stream_stream(request: ExplainRequest) -> Derivation:
-    """What a result of a stream-stream join was made of, see ``core.stream_stream_join``."""
+    """Returns the inputs of a result of a stream-stream join, see ``core.stream_stream_join``."""
     names = [request.meaning["left"], request.meaning["right"]]
     logs = [request.inputs[name] for name in names]
     place, told = request.record.partition, request.reasoning
@@ -69,7 +69,7 @@ def stream_stream(request: ExplainRequest) -> Derivation:
         ]
         if alone:
             return _alone(request, logs, side, _nth(request, alone), (before, after))
-    told.notes.append("the records that it was made of are not there any more")
+    told.notes.append("its input records are gone")
     return Derivation()
 
 
@@ -78,7 +78,7 @@ def _same_key(request: ExplainRequest, log: Log) -> Condition:
 
 
 def _chosen(request: ExplainRequest, logs: Sequence[Log]) -> Chosen:
-    """Tells records apart by the columns that the result has of them as they are."""
+    """Returns a test whether a record fits the result's columns that are copied from its side."""
     found: list[tuple[int, str, str]] = []
     sides = {"left": 0, "right": 1}
     for part in split(request.meaning["select"]):
@@ -111,10 +111,12 @@ def _chosen(request: ExplainRequest, logs: Sequence[Log]) -> Chosen:
 
 
 def _nth(request: ExplainRequest, found: Sequence[Any]) -> Any:
-    """Of what looks the same the one that has the result's place among results that do."""
+    """Returns the candidate with the same position as the result has among equal results."""
     alike = [one for one in request.results(at=True) if dict(one.values) == dict(request.record.values)]
     if len(found) > 1 and len(found) != len(alike):
-        request.reasoning.notes.append(f"{len(found)} look the same from here: this is one of them")
+        request.reasoning.notes.append(
+            f"{len(found)} candidates look the same from here: this is one of them"
+        )
         return found[0]
     return found[[one.offset for one in alike].index(request.record.offset)] if found[1:] else found[0]
 
@@ -161,13 +163,13 @@ def _alone(
     record: Record,
     window: tuple[timedelta, timedelta],
 ) -> Derivation:
-    """A record that left without a match, with what there is around it on the other side."""
+    """Returns a record without a match, with the other side's records around it as candidates."""
     before, after = window if side == 0 else (window[1], window[0])
     low, high = record.timestamp - before, record.timestamp + after
     name = request.meaning[("left", "right")[1 - side]]
     other = logs[1 - side]
     if any(record.values.get(c) is None for c in logs[side].key):
-        request.reasoning.decide(rules.NO_MATCH, "without a key it matches nothing, and leaves at once")
+        request.reasoning.decide(rules.NO_MATCH, "a record without a key has no match: emitted at once")
         return Derivation([(logs[side], record)])
     request.reasoning.decide(
         rules.NO_MATCH,
@@ -196,8 +198,8 @@ def _alone(
 
 
 def corrected_streams(request: ExplainRequest) -> Derivation:
-    """What a row of a corrected join of two streams was made of, see ``core.corrected_stream_join``:
-    its key says so."""
+    """Returns the inputs of a row of a corrected stream-stream join, see
+    ``core.corrected_stream_join``: the row's key has the places of its records."""
     told, parts = request.reasoning, list[tuple[Log, Record]]()
     for side, (partition, offset) in zip(("left", "right"), _PLACES, strict=True):
         log, place = request.inputs[request.meaning[side]], request.record.values
@@ -205,7 +207,7 @@ def corrected_streams(request: ExplainRequest) -> Derivation:
             continue
         found = log.one(place[partition], place[offset])
         if found is None:
-            told.notes.append(f"its record of {log.name} is not there any more{log.limit}")
+            told.notes.append(f"its record of {log.name} is gone{log.limit}")
             return Derivation(parts)
         parts.append((log, found))
     if request.record.is_late:
@@ -216,17 +218,17 @@ def corrected_streams(request: ExplainRequest) -> Derivation:
     cause = _cause(request)
     if cause is None:
         name, why = parts[0][0].name, "when stream time had passed its window and the grace period"
-        told.decide(rules.NO_MATCH, f"nothing had come that matches this record of {name} {why}")
+        told.decide(rules.NO_MATCH, f"this record of {name} had no match {why}")
         return Derivation(parts)
     where = cause[PARTITION], cause[OFFSET]
     by = f"{cause['table']} {where[0]}:{where[1]}"
-    told.decide(rules.CORRECTED, f"revision 1, by {by}, which came after that and matches it")
+    told.decide(rules.CORRECTED, f"revision 1: retracted by {by}, a match that came later")
     other = request.inputs[cause["table"]]
     return Derivation([*parts, *[(other, one) for one in other.at([where])]])
 
 
 def _cause(request: ExplainRequest) -> dict[str, Any] | None:
-    """Of the record that the row was taken back for."""
+    """Returns the cause of a retraction: the record that matches; None = the row is no retraction."""
     place = request.record.partition
     end = {place: request.log.commit.next_offset.get(place, 0)}
     rows = request.log.rows(request.log.same_key(request.record.values), end=end, only=[CAUSE])

@@ -1,4 +1,5 @@
-"""stream-table join, corrected or not: which version answered for a record, and when it went out."""
+"""Explains stream-table joins, corrected or not: the version that matched, and when the record left
+the buffer."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ from vt_dagster.topology.durations import spoken
 
 @dataclass(frozen=True)
 class Answer:
-    """What a table answers for a record.
+    """The result of a lookup.
 
     Args:
-        version: that is valid at the record's time, maybe a tombstone or forgotten; None = none is.
-        rule: by which it is the answer, or is not.
+        version: the version at the record's time, even if it is a tombstone, too old or expired; None =
+            there is none.
+        rule: the rule by which the version matches, or does not.
     """
 
     version: Version | None
@@ -33,7 +35,7 @@ class Answer:
 
     @property
     def found(self) -> Version | None:
-        """The version that is joined; None = nothing is."""
+        """The version that is joined; None = no match."""
         return self.version if self.rule in (rules.AS_OF, rules.LATEST) else None
 
 
@@ -41,15 +43,17 @@ class Answer:
 
 
 def streams_record(log: Log, stream: Log, name: str, record: Record, commit: Commit) -> list[Record]:
-    """The stream's record that a result was made of; of several that cannot be told apart all.
+    """Returns the stream record of a result; all candidates if it is ambiguous.
 
-    Results have the record's key, time and partition. Those of one time leave a run in order of their
-    arrival, and are all joined with the same version: so the first is the first.
+    A result has its record's key, time and partition. Records of one key and time leave a run in order
+    of arrival and match the same version: so the n-th result belongs to the n-th record.
 
     Args:
-        log: the result's.
-        name: of the stream, as commits have it.
-        commit: that the result came by.
+        log: the join's log.
+        stream: the stream's log.
+        name: the stream's name in commits.
+        record: the result.
+        commit: the commit that wrote the result.
     """
     before = log.before(commit)
     place = record.partition
@@ -59,7 +63,8 @@ def streams_record(log: Log, stream: Log, name: str, record: Record, commit: Com
     if before is not None and (
         keyless or as_micros(record.timestamp) <= before.emitted_up_to.get(place, as_micros(_NEVER))
     ):
-        start = {place: before.inputs.get(name, {}).get(place, 0)}  # what is older had gone out
+        # Earlier runs have already emitted all older records of that time.
+        start = {place: before.inputs.get(name, {}).get(place, 0)}
     same = both(stream.same_key(record.values, log.key), at_time(record.timestamp))
     taken = [one for one in stream.records(same, start, end) if not one.is_tombstone]
     first = {place: 0 if before is None else before.next_offset.get(place, 0)}
@@ -76,12 +81,14 @@ _NEVER = datetime.min.replace(tzinfo=as_time(0).tzinfo)
 def tell_waiting(
     log: Log, name: str, result: Record, record: Record, commit: Commit, reasoning: Reasoning
 ) -> None:
-    """Tells whether a record waited, or was late, in a join with grace.
+    """Adds whether a record waited in the buffer, or was late, in a join with a grace period.
 
     Args:
-        name: of the stream.
-        record: the stream's.
-        commit: that the result came by.
+        log: the join's log.
+        name: the stream's name in commits.
+        result: the join's result.
+        record: the stream's record.
+        commit: the commit that wrote the result.
     """
     place = record.partition
     grace = grace_of(commit, place)
@@ -108,7 +115,7 @@ def tell_waiting(
 
 
 def grace_of(commit: Commit, place: int) -> timedelta:
-    """The grace period of a join, as a commit shows it: how far behind stream time records go out."""
+    """Returns the grace period of a join from a commit: stream time - the time emitted up to."""
     released, now = commit.emitted_up_to.get(place), commit.stream_time.get(place)
     if released is None or now is None:
         return timedelta(0)
@@ -123,11 +130,13 @@ def _moment(micros: int | None) -> str:
 
 
 def pinned(log: Log, table: Log, name: str, commit: Commit, reasoning: Reasoning) -> Commit | None:
-    """The commit of a table up to which a run saw it; None = it saw none.
+    """Returns the last commit of a table that a run read; None = the run read none.
 
     Args:
-        log: of the result; ``commit``: of that run.
-        name: of the table, as commits have it.
+        log: the join's log.
+        table: the table's log.
+        name: the table's name in the join's commits.
+        commit: the run's commit.
     """
     asked, batch = commit.reads, None
     try:
@@ -144,33 +153,34 @@ def pinned(log: Log, table: Log, name: str, commit: Commit, reasoning: Reasoning
         if found is not None:
             if table.head.truncation is not None and found.batch < table.head.truncation.batch:
                 reasoning.notes.append(
-                    f"what {name} knew then is told by what is left of it{table.limit}"
+                    f"the lookup in {name} is repeated on the rest of its log{table.limit}"
                 )
             return found
     reasoning.notes.append(
-        f"the Delta versions of {name} that the run read are gone: what it knew is told by recorded_at"
+        f"the Delta versions of {name} that the run read are gone: its state then is taken from "
+        "recorded_at"
     )
     return last_that(table.root, lambda one: one["recorded_at"] <= commit.recorded_at)
 
 
 def _batch_at(path: str, version: int) -> int | None:
-    """The batch that a version of a log or view has."""
+    """Returns the batch of a Delta version of a log or view; None = not known."""
     while version >= 0:
         found = delta.our_commit(path, version)
         if found is not None:
             return int(found.document["batch"])
-        version -= 1  # a compaction
+        version -= 1  # a compaction: it has no commit of ours, and the rows of the version before
     return None
 
 
 @dataclass(frozen=True)
 class Match:
-    """How a join chooses among versions, see ``StreamTableJoin``.
+    """How a join selects a version, see ``StreamTableJoin``.
 
     Args:
-        before: whether only one that began before the record's time answers, not at it.
-        max_age: None: one of any age does.
-        as_known: None: all versions count.
+        before: whether a version must begin strictly before the record's time.
+        max_age: the maximum age of a version; None = unlimited.
+        as_known: which versions count by system time; None = all.
     """
 
     before: bool
@@ -179,7 +189,7 @@ class Match:
 
     @classmethod
     def of(cls, meaning: Mapping[str, str], partition: int) -> Match:
-        """As commits have it."""
+        """Returns the match of a join from its commit."""
         age = meaning.get("max_age")
         return cls(
             meaning.get("at") == "before",
@@ -188,7 +198,8 @@ class Match:
         )
 
     def known_at(self, record: Record) -> int | None:
-        """Versions recorded later than this do not count; epoch microseconds, None = all do."""
+        """Returns the system time up to which versions count (inclusive), epoch microseconds; None =
+        all versions count."""
         if self.as_known is None:
             return None
         if self.as_known == "when_recorded":
@@ -204,11 +215,11 @@ def answer(
     match: Match,
     forgetful: bool = True,
 ) -> Answer:
-    """What a table answers for a time, as ``core.as_of_join`` does.
+    """Looks up a time in a table, as ``core.as_of_join`` does.
 
     Args:
-        found: the versions of the key, oldest first; of a plain table its row.
-        forgetful: whether what is older than the horizon is not answered.
+        found: the versions of the key, oldest first; for a plain table the row.
+        forgetful: whether expired versions do not match.
     """
     if not table.versioned:
         return Answer(found[-1], rules.LATEST) if found else Answer(None, rules.NO_MATCH)
@@ -232,13 +243,14 @@ def answer(
 
 @dataclass(frozen=True)
 class Looked:
-    """What a look into a table found.
+    """A lookup in a table.
 
     Args:
-        history: of the key.
-        then: what it answered when the run looked; now: what it would by all that is known.
+        history: the key's history.
+        then: the result as of the run.
+        now: the result by current knowledge.
         shown: the candidates around the record's time.
-        count: how many versions the key has in all.
+        count: the number of all versions of the key.
     """
 
     history: History
@@ -255,11 +267,12 @@ def look_up(
     seen: Commit | None,
     match: Match,
 ) -> Looked:
-    """Looks for the versions of a key around a time.
+    """Looks up a key at a time, as of a commit and by current knowledge.
 
     Args:
-        values: of the key.
-        seen: the table's commit up to which the run saw it; None = it saw none.
+        values: the values of the key.
+        moment: the record's time.
+        seen: the last commit of the table that the run read; None = the run read none.
     """
     key = None if any(one is None for one in values) else table.of_key(values)
     history = History(table, key)
@@ -307,22 +320,22 @@ def look_up(
 
 
 def _knows(commit: Commit | None, version: Version) -> bool:
-    """Whether a table had a version's record in its log by a commit."""
+    """Returns whether the log contains a version's record as of a commit."""
     return commit is not None and version.offset < commit.next_offset.get(version.partition, 0)
 
 
-# -------------------------------------------------------------------------------------- the two of them
+# ------------------------------------------------------------------------------------------- the result
 
 
 def stream_table(request: ExplainRequest) -> Derivation:
-    """What a result of a stream-table join was made of, see ``core.stream_table_join``."""
+    """Returns the inputs of a result of a stream-table join, see ``core.stream_table_join``."""
     left, right = request.meaning["left"], request.meaning["right"]
     stream, told = request.inputs[left], request.reasoning
     lefts = streams_record(request.log, stream, left, request.record, request.commit)
     if not lefts:
-        told.notes.append(f"its record of {left} is not there any more{stream.limit}")
+        told.notes.append(f"its record of {left} is gone{stream.limit}")
     elif len(lefts) > 1:
-        told.notes.append(f"it was made of one of {len(lefts)} records of its key and time")
+        told.notes.append(f"its input is one of {len(lefts)} records of its key and time")
     for one in lefts[:1]:
         tell_waiting(request.log, left, request.record, one, request.commit, told)
     values = [request.record.values[c] for c in request.log.key]
@@ -332,11 +345,11 @@ def stream_table(request: ExplainRequest) -> Derivation:
 
 
 def looked_up(request: ExplainRequest, right: str, record: Record, values: Sequence[object]) -> Looked:
-    """What the table answered for a record of the stream.
+    """Repeats the lookup of a stream record in the table.
 
     Args:
         right: the table's name.
-        values: of the key.
+        values: the values of the key.
     """
     table, told = request.inputs[right], request.reasoning
     match = Match.of(request.meaning, record.partition)
@@ -353,7 +366,7 @@ def looked_up(request: ExplainRequest, right: str, record: Record, values: Seque
 def answered(
     request: ExplainRequest, right: str, looked: Looked, parts: Sequence[tuple[Log, Record]]
 ) -> Derivation:
-    """The stream's records and the version that was joined, as an answer."""
+    """Returns the stream's records and the joined version as inputs."""
     found = looked.then.found
     version = [] if found is None else [(request.inputs[right], looked.history.record(found.place))]
     return Derivation([*parts, *version], None, looked.shown, looked.count)
@@ -362,10 +375,10 @@ def answered(
 def _tell_looked(
     looked: Looked, table: Log, name: str, moment: datetime, reasoning: Reasoning, follows: bool
 ) -> None:
-    """Tells what the table answered, and whether it would answer otherwise now.
+    """Adds the result of the lookup, and the result by current knowledge if it differs.
 
     Args:
-        follows: whether all that is known counts.
+        follows: whether the join counts all versions: it has no ``as_known``.
     """
     then, now = looked.then, looked.now
     if then.version is None:

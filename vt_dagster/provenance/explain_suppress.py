@@ -1,4 +1,4 @@
-"""suppress: the update that went out, since when it was held, and what it replaced meanwhile."""
+"""Explains suppress: the emitted update, since when the key was held, and the replaced updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vt_dagster.storage.commit_log import Commit
 
 
 def suppress(request: ExplainRequest) -> Derivation:
-    """The update that a result of suppress is, see ``core.suppress``."""
+    """Returns the update that suppress emitted as a result, see ``core.suppress``."""
     name, log, told = request.meaning["source"], request.log, request.reasoning
     source = request.inputs[name]
     same = source.same_key(request.record.values)
@@ -22,7 +22,7 @@ def suppress(request: ExplainRequest) -> Derivation:
     updates = source.records(same, end={place: request.end(name).get(place, 0)})
     mine = [one for one in updates if _is(one, request.record)]
     if not mine:
-        told.notes.append(f"the update of {name} that it is is not there any more")
+        told.notes.append(f"its update of {name} is gone")
         return Derivation()
     before = [one for one in request.results(every=True) if one.offset < request.record.offset]
     since = _held_since(updates, before, mine)
@@ -30,7 +30,7 @@ def suppress(request: ExplainRequest) -> Derivation:
     out = _last_alike(updates, out)
     now = request.commit.stream_time.get(place)
     moment = "not known" if now is None else str(as_time(now))
-    told.decide(rules.SUPPRESSED, f"since {since}, of {since.timestamp}, of which it kept the place")
+    told.decide(rules.SUPPRESSED, f"since {since}, of {since.timestamp}; it kept that update's place")
     if now is not None and closes(log) and bounds_of(request.record)[1] <= now:
         told.decide(
             rules.WINDOW_CLOSED,
@@ -57,7 +57,7 @@ def _is(update: Record, result: Record) -> bool:
 
 
 def _held_since(updates: Sequence[Record], before: Sequence[Record], mine: Sequence[Record]) -> Record:
-    """The first update of the key that came when its last result had gone out."""
+    """Returns the first update of the key after its previous result was emitted."""
     last = -1
     for result in before:
         alike = [one.offset for one in updates if one.offset > last and _is(one, result)]
@@ -66,7 +66,7 @@ def _held_since(updates: Sequence[Record], before: Sequence[Record], mine: Seque
 
 
 def _last_alike(updates: Sequence[Record], out: Record) -> Record:
-    """Of equal updates that follow each other the last: it replaced the others."""
+    """Returns the last of consecutive equal updates: it replaced the others."""
     for one in updates:
         if one.offset > out.offset:
             if not _is(one, out):
@@ -76,7 +76,7 @@ def _last_alike(updates: Sequence[Record], out: Record) -> Record:
 
 
 def closes(log: Log) -> bool:
-    """Whether a suppress is one of windows."""
+    """Returns whether a suppress waits until windows close."""
     return WINDOW_END in log.key
 
 
@@ -87,14 +87,14 @@ def _end(record: Record) -> str:
 def held(
     log: Log, source: Log, name: str, updates: Sequence[Record], reasoning: Reasoning
 ) -> list[Record]:
-    """Why a key has no result of suppress: the update that is held, if one is.
+    """Returns the update that suppress holds for a key without a result; empty = no update consumed.
 
     Args:
-        updates: of the key, in order.
+        updates: the key's updates, in order.
     """
     taken = [one for one in updates if one.offset < log.head.inputs.get(name, {}).get(one.partition, 0)]
     if not taken:
-        reasoning.notes.append(f"no run of {log.name} has taken a record of it yet")
+        reasoning.notes.append(f"no run of {log.name} has consumed a record of this key yet")
         return []
     first, last = taken[0], taken[-1]
     commit = log.taken_by(name, first.partition, first.offset)

@@ -1,4 +1,4 @@
-"""table-table join and foreign-key join: the change that a result came with, and the other's row."""
+"""Explains table-table, history and foreign-key joins: the triggering change, and the other row."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from vt_dagster.provenance.log_reader import Condition, Log, as_micros
 from vt_dagster.storage.value_texts import texts
 
 Key = tuple[Any, ...]
-"""A foreign key; null in a component: none."""
+"""A foreign key; a key with a null component matches nothing."""
 LEFT, RIGHT = 0, 1
 
 
 def table_table(request: ExplainRequest) -> Derivation:
-    """What a result of a table-table join was made of, see ``core.table_table_join``."""
+    """Returns the inputs of a result of a table-table join, see ``core.table_table_join``."""
     names = [request.meaning["left"], request.meaning["right"]]
     logs = [request.inputs[name] for name in names]
     found = [
@@ -50,8 +50,8 @@ def table_table(request: ExplainRequest) -> Derivation:
 
 
 def of_histories(request: ExplainRequest) -> Derivation:
-    """What a result of a history join was made of: of each side the version at its time, by all that
-    the run had, see ``core.history_join``."""
+    """Returns the inputs of a result of a history join: each side's version at the result's time, as of
+    the run, see ``core.history_join``."""
     at, made = as_micros(request.record.timestamp), list[tuple[Log, Record]]()
     for name in (request.meaning["left"], request.meaning["right"]):
         log = request.inputs[name]
@@ -60,7 +60,7 @@ def of_histories(request: ExplainRequest) -> Derivation:
         until = [one for one in found if as_micros(one.timestamp) <= at]
         version = max(until, key=lambda one: (as_micros(one.timestamp), one.offset), default=None)
         if version is None:
-            request.reasoning.decide(rules.NO_MATCH, f"{name} had no version of it then")
+            request.reasoning.decide(rules.NO_MATCH, f"{name} had no version of its key then")
             continue
         decided = rules.DELETED if version.is_tombstone else rules.AS_OF
         request.reasoning.decide(decided, f"{version}, from {version.timestamp}")
@@ -71,7 +71,7 @@ def of_histories(request: ExplainRequest) -> Derivation:
 def _outcome(
     kind: str, from_left: bool, rows: Sequence[Record | None], old: Record | None
 ) -> tuple[bool, bool]:
-    """Whether a change gives a result, and whether that is a tombstone."""
+    """Returns whether a change gives a result, and whether the result is a tombstone."""
     left, right = rows[LEFT] is not None, rows[RIGHT] is not None
     anything = left or right or old is not None
     if kind == "inner":
@@ -82,7 +82,7 @@ def _outcome(
 
 
 def _counted(log: Log, condition: Condition, end: Mapping[int, int]) -> list[Record]:
-    """The changes of a table that count for a join: those out of order do not."""
+    """Returns the changes of a table that trigger a join: all but those out of order."""
     found = log.records(condition, end=dict(end))
     return [one for one in found if not log.versioned or one.is_latest is not False]
 
@@ -100,23 +100,23 @@ def _update(
 
 
 def _told(request: ExplainRequest, updates: Sequence[Update]) -> Derivation:
-    """The update that the record is, as an answer."""
+    """Returns the inputs of the update that became the record."""
     place = triggering_update(request, [(one.time, one.is_tombstone) for one in updates])
     if place is None:
-        request.reasoning.notes.append("the change that it came with cannot be told")
+        request.reasoning.notes.append("the change that triggered it is ambiguous")
         return Derivation()
     one, told = updates[place], request.reasoning
     told.decide(rules.TRIGGERED, f"{one.trigger}{' (a tombstone)' * one.trigger.is_tombstone}")
     if any(row is not one.other for _, row in one.made_of):
         told.notes.append(
-            f"before it the key had a row in {one.log.name}: a tombstone tells it is gone"
+            f"before it the key had a row in {one.log.name}: the tombstone retracts that row's result"
         )
     if one.other is None:
         told.decide(rules.NO_MATCH, "the other side had no row for it then")
     else:
         told.decide(rules.LATEST, f"{one.other}, of {one.other.timestamp}")
     if as_micros(request.record.timestamp) > one.time:
-        told.notes.append("its timestamp is that of an earlier result of its key: they do not go back")
+        told.notes.append("its timestamp is that of an earlier result of its key: times never decrease")
     return Derivation([*one.made_of, (one.log, one.trigger)])
 
 
@@ -124,15 +124,14 @@ def _told(request: ExplainRequest, updates: Sequence[Update]) -> Derivation:
 
 
 def foreign_key(request: ExplainRequest) -> Derivation:
-    """What a result of a foreign-key join was made of, see ``core.foreign_key_join``."""
+    """Returns the inputs of a result of a foreign-key join, see ``core.foreign_key_join``."""
     names = [request.meaning["left"], request.meaning["right"]]
     left, right = (request.inputs[name] for name in names)
     refers = _references(request, left, request.end(names[LEFT]))
     if refers is None:
         request.reasoning.notes.append(
             f"the foreign key {request.meaning['foreign_key']} cannot be computed without Spark: "
-            "ask for "
-            f"the rows of {left.name} and {right.name} by key"
+            f"explain the rows of {left.name} and {right.name} by key"
         )
         return Derivation()
     found = [(LEFT, record) for record, _ in refers.values()]
@@ -175,7 +174,7 @@ def _after_left(
     new: tuple[Record, Key | None] | None,
     rights: Mapping[Key, Record],
 ) -> Update | None:
-    """The result of a left change; None = there is none."""
+    """Returns the result of a change of the left table; None = no result."""
     left, right = logs
     new_key, old_key = (None if one is None else one[1] for one in (new, old))
     wanted = new_key if kind == "left" else new_key or old_key
@@ -195,7 +194,8 @@ def _after_left(
 def _references(
     request: ExplainRequest, left: Log, end: Mapping[int, int]
 ) -> dict[tuple[int, int], tuple[Record, Key | None]] | None:
-    """The changes of the left key that count, by place, each with its foreign key."""
+    """Returns the left key's changes that trigger a join, by place, each with its foreign key; None =
+    computing the foreign key needs Spark."""
     expressions = split(request.meaning["foreign_key"])
     found = _counted(left, left.same_key(request.record.values, request.log.key), end)
     rows = left.rows(

@@ -1,7 +1,7 @@
-"""Windowed aggregates: the records that are in a window, and those that came too late for it.
+"""Explains windowed aggregates: the records of a window, and those that came too late for it.
 
-A window that has closed never opens again: of its records in order of arrival the first ones are in,
-and all after them came too late. How many a run let in is told by its results.
+A closed window never opens again: its records in order of arrival are first accepted, then all late.
+The results of a run show how many records it accepted.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from vt_dagster.storage.value_texts import as_key
 
 _MILLISECOND = 1000
 Bounds = tuple[int, int]
-"""The ends of a window, epoch microseconds."""
+"""Start and end of a window, epoch microseconds."""
 Merge = tuple[Sequence[Bounds], Bounds, Record]
-"""The sessions that a record replaced, the one that it made, and that one's result."""
+"""The sessions that a record replaced, the new session, and the result of the new session."""
 
 
 def windowed_aggregate(request: ExplainRequest) -> Derivation:
-    """The records of a stream that a window has, see ``core.windowed_aggregate``."""
+    """Returns the stream records of a window, see ``core.windowed_aggregate``."""
     name = request.meaning["source"]
     source = request.inputs[name]
     kind = request.meaning["window"].partition("(")[0]
@@ -54,12 +54,12 @@ def windowed_aggregate(request: ExplainRequest) -> Derivation:
 
 
 def _of_key(request: ExplainRequest, source: Log, start: int, end: int) -> list[Record] | None:
-    """The records of the window's key between two times that have been taken until now, in order of
-    arrival, without their values; None = the key cannot be computed."""
+    """Returns the records of the window's key between two times (inclusive, epoch microseconds) that
+    any run has consumed, in order of arrival, without values; None = computing the key needs Spark."""
     name = request.meaning["source"]
     rekeyed = request.meaning.get("group_key", "()") != "()"
     taken = request.log.head.inputs.get(name, {})
-    if not rekeyed:  # each partition has windows of its own
+    if not rekeyed:  # without a new key, each partition has its own windows
         taken = {p: o for p, o in taken.items() if p == request.record.partition}
     group = Group(source, keys_of(request, source), request.record.values)
     only = [TIMESTAMP, IS_TOMBSTONE, RECORDED_AT, *group.columns]
@@ -73,7 +73,7 @@ def _of_key(request: ExplainRequest, source: Log, start: int, end: int) -> list[
 
 
 def bounds_of(record: Record) -> Bounds:
-    """The window of a result."""
+    """Returns start and end of a result's window, epoch microseconds."""
     return _bounds(record.values)
 
 
@@ -105,7 +105,7 @@ def _fixed(request: ExplainRequest, source: Log, found: Sequence[Record], slidin
 def _just_left(
     request: ExplainRequest, found: Sequence[Record], inside: Sequence[Record], start: int, end: int
 ) -> list[Place]:
-    """The record that a sliding window starts a millisecond after; none where it ends at a record."""
+    """Returns the record one millisecond before a sliding window; empty if a record is at its end."""
     if any(_at(one, True) == end for one in inside):
         return []
     before = [one for one in found if not one.is_tombstone and _at(one, True) == start - _MILLISECOND]
@@ -122,7 +122,7 @@ def _at(record: Record, sliding: bool) -> int:
 
 
 def _let_in(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> int:
-    """How many of a window's records are in it at the asked result."""
+    """Returns how many records the window contains at the explained result."""
     counted = _counted(request)
     if counted is not None:
         return counted
@@ -133,15 +133,15 @@ def _let_in(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> i
     place = [one.offset for one in results].index(request.record.offset)
     if sliding or (len(results) <= 1 < len(new) and not request.tells_each_update):
         request.reasoning.notes.append(
-            "which records of its run came too late for the window cannot be told without a count(*) "
-            "among its aggregates"
+            "which records of its run came too late for the window is not known: its aggregates have "
+            "no count(*)"
         )
         return earlier + len(new)
     return earlier + place + 1
 
 
 def _counted(request: ExplainRequest) -> int | None:
-    """What the result itself says of how many records are in it; None = it says nothing."""
+    """Returns the result's own count of records; None = it has no ``count(*)``."""
     return next(
         (
             int(request.record.values[column])
@@ -154,13 +154,13 @@ def _counted(request: ExplainRequest) -> int | None:
 
 
 def _aggregates(request: ExplainRequest) -> list[tuple[str, str]]:
-    """The (column, aggregate) pairs: ``((n, count(*)), (s, sum(x)))``."""
+    """Returns the (column, aggregate) pairs of a text like ``((n, count(*)), (s, sum(x)))``."""
     pairs = [split(part) for part in split(request.meaning["aggregates"])]
     return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
 
 
 def _let_in_until_now(request: ExplainRequest, near: Sequence[Record], sliding: bool) -> int:
-    """How many of a window's records are in it by the last commit; where that cannot be told all."""
+    """Returns how many records the window contains as of the last commit; all if that is not known."""
     place = request.record.partition
     same = request.log.same_key(request.record.values)
     every = request.log.records(same, end={place: request.log.commit.next_offset.get(place, 0)})
@@ -173,7 +173,7 @@ def _let_in_until_now(request: ExplainRequest, near: Sequence[Record], sliding: 
 def _with_late(
     request: ExplainRequest, made: Derivation, source: Log, late: Sequence[Record]
 ) -> Derivation:
-    """With the records that came too late, the newest of them."""
+    """Adds the newest records that came too late."""
     if not late:
         return made
     request.reasoning.decide(rules.WINDOW_CLOSED, f"for {len(late)} records, which are not in")
@@ -186,9 +186,9 @@ def _with_late(
 def _session(
     request: ExplainRequest, source: Log, found: Sequence[Record], merges: Sequence[Merge]
 ) -> Derivation:
-    """The records of a session, by the results of its key: each record that is taken tells which
-    sessions it replaced, by tombstones, and then the one that it made. Of a tombstone: what was in, and
-    the record that replaced the session."""
+    """Returns the records of a session, from the results of its key: each accepted record emits
+    tombstones for the sessions that it replaces, then the new session. For a tombstone: the records
+    of the session, and the record that replaced it."""
     start, end = bounds_of(request.record)
     starts, ends = ([start, *(one[1][i] for one in merges)] for i in (0, 1))
     near = [one for one in found if min(starts) <= as_micros(one.timestamp) <= max([end, *ends])]
@@ -214,7 +214,7 @@ def _session(
         ahead = next(rest, None)
     if not inside:
         request.reasoning.notes.append(
-            "its run did not keep each update: which of its records came too late cannot be told"
+            "its run did not keep each update: which of its records came too late is not known"
         )
         inside = [
             one.place
@@ -230,7 +230,7 @@ def _session(
 
 
 def _did(gone: bool, number: int, merged: Bounds) -> str:
-    """What a record did to a session."""
+    """Describes the effect of a record on a session."""
     if not gone:
         return f"the record number {number} of its session"
     start, end = map(as_time, merged)
@@ -244,7 +244,8 @@ def _makes(moment: int, replaced: Sequence[Bounds], merged: Bounds) -> bool:
 
 
 def _merges(request: ExplainRequest, start: int, end: int) -> list[Merge]:
-    """The key's sessions that ever overlapped a time: what each replaced, and its result, in order."""
+    """Returns the key's sessions that overlapped a time at any run, in order, with replaced sessions
+    and result."""
     log, place = request.log, request.record.partition
     keys = [(k, k) for k in log.key if k not in (WINDOW_START, WINDOW_END)]
     of_key = Group(log, keys, request.record.values).condition()
@@ -265,7 +266,7 @@ def _merges(request: ExplainRequest, start: int, end: int) -> list[Merge]:
 def left_out(
     source: Log, found: Sequence[Record], rule: rules.Rule = rules.WINDOW_CLOSED
 ) -> list[Candidate]:
-    """Records that are not in a result, and by which rule."""
+    """Returns records that are not in a result as candidates with the rule."""
     records = source.at([one.place for one in found])
     return [Candidate(one, None, None, None, True, False, False, rule.name) for one in records]
 
@@ -273,10 +274,11 @@ def left_out(
 def too_late(
     log: Log, source: Log, key: Sequence[object], most: int, reasoning: Reasoning
 ) -> list[Candidate]:
-    """Why a window has no row: the records of it that came too late, the newest.
+    """Returns the newest records that came too late for a window without a row.
 
     Args:
-        key: of the result, the window's ends the last two.
+        key: the result's key; the last two values are the window's start and end.
+        most: maximum number of records.
     """
     values = dict(zip(log.key, key, strict=True))
     keys = named(log.meaning.get("group_key", "()")) or [(c, c) for c in source.key]
@@ -287,7 +289,7 @@ def too_late(
     inside = group.has(rows)
     near = [] if inside is None else narrow(source, rows.filter(pa.array(inside)))
     if not near:
-        reasoning.notes.append(f"{source.name} has no record of it")
+        reasoning.notes.append(f"{source.name} has no record in this window")
         return []
-    reasoning.decide(rules.WINDOW_CLOSED, f"for all {len(near)} records of it that {source.name} has")
+    reasoning.decide(rules.WINDOW_CLOSED, f"for all {len(near)} records of {source.name} in it")
     return left_out(source, near[-most:])

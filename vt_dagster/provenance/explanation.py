@@ -1,4 +1,4 @@
-"""What an explanation says, as values: records, where they came from, and which rule decided."""
+"""The values of an explanation: records, their origins, and the rules that decided."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ class Record:
     """A record of an asset's log.
 
     Args:
-        asset: its name, with the folders that it is in.
-        recorded_at: when the log came to know it; None = it is from before that was noted.
-        values: the user's columns, the key's too; times as texts, UTC.
-        is_latest: of a table: whether it was its key's latest by timestamp when it came; else None.
-        is_late: of a join with grace: whether it was joined at once; else None.
+        asset: the asset's name, with its key prefix (``shop/prices``).
+        partition, offset: the record's place in the log.
+        timestamp: the event time, UTC.
+        recorded_at: the system time, UTC; None = the log did not record it then.
+        values: the user's columns, with the key; times as texts, UTC.
+        is_latest: tables only: whether it was its key's latest by timestamp on arrival; else None.
+        is_late: joins with grace only: whether it was late and joined at once; else None.
     """
 
     asset: str
@@ -43,11 +45,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Decision:
-    """A rule that decided something of a record.
+    """A rule that decided the outcome of a record.
 
     Args:
-        rule: its name, one of ``vt_dagster.rules.RULES``.
-        because: what was so in this case.
+        rule: the rule's name, one of ``vt_dagster.rules.RULES``.
+        because: the facts of this case.
     """
 
     rule: str
@@ -55,17 +57,18 @@ class Decision:
 
     @property
     def says(self) -> str:
-        """The rule itself, in a sentence."""
+        """The rule as a sentence."""
         return RULES[self.rule].says
 
 
 @dataclass(frozen=True)
 class Written:
-    """The commit by which a record came into its log.
+    """The commit that wrote a record.
 
     Args:
-        batch: its number, from 1.
-        run_id: Dagster's run; None where none was given.
+        batch: the commit's number, from 1.
+        run_id: the Dagster run; None = the run had no id.
+        recorded_at: the commit's system time, UTC.
     """
 
     batch: int
@@ -75,16 +78,16 @@ class Written:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A row of the other side that may have answered.
+    """A record that may be an input, with the rule that selected or excluded it.
 
     Args:
-        valid_from, valid_to: when it was true, by what the run knew: inclusive, exclusive; None =
-            current, or the side is a plain table.
-        valid_to_now: the same by what is known now.
-        known: whether the run could know it.
-        chosen: whether it is the one that was joined.
-        chosen_now: whether it would be, by what is known now.
-        rule: the name of the rule by which it was chosen, or was not.
+        valid_from: start of its validity (inclusive); None = it has no validity, as in a plain table.
+        valid_to: end of its validity (exclusive) as of the run; None = current, or no validity.
+        valid_to_now: end of its validity by current knowledge.
+        known: whether the run read a log that contains it.
+        chosen: whether it was joined.
+        chosen_now: whether it would be joined by current knowledge.
+        rule: the name of the rule that selected or excluded it.
     """
 
     record: Record
@@ -99,15 +102,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the record of a source came from.
+    """The origin of a source's record.
 
     Args:
-        kind: ``files``, ``topic``, ``deliveries``, ``versions``, or ``snapshot``: the one that its
-            table started with.
-        names: the files, topics or deliveries that its run took, at most 20 of them.
-        count: of how many.
-        start, end: what the run took of them, positions: inclusive, exclusive; None = not noted.
-        position: the record's own place, a topic's offset; None = not known exactly.
+        kind: ``files``, ``topic``, ``deliveries``, ``versions``, or ``snapshot`` (the table's initial
+            snapshot).
+        names: the files, topics or deliveries that the run consumed, at most 20.
+        count: the number of all of them.
+        start, end: the positions that the run consumed: inclusive, exclusive; None = not recorded.
+        position: the record's own offset in the topic; None = not known exactly.
     """
 
     kind: str
@@ -120,11 +123,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row of a source that is not in the log: what its quarantine has.
+    """A row of a source that is in quarantine instead of the log.
 
     Args:
-        position: the line, or the offset.
-        raw: the row as it was read, at most 500 characters.
+        reason: the name of the rule that rejected it.
+        source: the file or topic.
+        position: the line or the offset.
+        raw: the row as read, at most 500 characters.
+        batch: the number of the commit.
     """
 
     reason: str
@@ -135,28 +141,28 @@ class Rejected:
 
     @property
     def says(self) -> str:
-        """The reason in a sentence."""
+        """The reason as a sentence."""
         return RULES[self.reason].says if self.reason in RULES else self.reason
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a row is as it is, or is not there.
+    """Why a row has its values, or does not exist.
 
     Args:
-        asset: whose row it is.
-        operator: what the asset is the result of; ``source`` where it has a source.
-        record: the row; None: there is none, and ``decisions`` say why.
-        written: the commit that it came by.
+        asset: the asset's name.
+        operator: the operator that makes the asset; ``source`` for an asset with a source.
+        record: the row; None = there is no such row, ``decisions`` and ``notes`` give the reason.
+        written: the commit that wrote the row.
         decisions: the rules that decided, in order.
-        made_of: the records that it was made of, each explained; of many the newest.
-            ``made_of_in_all`` counts all.
-        candidates: of a join: rows of the other side around the record's time; of a window: records
-            that came too late for it; of suppress: updates that a later one replaced.
-            ``candidates_in_all`` counts all of them.
-        origin: of a source: where it came from.
-        rejected: rows of a source that its quarantine has, and that mention the key.
-        notes: what could not be told, and why.
+        made_of: the row's input records, each explained; only the newest if there are many.
+        made_of_in_all: the number of all input records.
+        candidates: joins: rows of the other side around the record's time; windows: records that came
+            too late; suppress: updates that a later one replaced.
+        candidates_in_all: the number of all candidates.
+        origin: sources only: the record's origin.
+        rejected: sources only: rows in quarantine that mention the key.
+        notes: further facts, and what is not known and why.
     """
 
     asset: str
@@ -174,7 +180,7 @@ class Explanation:
 
     @property
     def more(self) -> int:
-        """How many records it was made of that are not named."""
+        """The number of input records that ``made_of`` leaves out."""
         return self.made_of_in_all - len(self.made_of)
 
     @property
@@ -183,26 +189,26 @@ class Explanation:
         return tuple(one.rule for one in self.decisions)
 
     def walk(self) -> Iterator[Explanation]:
-        """This explanation and all that are within it."""
+        """Yields this explanation and all those of its inputs, recursively."""
         yield self
         for one in self.made_of:
             yield from one.walk()
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values, times as ISO 8601."""
+        """Returns all fields as plain values; times as ISO 8601."""
         found: Any = _plain(self)
         return found
 
 
 @dataclass
 class Reasoning:
-    """An explanation that is being made."""
+    """Collects the decisions and notes of an explanation."""
 
     decisions: list[Decision] = field(default_factory=list[Decision])
     notes: list[str] = field(default_factory=list[str])
 
     def decide(self, rule: Any, because: str) -> None:
-        """Adds a rule that decided, and what was so."""
+        """Adds a rule that decided, with the facts of this case."""
         self.decisions.append(Decision(str(rule), because))
 
 

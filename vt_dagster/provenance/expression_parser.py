@@ -1,4 +1,4 @@
-"""What commits say of an operator's expressions, and what these give, without Spark."""
+"""Parses an operator's expressions from commits, and evaluates them without Spark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_EACH = re.compile(r"(\d+): ((?:-?\d+ days?, )?\d+:\d\d:\d\d(?:\.\d{6})?)")
 
 
 def split(text: str) -> list[str]:
-    """The parts of a tuple of texts as commits have it: ``(a, coalesce(b, 0) as c)``."""
+    """Splits a tuple of texts as written in commits: ``(a, coalesce(b, 0) as c)``."""
     parts, depth, quote = [""], 0, ""
     for letter in text.strip()[1:-1]:
         if quote:
@@ -40,7 +40,7 @@ def split(text: str) -> list[str]:
 
 
 def named(text: str) -> list[tuple[str, str]]:
-    """The (name, SQL expression) pairs of columns that were chosen as ``column`` or ``sql as name``."""
+    """Returns (name, SQL expression) pairs of columns given as ``column`` or ``sql as name``."""
     return [_named(part) for part in split(text)]
 
 
@@ -51,7 +51,7 @@ def _named(part: str) -> tuple[str, str]:
 
 
 def length(text: str, partition: int) -> timedelta:
-    """A duration as commits have it, of a partition where each has its own."""
+    """Parses a duration as written in commits; the partition's own if durations differ by partition."""
     own = {int(p): one for p, one in _OF_EACH.findall(text)}
     found = _LENGTH.fullmatch(own.get(partition, text))
     if found is None:
@@ -61,32 +61,33 @@ def length(text: str, partition: int) -> timedelta:
 
 
 def used(expressions: Iterable[str], columns: Sequence[str]) -> list[str]:
-    """The columns that some SQL expressions name."""
+    """Returns the columns that SQL expressions mention."""
     words = {(a or b).lower() for sql in expressions for a, b in _WORD.findall(sql)}
     return [c for c in columns if c.lower() in words]
 
 
 def plain(sql: str, columns: Sequence[str]) -> str | None:
-    """The column that an expression is, where it is no more than one."""
+    """Returns the column if an expression is a plain column; else None."""
     word = sql.strip().strip("`").lower()
     return next((c for c in columns if c.lower() == word), None)
 
 
 def evaluate(rows: pa.Table, sql: str) -> pa.ChunkedArray | None:
-    """What a SQL expression gives for rows; None where that cannot be told without Spark."""
+    """Evaluates a SQL expression for rows, with DuckDB; None = only Spark can evaluate it, or DuckDB is
+    not installed."""
     column = plain(sql, rows.column_names)
     if column is not None:
         return rows.column(column)
     try:
         duckdb: Any = import_module("duckdb")
         found = duckdb.from_arrow(rows).project(sql.replace("`", '"')).arrow()
-    except Exception:  # it is not there, or it has no such function: DuckDB's errors are its own
+    except Exception:  # DuckDB is not installed, or fails with one of its own error classes
         return None
     return (found.read_all() if hasattr(found, "read_all") else found).column(0)
 
 
 def replaced_rows(rows: pa.Table) -> pa.Table:
-    """The rows that a table's records replaced, under the names of its columns."""
+    """Returns the rows that a table's records replaced, under the table's column names."""
     old = rows.column(OLD).combine_chunks()
     for i, field in enumerate(old.type):
         if field.name in rows.column_names:
@@ -98,12 +99,12 @@ def replaced_rows(rows: pa.Table) -> pa.Table:
 
 
 class Group:
-    """The rows of a log that have a key that an operator makes of them.
+    """The rows of a log with a given value of a computed key.
 
     Args:
-        log: whose rows.
+        log: the log.
         keys: (name, SQL expression) of the key's columns.
-        values: of the key, by name.
+        values: the values of the key, by name.
     """
 
     def __init__(self, log: Log, keys: Sequence[tuple[str, str]], values: Mapping[str, Any]) -> None:
@@ -111,14 +112,14 @@ class Group:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it goes by."""
+        """The log's columns that the key's expressions use."""
         return used([sql for _, sql in self._keys], self._log.columns.names)
 
     def condition(self, replaced: bool = False) -> Condition:
-        """What is true of its rows, as far as Arrow can tell; it may be true of others.
+        """Returns an Arrow condition that all rows of the group meet; other rows may meet it too.
 
         Args:
-            replaced: also of the records that replaced a row of it.
+            replaced: whether records that replaced a row of the group meet it too.
         """
 
         def one(name: str, sql: str) -> Condition:
@@ -138,7 +139,7 @@ class Group:
         return both(*[one(name, sql) for name, sql in self._keys])
 
     def has(self, rows: pa.Table) -> Any:
-        """Of each row whether it is of the group; None where that cannot be told without Spark."""
+        """Returns whether each row is in the group; None = computing the key needs Spark."""
         found = np.ones(rows.num_rows, bool)
         for name, sql in self._keys:
             values = evaluate(rows, sql)

@@ -1,4 +1,4 @@
-"""An asset's log, a few records of it: by key, time and offset, which the files are read by."""
+"""Reads a few records of an asset's log by key, time and offset; skips files by their statistics."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ Place = tuple[int, int]
 
 
 def as_time(micros: int) -> datetime:
-    """Epoch microseconds as a datetime, UTC."""
+    """Converts epoch microseconds to a datetime, UTC."""
     return _EPOCH + micros * _MICROSECOND
 
 
 def as_micros(moment: datetime) -> int:
-    """The same the other way round."""
+    """Converts a datetime to epoch microseconds."""
     return (moment - _EPOCH) // _MICROSECOND
 
 
 @dataclass(frozen=True)
 class Log:
-    """A log as of one of its commits, the last one or an earlier.
+    """A log as of one of its commits.
 
     Args:
         warehouse: the directory or URL of the tables.
-        name: the asset's, with the folders that it is in.
-        version: a Delta version that has the commit's rows.
-        commit: as of which it is looked at.
+        name: the asset's name, with its key prefix.
+        version: a Delta version that contains the commit's rows.
+        commit: the commit as of which the log is read.
         head: the last commit.
     """
 
@@ -71,10 +71,10 @@ class Log:
 
     @classmethod
     def open(cls, warehouse: str, name: str, known: int | None = None) -> Log:
-        """A log by what was recorded up to a time (inclusive, epoch microseconds); None = now.
+        """Opens a log as of a system time (inclusive, epoch microseconds); None = now.
 
         Raises:
-            StorageError: there is none, or nothing was known by then.
+            StorageError: there is no such log, or it has no commit up to that time.
         """
         version, head = head_of(warehouse, name)
         commit = head
@@ -84,8 +84,8 @@ class Log:
         return cls(str(warehouse), name, version, commit, head)
 
     def input(self, name: str) -> Log | None:
-        """The log of an input by its name without folders; None = it is not in the warehouse, or is
-        another one than that which was consumed."""
+        """Returns the log of an input by its name without key prefix; None = it is not in the
+        warehouse, or is not the log that was consumed."""
         beside = posixpath.join(posixpath.dirname(self.name), name)
         others = [one for one in asset_names(self.warehouse) if posixpath.basename(one) == name]
         for place in sorted(others, key=lambda one: one != beside):
@@ -108,12 +108,12 @@ class Log:
 
     @property
     def meaning(self) -> Mapping[str, str]:
-        """What its operator computes, as the last commit says; of a source empty."""
+        """The operator and its options, from the last commit; empty for a source."""
         return self.head.shape.meaning
 
     @property
     def limit(self) -> str:
-        """In words, why a record may be missing: the log was cut off; empty where it was not."""
+        """The reason why a record may be missing, as text: the log was truncated; empty if not."""
         return "" if self.head.truncation is None else f": {self.head.truncation.description()}"
 
     @property
@@ -127,25 +127,26 @@ class Log:
 
     @cached_property
     def _table(self) -> Any:
-        """The Delta table, opened once: that takes longer than to read a few rows of it."""
+        """The Delta table, opened once: opening takes longer than reading a few rows."""
         return delta.require_table(self.path, self.version)
 
     # -- records -----------------------------------------------------------------------------------
 
     @property
     def _without_old(self) -> list[str]:
-        """All but the row that each record replaced, which is as wide as the others together."""
+        """All columns but the replaced row, which is as wide as all others together."""
         return [c for c in self.columns.names if c != OLD]
 
     def records(
         self, condition: Condition, start: Offsets | None = None, end: Offsets | None = None
     ) -> list[Record]:
-        """Records in order of arrival in each partition.
+        """Returns records in order of arrival in each partition.
 
         Args:
-            condition: makes an Arrow expression of the log's columns; None = all.
-            start: the first offset of each partition; of others 0.
-            end: the first offset that is not asked for; of others nothing is. None = as of ``commit``.
+            condition: returns an Arrow expression for the log's columns; None = all records.
+            start: the first offset by partition (inclusive); 0 for missing partitions.
+            end: the end offset by partition (exclusive); missing partitions are not read. None = the
+                end as of ``commit``.
         """
         return self.as_records(self.rows(condition, start, end, self._without_old))
 
@@ -156,10 +157,10 @@ class Log:
         end: Offsets | None = None,
         only: Sequence[str] | None = None,
     ) -> pa.Table:
-        """The same as an Arrow table.
+        """Returns records as an Arrow table, see :meth:`records`.
 
         Args:
-            only: the columns that are read, besides partition and offset; None = all.
+            only: the columns to read, besides partition and offset; None = all.
         """
         ends, first = self.commit.next_offset if end is None else end, start or {}
         late, early = file_at_or_after(dict(first), ends), file_before(ends)
@@ -173,7 +174,7 @@ class Log:
         return rows.filter(pa.array(keep)).sort_by([(PARTITION, "ascending"), (OFFSET, "ascending")])
 
     def _with_base(self, rows: pa.Table, condition: Condition) -> pa.Table:
-        """With a table's rows as of where its log was cut off: each is of a record of its."""
+        """Adds the table's rows as of the truncation of its log: each stands for a truncated record."""
         cut = self.head.truncation
         if cut is None or not cut.base:
             return rows
@@ -184,7 +185,7 @@ class Log:
         return pa.concat_tables([base, rows], promote_options="default")
 
     def as_records(self, rows: pa.Table) -> list[Record]:
-        """Rows of the log, or of a table that was folded of it, as records."""
+        """Returns rows of the log, or of a table folded from it, as records."""
         declared = self.head.shape.columns
         own = [c for c in rows.column_names if c not in _OURS and (declared is None or c in declared)]
         values = texts(rows.select(own))
@@ -209,15 +210,15 @@ class Log:
         return [Record(self.name, *one) for one in told]
 
     def of_key(self, key: Sequence[Any]) -> Condition:
-        """The condition that a record is of a key; its values may be texts."""
+        """Returns the condition that a record has a key; the key's values may be texts."""
         return lambda columns: of_key(self.path, columns, self.key, key)
 
     def same_key(self, values: Mapping[str, Any], names: Sequence[str] | None = None) -> Condition:
-        """The condition that a record has a key of another record.
+        """Returns the condition that a record has the key of another record.
 
         Args:
-            values: of that record.
-            names: what the key's columns are called there; None = as here.
+            values: the other record's values.
+            names: the names of the key's columns there; None = the same as here.
         """
         given = [values[c] for c in (names or self.key)]
 
@@ -225,7 +226,7 @@ class Log:
             found: Any = None
             for column, value in zip(self.key, given, strict=True):
                 if pa.types.is_nested(columns.field(column).type):
-                    continue  # Arrow compares none; whoever asks compares values
+                    continue  # Arrow cannot compare nested values; the caller compares them
                 if value is None:
                     nulls = [pc.field(name).is_null() for name in names_of(columns, column)]
                     one = reduce(and_, nulls)
@@ -237,11 +238,11 @@ class Log:
         return condition
 
     def one(self, partition: int, offset: int) -> Record | None:
-        """The record at an offset; None where there is none."""
+        """Returns the record at an offset; None = there is none."""
         return next(iter(self.at([(partition, offset)])), None)
 
     def at(self, places: Collection[Place]) -> list[Record]:
-        """The records at some partitions and offsets, those that are there, in order of these."""
+        """Returns the existing records at some places, ordered by partition and offset."""
         if not places:
             return []
         offsets = pa.array(sorted({offset for _, offset in places}), pa.int64())
@@ -255,7 +256,7 @@ class Log:
     # -- commits -----------------------------------------------------------------------------------
 
     def commit_of(self, record: Record) -> Commit | None:
-        """The commit that a record came by; None where it is not known any more."""
+        """Returns the commit that wrote a record; None = the commit is gone."""
         place = str(record.partition)
 
         def before(commit: Mapping[str, Any]) -> bool:
@@ -264,7 +265,7 @@ class Log:
         return self._after(before)
 
     def taken_by(self, name: str, partition: int, offset: int) -> Commit | None:
-        """The commit by which a record of an input was taken; None = it was not yet."""
+        """Returns the commit that consumed a record of an input; None = not consumed yet."""
         place = str(partition)
 
         def before(commit: Mapping[str, Any]) -> bool:
@@ -275,29 +276,29 @@ class Log:
         return self._after(before)
 
     def batch(self, number: int) -> Commit | None:
-        """The commit of a batch; None where there is none, or it is not known any more."""
+        """Returns the commit of a batch; None = there is none, or it is gone."""
         found = last_that(self.root, lambda commit: commit["batch"] <= number)
         return found if found is not None and found.batch == number else None
 
     def before(self, commit: Commit) -> Commit | None:
-        """The commit before another one."""
+        """Returns the previous commit; None = there is none, or it is gone."""
         return None if commit.batch <= 1 else self.batch(commit.batch - 1)
 
     def _after(self, before: Callable[[Mapping[str, Any]], bool]) -> Commit | None:
-        """The first commit for which something does not hold, of those before it, which does."""
+        """Returns the first commit for which a condition is false that is true for all earlier ones."""
         last = last_that(self.root, before)
         return self.batch(1 if last is None else last.batch + 1)
 
 
 def written(commit: Commit | None) -> Written | None:
-    """A commit as an explanation has it."""
+    """Returns a commit as a value of an explanation."""
     if commit is None:
         return None
     return Written(commit.batch, commit.run_id, as_time(commit.recorded_at))
 
 
 def both(*conditions: Condition | None) -> Condition:
-    """All of some conditions."""
+    """Returns the conjunction of conditions."""
 
     def condition(columns: pa.Schema) -> Any:
         found: Any = None
@@ -311,17 +312,17 @@ def both(*conditions: Condition | None) -> Condition:
 
 
 def at_time(moment: datetime) -> Condition:
-    """The condition that a record has a timestamp."""
+    """Returns the condition that a record has a given timestamp."""
 
     return between(as_micros(moment), as_micros(moment))
 
 
 def between(low: int, high: int, first: str = TIMESTAMP, last: str = TIMESTAMP) -> Condition:
-    """The condition that a record's time, or window, meets a span of time, both ends inclusive.
+    """Returns the condition that a record's time, or window, overlaps a span; both ends inclusive.
 
     Args:
-        low, high: of the span, epoch microseconds.
-        first, last: the columns that say when it begins and ends.
+        low, high: the span, epoch microseconds.
+        first, last: the columns with the start and end of the record's time.
     """
 
     def condition(columns: pa.Schema) -> Any:

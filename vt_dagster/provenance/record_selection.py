@@ -1,4 +1,4 @@
-"""Which record of a log is asked for."""
+"""Selects the record of a log to explain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_NAMED = 10
 
 
 def in_micros(moment: str | datetime) -> int:
-    """A time that was asked for, as epoch microseconds."""
+    """Returns a time argument as epoch microseconds."""
     return parse_time(moment.isoformat() if isinstance(moment, datetime) else moment)
 
 
@@ -32,7 +32,7 @@ def asked_for(
     offset: tuple[int, int] | str | None,
     where: str | None,
 ) -> tuple[Record | None, str]:
-    """The record that is asked for, or why there is none."""
+    """Returns the selected record, or None and the reason why there is none."""
     if offset is not None:
         return _at_offset(log, *_parsed(offset))
     condition: Condition = log.of_key(key) if key is not None else both()
@@ -66,24 +66,26 @@ def _parsed(offset: tuple[int, int] | str) -> tuple[int, int]:
 def _at_offset(log: Log, partition: int, offset: int) -> tuple[Record | None, str]:
     ends = log.commit.next_offset
     if partition not in ends:
-        return None, f"it has no partition {partition}; its log has {sorted(ends)}"
+        return None, f"its log has no partition {partition}, only {sorted(ends)}"
     if not 0 <= offset < ends[partition]:
         return None, f"partition {partition} of its log has the offsets 0 to {ends[partition] - 1}"
     record = log.one(partition, offset)
     gone = (
-        "it has been erased" if offset < log.head.erased_before.get(partition, 0) else "the log is cut"
+        "it was erased"
+        if offset < log.head.erased_before.get(partition, 0)
+        else "the log was truncated"
     )
-    return record, "" if record else f"its log has not that offset any more: {gone}"
+    return record, "" if record else f"that offset is gone from its log: {gone}"
 
 
 def _only(log: Log, condition: Condition, where: str) -> tuple[Record | None, str]:
-    """The one record that meets a SQL condition."""
+    """Returns the only record that meets a SQL condition, or None and the reason."""
     try:
         duckdb: Any = import_module("duckdb")
     except ModuleNotFoundError:
         raise StorageError(
-            "expected the package duckdb for a condition in SQL, found none; install it, or ask by key "
-            "or offset"
+            "expected the package duckdb for a condition in SQL, found none; install it, or select "
+            "the row by key or offset"
         ) from None
     rows = log.rows(condition, only=used([where], log.columns.names))
     try:
@@ -99,7 +101,7 @@ def _only(log: Log, condition: Condition, where: str) -> tuple[Record | None, st
         raise StorageError(
             f"{log.name}: expected a condition that one record meets, but {where!r} is met by "
             f"{'more than ' * (len(places) > _MOST_NAMED)}{min(len(places), _MOST_NAMED)}, for "
-            f"example the offsets {', '.join(f'{p}:{o}' for p, o in places[:3])}; ask by --offset"
+            f"example the offsets {', '.join(f'{p}:{o}' for p, o in places[:3])}; give --offset"
         )
     if not places:
         return None, f"no record meets {where!r}"
@@ -107,5 +109,5 @@ def _only(log: Log, condition: Condition, where: str) -> tuple[Record | None, st
 
 
 def spoken_key(key: Sequence[Any] | None) -> str:
-    """A key in a sentence."""
+    """Returns a key as text for a message."""
     return "/".join(map(str, key or ()))

@@ -1,4 +1,4 @@
-"""Where a source's record came from, and what its quarantine has."""
+"""Finds the origin of a source's record, and rejected rows in its quarantine."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from vt_dagster.storage.arrow_reader import rows_of
 from vt_dagster.storage.commit_log import Commit
 
 NAMED = 20
-"""So many files, or rejected rows, are named at most."""
+"""Maximum number of named files, or rejected rows."""
 _RAW = 500
 _FILES, _DELIVERIES = "files", "deliveries"
 
 
 def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
-    """Where a record of a source came from.
+    """Returns the origin of a source's record; None = not recorded.
 
     Args:
-        commit: that it came by.
+        commit: the commit that wrote the record.
     """
     taken = commit.taken
     if _of_start(commit, record):
@@ -53,7 +53,7 @@ def origin(log: Log, record: Record, commit: Commit) -> Origin | None:
 
 
 def _of_start(commit: Commit, record: Record) -> bool:
-    """Whether a record is of the snapshot that its table started with, which its run took too."""
+    """Returns whether a record is from the table's initial snapshot, consumed by this commit's run."""
     start = commit.start
     if start is None or start.batch != commit.batch:
         return False
@@ -66,7 +66,7 @@ def _one(taken: Any) -> bool:
 
 
 def _files(log: Log, batch: int) -> list[str]:
-    """The files that a run took, as far as that is remembered."""
+    """Returns the files that a run consumed; empty = not recorded any more."""
     path = posixpath.join(log.root, "attempts", log.head.attempt, "files.json.gz")
     fs, local = delta.filesystem(path)
     try:
@@ -77,7 +77,8 @@ def _files(log: Log, batch: int) -> list[str]:
 
 
 def _of_topic(log: Log, record: Record, commit: Commit) -> Origin:
-    """A topic's record keeps its partition; its offset is told where nothing is missing in between."""
+    """Returns the topic of a record, with its partition's range of offsets. The record's own offset is
+    known only if all missing offsets of the run are in quarantine."""
     ((topic, ranges),) = commit.taken.items()
     if record.partition not in ranges:
         return Origin("topic", (topic,), 1)
@@ -103,17 +104,17 @@ def _rejected_offsets(log: Log, batch: int, partition: int) -> list[int]:
 
 
 def quarantine(log: Log, condition: Any) -> pa.Table | None:
-    """The rows in an asset's quarantine that meet a condition; None where it has none."""
+    """Returns the rows of an asset's quarantine that meet a condition; None = it has no quarantine."""
     path = posixpath.join(log.root, "quarantine")
     found = delta.last_commit(path)
     return None if found is None else rows_of(path, found.version, lambda _: condition)
 
 
 def rejected(log: Log, key: Sequence[Any]) -> tuple[list[Rejected], int]:
-    """The rows in an asset's quarantine that mention a key, the newest first, and how many there are.
+    """Returns rows of an asset's quarantine that mention a key, newest first, and the number of all.
 
     Args:
-        key: its values, of which all are looked for in the row as it was read.
+        key: the key's values; a row mentions the key if its raw text contains all of them.
     """
     rows = quarantine(log, None)
     if rows is None:
@@ -125,7 +126,7 @@ def rejected(log: Log, key: Sequence[Any]) -> tuple[list[Rejected], int]:
             text = text.encode() if isinstance(text, str) else text
         options = pc.MatchSubstringOptions(text)
         mentions = pc.call_function("match_substring", [raw], options)
-        rows = rows.filter(mentions)  # null: no
+        rows = rows.filter(mentions)  # a null raw text does not match
     rows = rows.sort_by([("batch", "descending")])
     names = ["reason", "source", "position", "raw", "batch"]
     told = rows.slice(0, NAMED).select(names).to_pylist()

@@ -1,4 +1,4 @@
-"""What the history of a key does with a record: its place among the others, and what became of it."""
+"""The versions of a key, and the place of a record among them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from vt_dagster.storage.arrow_fold import clip_at_valid_until, fold, micros, val
 from vt_dagster.storage.commit_log import Commit, horizons
 
 AROUND = 2
-"""So many versions before and after one are shown."""
+"""Number of versions shown before and after a version."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """A row of a table with the time in which it is true.
+    """A row of a table with its validity.
 
     Args:
-        begin: inclusive; end: exclusive, None = current.
+        begin: start of validity (inclusive).
+        end: end of validity (exclusive); None = current.
     """
 
     partition: int
@@ -45,16 +46,16 @@ class Version:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its partition and offset: which record it is."""
+        """Partition and offset of its record."""
         return self.partition, self.offset
 
 
 class History:
-    """What a table made of all records of a key.
+    """The versions of a key in a table.
 
     Args:
-        log: the table's.
-        key: the condition that a record is of the key; None = of no key, which has no records.
+        log: the table's log.
+        key: the condition that a record has the key; None = a null key, which has no records.
     """
 
     def __init__(self, log: Log, key: Condition | None) -> None:
@@ -69,12 +70,12 @@ class History:
     def versions(
         self, commit: Commit, moment: datetime, forgotten: bool = True
     ) -> tuple[list[Version], set[Place], set[Place]]:
-        """The versions around a time as of a commit, oldest first: the one that is valid then, and some
-        before and after it; of a plain table the row. And where all records are that have one, and
-        those that repeat one.
+        """Returns the versions around a time as of a commit, oldest first: the valid one, and some
+        before and after it; for a plain table the row. Also returns the places of all records with a
+        version, and of all records that repeat the version before them (``new_version_on``).
 
         Args:
-            forgotten: whether what has expired is left out.
+            forgotten: whether to leave out expired versions.
         """
         ends = values_by_partition(self._rows, commit.next_offset, 0)
         rows = self._rows.filter(pa.array(self._rows.column(OFFSET).to_numpy() < ends))
@@ -104,11 +105,11 @@ class History:
         return told, places, repeats
 
     def fetch(self, places: Collection[Place]) -> None:
-        """Reads records at once that are wanted."""
+        """Reads the records at some places in one pass."""
         self._records |= {one.place: one for one in self.log.at(places)}
 
     def record(self, place: Place) -> Record:
-        """The record at a partition and offset."""
+        """Returns the record at a partition and offset."""
         if place not in self._records:
             self.fetch([place])
         return self._records[place]
@@ -120,13 +121,14 @@ def _places(rows: pa.Table) -> set[Place]:
 
 
 def horizons_of(log: Log, commit: Commit) -> Mapping[int, int]:
-    """What ended by then has expired: of each partition, epoch microseconds."""
+    """Returns the horizon by partition, epoch microseconds: a version that ended at or before it has
+    expired."""
     ends = horizons(log.head.shape.retention(), commit.stream_time)
     return dict(zip(commit.stream_time, ends, strict=True))
 
 
 def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
-    """Tells where a record stands in the history of its key."""
+    """Adds the place of a record in the history of its key."""
     if log.head.shape.kind == "stream":
         reasoning.decide(rules.APPLIED, "a stream takes every record, whatever its time")
         return
@@ -139,9 +141,7 @@ def place_of(log: Log, record: Record, reasoning: Reasoning) -> None:
         elif others:
             reasoning.decide(rules.REPLACED, f"offset {_at(others[-1])} came later")
         else:
-            reasoning.decide(
-                rules.LATEST, "its key has no row any more: the last record is a tombstone"
-            )
+            reasoning.decide(rules.LATEST, "its key has no row now: the last record is a tombstone")
         return
     if log.head.shape.has_partial_updates:
         done = _carried(log, record, others, reasoning)
@@ -179,7 +179,7 @@ def _place_on_arrival(record: Record, reasoning: Reasoning) -> None:
     elif record.is_latest is None:
         reasoning.decide(
             rules.APPLIED,
-            "its log was cut off after it came: whether its key had a record of a later timestamp by "
+            "its log was truncated after it came: whether its key had a record of a later timestamp by "
             "then is not known any more",
         )
     else:
@@ -187,8 +187,8 @@ def _place_on_arrival(record: Record, reasoning: Reasoning) -> None:
 
 
 def _carried(log: Log, record: Record, others: Sequence[Version], reasoning: Reasoning) -> bool:
-    """Tells which part of its row a record said, and what the rest is from; whether a late record has
-    carried what it says into this row."""
+    """Adds which columns a partial update provided, and the origin of the others. Returns whether a
+    late record propagated its values into this row."""
     only, place = (PROVIDED_COLUMNS, PROPAGATED_FROM), record.place
     rows = log.rows(both(), {place[0]: place[1]}, {place[0]: place[1] + 1}, only)
     given, carried = (
@@ -207,15 +207,15 @@ def _carried(log: Log, record: Record, others: Sequence[Version], reasoning: Rea
         of = "" if cause is None else f" of {cause.timestamp}"
         reasoning.decide(
             rules.CARRIED,
-            f"offset {place[0]}:{place[1] - carried}{of} came after it, and says what its own records "
-            "do not",
+            f"offset {place[0]}:{place[1] - carried}{of} came after it, and provides columns that its "
+            "own records do not",
         )
     return bool(carried)
 
 
 def _in_force_again(log: Log, record: Record, reasoning: Reasoning) -> bool:
-    """Tells whether a row of the log is no record of its source: it puts the one before it in force
-    again, with the same values at a later time, see ``core.source_order``."""
+    """Returns whether a row was written by ``core.source_order`` and not by the source: it repeats the
+    values of the record before it at a later time, because the source sent that record later."""
     if not log.commit.totals.get(rules.CARRIED.name, 0) or not record.is_latest:
         return False
     partition, offset = record.place
