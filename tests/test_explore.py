@@ -294,16 +294,20 @@ def _windowed(window: Any) -> Any:
 @pytest.mark.parametrize(
     ("node", "why", "settings"),
     [
-        (_windowed(SessionWindow(DAY)), "may join two sessions", ["window.grace"]),
-        (_windowed(SlidingWindow(DAY)), "takes its windows with it", ["window.grace"]),
+        (_windowed(SessionWindow(DAY)), "may merge two sessions", ["window.grace"]),
+        (
+            _windowed(SlidingWindow(DAY)),
+            "the windows of a dropped record do not exist",
+            ["window.grace"],
+        ),
         (
             _SALES.left_join(_PRICES, name="priced", select=["left.*"], corrected_for=DAY),
-            "corrected by a later run",
+            "A later run corrects each row that was joined too early",
             ["corrected_for", "grace_period"],
         ),
         (
             _SALES.left_join(_PAID, name="pairs", within=DAY, select=["left.v"], corrected_for=DAY),
-            "is taken back when its match comes",
+            "is retracted when its match comes",
             ["corrected_for", "grace"],
         ),
         (

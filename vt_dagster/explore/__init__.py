@@ -1,1 +1,1 @@
-"""``vt-dagster explore``: a local web page on a warehouse. No Spark, and nothing is written."""
+"""``vt-dagster explore``: local, read-only web pages for a warehouse. No Spark."""

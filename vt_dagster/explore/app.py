@@ -1,4 +1,4 @@
-"""The web application: which address is which page, and what keeps other sites and writers out."""
+"""The web application: routes, security headers, and the check of the Host header."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-"""In each answer: nothing but what this server sends is loaded, and no script that stands in a page."""
+"""In each response: a page loads only files of this server, and runs no inline scripts."""
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
 
 
 class Guard:
-    """Answers only who asks for this machine by its own name: a site whose name was made to point here
-    (DNS rebinding) sends its own name as Host."""
+    """Rejects requests whose Host is not this machine. A foreign site whose name resolves to this
+    machine (DNS rebinding) sends its own name as Host."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -59,19 +59,19 @@ def _refusal(scope: Any) -> Response | None:
 
 
 def application(warehouse: str) -> Starlette:
-    """The pages on a warehouse, as an ASGI application.
+    """Returns the pages for a warehouse as an ASGI application.
 
     Args:
         warehouse: the directory or URL of the tables.
 
     Raises:
-        StorageError: its path cannot be one.
+        StorageError: the path cannot be a warehouse.
     """
     asset_names(warehouse)
     pages = Pages(warehouse)
 
     def refused(request: Request, error: Exception) -> Response:
-        """A question that is none, in a sentence."""
+        """Returns the error page for an error of this library, with status 400."""
         return pages.page("error.html", 400, said=str(error))
 
     def missing(request: Request, error: Exception) -> Response:

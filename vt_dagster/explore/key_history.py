@@ -1,4 +1,4 @@
-"""What a key was when: its records, the versions made of them, and who looked them up."""
+"""The history of a key: its records, their versions, and the joins that looked it up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vt_dagster.storage.arrow_reader import asset_names, head_of, of_key
 from vt_dagster.storage.commit_log import Commit
 
 LOOKUPS = 60
-"""So many lookups of each join are drawn."""
+"""Maximum number of lookups drawn for each join."""
 CORRECTED = "CorrectedJoin"
 QUARANTINE = 1_000_000
 """A quarantine with more rows is not searched."""
@@ -47,13 +47,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Lookups:
-    """Results of a join that looked this key up, or that were corrected by it.
+    """Results of a join that looked up this key.
 
     Args:
         join: the asset's name.
-        records: the newest in the time that is shown; ``count`` = of how many.
-        revisions: how often each has been corrected; None = the join corrects nothing.
-        note: why there are none.
+        records: the newest results in the time that is shown.
+        count: the number of all results in that time.
+        revisions: how often each result was corrected; None = not a corrected join.
+        note: the reason why there are no results; empty if there is none.
     """
 
     join: str
@@ -65,16 +66,21 @@ class Lookups:
 
 @dataclass(frozen=True)
 class KeyHistory:
-    """A key of an asset, by what is known now and by what was known at a time.
+    """A key of an asset, by current knowledge and as known at a system time.
 
     Args:
-        found: its records, of which some may not have been known then.
-        around: the time that they are around; None = they are the newest.
-        revisions: of a corrected join: how often the row had been corrected as of each record.
-        known: when; then: the table's commit of then.
+        log: the asset's log.
+        found: the key's records by current knowledge.
+        around: the time around which ``found`` was selected; None = the newest records.
+        revisions: corrected joins only: how often the row was corrected as of each record.
+        known: the system time (inclusive), epoch microseconds; None = now.
+        then: the table's commit as of ``known``.
         spans: the versions as known then.
-        answer: the row that is true as of the time that was asked for, as known then; None = none is.
-        horizon: what ended before it has been forgotten, epoch microseconds; None = nothing has.
+        answer: the row that is valid at the requested time, as known then; None = none.
+        horizon: versions that ended before it have expired, epoch microseconds; None = no expiry.
+        lookups: the joins that looked up the key.
+        rejected: rows in quarantine that mention the key.
+        rejected_in_all: the number of all such rows.
     """
 
     log: Log
@@ -91,7 +97,7 @@ class KeyHistory:
     rejected_in_all: int
 
     def was_known(self, record: Record) -> bool:
-        """Whether a record was known then, or a result of a join was there."""
+        """Returns whether a record, or a result of a join, was in its log as of ``known``."""
         if record.asset == self.log.name:
             return record.offset < self.then.next_offset.get(record.partition, 0)
         recorded = record.recorded_at
@@ -106,12 +112,13 @@ def key_history(
     known: int | None,
     around: int | None,
 ) -> KeyHistory:
-    """What is shown of a key.
+    """Returns the history of a key.
 
     Args:
-        as_of, known: epoch microseconds, inclusive; None = the latest, and by all that is known.
-        around: the records around that time are shown; None = the newest, or those around ``as_of``
-            where it is before them.
+        as_of: event time, epoch microseconds, inclusive; None = the latest.
+        known: system time, epoch microseconds, inclusive; None = now.
+        around: selects the records around this time; None = the newest, or the records around ``as_of``
+            if the newest do not reach it.
     """
     log = Log.open(warehouse, name)
     then = log if known is None else Log.open(warehouse, name, known)
@@ -120,10 +127,11 @@ def key_history(
     found = newest(log, condition, around=around, by_arrival=plain)
     if as_of is not None and _outside(found, as_of):
         around, found = as_of, newest(log, condition, around=as_of)
-    # Versions are made of what was known then: of fewer records, which reach as far or further.
+    # Versions are made of the records known then. These are fewer, so the search reaches as far or
+    # further back.
     mine = found if then is log else newest(then, condition, around=around, by_arrival=plain)
     spans = answering = _spans(then, mine, condition)
-    if as_of is None and mine.later:  # the current one is not among those that are shown
+    if as_of is None and mine.later:  # the current version is not among the shown ones
         answering = _spans(then, newest(then, condition, most=1), condition)
     horizons = horizons_of(log, then.commit) if log.versioned else {}
     refused, count = list[Rejected](), 0
@@ -147,7 +155,7 @@ def key_history(
 
 
 def _outside(found: RecordSearch, moment: int) -> bool:
-    """Whether a time is among the records that are left out."""
+    """Returns whether a time is outside the shown records, where records were left out."""
     if not found.records:
         return False
     first, last = (as_micros(found.records[place].timestamp) for place in (0, -1))
@@ -155,10 +163,10 @@ def _outside(found: RecordSearch, moment: int) -> bool:
 
 
 def _spans(log: Log, found: RecordSearch, condition: Condition) -> list[Span]:
-    """The versions that some records of a key make, by the library's own rules.
+    """Returns the versions that records of a key make, by the rules of the versioned table.
 
     Args:
-        condition: that a record is of the key.
+        condition: the condition that a record has the key.
     """
     rows = found.rows
     if log.head.shape.kind == "stream" or not rows.num_rows:
@@ -183,14 +191,14 @@ def _spans(log: Log, found: RecordSearch, condition: Condition) -> list[Span]:
         asked = {p for p, _, end in told if end is None or end > since} - by_place.keys()
         by_place |= {one.place: one for one in log.at(asked)}
     spans = [Span(by_place[p], begin, end) for p, begin, end in told if p in by_place]
-    if found.later and on is None:  # the end of the last one is among those that are left out
+    if found.later and on is None:  # the record that ends the last version was left out
         spans = [one for one in spans if one.end is not None]
     return sorted(spans, key=lambda one: one.begin)
 
 
 def _answer(spans: Sequence[Span], as_of: int | None, horizons: Mapping[int, int]) -> Span | None:
-    """The row as of a time; a deletion answers with itself, a tombstone. Before the horizon of its
-    partition nothing but what is still true answers, as everywhere."""
+    """Returns the row as of a time; may be a tombstone. Before the horizon of its partition only a
+    current version is returned."""
     for one in reversed(spans):
         if as_of is None:
             return one if one.end is None else None
@@ -200,13 +208,13 @@ def _answer(spans: Sequence[Span], as_of: int | None, horizons: Mapping[int, int
     return None
 
 
-# --------------------------------------------------------------------------------------- who looked
+# ------------------------------------------------------------------------------- lookups of the key
 
 
 def _all_lookups(
     log: Log, key: Sequence[str], found: RecordSearch, around: int | None
 ) -> list[Lookups]:
-    """What joins with a table looked up of a key, in the time of the records that are shown."""
+    """Returns the lookups of a key by joins, in the time range of the shown records."""
     if log.head.shape.kind == "stream" or not found.records:
         return []
     base, told = posixpath.basename(log.name), list[Lookups]()
@@ -246,7 +254,7 @@ def _lookups(
 
 
 def _revisions(join: Log, records: Sequence[Record]) -> list[int]:
-    """How often each row had been corrected when it was recorded."""
+    """Returns how often each row was corrected as of its record."""
     places = {one.place for one in records}
     if not places:
         return []

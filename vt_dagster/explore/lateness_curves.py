@@ -1,4 +1,4 @@
-"""What other lengths would have cost, by many lengths at once: for a line that one can drag."""
+"""The cost of many lengths at once, as curves for the lateness page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vt_dagster.storage.arrow_reader import head_of
 from vt_dagster.topology.durations import parse_length
 
 MOST = 2_000_000
-"""Logs with more records are read on the command line, where one expects to wait."""
+"""Maximum number of log records to read for a page; larger logs need the command line."""
 _GRACES = ("0s", "1m", "5m", "10m", "30m", "1h", "2h", "3h", "6h", "12h", "1d", "2d", "7d")
 _RETENTIONS = ("0s", "1h", "6h", "12h", "1d", "2d", "7d", "14d", "30d", "90d", "180d")
 WIDTH, HEIGHT = 640, 200
@@ -25,11 +25,12 @@ WIDTH, HEIGHT = 640, 200
 
 @dataclass(frozen=True)
 class Line:
-    """One cost over the lengths, drawn on a scale of its own.
+    """One cost for each length, drawn on its own scale.
 
     Args:
-        look: its CSS class; said: what it counts, and how many at most.
-        ys: of each choice, from the top.
+        look: the CSS class.
+        said: the legend: what the line counts, and its maximum.
+        ys: the position for each choice, pixels from the top.
     """
 
     look: str
@@ -38,17 +39,19 @@ class Line:
 
     @classmethod
     def of(cls, look: str, said: str, values: Sequence[float]) -> Line:
-        """A line whose highest value is at the top."""
+        """Returns a line that is scaled so that its maximum is at the top."""
         highest = max(*values, 1e-9)
         return cls(look, said, [round(HEIGHT * (1 - value / highest), 1) for value in values])
 
 
 @dataclass(frozen=True)
 class LatenessCurves:
-    """The costs of some lengths, and where a drawing has them.
+    """The costs of several lengths, with their positions in the drawing.
 
     Args:
-        xs: of each choice.
+        found: the costs.
+        xs: the position for each choice, pixels from the left.
+        lines: one line for each kind of cost.
     """
 
     found: Lateness
@@ -57,21 +60,22 @@ class LatenessCurves:
 
     @property
     def chosen(self) -> int:
-        """The place of the declared choice, else of the first."""
+        """The index of the declared choice, else 0."""
         return next((i for i, one in enumerate(self.found.choices) if one.declared), 0)
 
     def path(self, line: Line) -> str:
-        """A line as SVG draws it."""
+        """Returns a line as an SVG path."""
         return "M" + "L".join(f"{x} {y}" for x, y in zip(self.xs, line.ys, strict=True))
 
 
 def lateness_curves(
     warehouse: str, name: str, more: Sequence[str], at_most: str | None
 ) -> LatenessCurves:
-    """See ``provenance.lateness``.
+    """Returns the cost of the default lengths and more, see ``provenance.lateness``.
 
     Args:
-        more: lengths besides the usual ones, like ``90m``.
+        more: further lengths, like ``90m``.
+        at_most: the maximum share of wrong results, like ``0.1%``; None = no suggestion.
 
     Raises:
         StorageError: the logs are too large for a page, or the asset has no such length.
@@ -96,12 +100,12 @@ def _lines(found: Lateness) -> list[Line]:
     shares = [one.share for one in found.choices]
     late, held = ([getattr(one, n) or 0 for one in found.choices] for n in ("late", "waiting_most"))
     refused = found.what == "history_retention"
-    wrong = "records that are refused" if refused else "results that are wrong"
+    wrong = "refused records" if refused else "wrong results"
     told = [Line.of("wrong", f"{wrong}: up to {share(max(shares))}", shares)]
     if any(late) and not refused:
         told.append(Line.of("late", f"late records: up to {max(late):,}", late))
     if any(held):
-        told.append(Line.of("waiting", f"records that wait at once: up to {max(held):,}", held))
+        told.append(Line.of("waiting", f"waiting records: up to {max(held):,}", held))
     return told
 
 
@@ -114,7 +118,7 @@ def _total(log: Log, name: str) -> int:
 def _lateness(
     warehouse: str, name: str, version: int, more: tuple[str, ...], at_most: str | None
 ) -> Lateness:
-    """Kept as long as the log has that version."""
+    """Returns the costs; cached by the log's Delta version, so that a new commit is read anew."""
     _, head = head_of(warehouse, name)
     graced = head.shape.meaning.get("operator") in GRACED
     declared: timedelta | None = None

@@ -1,4 +1,4 @@
-"""Of which assets no page tells what another length would have cost: why, and what does."""
+"""Assets for which the cost of other lengths cannot be computed: the reason, and the alternative."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class LatenessUnsupported:
-    """Why the cost of other lengths cannot be told from the logs alone.
+    """Why the cost of other lengths cannot be computed from the logs alone.
 
     Args:
-        why: in sentences.
-        settings: the lengths that ``vt-dagster what-if`` can try.
+        why: the reason, in full sentences.
+        settings: the options that ``vt-dagster what-if`` can try.
     """
 
     why: str
@@ -30,36 +30,36 @@ class LatenessUnsupported:
 
 
 _SESSIONS = LatenessUnsupported(
-    "A session is what its records make of it: one that comes in time may join two sessions, and one "
-    "that is dropped leaves two. So what another grace lets in changes the windows of other records, "
-    "and cannot be counted record by record, as it is for tumbling and hopping windows.",
+    "The records of a session define its window: a record that comes in time may merge two sessions, "
+    "and a dropped record leaves two. So another grace changes the windows of other records, and its "
+    "cost cannot be counted record by record as for tumbling and hopping windows.",
     ("window.grace",),
 )
 _SLIDING = LatenessUnsupported(
-    "A sliding window begins or ends at a record: one that is dropped takes its windows with it. So "
-    "what another grace lets in changes which windows there are, and cannot be counted record by "
-    "record, as it is for tumbling and hopping windows.",
+    "A sliding window begins or ends at a record: the windows of a dropped record do not exist. So "
+    "another grace changes which windows exist, and its cost cannot be counted record by record as "
+    "for tumbling and hopping windows.",
     ("window.grace",),
 )
 _CORRECTED = LatenessUnsupported(
-    "Its rows follow what they are joined with: one that goes out too early is corrected by a later "
-    "run. So no length makes it wrong, but for what comes later than corrected_for: such rows are "
+    "A later run corrects each row that was joined too early. So no length makes a row wrong, except "
+    "for table records that come later than corrected_for: the rows that they would correct are "
     "counted here, and are in quarantine with the record that came too late.",
     ("corrected_for", "grace_period"),
 )
 _CORRECTED_STREAMS = LatenessUnsupported(
-    "That a record has no match is taken back when its match comes. So no grace makes a row wrong, but "
-    "for what comes later than corrected_for: it is counted here, and is in quarantine.",
+    "A row without a match is retracted when its match comes. So no grace makes a row wrong, except "
+    "for records that come later than corrected_for: they are counted here, and are in quarantine.",
     ("corrected_for", "grace"),
 )
 _AS_KNOWN = LatenessUnsupported(
-    "It is joined by what was known at a time of each record's own (as_known). What comes later than "
-    "that is left out on purpose, so nothing is wrong by what is known now.",
+    "With as_known, each record is joined with the versions that were recorded up to a system time of "
+    "its own. Versions recorded later are left out on purpose, so none of them makes a row wrong.",
     ("as_known",),
 )
 _BY_SOURCE = LatenessUnsupported(
-    "It follows the order of its source: each record is taken, however old its timestamp is. So no "
-    "record of it is late, whatever its history retention is.",
+    "It follows the order of its source and accepts each record, however old its timestamp is. So no "
+    "record is late for any history retention.",
     (),
 )
 _OPERATORS = {"CorrectedJoin": _CORRECTED, "CorrectedStreamJoin": _CORRECTED_STREAMS}
@@ -67,7 +67,8 @@ _WINDOWS = {"SessionWindow": _SESSIONS, "SlidingWindow": _SLIDING}
 
 
 def no_cost(shape: Shape) -> LatenessUnsupported | None:
-    """Why an asset has no cost of other lengths; None = ``lateness`` tells it, or it has none."""
+    """Returns why the cost of other lengths cannot be computed; None = ``lateness`` computes it, or the
+    asset has no such length."""
     if shape.ordered_by_source:
         return _BY_SOURCE
     meaning, operator = shape.meaning, shape.meaning.get("operator", "")
@@ -79,5 +80,5 @@ def no_cost(shape: Shape) -> LatenessUnsupported | None:
 
 
 def came_late(totals: Mapping[str, int]) -> dict[str, int]:
-    """What an asset's runs have counted of what came late, in words."""
+    """Returns an asset's counts of late records, by description."""
     return {said: totals[name] for name, said in _COUNTS.items() if name in totals}

@@ -1,4 +1,4 @@
-"""An explanation as a drawing: a box for each record, and lines to what it was made of."""
+"""Draws an explanation: a box for each record, and lines to its inputs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from dataclasses import dataclass, field
 from vt_dagster.provenance.explanation import Explanation
 
 DEEP, WIDE = 3, 6
-"""So many steps upstream are drawn, and so many records that one was made of."""
+"""Maximum number of upstream steps, and of inputs for each record."""
 BOX, ROW, GAP = 232, 84, 56
 _TITLE = 28
 
 
 @dataclass
 class Box:
-    """A record, at its place in the drawing.
+    """A record with its position in the drawing.
 
     Args:
-        place: ``0:17``; empty where there is no such row.
-        lines: what is said of it.
-        more: of how many more it was made that are not drawn.
+        asset: the asset's name.
+        place: partition and offset, ``0:17``; empty = there is no such row.
+        title: the asset's name, shortened.
+        lines: the text in the box.
+        more: the number of its inputs that are not drawn.
     """
 
     asset: str
@@ -34,10 +36,9 @@ class Box:
 
 @dataclass
 class Drawing:
-    """Boxes, and lines between them as SVG draws them.
+    """Boxes, and the lines between them as SVG paths.
 
-    Args:
-        left_out: records that are not drawn.
+    ``left_out`` is the number of inputs that are not drawn.
     """
 
     boxes: list[Box] = field(default_factory=list[Box])
@@ -54,7 +55,7 @@ class Drawing:
 
 
 def drawing(found: Explanation) -> Drawing:
-    """A row's explanation, what it was made of on its right."""
+    """Draws a row's explanation, with the inputs of each record to its right."""
     drawn, known = Drawing(), dict[tuple[str, str], Box]()
     _draw(found, 0, drawn, known)
     return drawn

@@ -1,4 +1,4 @@
-"""The pages: what each asks the warehouse for, by its address, and the template that shows it."""
+"""The pages: each reads the warehouse by its query parameters and renders a template."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from vt_dagster.storage.arrow_reader import asset_names, of_key
 from vt_dagster.topology.durations import in_utc, parse_time
 
 NEWEST, MADE_OF = 50, 8
-"""So many records are listed, and so many that one was made of are named."""
+"""Maximum number of listed records, and of named inputs of a record."""
 _LENGTH = re.compile(r"[0-9a-z. ]{1,40}")
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class Pages:
-    """The pages on a warehouse.
+    """The pages for a warehouse.
 
     Args:
         warehouse: the directory or URL of the tables.
@@ -52,22 +52,22 @@ class Pages:
         self._templates.globals |= {"link": link, "row_link": row_link, "key_link": key_link}
 
     def page(self, template: str, status: int = 200, **shown: Any) -> Response:
-        """A page of a template; what is shown is escaped."""
+        """Renders a template; values are escaped."""
         about = {"warehouse": self._warehouse, **shown}
         return HTMLResponse(self._templates.get_template(template).render(about), status)
 
     def start(self, request: Request) -> Response:
-        """All assets, by Delta's logs alone."""
+        """Shows all assets; reads only Delta's logs."""
         return self.page("start.html", assets=overview(self._warehouse), now=time.time() * 1e6)
 
     def table(self, request: Request) -> Response:
-        """An asset, its newest records, or those with some values."""
+        """Shows an asset with its newest records, or the records that match a search."""
         name, asked = self._name(request), request.query_params
         log = Log.open(self._warehouse, name)
         words = asked.get("find", "").strip()
         condition = _conditions(log, words) if words else both()
         around = _moment(asked.get("around"))
-        # Where nothing is looked for, the last ones by arrival have the newest among them.
+        # Without a search, the newest by time are among the last by arrival: reading a few is enough.
         enough = LOOKED_AT if words or around is not None else 20 * NEWEST
         found = newest(log, condition, around=around, most=NEWEST, looked_at=enough)
         return self.page(
@@ -82,7 +82,7 @@ class Pages:
         )
 
     def key(self, request: Request) -> Response:
-        """What a key was when, as known when."""
+        """Shows the history of a key, as of an event time and as known at a system time."""
         name, asked = self._name(request), request.query_params
         key = asked.getlist("key")
         as_of, known, around = (_moment(asked.get(n)) for n in ("as_of", "known", "around"))
@@ -101,7 +101,7 @@ class Pages:
         )
 
     def row(self, request: Request) -> Response:
-        """Why a row is as it is."""
+        """Explains a row."""
         name, asked = self._name(request), request.query_params
         key = asked.getlist("key")
         found = explain(
@@ -128,7 +128,7 @@ class Pages:
         )
 
     def lateness(self, request: Request) -> Response:
-        """What other grace periods, or history retentions, would have cost, or why that is not told."""
+        """Shows the cost of other grace periods or history retentions, or why it is not known."""
         name, asked = self._name(request), request.query_params
         known = facts(self._warehouse, name)
         if known.no_cost is not None:
@@ -137,7 +137,7 @@ class Pages:
         more = [one.strip() for one in asked.get("grace", "").split(",") if one.strip()][:20]
         for one in more:
             if not _LENGTH.fullmatch(one):
-                raise StorageError(f"expected lengths like 90m,2h, got {one[:40]!r}; write them so")
+                raise StorageError(f"expected lengths like 90m,2h, got {one[:40]!r}; correct them")
         at_most = asked.get("at_most") or None
         return self.page(
             "lateness.html",
@@ -150,7 +150,7 @@ class Pages:
         )
 
     def compare(self, request: Request) -> Response:
-        """Two tables side by side."""
+        """Compares two tables."""
         asked, found = request.query_params, None
         one, other = asked.get("one", ""), asked.get("other", "")
         sides = [
@@ -180,10 +180,10 @@ def _moment(text: str | None) -> int | None:
 
 
 def _conditions(log: Log, words: str) -> Condition:
-    """What ``carrier=B6 flight=917`` asks for.
+    """Returns the condition of a search like ``carrier=B6 flight=917``.
 
     Raises:
-        StorageError: it is none, or names no column.
+        StorageError: a word is not ``column=value``, or the log has no such column.
     """
     try:
         pairs = [one.partition("=") for one in shlex.split(words)]
@@ -204,7 +204,7 @@ def _conditions(log: Log, words: str) -> Condition:
 
 
 def link(page: str, name: str = "", asked: Mapping[str, Any] | None = None) -> str:
-    """The address of a page; what is empty is not asked for."""
+    """Returns the address of a page; empty parameters are left out."""
     given = [(k, v) for k, v in (asked or {}).items() if v not in (None, "", [])]
     query = urlencode(given, doseq=True)
     path = f"/{page}/{quote(name)}" if name else f"/{page}"
@@ -212,12 +212,12 @@ def link(page: str, name: str = "", asked: Mapping[str, Any] | None = None) -> s
 
 
 def row_link(asset: str, place: str, known: str = "") -> str:
-    """The address of a row's explanation."""
+    """Returns the address of a row's explanation."""
     return link("row", asset, {"offset": place, "known": known})
 
 
 def key_link(record: Record, key: Any, **asked: Any) -> str:
-    """The address of the history of a record's key."""
+    """Returns the address of the history of a record's key."""
     values = [_plain(record.values.get(column)) for column in key]
     return link("key", record.asset, {"key": values, **asked})
 
@@ -237,7 +237,7 @@ def _bytes(size: int) -> str:
 
 
 def _seconds(amount: float) -> str:
-    """A length in its two largest units."""
+    """Returns a length of time in its two largest units."""
     rest, told = round(amount), list[str]()
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
         many, rest = divmod(rest, size)

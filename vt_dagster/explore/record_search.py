@@ -1,4 +1,4 @@
-"""Records of a log, a bounded number of them, and how many there are that are not shown."""
+"""Searches a log for a bounded number of records, and counts the records that are left out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vt_dagster.provenance.log_reader import Condition, Log
 from vt_dagster.storage.arrow_fold import arrival_order, micros
 
 MOST = 200
-"""So many records are shown at most."""
+"""Maximum number of records shown."""
 LOOKED_AT = 20_000_000
-"""Of at most so many, the newest by arrival: some seconds on two cores."""
+"""Maximum number of records searched, the newest by arrival: takes seconds on two cores."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,12 @@ class RecordSearch:
 
     Args:
         records: oldest first.
-        rows: their key, time, place and whether they are tombstones, as the log has them.
-        count: how many meet it, of those that were looked at.
-        earlier, later: how many of these come before the first that is shown, and after the last.
-        looked_at: so many records of the log, its newest, of all ``of``.
+        rows: key, time, place and tombstone flag of ``records``, as in the log.
+        count: the number of searched records that meet the condition.
+        earlier: how many of them are before the first shown record.
+        later: how many of them are after the last shown record.
+        looked_at: the number of searched records, the newest of the log.
+        of: the number of all records of the log.
     """
 
     records: Sequence[Record]
@@ -42,12 +44,12 @@ class RecordSearch:
 
     @property
     def shown(self) -> int:
-        """How many there are to show."""
+        """The number of shown records."""
         return len(self.records)
 
     @property
     def whole(self) -> bool:
-        """Whether the whole log was looked at."""
+        """Whether the whole log was searched."""
         return self.looked_at >= self.of
 
 
@@ -60,14 +62,17 @@ def newest(
     most: int = MOST,
     looked_at: int = LOOKED_AT,
 ) -> RecordSearch:
-    """The newest records that meet a condition, by timestamp or by arrival, and how many there are.
+    """Returns the newest records that meet a condition, by timestamp or by arrival, and their number.
 
-    Narrow columns are read in parts, of which the newest records are kept; then these are read whole.
+    Reads the narrow columns in batches and keeps the newest records; then reads only these with all
+    columns.
 
     Args:
         around: epoch microseconds: half of the records are the newest up to that time (inclusive), the
             others the oldest after it.
-        by_arrival: whether the newest are those that came last; then without ``around``.
+        by_arrival: whether newest means last by arrival; not together with ``around``.
+        most: maximum number of records returned.
+        looked_at: maximum number of records searched.
     """
     ends, total = log.commit.next_offset, log.commit.total
     share = min(1.0, looked_at / total) if total else 1.0
@@ -91,7 +96,7 @@ def newest(
 def _newest(
     rows: pa.Table, around: int | None, by_arrival: bool, most: int
 ) -> tuple[pa.Table, int, int]:
-    """Those to keep, oldest first, and how many are left out before and after them."""
+    """Returns the rows to keep, oldest first, and how many are left out before and after them."""
     moment = micros(rows, TIMESTAMP)
     rank = np.lexsort((*arrival_order(rows), *([] if by_arrival else [moment])))
     first, last = len(rank) - most, len(rank)

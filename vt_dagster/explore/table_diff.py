@@ -1,7 +1,7 @@
-"""Two tables compared, or one table with what it was as known at another time. No Spark.
+"""Compares two tables, or one table at two system times. No Spark.
 
-What is compared is what ``vt-dagster compare`` compares: versions of versioned tables, current rows of
-tables, records of streams, whatever their offsets.
+Compares the same rows as ``vt-dagster compare``: versions of versioned tables, current rows of tables,
+records of streams; ignores offsets.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vt_dagster.storage.value_texts import texts
 from vt_dagster.topology.durations import parse_time
 
 MOST, SHOWN = 1_000_000, 50
-"""So many records a log may have, and so many rows that differ are shown."""
+"""Maximum number of records of a log, and of differing rows shown."""
 _COUNT = "_count"
 
 
 @dataclass(frozen=True)
 class Side:
-    """A table, as known at a time; None = now."""
+    """A table, as known at a system time; None = now."""
 
     name: str
     known: str | None = None
@@ -35,11 +35,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """A row that one of two has more often.
+    """A row that one table has more often than the other.
 
     Args:
-        first: whether it is in the first.
-        differs: the columns in which the row above it, of the same key, is another.
+        first: whether the first table has it more often.
+        values: the row's values.
+        differs: the columns in which it differs from the row above, if that has the same key and time.
     """
 
     first: bool
@@ -49,11 +50,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class TableDiff:
-    """What is not the same.
+    """The difference between two tables.
 
     Args:
-        rows: how many rows the two have; only: how many of these the other has not.
-        shown: some of these, by key.
+        what: the kind of rows: ``versions``, ``records`` or ``current rows``.
+        columns: the compared columns.
+        rows: the number of rows in each table.
+        only: the number of rows in each table that the other lacks.
+        shown: some of these rows, by key.
     """
 
     what: str
@@ -64,10 +68,10 @@ class TableDiff:
 
 
 def table_diff(warehouse: str, one: Side, other: Side) -> TableDiff:
-    """What two tables hold that is not the same.
+    """Returns the rows that differ between two tables.
 
     Raises:
-        StorageError: they have different columns, or are too large for a page.
+        StorageError: the tables have different columns, or are too large for a page.
     """
     logs = [Log.open(warehouse, side.name) for side in (one, other)]
     for log in logs:
@@ -108,7 +112,7 @@ def _rows(warehouse: str, side: Side, log: Log, what: str | None) -> pa.Table:
 
 
 def _more(ours: pa.Table, theirs: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """The rows that one has more often, with how much more often."""
+    """Returns the rows that the first table has more often, with the surplus."""
     parts: list[pa.Table] = []
     for rows, sign in ((ours, 1), (theirs, -1)):
         flat = {c: _flat(rows.column(c)) for c in columns}
@@ -121,7 +125,7 @@ def _more(ours: pa.Table, theirs: pa.Table, columns: Sequence[str]) -> pa.Table:
 
 
 def _flat(column: pa.ChunkedArray) -> Any:
-    """Nested values as texts: Arrow does not group by them."""
+    """Returns nested values as texts: Arrow cannot group by nested values."""
     if not pa.types.is_nested(column.type):
         return column
     return pa.array([None if one is None else repr(one) for one in column.to_pylist()], pa.string())

@@ -1,4 +1,4 @@
-"""Lanes of bars and marks over time: where everything is, as shares of the time that is drawn."""
+"""Timelines with lanes of bars and marks; positions are shares (0 to 1) of the drawn time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _SHAPES = {
     "tombstone": "M-5 -5L5 5M5 -5L-5 5",
     "corrected": "M-5 -5H5V5H-5Z",
 }
-"""Each kind of mark has a shape of its own, not only a colour."""
+"""Each kind of mark has its own shape, not only a colour, for colour-blind users."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that is true for a while.
+    """A version with its validity.
 
     Args:
-        begin, end: 0 to 1.
-        look: its CSS class; title: what it says; place: of its record, ``0:17``.
+        begin, end: positions, 0 to 1.
+        look: the CSS class.
+        title: the tooltip.
+        place: partition and offset of its record, ``0:17``.
+        asset: the asset's name.
     """
 
     begin: float
@@ -40,8 +43,11 @@ class Mark:
     """A record.
 
     Args:
-        at: 0 to 1.
-        known: whether it was known at the time that was asked for.
+        at: the position, 0 to 1.
+        look: the kind of mark; title: the tooltip.
+        place: partition and offset, ``0:17``.
+        asset: the asset's name.
+        known: whether it was known at the requested system time.
     """
 
     at: float
@@ -53,7 +59,7 @@ class Mark:
 
     @property
     def shape(self) -> str:
-        """As SVG draws it, around its place."""
+        """The mark as an SVG path around the origin."""
         return _SHAPES[self.look]
 
 
@@ -72,7 +78,7 @@ class Timeline:
     """A drawing from ``low`` to ``high``, epoch microseconds.
 
     Args:
-        cursor: 0 to 1: the time that is asked for; None = none is.
+        cursor: the position of the requested time, 0 to 1; None = no time requested.
     """
 
     low: int
@@ -82,7 +88,7 @@ class Timeline:
 
 
 def of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
-    """A key's records and versions, and below them who looked them up; None = it has no records."""
+    """Draws a key's records and versions, and below them its lookups; None = it has no records."""
     records = history.found.records
     if not records:
         return None
@@ -118,7 +124,7 @@ def of_key(history: KeyHistory, as_of: int | None) -> Timeline | None:
 
 
 def of_candidates(record: Record, candidates: Sequence[Candidate]) -> Timeline | None:
-    """The versions around a record's time, a lane each, and that time; None = there are none."""
+    """Draws the versions around a record's time, one lane each; None = there are no versions."""
     drawn = [one for one in candidates if one.valid_from is not None]
     times = [as_micros(t) for one in drawn for t in (one.valid_from, one.valid_to) if t is not None]
     if not drawn:
@@ -169,7 +175,7 @@ def _band(turn: int, record: Record) -> str:
 
 
 def said(record: Record) -> str:
-    """A record's values in a line, some of them."""
+    """Returns up to 12 of a record's values in one line."""
     if record.is_tombstone:
         return "(deleted)"
     told = [f"{name}={value}" for name, value in list(record.values.items())[:12]]
@@ -196,5 +202,5 @@ class _Scale:
         self._low, self._width = low, high - low
 
     def at(self, moment: int) -> float:
-        """0 to 1; what is outside is at the edge."""
+        """Returns the position of a time, 0 to 1; times outside are at the edge."""
         return round(min(1.0, max(0.0, (moment - self._low) / self._width)), 6)

@@ -1,4 +1,4 @@
-"""What a warehouse has, by Delta's logs and statistics alone: no data file is opened."""
+"""Lists the assets of a warehouse from Delta's logs and statistics; opens no data file."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from vt_dagster.storage.commit_log import Checkpoint
 
 KINDS = {"stream": "stream", "table": "table", "versioned": "versioned table"}
 RUNS = 200
-"""So many of the newest runs are told apart."""
+"""Maximum number of runs listed, the newest."""
 GRACED = ("StreamTableJoin", "WindowedAggregate")
-"""Operators with a grace period whose cost ``lateness`` tells; of versioned tables the retention's."""
+"""Operators for whose grace period ``lateness`` computes the cost."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a Delta table has, as its statistics say.
+    """The size of a Delta table, from its statistics.
 
     Args:
-        rows: of all files.
+        rows: the number of rows in all files.
         size: bytes.
+        files: the number of files.
     """
 
     rows: int = 0
@@ -35,7 +36,7 @@ class Files:
 
     @classmethod
     def of(cls, path: str) -> Files:
-        """Those of a table's newest version; nothing where there is none."""
+        """Returns the size of a table's newest version; zeros if there is no table."""
         if not delta.exists(path):
             return cls()
         found = delta.files(path)
@@ -48,11 +49,11 @@ class Facts:
 
     Args:
         kind: stream, table or versioned table.
-        made_by: the operator; ``source`` where it has a source.
-        inputs: the names of what it is made of.
-        behind: records of the log that are not in the view yet; None = it has no view.
-        gauges: of the last run, such as ``lateness_max`` in seconds.
-        trouble: why it could not be looked at; the other fields say nothing then.
+        made_by: the operator; ``source`` for an asset with a source.
+        inputs: the names of its inputs.
+        behind: the number of log records that are not in the view yet; None = it has no view.
+        gauges: measures of the last run, such as ``lateness_max`` in seconds.
+        trouble: the error if the asset could not be read; the other fields are empty then.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Facts:
 
     @property
     def has_cost(self) -> bool:
-        """Whether there is a page of what other lengths would have cost, or of why there is none."""
+        """Whether there is a lateness page, with the cost of other lengths or why it is not known."""
         graced = self.made_by in GRACED or self.kind == KINDS["versioned"]
         return graced or self.no_cost is not None
 
@@ -85,7 +86,7 @@ class Facts:
 
 
 def overview(warehouse: str) -> list[Facts]:
-    """All assets of a warehouse, by name; one that cannot be read with its trouble."""
+    """Returns all assets of a warehouse, by name; an asset that cannot be read has ``trouble``."""
     found: list[Facts] = []
     for name in asset_names(warehouse):
         try:
@@ -96,10 +97,10 @@ def overview(warehouse: str) -> list[Facts]:
 
 
 def require_asset(warehouse: str, name: str) -> None:
-    """Nothing but an asset of the warehouse is looked at.
+    """Checks that a name is an asset of the warehouse.
 
     Raises:
-        StorageError: there is none of that name.
+        StorageError: there is no such asset.
     """
     names = asset_names(warehouse)
     if name not in names:
@@ -107,7 +108,7 @@ def require_asset(warehouse: str, name: str) -> None:
 
 
 def facts(warehouse: str, name: str) -> Facts:
-    """What is known of an asset without opening a data file."""
+    """Returns the facts about an asset; opens no data file."""
     _, commit = head_of(warehouse, name)
     root, meaning = posixpath.join(warehouse, name), commit.shape.meaning
     view = delta.last_of_ours(posixpath.join(root, "view"))
@@ -137,7 +138,7 @@ def facts(warehouse: str, name: str) -> Facts:
 
 
 def _placed(warehouse: str, name: str, one: str) -> str:
-    """An input of an asset with the folders that it is in: those of the asset, where it is there."""
+    """Returns an input's name with its key prefix; prefers the asset's own prefix."""
     beside = posixpath.join(posixpath.dirname(name), one)
     others = [other for other in asset_names(warehouse) if posixpath.basename(other) == one]
     return beside if beside in others else (others or [one])[0]
@@ -145,10 +146,10 @@ def _placed(warehouse: str, name: str, one: str) -> str:
 
 @dataclass(frozen=True)
 class Runs:
-    """When the newest runs of an asset were recorded, oldest first: epoch microseconds.
+    """The system times of an asset's newest runs, oldest first, epoch microseconds.
 
     Args:
-        of: how many there are in all.
+        of: the number of all runs.
     """
 
     times: tuple[int, ...]
@@ -156,7 +157,7 @@ class Runs:
 
 
 def runs(warehouse: str, name: str) -> Runs:
-    """The newest runs of an asset, as far as their commits are there."""
+    """Returns the newest runs of an asset whose commits still exist."""
     path = posixpath.join(warehouse, name, "log")
     _, head = head_of(warehouse, name)
     found: dict[int, int] = {}

@@ -1,5 +1,5 @@
 "use strict";
-// What pages do beyond links and forms, without which they work too: zoom, sliders, the grace line.
+// Zoom, sliders and the grace line. The pages work without this script too, with links and forms.
 
 const by = (id) => document.getElementById(id);
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -10,7 +10,7 @@ const moment = (micros) => {
 
 // ---------------------------------------------------------------- a timeline that one can zoom into
 
-let view = [0, 1]; // what is seen of a drawing, as shares of its time
+let view = [0, 1]; // the visible part of a drawing, as shares of its time
 
 function place(svg) {
   const left = +svg.dataset.left, width = +svg.dataset.width;
@@ -90,7 +90,7 @@ async function show(form) {
   const address = `${form.getAttribute("action")}?${new URLSearchParams(query)}`;
   const answer = await fetch(address);
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  if (number !== asked) return; // a later question has been asked meanwhile
+  if (number !== asked) return; // a later request has been sent: drop this response
   const found = page.getElementById("shown") || page.querySelector("main");
   by("shown").replaceChildren(...found.childNodes);
   const newer = page.getElementById("times");
