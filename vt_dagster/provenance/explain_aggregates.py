@@ -138,8 +138,8 @@ def table_aggregate(request: ExplainRequest) -> Derivation:
     rows = rows.append_column("_in", pa.array(new)).filter(pa.array(new | old))
     if request.meaning["aggregates"].startswith("Aggregator("):
         request.reasoning.notes.append(
-            "functions of its own: rows that are in the group no more may show, where taking them out "
-            "does not undo what they gave"
+            "functions of its own: rows that have left the group may still affect the result, if "
+            "their subtractor does not undo their contribution"
         )
     changes = narrow(source, rows)
     keys = list(zip(*(map(repr, rows.column(c).to_pylist()) for c in source.key), strict=True))
