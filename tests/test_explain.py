@@ -384,7 +384,7 @@ def test_on_the_command_line(chain: Chain) -> None:
     assert "priced 0:" in told.output or "priced 1:" in told.output
     assert "corrected: by what is known now it would be rates 0:" in told.output
     assert "the run 1" in told.output
-    assert "recorded_since: it was recorded after the run had looked" in told.output
+    assert "recorded_since: the version was recorded after the run's lookup" in told.output
     same = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
     assert same == chain.explain("priced", where="k = 'z' and n = 1").as_json()
     absent = CliRunner().invoke(

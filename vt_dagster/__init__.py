@@ -1,28 +1,28 @@
-"""Versioned tables for Dagster on Spark: tables that remember what was true when.
+"""Versioned tables for Dagster on Spark: tables with their history of valid time and system time.
 
-What the words mean, here and in messages:
+Terms, here and in messages:
 
-- *record*: a key, a value and a timestamp; *key*: the columns that say whose record it is; *timestamp*:
-  when it was true; *tombstone*: a record without a value, which deletes its key's row.
-- *partition*: the part of a log that a record is in; *offset*: its place there, from 0, without gaps.
-- *log*: all records of a stream, or all changes of a table, in order; nothing in it is ever changed.
-- *view*: a checkpoint of a table's log: its rows or versions, to be read without the log.
+- *record*: a key, a value and a timestamp; *key*: the columns that identify the entity;
+  *timestamp*: the time from which the value is true; *tombstone*: a record
+  without a value, which deletes its key's row.
+- *partition*: the part of a log that holds a record; *offset*: its position there, from 0, gap-free.
+- *log*: all records of a stream, or all changes of a table, in order; append-only.
+- *view*: a checkpoint of a table's log: its rows or versions, readable without the log.
 - *valid from / valid to*: when a version begins to be true (inclusive) and ceases to be (exclusive).
-- *as of* a time: the version that is valid then.
-- *stream time*: the largest timestamp so far, of a partition. No clock moves it, records do.
-- *history retention*: how far behind stream time a table remembers, and still accepts records.
-- *grace period*: how far stream time goes past a record, or a window's end, before that is final.
-- *late*: behind stream time by more than that.
-- *outcome* of a record: *applied*, *late*, *waiting* (held back, by a grace period or a buffer),
-*dropped*
-  (no use for it, counted), *quarantined* (bad; kept aside), or *no result* (had nothing to say).
-- *released*: held records that went out, and the time up to which they did.
-- *arrival*: what a run takes, pinned when it starts.
-- *delivery*: what a source of DataFrames is given at once: by a run of a function, by a partition, by a
-  materialization of an upstream asset; each is taken once.
-- *processor*: what an operator does in a run; *state*: what it keeps from run to run.
-- *run*: read an arrival, operate, commit; *commit*: the one write to the log by which all of a run
-  counts, or nothing; *batch*: the number of a commit.
+- *as of* a time: the version that is valid at that time.
+- *stream time*: the largest timestamp so far, per partition. Only records advance it, never a clock.
+- *history retention*: how far behind stream time a table keeps versions and accepts records.
+- *grace period*: how far stream time passes a record, or a window's end, before the result is final.
+- *late*: behind stream time by more than the grace period or history retention.
+- *outcome* of a record: *applied*, *late*, *waiting* (in a buffer, for example of a grace period),
+  *dropped* (unusable; counted), *quarantined* (bad; kept aside), or *no result* (produced no output).
+- *released*: buffered records that were emitted, and the time up to which they were.
+- *arrival*: the input of a run, pinned when the run starts.
+- *delivery*: one input of a source of DataFrames: of one run of a function, of one partition, or of one
+  materialization of an upstream asset; each is consumed once.
+- *processor*: the implementation of an operator in a run; *state*: what it keeps between runs.
+- *run*: read an arrival, operate, commit; *commit*: the one atomic write to the log: all of a run takes
+  effect with it, or nothing; *batch*: the number of a commit.
 """
 
 from importlib import import_module
@@ -114,8 +114,8 @@ _HOMES = {
     "tables_io_manager": "vt_dagster.orchestration.io_manager",
     "versioned_table": "vt_dagster.orchestration.decorators",
 }
-"""Where each name is. It is imported when it is asked for: a look into a table needs neither Dagster
-nor Spark, whose code takes seconds to import."""
+"""The module of each name, imported at first access: a read of a table needs neither Dagster nor Spark,
+which take seconds to import."""
 
 
 def __getattr__(name: str) -> Any:

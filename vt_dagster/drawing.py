@@ -1,4 +1,4 @@
-"""Small pictures as SVG, drawn from nothing but texts: what all of them have in common."""
+"""Small SVG pictures, built from strings: the parts that all pictures share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ BLUE, RED, GREY = "#4f7cf0", "#e0483e", "#8a8f98"
 
 
 def text(x: float, y: float, said: str, anchor: str = "start", colour: str = GREY) -> str:
-    """A text at a place; ``anchor``: which of its ends is there (start, middle, end)."""
+    """Returns a text element; ``anchor``: the end of the text at ``x`` (start, middle, end)."""
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(said)}</text>'
 
 
 def svg(height: int, drawn: Iterable[str]) -> str:
-    """A picture of elements."""
+    """Returns a picture of elements."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'font-family="sans-serif" font-size="11">{"".join(drawn)}</svg>'
@@ -24,5 +24,5 @@ def svg(height: int, drawn: Iterable[str]) -> str:
 
 
 def image(name: str, drawn: str) -> str:
-    """A picture as Markdown has it, in the text itself."""
+    """Returns a picture inline in Markdown, as a data URL."""
     return f"![{name}](data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()})"

@@ -1,6 +1,6 @@
 """The errors that this package raises.
 
-A message says what was expected, what came instead, and what to do about it.
+A message states what was expected, what was found, and how to fix it.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ class VtDagsterError(Exception):
 
 
 class TopologyError(VtDagsterError):
-    """A table, stream or operator is declared in a way that has no meaning; raised at load."""
+    """A table, stream or operator has an invalid declaration; raised when definitions load."""
 
 
 class DefinitionsError(VtDagsterError):
-    """A command or a YAML file names definitions that are not there, or not what it takes."""
+    """A command or a YAML file names definitions that do not exist, or of the wrong kind."""
 
 
 class SparkUnavailableError(VtDagsterError):
@@ -27,34 +27,34 @@ class SourceError(VtDagsterError):
 
 
 class RecordsGoneError(SourceError):
-    """A topic has lost records that were not consumed, or is another one than before."""
+    """A topic lost records that were not consumed, or was deleted and created again."""
 
 
 class ContractError(VtDagsterError):
-    """Data breaks a schema or an invariant; nothing of it has been committed."""
+    """Data breaks a schema or an invariant; nothing was committed."""
 
 
 class ConcurrentRunError(VtDagsterError):
-    """Another run of the same asset has committed the same input first."""
+    """Another run of the same asset committed the same input first."""
 
 
 class ClockWarning(UserWarning):
-    """A read as of a time of record leaves out records, since the clock of a run was ahead."""
+    """A read as of a system time leaves out records, because the clock of a run was ahead."""
 
 
 class StorageError(VtDagsterError):
-    """A log or a view on storage is missing, damaged or not what its asset declares."""
+    """A log or a view on storage is missing or damaged, or does not match its asset's declaration."""
 
 
 class ExecutorError(VtDagsterError):
-    """A run is spread over processes in a way that DataFrames cannot follow."""
+    """The executor spreads a run over processes, between which DataFrames cannot be passed."""
 
 
 class RefusedRecordsError(VtDagsterError):
-    """An operator cannot take some of a run's records; nothing was committed.
+    """An operator rejects some of a run's records; nothing was committed.
 
     Args:
-        partitions: those of the records.
+        partitions: the partitions of these records.
     """
 
     def __init__(self, message: str, partitions: Sequence[int]) -> None:
@@ -67,4 +67,4 @@ class BufferFullError(RefusedRecordsError):
 
 
 class NullArrayError(RefusedRecordsError):
-    """The expression of ``flat_map_values`` gave null where it is to give an array."""
+    """The expression of ``flat_map_values`` returned null instead of an array."""

@@ -1,4 +1,4 @@
-"""The ops that assets are made of, for graphs of your own; see ``vt_dagster.orchestration.ops`` and
+"""The ops that make up assets, for graphs of your own; see ``vt_dagster.orchestration.ops`` and
 ``vt_dagster.orchestration.operator_ops``."""
 
 from vt_dagster.orchestration.operator_ops import (

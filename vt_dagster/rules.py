@@ -1,6 +1,5 @@
-"""The rules that decide something, each with its name and a sentence: one vocabulary for what becomes
-of a record (``core.arrival_order.Outcome``), the reasons of the quarantine, explanations and the
-documentation.
+"""The rules of record processing, each with a name and a sentence: one vocabulary for outcomes of
+records (``core.arrival_order.Outcome``), quarantine reasons, explanations and the documentation.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that decides what becomes of a record.
+    """A rule that decides the outcome of a record.
 
     Args:
-        name: as counts, the quarantine and explanations have it.
-        says: what it decides, in a sentence.
+        name: used in counts, the quarantine and explanations.
+        says: the rule, in a sentence.
     """
 
     name: str
@@ -33,85 +32,94 @@ def _rule(name: str, says: str) -> Rule:
     return RULES[name]
 
 
-# -- what becomes of a record: each has one of these outcomes ---------------------------------------
+# -- outcomes: each record has exactly one ----------------------------------------------------------
 
-APPLIED = _rule("applied", "it is in the log; of a join: it was joined, at once or out of the buffer")
+APPLIED = _rule(
+    "applied", "the record is in the log; in a join: it was joined, at once or out of the buffer"
+)
 LATE = _rule(
     "late",
-    "it came when stream time was past its timestamp by more than the history retention (a table "
-    "refuses it) or the grace period (a join joins it at once)",
+    "on arrival its timestamp was behind stream time by more than the history retention (a table "
+    "rejects it) or the grace period (a join joins it at once)",
 )
 LOST_TIE = _rule(
     "lost_tie",
-    "its table has a record of its key and timestamp with a larger value of tie_break: it is not "
-    "applied",
+    "the table has a record of the same key and timestamp with a larger value of tie_break: the record "
+    "is not applied",
 )
 CARRIED = _rule(
     "carried",
-    "no record: a record also changes this later version, which is in the log once more: what a late "
-    "record says of a part of its row holds in it too; or the source sent the record after the version "
-    "and gave it an earlier time, so it is in force again from the version's time on",
+    "not a new record: a record changed this later version, so the version is in the log again: a "
+    "late partial update applies to it too; or the source sent the record after the version, with "
+    "an earlier time, so the record's value is valid again from the version's time on",
 )
 COVERED = _rule(
     "covered",
-    "a row of the snapshot that its table starts with, of a key of which the changes tell a record of "
-    "that time or before: it is not applied",
+    "a row of the table's start snapshot whose key has a change at or before the row's time: the row "
+    "is not applied",
 )
 NOTHING_NEW = _rule(
     "nothing_new",
-    "the source says again what the table has of the key: Debezium by a null message after a deletion "
-    "or a snapshot's row (op r) with the same values, a dump by a row that deleted_when holds for and "
-    "the table has not got; it is not applied",
+    "the source repeats what the table has for the key: Debezium with a null message after a deletion "
+    "or a snapshot row (op r) with the same values, a dump with a row that deleted_when matches and "
+    "that is not in the table; the record is not applied",
 )
-WAITING = _rule("waiting", "stream time has not passed its timestamp by the grace period: it is held")
-DROPPED = _rule("dropped", "there is no use for it: it lacks a key or value, or is out of order")
-NO_RESULT = _rule("no_result", "the operator took it, and had nothing to say")
-AGAIN = _rule("again", "no new record: it was joined in a run before, and is looked up anew")
+WAITING = _rule(
+    "waiting", "stream time has not passed its timestamp by the grace period: the record is buffered"
+)
+DROPPED = _rule("dropped", "unusable: the record lacks a key or a value, or is out of order")
+NO_RESULT = _rule("no_result", "the operator processed the record and produced no result")
+AGAIN = _rule(
+    "again", "not a new record: an earlier run joined it, and it is re-joined because its table changed"
+)
 TOO_LATE = _rule(
     "too_late",
-    "the same, for which a record of the table came too late: the row can no longer change; of two "
-    "streams, a record that came so late",
+    "a previously joined record for which a record of the table came too late: the row can no longer "
+    "change; in a join of two streams: a record that came too late",
 )
-CHANGE = _rule("change", "a record of a table, which may correct what has been joined")
-KEPT = _rule("kept", "no record: what an operator knows from before, and keeps for the next run")
-QUARANTINED = _rule("quarantined", "it is no record, and is kept aside with its reason")
+CHANGE = _rule("change", "a record of a table, which may correct previously joined rows")
+KEPT = _rule("kept", "not a new record: state of the operator from earlier runs, kept for the next run")
+QUARANTINED = _rule("quarantined", "not a valid record: the row is kept aside with the reason")
 
-# -- why a row is no record ----------------------------------------------------------------------
+# -- quarantine reasons: why a row is not a valid record -----------------------------------------
 
-UNREADABLE = _rule("unreadable", "the row cannot be read as the schema says")
-UNREADABLE_FILE = _rule("unreadable_file", "the file cannot be read as a whole")
-UNKNOWN_SCHEMA = _rule("unknown_schema", "the registry does not have the schema that the message names")
+UNREADABLE = _rule("unreadable", "the row does not match the schema")
+UNREADABLE_FILE = _rule("unreadable_file", "the whole file cannot be read")
+UNKNOWN_SCHEMA = _rule("unknown_schema", "the registry does not have the message's schema")
 NULL_KEY = _rule("null_key", "a column of the key is null")
-NULL_TIMESTAMP = _rule("null_timestamp", "the timestamp is null, or cannot be computed")
+NULL_TIMESTAMP = _rule("null_timestamp", "the timestamp is null or cannot be computed")
 FUTURE_TIMESTAMP = _rule(
-    "future_timestamp", "the timestamp is further than max_clock_skew ahead of the clock"
+    "future_timestamp", "the timestamp is more than max_clock_skew ahead of the clock"
 )
 IMPOSSIBLE_TIMESTAMP = _rule("impossible_timestamp", "the timestamp is outside the years 1 to 9999")
-NULL_RECORDED_AT = _rule("null_recorded_at", "the source does not tell when it has recorded the row")
+NULL_RECORDED_AT = _rule("null_recorded_at", "the source has no system time for the row")
 FUTURE_RECORDED_AT = _rule(
-    "future_recorded_at", "the time of record is further than max_clock_skew ahead of the clock"
+    "future_recorded_at", "the system time is more than max_clock_skew ahead of the clock"
 )
-NULL_PARTITION = _rule("null_partition", "partition_by gives null, or cannot be computed")
+NULL_PARTITION = _rule("null_partition", "partition_by is null or cannot be computed")
 NULL_TOMBSTONE = _rule("null_tombstone", "the tombstone condition cannot be computed")
-UNKNOWN_COLUMNS = _rule("unknown_columns", "only_columns does not tell which columns the record says")
-DUPLICATE_KEY = _rule("duplicate_key", "the key is there twice in a dump")
+UNKNOWN_COLUMNS = _rule(
+    "unknown_columns", "only_columns does not name the columns that the record provides"
+)
+DUPLICATE_KEY = _rule("duplicate_key", "the key occurs twice in a dump")
 
-# -- what decides in an operator -----------------------------------------------------------------
+# -- decisions of operators ----------------------------------------------------------------------
 
 OUT_OF_ORDER = _rule(
     "out_of_order",
-    "its timestamp is before that of its key's latest record: it is put in its place in the history "
-    "and triggers no result of a table-table join or an aggregate",
+    "its timestamp is before that of its key's latest record: the record is inserted at its place in "
+    "the history and triggers no result of a table-table join or an aggregate",
 )
 TRIGGERED = _rule(
     "triggered",
-    "the record that the result came with: a change of either side of a join of tables, or what "
-    "updated a group or a window",
+    "the record that produced the result: a change of either side of a table-table join, or an update "
+    "of a group or a window",
 )
-REPLACED = _rule("replaced", "a later record of the key and the same timestamp took its place")
+REPLACED = _rule("replaced", "a later record of the same key and timestamp replaced it")
 REPEATED = _rule(
     "repeated",
-    "it has the values of the version before it in the columns of new_version_on: it makes no version",
+    "its values equal those of the version before it in the columns of new_version_on: the record "
+    "makes no version",
 )
 AS_OF = _rule(
     "as_of",
@@ -119,37 +127,33 @@ AS_OF = _rule(
     "valid_to (exclusive)",
 )
 OTHER_TIME = _rule("other_time", "the version is valid at other times than the record's timestamp")
-RECORDED_SINCE = _rule("recorded_since", "it was recorded after the run had looked")
-LATEST = _rule("latest", "the row that the key has when it is looked at")
-NO_MATCH = _rule("no_match", "the other side has no row of the key then: nulls, or no result")
+RECORDED_SINCE = _rule("recorded_since", "the version was recorded after the run's lookup")
+LATEST = _rule("latest", "the row of the key at the time of the lookup")
+NO_MATCH = _rule("no_match", "the other side has no row of the key at that time: nulls, or no result")
 MATCHED = _rule(
     "matched",
     "two records of a key match: the right one is in the window before and after the left one",
 )
-TOO_OLD = _rule(
-    "too_old", "the version began longer before the record than max_age: as without a match"
-)
-DELETED = _rule("deleted", "the version that is valid then is a tombstone: as without a match")
-ENDED = _rule("ended", "the version had ended by then, by its valid_until: as without a match")
+TOO_OLD = _rule("too_old", "the version began more than max_age before the record: treated as no match")
+DELETED = _rule("deleted", "the version valid at that time is a tombstone: treated as no match")
+ENDED = _rule("ended", "the version had ended by its valid_until: treated as no match")
 HORIZON = _rule(
     "horizon",
-    "the record is older than stream time - history retention of the table: only the current version "
-    "may still answer",
+    "the record is older than the table's stream time - history retention: only the current version "
+    "can still match",
 )
 EXPIRED = _rule("expired", "the version ended at stream time - history retention or before")
 RELEASED = _rule(
     "released",
-    "it waited until stream time was its timestamp + grace period (of suppress: time limit) or later, "
-    "and went out",
+    "the record waited until stream time reached its timestamp + grace period (of suppress: + time "
+    "limit), and was emitted",
 )
 WINDOW_CLOSED = _rule(
     "window_closed",
     "stream time has passed the end of its window by the grace period",
 )
 SUPPRESSED = _rule("suppressed", "the update is held until a time limit, or until its window closes")
-CORRECTED = _rule(
-    "corrected", "what has been recorded since gives another answer than the one that was given then"
-)
+CORRECTED = _rule("corrected", "records that came later give another result than the one given before")
 
 _COUNTED = (
     *(APPLIED, CARRIED, LATE, LOST_TIE, COVERED, NOTHING_NEW, DROPPED, WAITING, QUARANTINED),
@@ -163,4 +167,4 @@ METRICS = {
     "expired_window_records_dropped": WINDOW_CLOSED,
     "suppression_emit": RELEASED,
 }
-"""The numbers of a materialization that count what a rule decided, by their names."""
+"""The metrics of a materialization that count a rule's decisions, by metric name."""
