@@ -450,7 +450,7 @@ def test_the_command(warehouse: Path) -> None:
             assert b"421" in opened.recv(100)
         taken = subprocess.run([*command, str(port)], capture_output=True, text=True, timeout=60)
         assert taken.returncode == 2
-        assert "expected a free port of this machine" in taken.stderr
+        assert "expected a free port on this machine" in taken.stderr
     finally:
         process.terminate()
         process.wait(20)

@@ -105,7 +105,7 @@ def test_run_says_what_came_out(
     ]
     assert lines[5].split() == ["order_id", "product", "ordered_at", "price", "priced_from"]
     assert len(lines) == 10
-    ask = shlex.split(lines[8].removeprefix("why the first is so: vt-dagster "))
+    ask = shlex.split(lines[8].removeprefix("explain the first row: vt-dagster "))
     why = CliRunner().invoke(app, ask)
     assert why.exit_code == 0, why.output
     assert "order_id=1 " in why.stdout
@@ -173,7 +173,7 @@ def test_its_commands_share_a_server(here: Path) -> None:
         assert "1 passed" in make("test")
         assert "failed" not in make("check")
     finally:
-        assert "ended the Spark server" in make("stop")
+        assert "stopped the Spark server" in make("stop")
 
 
 @pytest.mark.parametrize("flavour", [[], ["--yaml"]])
@@ -190,7 +190,7 @@ def test_nothing_is_left_of_the_template(here: Path, flavour: list[str]) -> None
 def test_no_name_of_a_package(here: Path, name: str) -> None:
     refused = init(name)
     assert isinstance(refused.exception, DefinitionsError)
-    assert f"got {name!r}: choose another one" in str(refused.exception)
+    assert f"got {name!r}: choose another name" in str(refused.exception)
     assert list(here.iterdir()) == []
 
 
@@ -198,7 +198,7 @@ def test_what_is_there_is_left_alone(here: Path) -> None:
     (here / "corner_shop").mkdir()
     refused = init("corner_shop")
     assert isinstance(refused.exception, DefinitionsError)
-    assert "got 'corner_shop', which is there already" in str(refused.exception)
+    assert "got 'corner_shop', which already exists" in str(refused.exception)
     assert list((here / "corner_shop").iterdir()) == []
 
 

@@ -77,7 +77,7 @@ def test_runs_use_it_while_it_is_there(
     market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"), record("b", "q1", "1 01:00"))
     market.land("sales", "1.jsonl", record("a", "s1", "1 03:00"), record("b", "s2", "1 06:00"))
     market.land("rates", "1.jsonl", record("a", "r1", "1 00:00"))
-    assert command(environment, "status") == (1, "there is no Spark server\n")
+    assert command(environment, "status") == (1, "no Spark server is running\n")
     said = run_on(environment, tmp_path, "server")
     assert "start it: vt-dagster spark start" in said
     assert not market.warehouse.exists()
@@ -86,7 +86,7 @@ def test_runs_use_it_while_it_is_there(
     code, started = command(environment, "start", *options)
     assert code == 0, started
     assert "the Spark server started" in started
-    assert "was there already" in command(environment, "start")[1]
+    assert "was already running" in command(environment, "start")[1]
     assert command(environment, "status")[0] == 0
     cache = tmp_path / "cache" / "vt_dagster" / "spark"
     assert cache.stat().st_mode & 0o777 == 0o700
@@ -107,7 +107,7 @@ def test_runs_use_it_while_it_is_there(
     assert "Expected a Spark session on sc://localhost" in said, "nobody without the token"
     assert "done" not in said
 
-    assert "ended the Spark server" in command(environment, "stop")[1]
+    assert "stopped the Spark server" in command(environment, "stop")[1]
     assert command(environment, "stop") == (0, "there was none\n")
     assert command(environment, "status")[0] == 1
 

@@ -1,4 +1,4 @@
-"""``vt-dagster``: look into tables, check them in CI, run the demo, compare with Kafka Streams."""
+"""``vt-dagster``: query tables, check them in CI, run the demo, compare with Kafka Streams."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ COMMANDS = {
     "spark": "vt_dagster.cli.spark",
     "what-if": "vt_dagster.cli.what_if",
 }
-"""Each command's module, which has a function, or a group of commands, of its name. It is imported when
-it is asked for: most need Spark's or Dagster's code, which takes seconds."""
+"""The module of each command: it has a function, or a group of commands, of the command's name. It is
+imported when the command is used, because most import Spark or Dagster, which takes seconds."""
 
 
 class _Commands(TyperGroup):
@@ -64,7 +64,7 @@ def _about() -> None:
 
 
 def main() -> None:
-    """Entry point: an error that we raise on purpose is a sentence, not a stack trace."""
+    """Entry point: prints a VtDagsterError as a sentence, without a stack trace."""
     try:
         app()
     except VtDagsterError as error:

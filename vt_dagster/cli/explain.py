@@ -1,4 +1,4 @@
-"""``vt-dagster explain``: why a row is as it is, without Spark."""
+"""``vt-dagster explain``: shows how a row was made, without Spark."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vt_dagster.provenance.explanation import Candidate, Explanation, Origin, Re
 from vt_dagster.rules import RULES
 
 _VALUES = 12
-"""So many values of a record are shown; --json has all."""
+"""The number of values shown per record; --json has all."""
 
 
 def explain(
-    table: Annotated[str, typer.Argument(help="The asset whose row it is.")],
+    table: Annotated[str, typer.Argument(help="The asset that has the row.")],
     key: Annotated[
         list[str] | None,
         typer.Option("--key", help="Value of the key; repeat it for a composite key."),
@@ -38,14 +38,14 @@ def explain(
     ] = None,
     as_known_at: Known = None,
     most: Annotated[
-        int, typer.Option(help="Name so many of the records that a row was made of, the newest.")
+        int, typer.Option(help="Number of input records of a row to show, the newest.")
     ] = MOST,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Tell why a row is as it is: what it was made of and by which rule, down to the sources.
+    """Explain a row: the records it was made from and the rules that decided, down to the sources.
 
-    Exits with 1 where there is no such row, and tells why.
+    Exits with 1 if there is no such row, and explains why.
     """
     found = explained(
         table,
@@ -90,10 +90,10 @@ def _lines(one: Explanation, indent: str = "") -> Iterator[str]:
     for row in one.rejected:
         yield f"{inner}quarantine: {row.source} {row.position}: {row.reason}: {row.raw}"
     if one.candidates:
-        yield f"{inner}of {one.candidates_in_all:,} others that it may have been made of:"
+        yield f"{inner}candidates, of {one.candidates_in_all:,} in all:"
         yield from (f"{inner}{_candidate(c)}" for c in one.candidates)
     if one.made_of:
-        yield f"{inner}made of {f'{one.made_of_in_all:,}, of which' if one.more else ''}".rstrip()
+        yield f"{inner}made from {f'{one.made_of_in_all:,}, of which' if one.more else ''}".rstrip()
         for part in one.made_of:
             yield from _lines(part, inner + "  ")
 

@@ -18,17 +18,17 @@ def explore(
         str,
         typer.Argument(help="Directory or URL of the tables.", envvar="VT_DAGSTER_WAREHOUSE"),
     ] = "data/warehouse",
-    port: Annotated[int, typer.Option(help="Of this machine alone; 0 = any that is free.")] = 3001,
+    port: Annotated[int, typer.Option(help="Port on localhost; 0 = any free port.")] = 3001,
 ) -> None:
-    """Open a local web page on a warehouse: tables, a key's history, explanations, lateness. It only
-    reads, and answers this machine alone."""
+    """Serve a local web page on a warehouse: tables, a key's history, explanations, lateness. It is
+    read-only and listens on localhost only."""
     try:
-        # Not with the others: an extra, and seconds to import.
+        # Imported here: an optional extra that takes seconds to import.
         application: Any = import_module("vt_dagster.explore.app").application
         uvicorn: Any = import_module("uvicorn")
     except ModuleNotFoundError as error:
         raise DefinitionsError(
-            f"expected the packages of the extra 'explore', found no {error.name}: install "
+            f"expected the packages of the extra 'explore', got no {error.name}: install "
             "vt-dagster[explore]"
         ) from None
     pages = application(warehouse)
@@ -39,8 +39,8 @@ def explore(
             place.listen()
         except (OSError, OverflowError) as error:
             raise DefinitionsError(
-                f"expected a free port of this machine, got {port}: {error}; name another: --port"
+                f"expected a free port on this machine, got {port}: {error}; set another --port"
             ) from None
-        typer.echo(f"http://{HOST}:{place.getsockname()[1]} shows {warehouse}; Ctrl+C ends it")
+        typer.echo(f"http://{HOST}:{place.getsockname()[1]} shows {warehouse}; stop it with Ctrl+C")
         server = uvicorn.Server(uvicorn.Config(pages, log_level="warning", server_header=False))
         server.run(sockets=[place])

@@ -1,4 +1,4 @@
-"""``vt-dagster lateness``: what another grace period, or history retention, would have cost."""
+"""``vt-dagster lateness``: the cost of other grace periods or history retentions."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _RESULTS = {"grace_period": "wrong", "grace": "lack records"}
 def lateness(
     table: Annotated[str, typer.Argument(help="A join, an aggregate by windows, or a table.")],
     grace: Annotated[
-        str, typer.Option(help="Lengths of time, like 0s,1m,10m,1h; of a table history retentions.")
+        str, typer.Option(help="Grace periods, like 0s,1m,10m,1h; for a table: history retentions.")
     ] = "",
     at_most: Annotated[
         str | None,
-        typer.Option(help="A percentage of results that may be wrong: suggest the shortest length."),
+        typer.Option(help="Allowed percentage of wrong results: suggest the shortest length."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Write a picture, an SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Write a picture to an SVG file.")] = None,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Tell what other grace periods, or history retentions, would have cost, by what was recorded.
+    """Compute the wrong results that other grace periods or history retentions would have given.
 
-    With --at-most, exits with 1 where the length that the last run went by has more wrong results, or
-    where no length has so few.
+    With --at-most, exits with 1 if the length of the last run has more wrong results, or if every
+    length has more.
     """
     lengths = [one.strip() for one in grace.split(",") if one.strip()]
     found = told(table, grace=lengths, at_most=at_most, warehouse=warehouse)
@@ -56,7 +56,7 @@ def _tell(found: Lateness) -> None:
     what = found.what.replace("_", " ")
     several = found.what == "grace_period"
     wrong = _RESULTS.get(found.what, "refused")
-    table = TextTable(title=Text(f"{found.asset} ({found.operator}): what its {what} costs"))
+    table = TextTable(title=Text(f"{found.asset} ({found.operator}): the cost of its {what}"))
     names = [what, "of", wrong, "share"]
     names += ["late", "wait: mean", "most", "now", "later: p50", "p99"] if several else []
     names += ["late records", "updates dropped"] if found.what == "grace" else []
@@ -84,7 +84,7 @@ def _cells(found: Lateness, one: Choice) -> list[str]:
 
 
 def _short(length: timedelta) -> str:
-    """A length as ``--grace`` takes it, to the second where it is not shorter."""
+    """Returns a length as ``--grace`` accepts it, rounded to seconds unless it is shorter than one."""
     rest, told = round(length.total_seconds()), ""
     if not rest:
         return spoken(length) if length else "0s"
@@ -98,7 +98,9 @@ def _lines(found: Lateness) -> list[str]:
     lines: list[str] = []
     expired = max((one.expired or 0 for one in found.choices), default=0)
     if expired:
-        lines.append(f"up to {expired:,} are wrong since the table had forgotten their version")
+        lines.append(
+            f"up to {expired:,} are wrong because their version was past the table's history retention"
+        )
     if any(one.declared for one in found.choices):
         lines.append("* declared")
     if found.at_most is not None and found.suggested is not None:

@@ -34,7 +34,7 @@ Key = Annotated[
 ]
 Known = Annotated[
     str | None,
-    typer.Option("--as-known-at", help="A time likewise: by what was recorded up to it (inclusive)."),
+    typer.Option("--as-known-at", help="A time: use only records committed up to it (inclusive)."),
 ]
 
 
@@ -45,12 +45,12 @@ def get(
         str | None, typer.Option(help="A time like 2013-07-01T12:00:00Z (inclusive); UTC.")
     ] = None,
     partial: Annotated[
-        bool, typer.Option(help="Of a time before the history: the row, where it is still there.")
+        bool, typer.Option(help="For a time before the history: the row, if it still exists.")
     ] = False,
     as_known_at: Known = None,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Print the row of a key: the current one, or the one as of a time; by what was known then."""
+    """Print the row of a key: the current one, or the one as of a time, as known now or at a time."""
     rows = texts(_of_key(warehouse, table, key, None, as_of, partial, as_known_at).slice(0, 1))
     if not rows:
         when = f" as of {as_of}" if as_of else ""
@@ -65,7 +65,7 @@ def get(
 def history(
     table: str,
     key: Key,
-    limit: Annotated[int, typer.Option(help="The newest so many versions.")] = 50,
+    limit: Annotated[int, typer.Option(help="Number of versions, the newest.")] = 50,
     as_known_at: Known = None,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
@@ -76,7 +76,7 @@ def history(
         typer.echo(f"{table} has no version of {'/'.join(key)}", err=True)
         raise typer.Exit(1)
     ours = {IS_TOMBSTONE, OFFSET, PARTITION, RECORDED_AT, TIMESTAMP, VALID_FROM, VALID_TO}
-    # What is in a table is text, not markup, whatever brackets it has.
+    # Text, so that rich does not read brackets in a value as markup.
     text = TextTable(title=Text(f"{table} {'/'.join(key)}: valid from (inclusive) to (exclusive), UTC"))
     for column in ("valid from", "valid to", "value", "recorded at"):
         text.add_column(column)
@@ -86,7 +86,7 @@ def history(
             _text(row[VALID_FROM]),
             "now" if row[VALID_TO] is None else _text(row[VALID_TO]),
             "(deleted)" if row[IS_TOMBSTONE] else "  ".join(values),
-            _text(row.get(RECORDED_AT) or "before that was noted"),
+            _text(row.get(RECORDED_AT) or "not recorded"),
         )
         text.add_row(*map(Text, cells))
     Console().print(text)

@@ -1,7 +1,7 @@
-"""``vt-dagster run``: materialize assets in this process, and say in a few lines what came out.
+"""``vt-dagster run``: materializes assets in this process and prints a summary.
 
-The runs are in the Dagster instance of ``DAGSTER_HOME``, as those of ``dg launch`` are; what Dagster
-logs of them goes to that instance, and to the handlers of its ``dagster.yaml``.
+The runs are recorded in the Dagster instance of ``DAGSTER_HOME``, like those of ``dg launch``; their
+logs go to that instance and to the handlers of its ``dagster.yaml``.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _OURS = {
     *(CAUSE, IS_LATE, IS_LATEST, IS_TOMBSTONE, OFFSET, OLD, PARTITION, RECORDED_AT, REVISION),
     TIMESTAMP,
 }
-"""Columns that all logs have, or all of a kind: not shown."""
+"""The library's own columns: not shown."""
 _READ = 1_000_000
-"""A log of more rows is not read to show a few of them."""
+"""Logs of more rows are not read: showing new rows reads the whole log."""
 _WAREHOUSE = "data/warehouse"
-"""Where ``vt-dagster explain`` looks if nothing else is said."""
+"""The default warehouse of ``vt-dagster explain``."""
 
 Say = Callable[[str], None]
 
@@ -63,12 +63,12 @@ def run(
     selection: Selection = "*",
     file: DefinitionsFile = None,
     module: DefinitionsModule = None,
-    rows: Annotated[int, typer.Option(help="Show so many of the rows that came out.")] = 10,
+    rows: Annotated[int, typer.Option(help="Number of new rows to show.")] = 10,
 ) -> None:
-    """Materialize assets in this process; exit with 1 where one fails, or one of their checks.
+    """Materialize assets in this process; exit with 1 if an asset or one of its checks fails.
 
-    Shows the new rows of the assets that no other of them reads. Without --file and --module the code
-    locations of ./workspace.yaml are taken.
+    Shows the new rows of the assets that no other selected asset reads. Without --file and --module,
+    uses the code locations of ./workspace.yaml.
     """
     started, failed, found = time.monotonic(), False, False
     for defs in load_definitions(file, module):
@@ -84,7 +84,7 @@ def run(
         failed |= not _told(result, graph, keys, rows)
     if not found:
         raise DefinitionsError(
-            f"expected assets to materialize in the selection {selection!r}, found none; give the name "
+            f"expected assets to materialize in the selection {selection!r}, got none; give the name "
             'of an asset, "group:NAME", or "*" for all'
         )
     typer.echo(f"{'failed' if failed else 'done'} in {time.monotonic() - started:.0f} s")
@@ -97,30 +97,30 @@ def execute(
     say: Say,
     keys: Sequence[dg.AssetKey] | None = None,
 ) -> dg.ExecuteInProcessResult:
-    """Runs a job in this process, and says a line of each asset when it is done.
+    """Runs a job in this process and prints a line for each asset when it is done.
 
     Args:
-        keys: of the assets that are materialized; None = all of the job.
+        keys: the assets to materialize; None = all assets of the job.
     """
 
     @dg.success_hook
     def tell(context: dg.HookContext) -> None:
         for metadata in context.op_output_metadata.values():
-            if "records_in" in metadata:  # of a graph the last of its ops
+            if "records_in" in metadata:  # in a graph asset, only the last op has it
                 say(f"{metadata['dagster/table_name'].value}: {_counts(metadata)}")
 
     return execute_quietly(job.with_hooks({tell}), instance, keys)
 
 
 def _counts(metadata: Mapping[str, dg.MetadataValue[Any]]) -> str:
-    """What a run did with its records; of what did not happen nothing."""
+    """Returns the record counts of a run, without zeros other than records in and out."""
     numbers = {k: v.value for k, v in metadata.items() if k.startswith("records_")}
     told = {k: n for k, n in numbers.items() if n or k in ("records_in", "records_out")}
     return ", ".join(f"{n:,} {k.removeprefix('records_').replace('_', ' ')}" for k, n in told.items())
 
 
 def _told(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey], most: int) -> bool:
-    """Says what else came of a run; whether all went well."""
+    """Prints checks, errors and new rows of a run; returns whether all succeeded."""
     made = {e.asset_key for e in result.get_asset_materialization_events()}
     if result.success and (idle := sorted(k.to_user_string() for k in keys - made)):
         typer.echo(f"nothing new for {', '.join(idle)}")
@@ -141,10 +141,12 @@ def _told(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey],
 
 
 def _show(made: dg.AssetMaterialization, most: int) -> None:
-    """Some of the rows that a run wrote, and how to ask why one of them is as it is."""
+    """Prints some of the rows that a run wrote, and the command that explains the first."""
     name = made.asset_key.to_user_string()
     about: dict[str, Any] = {key: value.value for key, value in made.metadata.items()}
-    if about.get("log_rows", _READ + 1) > _READ:  # of somebody's own, or too many to look at
+    if (
+        about.get("log_rows", _READ + 1) > _READ
+    ):  # an asset of the user's own, or a log too large to read
         return
     warehouse = about["dagster/uri"].rpartition(f"/{name}/")[0]
     log = read(name, warehouse=warehouse, what="log")
@@ -161,7 +163,7 @@ def _show(made: dg.AssetMaterialization, most: int) -> None:
     Console().print(table)
     place = f"{new[PARTITION][0].as_py()}:{new[OFFSET][0].as_py()}"
     there = "" if Path(_WAREHOUSE).absolute() == Path(warehouse) else f" --warehouse {warehouse}"
-    typer.echo(f"why the first is so: vt-dagster explain {name} --offset {place}{there}")
+    typer.echo(f"explain the first row: vt-dagster explain {name} --offset {place}{there}")
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""``vt-dagster spark``: a Spark server of this machine, for runs that start often."""
+"""``vt-dagster spark``: a Spark server on this machine, for frequent runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vt_dagster.spark import server
 from vt_dagster.spark.session import FEW_QUERIES
 
 spark = typer.Typer(
-    help="A Spark server of this machine: runs connect to it and start no JVM of their own.",
+    help="A Spark server on this machine: runs connect to it instead of starting their own JVM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -21,18 +21,18 @@ spark = typer.Typer(
 
 @spark.command()
 def start(
-    master: Annotated[str, typer.Option(help="The Spark master that it computes on.")] = "local[*]",
+    master: Annotated[str, typer.Option(help="The Spark master of the server.")] = "local[*]",
     conf: Annotated[
         list[str] | None, typer.Option(help="A Spark setting, name=value; repeat it for more.")
     ] = None,
     few_rows: Annotated[
         bool,
         typer.Option(
-            "--few-rows", help="Sooner warm, and slower with runs of more than a million records."
+            "--few-rows", help="Warms up faster; slower for runs of more than a million records."
         ),
     ] = False,
 ) -> None:
-    """Start it, if it is not there; runs use it where VT_DAGSTER_SPARK=server is set."""
+    """Start the server if it is not running; runs use it if VT_DAGSTER_SPARK=server is set."""
     settings = dict(FEW_QUERIES if few_rows else {})
     for given in conf or ():
         name, equals, value = given.partition("=")
@@ -40,24 +40,28 @@ def start(
             raise SparkUnavailableError(f"Expected --conf name=value, got {given!r}.")
         settings[name] = value
     there = server.running()
-    _tell(there or server.start(master, settings), "was there already" if there else "started")
+    _tell(there or server.start(master, settings), "was already running" if there else "started")
 
 
 @spark.command()
 def status() -> None:
-    """Say whether it is there; the exit code is 1 where it is not."""
+    """Show whether the server is running; exits with 1 if it is not."""
     found = server.running()
     if found is None:
-        typer.echo("there is no Spark server")
+        typer.echo("no Spark server is running")
         raise typer.Exit(1)
-    _tell(found, "is there")
+    _tell(found, "is running")
 
 
 @spark.command()
 def stop() -> None:
-    """End it, and what is at work on it."""
+    """Stop the server and all work that runs on it."""
     found = server.stop()
-    typer.echo("there was none" if found is None else f"ended the Spark server, process {found.pid}")
+    typer.echo(
+        "no Spark server was running"
+        if found is None
+        else f"stopped the Spark server, process {found.pid}"
+    )
 
 
 def _tell(found: server.Server, what: str) -> None:
@@ -67,5 +71,5 @@ def _tell(found: server.Server, what: str) -> None:
     )
     if os.environ.get(server.NAMED) != server.SERVER:
         typer.echo(
-            f"use it: {server.NAMED}={server.SERVER}, or SparkResource(remote={server.SERVER!r})"
+            f"to use it, set {server.NAMED}={server.SERVER}, or SparkResource(remote={server.SERVER!r})"
         )

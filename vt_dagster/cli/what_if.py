@@ -1,4 +1,4 @@
-"""``vt-dagster what-if``: what would change, were an asset declared otherwise."""
+"""``vt-dagster what-if``: what would change with another declaration of an asset."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from vt_dagster.topology.node_settings import with_settings
 def what_if(
     asset: Annotated[str, typer.Argument(help="The live asset.")],
     module: Annotated[
-        str, typer.Option(help="The module that has it, as it would be declared, as a variable.")
+        str, typer.Option(help="The module with the asset's trial declaration as a variable.")
     ],
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Another setting, like grace_period=2h; repeat it for more."),
     ] = None,
     also: Annotated[
-        list[str] | None, typer.Option(help="An input that is made anew as well; repeat it.")
+        list[str] | None, typer.Option(help="An input to recompute as well; repeat it for more.")
     ] = None,
     against_replay: Annotated[
         bool,
         typer.Option(
             "--against-replay",
-            help="Compare with a replay of the module's asset without --set, not with what is live.",
+            help="Compare with a replay without --set, not with the live table.",
         ),
     ] = False,
     budget: Annotated[
-        str | None, typer.Option(help="Exit with 1 where more rows differ, like 0.1%.")
+        str | None, typer.Option(help="Exit with 1 if more rows differ, like 0.1%.")
     ] = None,
     scratch: Annotated[
-        str | None, typer.Option(help="Where it is made, a directory or URL; else in the warehouse.")
+        str | None,
+        typer.Option(help="Directory or URL of the trial tables; default: in the warehouse."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Make an asset anew in a scratch place as it would be declared, and tell what would change."""
+    """Recompute an asset in a scratch place with another declaration, and show what would change."""
     node, allowed = node_of(module, asset), parse_share(budget)
     if against_replay and not settings:
         raise DefinitionsError(
-            "expected --set with --against-replay: the asset of the module without it is what is "
-            "compared with; leave it out to compare with what is live"
+            "--against-replay needs --set: it compares with a replay without --set; drop "
+            "--against-replay to compare with the live table"
         )
-    # Whoever ends it lets it clean up.
+    # SIGTERM becomes an exception, so that the scratch tables are removed.
     signal.signal(signal.SIGTERM, lambda *_: _leave())
     found = trial.what_if(
         warehouse,
@@ -86,7 +87,7 @@ def _setting(given: str) -> tuple[str, str]:
 
 
 def _lines(found: trial.Changes) -> Iterator[str]:
-    yield f"made anew: {', '.join(found.remade)}"
+    yield f"recomputed: {', '.join(found.remade)}"
     yield f"{found.asset}: {found.rows_before:,} rows before, {found.rows_after:,} after"
     yield (
         f"{found.changed:,} rows change, {found.added:,} are added, {found.removed:,} removed "
@@ -100,8 +101,8 @@ def _lines(found: trial.Changes) -> Iterator[str]:
             yield f"sum of {column}: {_number(before)} before, {_number(after)} after"
     for one in found.examples:
         yield f"  {one.key}"
-        yield f"    - {one.before or 'not there'}"
-        yield f"    + {one.after or 'not there'}"
+        yield f"    - {one.before or 'no row'}"
+        yield f"    + {one.after or 'no row'}"
 
 
 def _number(value: float | None) -> str:
