@@ -1,7 +1,7 @@
-"""``vt-dagster check``: asset checks in CI, without a daemon, as a table and as JUnit XML.
+"""``vt-dagster check``: runs asset checks in CI without a daemon; reports a table and JUnit XML.
 
-The checks are those of the code location, one's own among them; they look at what is committed and
-materialize nothing. With ``DAGSTER_HOME`` set, their results are also in the UI.
+Runs all checks of the code location, the user's own too, on committed data; materializes nothing. With
+``DAGSTER_HOME`` set, the results are also in the UI.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _WORKSPACE = "workspace.yaml"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What became of one asset check.
+    """The result of one asset check.
 
-    ``failed`` and ``broken`` (it raised, or did not run) stop a CI; ``warned`` failed with severity
-    WARN and does not.
+    ``failed`` and ``broken`` (the check raised, or did not run) fail a CI job; ``warned`` (failed with
+    severity WARN) does not.
     """
 
     asset: str
@@ -51,7 +51,7 @@ class CheckResult:
 
     @property
     def stops(self) -> bool:
-        """Whether a CI must not go on."""
+        """Whether the result fails a CI job."""
         return self.verdict in ("failed", "broken")
 
 
@@ -73,9 +73,9 @@ def check(
     module: DefinitionsModule = None,
     junit: Annotated[Path | None, typer.Option(help="Write the results as JUnit XML.")] = None,
 ) -> None:
-    """Run asset checks and exit with 1 where one fails with severity ERROR.
+    """Run asset checks and exit with 1 if one fails with severity ERROR.
 
-    Without --file and --module the code locations of ./workspace.yaml are taken.
+    Without --file and --module, uses the code locations of ./workspace.yaml.
     """
     started = time.monotonic()
     results = [
@@ -97,10 +97,11 @@ def check(
 
 
 def load_definitions(file: Path | None, module: str | None) -> list[dg.Definitions]:
-    """The Definitions of a file, of a module, or of each code location of ``./workspace.yaml``.
+    """Returns the Definitions of a file, of a module, or of each code location of ``./workspace.yaml``.
 
     Raises:
-        DefinitionsError: there are none, or not exactly one in a module.
+        DefinitionsError: a file, module or workspace is missing, or does not have exactly one
+            Definitions object.
     """
     sys.path.insert(0, str(Path.cwd()))
     if file is not None:
@@ -124,8 +125,8 @@ def _of_location(location: dict[str, Any]) -> dg.Definitions:
     if kind == "python_file":
         return _of_file(Path(about if isinstance(about, str) else about["relative_path"]))
     raise DefinitionsError(
-        f"expected python_module or python_file in {_WORKSPACE}, got {kind!r}; name the Definitions by "
-        "--file or --module instead"
+        f"expected python_module or python_file in {_WORKSPACE}, got {kind!r}; name the Definitions "
+        "with --file or --module instead"
     )
 
 
@@ -143,7 +144,7 @@ def _of_module(name: str) -> dg.Definitions:
     if importlib.util.find_spec(name.split(".")[0]) is None:
         raise DefinitionsError(
             f"expected a module {name!r}, found none; correct the name, or run this in the directory "
-            "that it is in"
+            "that contains it"
         )
     return _definitions_in(importlib.import_module(name), name)
 
@@ -154,7 +155,7 @@ def _definitions_in(module: Any, where: str) -> dg.Definitions:
     if len(found) != 1:
         raise DefinitionsError(
             f"expected one Definitions object in {where}, found {len(found)}; put one there, for "
-            "example defs = build_definitions(...), and merge several by dagster.Definitions.merge"
+            "example defs = build_definitions(...), and merge several with dagster.Definitions.merge"
         )
     one: dg.Definitions | Callable[[], dg.Definitions] = found[0]
     return one if isinstance(one, dg.Definitions) else one()
@@ -164,12 +165,12 @@ def _definitions_in(module: Any, where: str) -> dg.Definitions:
 
 
 def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
-    """Runs the checks of the selected assets in this process, by asset and in order of their names.
+    """Runs the checks of the selected assets in this process, ordered by asset and name.
 
-    Results are recorded in the Dagster instance of ``DAGSTER_HOME`` where that is set.
+    Results are recorded in the Dagster instance of ``DAGSTER_HOME`` if that is set.
 
     Raises:
-        DefinitionsError: the selection is none.
+        DefinitionsError: the selection is invalid.
     """
     graph = defs.resolve_asset_graph()
     assets = selected(graph, selection)
@@ -195,10 +196,10 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
 def execute_quietly(
     job: dg.JobDefinition, instance: dg.DagsterInstance, keys: Sequence[dg.AssetKey] | None = None
 ) -> dg.ExecuteInProcessResult:
-    """Runs a job in this process; who asks for it tells its errors, and Dagster's console nothing.
+    """Runs a job in this process without Dagster's console log; the caller reports its errors.
 
     Args:
-        keys: of the assets that are materialized; None = all of the job.
+        keys: the assets to materialize; None = all assets of the job.
     """
     quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
     config = quiet if "console" in job.loggers else {}  # Definitions may have other loggers
@@ -208,10 +209,10 @@ def execute_quietly(
 
 
 def selected(graph: Any, selection: str) -> set[dg.AssetKey]:
-    """The assets of a selection as Dagster writes it.
+    """Returns the assets of a selection in Dagster's syntax.
 
     Raises:
-        DefinitionsError: the selection is none.
+        DefinitionsError: the selection is invalid.
     """
     try:
         with warnings.catch_warnings():
@@ -219,16 +220,16 @@ def selected(graph: Any, selection: str) -> set[dg.AssetKey]:
             return set(dg.AssetSelection.from_string(selection).resolve(graph))
     except dg.DagsterError:
         raise DefinitionsError(
-            f"expected a selection of assets as Dagster writes it, got {selection!r}; choose from "
+            f"expected a selection of assets in Dagster's syntax, got {selection!r}; choose from "
             f"{sorted(key.to_user_string() for key in graph.get_all_asset_keys())}"
         ) from None
 
 
 @contextmanager
 def instance_of() -> Iterator[dg.DagsterInstance]:
-    """The Dagster instance of ``DAGSTER_HOME``; one that is forgotten where that is not set."""
+    """Yields the Dagster instance of ``DAGSTER_HOME``; an ephemeral one if that is not set."""
     with warnings.catch_warnings():
-        # Of handlers in a dagster.yaml, which Dagster calls beta with each run.
+        # With handlers in dagster.yaml, Dagster warns in each run that they are beta.
         warnings.filterwarnings("ignore", "Handling yaml-defined logging configuration")
         set_up = os.environ.get("DAGSTER_HOME")
         with dg.DagsterInstance.get() if set_up else dg.DagsterInstance.ephemeral() as instance:
@@ -258,7 +259,7 @@ def _result(
 
 
 def errors_of(result: dg.ExecuteInProcessResult) -> Iterator[tuple[str, str]]:
-    """Of each step that failed its name and, in a line, the error at the root."""
+    """Yields the name of each failed step and its root error, on one line."""
     for event in result.all_events:
         if event.is_step_failure and event.step_failure_data.error is not None:
             error = event.step_failure_data.error

@@ -30,13 +30,13 @@ from vt_dagster.topology.model import Stream, topological
 def demo(
     kafka: Annotated[
         bool,
-        typer.Option("--kafka", help="Through topics of a Kafka broker, which it starts and ends."),
+        typer.Option("--kafka", help="Read from topics of a Kafka broker, which it starts and stops."),
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="A whole year, and all 18 assets of the example.")
     ] = False,
 ) -> None:
-    """Run the worked example of a checkout: flights of a winter with the weather as of departure."""
+    """Run the worked example of a checkout: a winter's flights with the weather as of departure."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         if kafka:
@@ -60,17 +60,19 @@ def replay(
         str, typer.Option(help="The module that has the asset's stream or table as a variable.")
     ],
     start_time: Annotated[
-        str | None, typer.Option("--from", help="Of a topic: begin at a time (inclusive); UTC.")
+        str | None, typer.Option("--from", help="For a topic: start at a time (inclusive); UTC.")
     ] = None,
     start_offsets: Annotated[
-        str | None, typer.Option("--from-offsets", help='Of topics: {"topic": {"0": 100}}.')
+        str | None,
+        typer.Option("--from-offsets", help='For topics: start offsets, {"topic": {"0": 100}}.'),
     ] = None,
     recorded_now: Annotated[
-        bool, typer.Option("--recorded-now", help="In few runs, and what they take is recorded now.")
+        bool,
+        typer.Option("--recorded-now", help="Use few runs; the records get the current system time."),
     ] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Make an asset anew beside the live one, as far as that has come; then compare and swap."""
+    """Recompute an asset beside the live one, up to its position; then compare and swap."""
     node = node_of(module, asset)
     start: Any = None if start_offsets is None else as_offsets(start_offsets)
     if start_time is not None:
@@ -83,7 +85,7 @@ def replay(
 
 
 def compare(one: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
-    """Tell what two assets hold that is not the same; exits with 1 where they differ."""
+    """Show the rows that differ between two assets; exits with 1 if they differ."""
     spark = build_session("vt-dagster")
     stores = [AssetStore.open(warehouse, name, spark) for name in (one, other)]
     found = replays.compare(*stores)
@@ -95,63 +97,61 @@ def compare(one: str, other: str, warehouse: Warehouse = "data/warehouse") -> No
 
 
 def swap(live: str, other: str, warehouse: Warehouse = "data/warehouse") -> None:
-    """Give two assets each other's name, while nothing runs: a replay becomes the live one."""
+    """Swap the names of two assets while nothing runs, so that a replay becomes the live asset."""
     replays.swap(warehouse, live, other)
-    typer.echo(f"{live} is what {other} was, and {other} is what {live} was")
+    typer.echo(f"swapped: {live} now has the tables that {other} had, and {other} those of {live}")
 
 
 def restate(
-    asset: Annotated[str, typer.Argument(help="The asset whose results are made anew.")],
+    asset: Annotated[str, typer.Argument(help="The asset to recompute.")],
     start: Annotated[
-        str, typer.Option("--from", help="From which time on (inclusive); without an offset UTC.")
+        str, typer.Option("--from", help="Start time (inclusive); UTC if it has no offset.")
     ],
     module: Annotated[
         str,
-        typer.Option(help="The module that has it, and all that consumes it, as variables."),
+        typer.Option(help="The module with the asset and all its consumers as variables."),
     ],
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Make an asset's results from a time on anew, in place, and those of all that consumes it, while
-    nothing runs; what was interrupted goes on."""
+    """Recompute an asset and all its consumers in place, from a time on, while nothing runs; resumes
+    an interrupted restatement."""
     node, known = node_of(module, asset), _nodes(module)
     spark = build_session("vt-dagster")
     done = restatement.restate(warehouse, node, start, spark, [*known.values()], tell=typer.echo)
-    typer.echo(f"made anew: {', '.join(done) or 'nothing'}")
+    typer.echo(f"recomputed: {', '.join(done) or 'nothing'}")
 
 
 def rebuild(asset: str, warehouse: Warehouse = "data/warehouse") -> None:
-    """Make a table's view anew from its log: where files of it are lost, damaged or somebody's else."""
+    """Rebuild a table's view from its log, after its files were lost, damaged or overwritten."""
     AssetStore.open(warehouse, asset, build_session("vt-dagster"), typer.echo).rebuild_view()
 
 
 def erase(
-    asset: Annotated[str, typer.Argument(help="The asset whose key it is.")],
+    asset: Annotated[str, typer.Argument(help="The asset that has the key.")],
     reason: Annotated[
-        str, typer.Option(help="Goes into the certificate: do not write the key into it.")
+        str, typer.Option(help="Written into the certificate: do not include the key.")
     ] = "",
     key: Annotated[
         list[str] | None,
         typer.Option("--key", help="Value of the key; repeat it for a composite key."),
     ] = None,
     where: Annotated[
-        str | None, typer.Option(help="A SQL condition over the key columns, of many keys.")
+        str | None, typer.Option(help="A SQL condition on the key columns, to erase many keys.")
     ] = None,
     module: Annotated[
         str | None,
-        typer.Option(
-            help="The module that has it, and all that consumes it, and exports as variables."
-        ),
+        typer.Option(help="The module with the asset, all its consumers and exports as variables."),
     ] = None,
     export: Annotated[
-        list[str] | None, typer.Option("--export", help="The directory of a further export; repeat it.")
+        list[str] | None, typer.Option("--export", help="The directory of another export; repeat it.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Tell what would be erased, and change nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be erased, and change nothing.")
     ] = False,
     warehouse: Warehouse = "data/warehouse",
 ) -> None:
-    """Remove a key from an asset, from what is derived from it under that key, and from exports, while
-    nothing runs; writes a certificate. What was interrupted goes on."""
+    """Erase a key from an asset, from everything derived from it under that key, and from exports,
+    while nothing runs; writes a certificate. Resumes an interrupted erase."""
     spark = build_session("vt-dagster")
     if module is None:
         node, known, found = AssetStore.open(warehouse, asset, spark).node, [], []
@@ -180,7 +180,7 @@ def erase(
 
 
 def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
-    """The runs of Dagster whose events have a key; None where no Dagster is told of."""
+    """Returns the Dagster runs whose events contain a key; None if DAGSTER_HOME is not set."""
     if not os.environ.get("DAGSTER_HOME"):
         return None
     with dg.DagsterInstance.get() as instance:
@@ -188,7 +188,7 @@ def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
 
 
 def _exports(module: str, asset: str) -> list[str]:
-    """Where a module's exports of an asset, and of what is made of it, have been written to."""
+    """Returns the existing paths of a module's exports of an asset and of assets derived from it."""
     nodes = _nodes(module)
     made = [nodes[asset]]
     for node in topological([*nodes.values()]):
@@ -205,10 +205,10 @@ def _exports(module: str, asset: str) -> list[str]:
 
 
 def node_of(module: str, name: str) -> Stream:
-    """The stream or table of a name among a module's variables.
+    """Returns the stream or table of a name among a module's variables.
 
     Raises:
-        TopologyError: there is none.
+        TopologyError: the module has none of that name.
     """
     found = _nodes(module)
     if name not in found:
