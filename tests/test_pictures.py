@@ -139,7 +139,7 @@ def test_lines() -> None:
     )
     limits = {"grace period": timedelta(hours=6)}
     assert lateness_text([0, 0, 70], limits, 3) == (
-        "behind stream time came of 3 records: 0: 2, < 10m: 1; grace period 6 hours"
+        "lateness of 3 records behind stream time: 0: 2, < 10m: 1; grace period 6 hours"
     )
 
 
@@ -157,7 +157,9 @@ def test_of_many_files_and_records(
     line = drawn(said["timeline"])
     assert any("dots: 30 of 240 records of this run" in text for text in texts(line))
     assert "30 of 240 records of this run." in said["at_a_glance_timeline"]
-    assert said["at_a_glance_lateness"].startswith("behind stream time came of 80 of 240 records: 0: ")
+    assert said["at_a_glance_lateness"].startswith(
+        "lateness of 80 of 240 records behind stream time: 0: "
+    )
     # Of a crowd evenly some: from the first day to the last.
     places = [float(c.attrib["cx"]) for c in parts(line, "circle")]
     assert len(places) == 30

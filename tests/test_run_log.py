@@ -49,7 +49,7 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
         "prices: decided: 3 in, 1 applied, 1 late, 1 quarantined",
         "prices: committed batch 3 (log version 2)",
         "prices: view at version 2, of batch 3",
-        f"WARNING prices: 1 bad record(s) went to quarantine; which, and why: {quarantine}, "
+        f"WARNING prices: 1 bad record(s) were quarantined; see them with their reasons in {quarantine}, "
         "where batch = 3",
     ]
     assert lines.pop("check_prices") == ["prices: 8 of 8 checks passed"]
@@ -96,7 +96,7 @@ def test_spark_is_told_once_and_where_its_pages_are(
     with dg.DagsterInstance.ephemeral() as instance:
         result = run([mine], tmp_path, instance=instance)
         said = [e.user_message for e in instance.all_logs(result.run_id) if not e.is_dagster_event]
-    where = f", its pages at {pages}" if pages else ""
+    where = f", UI at {pages}" if pages else ""
     assert [SECONDS.sub("", line) for line in said] == [
         f"Spark {pyspark.__version__} on local[2]{where}"
     ]

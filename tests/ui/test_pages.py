@@ -106,7 +106,9 @@ def test_what_a_run_did_is_seen_without_a_click(
     """On the pages of an asset the numbers, the lateness and the timeline; in the log of a run but the
     first two. Dagster keeps our order."""
     in_numbers = page.get_by_text(re.compile("^records: 24,969 in, .* stream time: 2013-02-28 "))
-    lateness = page.get_by_text(re.compile("^behind stream time came of .* grace period 6 hours$"))
+    lateness = page.get_by_text(
+        re.compile("^lateness of .* records behind stream time: .* grace period 6 hours$")
+    )
     legend = page.get_by_text(re.compile(r"\d+ of 24,9\d\d records of this run\. o: a record at its"))
     page.goto("/assets/flights_with_weather?view=events")
     for seen in (in_numbers, lateness, legend, page.locator("pre").filter(has_text="EWR")):

@@ -1,1 +1,1 @@
-"""What Dagster sees: assets, ops, types, checks, sensors, metadata."""
+"""The Dagster layer: assets, ops, types, checks, sensors, metadata."""

@@ -1,7 +1,8 @@
 """The asset of a stream or table: one op that pins, reads, operates and commits, a ``Run``.
 
-Where nothing is new, the op ends before it needs Spark, and leaves an observation: no materialization,
-so nothing downstream is asked for, and what is downstream in the same run looks for itself.
+Without new records, the op ends before it needs Spark and logs an observation instead of a
+materialization: downstream assets get no run request, and those in the same run check for new input
+themselves.
 """
 
 import time
@@ -34,11 +35,11 @@ from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream
 
 DATA_VERSION = "dagster/data_version"
-"""The tag of a materialization that has its data version."""
+"""The tag of a materialization that holds its data version."""
 _TRIES = 20
-"""So often a run of a partition commits anew after those of other partitions."""
+"""How often a run of a partition retries its commit after commits of other partitions."""
 _NO_EVENT = "__source_asset_observation__"
-"""Dagster's mark of what its own observations of sources return: their output is no materialization."""
+"""Dagster's metadata key for observations of sources: it records no materialization of such outputs."""
 
 
 def build_asset(
@@ -50,24 +51,24 @@ def build_asset(
     resource_prefix: str = PREFIX,
     **attributes: Unpack[SpecAttributes],
 ) -> dg.AssetsDefinition:
-    """The asset of a stream or table: one op that ends in one commit.
+    """Returns the asset of a stream or table: one op that ends in one commit.
 
-    Its value is nothing: what it stores is the *whole* table, of which a run added what its metadata
-    counts. Its data version says which log it is and how many records that has. A run with nothing new
-    starts no Spark and leaves no materialization, but an observation that says so.
+    The asset returns no value: it stores the *whole* table, and its metadata counts what a run added.
+    Its data version identifies the log and its number of records. A run without new records starts no
+    Spark and logs an observation, not a materialization.
 
     Args:
-        translator: gives the asset's spec; None = a :class:`TopologyTranslator`.
-        pool: a concurrency pool of Dagster's that its runs wait for.
-        retry_policy: when a failed step is tried again; what it had committed counts once.
-        resource_prefix: what the keys of its resources begin with: ``<prefix>_spark``, ``_warehouse``
-            and ``_tables``.
-        attributes: of the spec: ``tags``, ``owners``, ``kinds`` and ``metadata`` in addition,
-            ``description``, ``group_name``, ``code_version``, ``automation_condition`` and
-            ``freshness_policy`` instead.
+        translator: returns the asset's spec; None = a :class:`TopologyTranslator`.
+        pool: the Dagster concurrency pool of its runs.
+        retry_policy: when a failed step is retried; records that it committed count once.
+        resource_prefix: prefix of its resource keys: ``<prefix>_spark``, ``_warehouse`` and
+            ``_tables``.
+        attributes: added to the spec: ``tags``, ``owners``, ``kinds`` and ``metadata``; replaced in the
+            spec: ``description``, ``group_name``, ``code_version``, ``automation_condition`` and
+            ``freshness_policy``.
 
     Raises:
-        TopologyError: the node has neither a source nor an operator, or its spec another key.
+        TopologyError: the node has neither a source nor an operator, or its spec has another key.
     """
     about = asset_arguments(node, translator, attributes)
     about |= {"pool": pool, "retry_policy": retry_policy}
@@ -137,14 +138,14 @@ def _run(
 
 
 def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
-    """Tells what a run takes, or that nothing is new."""
+    """Logs the input of a run, or that there is none."""
     name = arrival.node.name
     if arrival.not_ready:
         tables, some = " and ".join(arrival.not_ready), f"{arrival.waiting:,} record(s)"
         said = (
-            f"holds {some} until {tables} is ready" if arrival.empty else f"goes on before {tables} is"
+            f"holds {some} until {tables} is ready" if arrival.empty else f"goes on though {tables} is"
         )
-        log.warning(f"{name}: {said}{'' if arrival.empty else ' ready, as it was told'}")
+        log.warning(f"{name}: {said}{'' if arrival.empty else ' not ready (accept_not_ready)'}")
     elif arrival.empty:
         log.info(f"{name}: nothing new since batch {arrival.before.batch}, so there is no commit")
     elif arrival.source is None:
@@ -161,7 +162,7 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
 def materialized(
     context: Any, store: AssetStore, arrival: Arrival, receipt: Receipt
 ) -> dg.MaterializeResult[Any]:
-    """What the op of an asset returns: what its run did, or that nothing is new."""
+    """Returns the result of an asset's op: the metadata of its run, or of an empty run."""
     node, head = store.node, store.head()
     key, last = dg.AssetKey(node.path), None if head is None else head.commit
     if receipt.commit is None and partitions_of(node) is not None:
@@ -181,14 +182,14 @@ def materialized(
     bad = commit.counts.get(Outcome.QUARANTINED, 0)
     if bad:
         context.log.warning(
-            f"{node.name}: {bad:,} bad record(s) went to quarantine; which, and why: "
+            f"{node.name}: {bad:,} bad record(s) were quarantined; see them with their reasons in "
             f"{store.quarantine_path}, where batch = {commit.batch}"
         )
     late = commit.counts.get(TOO_LATE, 0)
     if late:
         context.log.warning(
-            f"{node.name}: for {late:,} row(s) a record of the table came after corrected_for; which, "
-            f"and what record: {store.quarantine_path}, where batch = {commit.batch}"
+            f"{node.name}: {late:,} row(s) were not corrected, because a record of the table came "
+            f"after corrected_for; see both in {store.quarantine_path}, where batch = {commit.batch}"
         )
     if not arrival.empty:
         shown |= pictures(store, arrival, receipt, context.log)
@@ -197,13 +198,13 @@ def materialized(
 
 
 def data_version(commit: Commit) -> dg.DataVersion:
-    """Which log it is, and how many records that has: for who is downstream, all that can be news."""
+    """Returns the log's identity and number of records: it changes when consumers have input."""
     return dg.DataVersion(f"{commit.log[:8]}:{commit.total}")
 
 
 def needs_materialization(context: Any, key: dg.AssetKey, last: Commit) -> bool:
-    """Whether this instance has not heard of a commit: its run died before it could tell, or was none
-    of this instance."""
+    """Whether this Dagster instance lacks a commit's materialization: its run died before it reported
+    the commit, or belonged to another instance."""
     event = context.instance.get_latest_materialization_event(key)
     made = None if event is None else event.asset_materialization
     if made is not None:
@@ -213,14 +214,16 @@ def needs_materialization(context: Any, key: dg.AssetKey, last: Commit) -> bool:
         if same and told is not None and (told == last.batch or last.upkeep):
             return False
     name = key.to_user_string()
-    context.log.info(f"{name}: batch {last.batch} was committed, but not told to Dagster: it is now")
+    context.log.info(f"{name}: reports batch {last.batch}, committed but not yet reported to Dagster")
     return True
 
 
 def _of_partition(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.MaterializeResult[Any]:
-    """What the op of an asset with partitions returns where its run found nothing new: of one that
-    Dagster has not heard of, since it has no records, or its run died after its commit, that it is
-    done; else whoever waits for all partitions would wait for ever."""
+    """Returns the result of an asset with partitions whose run had no new records.
+
+    A partition without a materialization gets one (it has no records, or its run died after its
+    commit), because otherwise downstream assets that need all partitions would wait forever.
+    """
     told = [
         context.instance.fetch_materializations(
             dg.AssetRecordsFilter(key, asset_partitions=[one]), limit=1
@@ -236,7 +239,7 @@ def _of_partition(context: Any, key: dg.AssetKey, last: Commit | None) -> dg.Mat
 
 
 def _standing(last: Commit | None) -> dict[str, Any]:
-    """Where an asset stands."""
+    """Returns the batch and positions of an asset, as metadata."""
     if last is None or not last.batch:
         return {}
     return {"versions": {"batch": last.batch}, "positions": positions_of(last)}
@@ -245,11 +248,11 @@ def _standing(last: Commit | None) -> dict[str, Any]:
 def unchanged(
     context: Any, key: dg.AssetKey, last: Commit | None, arrival: Arrival | None = None
 ) -> dg.MaterializeResult[Any]:
-    """What the op of an asset returns where its run found nothing new, or held back what it found.
+    """Returns the result of an asset whose run had no new records, or held them back.
 
-    An output that is left out would skip all that is downstream, also what has news of another input;
-    one that is given is a materialization. With Dagster's mark it is neither. Should Dagster give that
-    up, it is a materialization again.
+    A missing output would skip all downstream assets, also those with new records of another input; a
+    normal output would be a materialization. Dagster's observation key avoids both. If Dagster drops
+    that key, the output is a materialization again.
     """
     said: dict[str, Any] = {"status": "nothing new: no commit", **_standing(last)}
     if arrival is not None and arrival.not_ready:

@@ -11,17 +11,17 @@ from vt_dagster.runs.audit import Finding, audit, checks_of
 from vt_dagster.topology.model import Stream
 
 _PLANNED = "PLANNED"
-_NOTHING = "nothing: the tables are what they were when it passed before"
+_NOTHING = "nothing: the tables have not changed since the check last passed"
 
 
 def build_checks(
     node: Stream, *, pool: str | None = None, resource_prefix: str = PREFIX
 ) -> dg.AssetChecksDefinition:
-    """The checks of an asset's committed tables.
+    """Returns the checks of an asset's committed tables.
 
-    They are blocking: where one fails, what is downstream in the same run is held. A failing check
-    does not undo the commit; the contract before it prevents one. In a run that has made nothing new,
-    checks that have passed on these versions of the tables do not look again.
+    They are blocking: if one fails, downstream assets in the same run do not start. A failing check
+    does not undo the commit; the contract, checked before the commit, can prevent it. In a run without
+    new records, checks that passed on these table versions are not run again.
     """
     key = dg.AssetKey(node.path)
     promises = {check.name: check.promise for check in checks_of(node)}
@@ -43,7 +43,7 @@ def build_checks(
         store = stores_for(context, resource_prefix)(node)
         versions = store.versions()
         if _passed_before(context, key, versions):
-            context.log.info(f"{node.name}: nothing new since its checks have passed")
+            context.log.info(f"{node.name}: nothing new since its checks passed")
             found = [Finding(name, 0, [], looked_at=_NOTHING) for name in promises if name in chosen]
         else:
             found = [one for one in audit(store, context.run.run_id) if one.name in chosen]
@@ -64,8 +64,8 @@ def build_checks(
 def _passed_before(
     context: dg.AssetCheckExecutionContext, key: dg.AssetKey, versions: Mapping[str, int]
 ) -> bool:
-    """Whether this run has found nothing new, and all chosen checks have passed already on these very
-    versions of the tables. Whoever asks for checks alone, without the asset, wants them again."""
+    """Whether this run had no new records, and all chosen checks have passed on these versions of the
+    tables. Without an observation of this run (checks alone were requested) the checks run again."""
     seen = context.instance.fetch_observations(key, limit=1).records
     if not seen or seen[0].run_id != context.run.run_id:
         return False
@@ -104,6 +104,6 @@ def _result(finding: Finding, key: dg.AssetKey, versions: Mapping[str, int]) -> 
 
 
 def _aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every row with every column, as Dagster's tables want it."""
+    """Returns the rows with all columns in each, as Dagster's tables require."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name, "") for name in names} for row in rows]

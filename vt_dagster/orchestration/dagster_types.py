@@ -1,4 +1,4 @@
-"""Dagster types of what passes between ops: Spark DataFrames with the columns that they must have."""
+"""Dagster types of values between ops: Spark DataFrames with their required columns."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _is_frame(value: Any) -> bool:
 
 
 RESULTS = (TIMESTAMP, PARTITION, IS_TOMBSTONE, ARRIVAL, OUTCOME)
-"""What rows on the way to the commit have besides the columns of their schema."""
+"""Columns that rows before the commit have in addition to their schema."""
 
 
 def misfit(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | None:
-    """What is wrong with a DataFrame on its way to the commit of a stream or table; None = nothing."""
+    """Returns the problems of a DataFrame before the commit of a stream or table; None = no problem."""
     if not _is_frame(value):
         return (
             f"expected a Spark DataFrame with {what} of {node.name!r}, got "
@@ -42,8 +42,8 @@ def misfit(node: Stream, what: str, more: tuple[str, ...], value: Any) -> str | 
     if not problems:
         return None
     return (
-        f"expected {what} of {node.name!r}: {'; '.join(problems)}; mend the op before, or the asset's "
-        "schema"
+        f"expected {what} of {node.name!r}: {'; '.join(problems)}; correct the op before, or the "
+        "asset's schema"
     )
 
 
@@ -65,30 +65,30 @@ def _frame_type(node: Stream, what: str, more: tuple[str, ...], meaning: str) ->
 
 @cache
 def records_type(node: Stream) -> dg.DagsterType:
-    """Records of a source as they were read: the node's columns, timestamp, order of arrival."""
-    return _frame_type(node, "records", RESULTS, "Records as they were read, not yet decided on.")
+    """Records of a source as read: the node's columns, timestamp, order of arrival."""
+    return _frame_type(node, "records", RESULTS, "Records as read, without an outcome.")
 
 
 @cache
 def considered_type(node: Stream) -> dg.DagsterType:
-    """A source's records with what becomes of them: applied, late, quarantined."""
-    return _frame_type(node, "considered", RESULTS, "Records with what becomes of them in this run.")
+    """A source's records with their outcomes: applied, late, quarantined."""
+    return _frame_type(node, "considered", RESULTS, "Records with their outcomes in this run.")
 
 
 @cache
 def log_type(node: Stream) -> dg.DagsterType:
-    """Log rows of a stream or table, as a run takes them."""
+    """Log rows of a stream or table that are the input of a run."""
     return _frame_type(node, "log", tuple(log_columns(node)), "Log rows that a run takes.")
 
 
 @cache
 def results_type(node: Stream) -> dg.DagsterType:
-    """The results of an operator's run, with what becomes of them, before the commit."""
+    """The results of an operator's run with their outcomes, before the commit."""
     frame = _frame_type(
         node,
         "results",
         RESULTS,
-        "An operator's results, and what it keeps for the next run.",
+        "An operator's results, and its state for the next run.",
     )
 
     def check(context: Any, value: Any) -> dg.TypeCheck:
@@ -109,6 +109,6 @@ def results_type(node: Stream) -> dg.DagsterType:
 ArrivalType = dg.DagsterType(
     lambda _, value: isinstance(value, Arrival),
     name="Arrival",
-    description="What one run takes: files or offset ranges, pinned when it starts.",
+    description="The input of one run: files or offset ranges, pinned when it starts.",
     typing_type=Arrival,
 )

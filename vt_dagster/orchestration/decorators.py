@@ -1,4 +1,4 @@
-"""Streams and tables of what a function returns."""
+"""Decorators that declare a stream or table of the DataFrames that a function returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_SOURCE = (
 
 
 class StreamAttributes(TypedDict, total=False):
-    """What a decorated stream is; see :class:`Stream`, and for the last six :func:`versioned_table`."""
+    """Options of a stream, see :class:`Stream`; for the last six see :func:`versioned_table`."""
 
     name: str
     key: Required[str | Sequence[str]]
@@ -53,7 +53,7 @@ class StreamAttributes(TypedDict, total=False):
 
 
 class TableAttributes(StreamAttributes, total=False):
-    """What a decorated table is, see :class:`Table`."""
+    """Options of a decorated table, see :class:`Table`."""
 
     freshness: Freshness
     broadcast: bool
@@ -62,7 +62,7 @@ class TableAttributes(StreamAttributes, total=False):
 
 
 class VersionedTableAttributes(StreamAttributes, total=False):
-    """What a decorated versioned table is, see :class:`VersionedTable`."""
+    """Options of a decorated versioned table, see :class:`VersionedTable`."""
 
     freshness: Freshness
     deleted_when: str | None
@@ -78,19 +78,19 @@ class VersionedTableAttributes(StreamAttributes, total=False):
 
 
 def stream(**about: Unpack[StreamAttributes]) -> Callable[[Callable[..., Any]], Stream]:
-    """A stream of what a function returns; see :func:`versioned_table`."""
+    """Declares a stream of the records that a function returns; see :func:`versioned_table`."""
     return _decorator(Stream, about)
 
 
 def table(**about: Unpack[TableAttributes]) -> Callable[[Callable[..., Any]], Table]:
-    """A table of what a function returns; see :func:`versioned_table`."""
+    """Declares a table of the records that a function returns; see :func:`versioned_table`."""
     return _decorator(Table, about)
 
 
 def versioned_table(
     **about: Unpack[VersionedTableAttributes],
 ) -> Callable[[Callable[..., Any]], VersionedTable]:
-    """A versioned table of what a function returns: its new records, as a DataFrame.
+    """Declares a versioned table of the new records that a function returns, as a DataFrame.
 
     .. code-block:: python
 
@@ -100,32 +100,32 @@ def versioned_table(
 
         defs = build_definitions(orders.left_join(rates, name="priced"))
 
-    The name is the table, a node of topologies as any other. The function's parameters are Dagster's:
-    a context, inputs by name (other assets, tables of this library too, as the DataFrame that the
-    parameter is annotated with), ``config``, resources. The Spark session of the table's own commits is
+    The decorated name is the table, a node like any other. The function's parameters are Dagster's: a
+    context, inputs by name (other assets, also tables of this library, as the annotated DataFrame
+    type), ``config``, resources. The Spark session of the table's own commits is
     ``context.resources.vt_dagster_spark.spark_session``.
 
-    It returns a DataFrame of pandas, Polars (lazy too), Arrow, DuckDB or Spark with the columns of the
-    schema; others are left out, and told. One without rows, or None, is nothing new. A row that does
-    not fit its types goes to quarantine; a column of another kind is refused. Naive times are UTC. A
-    DataFrame's records arrive by timestamp; those of one timestamp as they stand in it, in a Spark one,
-    which has no order, by key and content.
+    The function returns a DataFrame of pandas, Polars (lazy too), Arrow, DuckDB or Spark with the
+    columns of the schema; other columns are dropped, and logged. No rows, or None, means nothing new. A
+    row that does not fit the column types is quarantined; a column of another kind is an error. Naive
+    times are UTC. A DataFrame's records arrive by timestamp; those of one timestamp in row order, or
+    from Spark, which has no order, by key and content.
 
-    **What it returns counts once a run.** A step that is tried again, or a run that is made again after
-    it failed, does not call the function once its records are committed. With ``partitions_def`` it
-    counts once a partition: a run that makes a partition again calls the function; the same rows, in
-    any order, are nothing new, other rows are refused, unless the run has the tag
-    ``vt_dagster/take_again = true``: then they are new records. Runs of several partitions at once
-    commit one after the other, in any order.
+    **The result counts once per run.** A retried step, or a run that is retried after a failure, does
+    not call the function again once its records are committed. With ``partitions_def`` the result
+    counts once per partition: a rerun of a partition calls the function; the same rows, in any order,
+    are nothing new; other rows are an error, unless the run has the tag ``vt_dagster/take_again =
+    true``: then they are new records. Concurrent runs of several partitions commit one after the
+    other, in any order.
 
     Args:
-        about: what the table is, see :class:`VersionedTable`; its name and description are by default
+        about: the options of the table, see :class:`VersionedTable`; name and description default to
             the function's. ``ins`` (Dagster's ``AssetIn`` by parameter), ``deps``, ``partitions_def``,
-            ``required_resource_keys``: as of ``dagster.asset``. ``max_bad_share``, ``max_clock_skew``:
-            as of :class:`FilesSource`.
+            ``required_resource_keys``: as in ``dagster.asset``. ``max_bad_share``, ``max_clock_skew``:
+            as in :class:`FilesSource`.
 
     Raises:
-        TopologyError: the function is none that can give records, or what it is to be has no meaning.
+        TopologyError: the function cannot return records, or the declaration is invalid.
     """
     return _decorator(VersionedTable, about)
 

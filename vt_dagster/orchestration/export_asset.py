@@ -1,4 +1,4 @@
-"""The asset that writes a stream or table for other engines: a clean Delta table of its own."""
+"""The asset that writes a stream or table for other engines, as a plain Delta table."""
 
 import time
 from collections.abc import Sequence
@@ -33,29 +33,29 @@ def build_export(
     resource_prefix: str = PREFIX,
     **attributes: Unpack[SpecAttributes],
 ) -> dg.AssetsDefinition:
-    """An asset that writes a stream or table as a Delta table for other engines.
+    """Returns an asset that writes a stream or table as a Delta table for other engines.
 
-    It has no tombstones, nothing that has expired, and none of our columns but ``valid_from``
+    The table has no tombstones, no expired rows, and of the library's columns only ``valid_from``
     (inclusive) and ``valid_to`` (exclusive, null = current) of versions; neither deletion vectors nor
-    column mapping. One Delta commit a run: of a log the new rows are appended, a table is written as a
-    whole. A run with nothing new writes nothing and starts no Spark. What was made anew (replayed and
-    swapped) is written as a whole.
+    column mapping. Each run makes one Delta commit: it appends the new rows of a log, and overwrites a
+    table. A run without new records writes nothing and starts no Spark. After a replay and swap it
+    overwrites the whole table.
 
     Args:
-        what: ``current`` (default of tables: the row of every key), ``versions`` (of versioned
-            tables) or ``log`` (default of streams: every record; of a table every change).
-        to: the directory or URL of the table, outside of the warehouse; nobody else writes there, but
-            for OPTIMIZE and VACUUM.
+        what: ``current`` (default for tables: the row of every key), ``versions`` (for versioned
+            tables) or ``log`` (default for streams: every record; for a table every change).
+        to: the directory or URL of the table, outside of the warehouse; no other writer may use it,
+            except for OPTIMIZE and VACUUM.
         name: of the asset; None = ``<node>_export``. Its key has the node's prefix.
-        columns: instead of the schema's, in order; also ours, such as ``timestamp``.
-        with_columns: in addition. With ``is_tombstone`` among them deletions are there too.
-        catalog_table: ``schema.name`` under which Spark's catalog is to have it.
-        warehouse: where the node's tables are: a place within is then refused when definitions load,
+        columns: in order, instead of the schema's; also library columns such as ``timestamp``.
+        with_columns: additional columns. With ``is_tombstone``, deletions are included.
+        catalog_table: ``schema.name`` of the table in Spark's catalog.
+        warehouse: of the node's tables: a ``to`` inside of it is then an error when definitions load,
             else when the export runs.
-        pool, retry_policy, resource_prefix, attributes: as of :func:`build_asset`.
+        pool, retry_policy, resource_prefix, attributes: as in :func:`build_asset`.
 
     Raises:
-        TopologyError: the node has no such thing or columns, or ``to`` is within a warehouse.
+        TopologyError: the node does not have ``what`` or the columns, or ``to`` is within a warehouse.
     """
     export = export_of(
         node,
@@ -129,7 +129,7 @@ def _run(
     last = way.head()
     if last is None or not needs_materialization(context, key, last):
         return unchanged(context, key, last)
-    way.register()  # whoever died before telling may have died before this
+    way.register()  # a run that died before it reported may have died before this too
     return _materialized(export, last, started)
 
 

@@ -41,10 +41,11 @@ def build_publication(
     group: str | None = None,
     resource_prefix: str = PREFIX,
 ) -> dg.AssetsDefinition:
-    """An asset that publishes the log of a stream or table to a Kafka topic; see :class:`KafkaSink`.
+    """Returns an asset that publishes the log of a stream or table to a Kafka topic; see
+    :class:`KafkaSink`.
 
-    A run's config may say ``from_start: true``: the whole log is published again, where a run has found
-    that the log or the topic is another one than before.
+    With ``from_start: true`` in its config, a run publishes the whole log again. Use it after a run
+    failed because the log or the topic was replaced.
 
     Args:
         name: of the asset; None = ``<node>_to_kafka``.
@@ -80,17 +81,17 @@ def build_maintenance(
     running: bool = False,
     resource_prefix: str = PREFIX,
 ) -> dg.Definitions:
-    """A job, and its schedule, that keeps the tables of a whole warehouse in shape.
+    """Returns a job and its schedule that maintain all tables of a warehouse.
 
-    It compacts logs, and removes files and prepared results that no table has needed for a while. Of
-    the given streams and tables, and what they are made of, it cuts logs off as their
-    ``log_retention`` says, as far as no consumer needs them: give it all that consumes them.
+    The job compacts logs, and removes files and prepared results that no table has needed for a while.
+    It truncates the logs of the given streams and tables, and of their inputs, by their
+    ``log_retention``, but keeps what a consumer still needs: pass all consumers.
 
     Args:
-        nodes: the streams and tables whose logs may be cut off, with their consumers.
-        exports: the directories of exports of their logs, which then wait for these.
-        cron_schedule: when; 3 o'clock in the morning by default.
-        keep: how long files that are in no current table version stay: longer than any run takes.
+        nodes: the streams and tables whose logs may be truncated, with their consumers.
+        exports: directories of exports of these logs, which truncation waits for.
+        cron_schedule: default 03:00 every day.
+        keep: how long files outside of all current table versions are kept: longer than any run takes.
         running: whether the schedule is on from the start.
     """
     upkeep = ops.maintenance_op(keep, nodes, [*map(address, exports)], resource_prefix=resource_prefix)
@@ -98,7 +99,7 @@ def build_maintenance(
     @dg.job(
         name="maintenance",
         executor_def=dg.in_process_executor,
-        description="Compacts logs and removes files that nobody needs any more.",
+        description="Compacts logs and removes files that are no longer needed.",
     )
     def job() -> None:
         upkeep()
@@ -116,9 +117,9 @@ def build_resources(
     *,
     resource_prefix: str = PREFIX,
 ) -> dict[str, Any]:
-    """The resources that the ops, checks and sensors need, under the keys that they need them.
+    """Returns the resources of the ops, checks and sensors, by their keys.
 
-    The same arguments give the same objects, for Dagster merges no others under one key.
+    Equal arguments give identical objects, because Dagster merges only identical resources of one key.
     """
     if spark is not None:
         require_spark(spark)
@@ -153,26 +154,26 @@ def build_definitions(
     resource_prefix: str = PREFIX,
     **attributes: Unpack[SpecAttributes],
 ) -> dg.Definitions:
-    """Everything that Dagster needs for some streams and tables, and all that they are made of.
+    """Returns all Dagster definitions for some streams and tables and everything upstream of them.
 
-    Assets, blocking checks, a sensor (off) for each source of files or topics, and resources. Merge it
-    with definitions of your own by ``dg.Definitions.merge``: they say which executor runs all of them.
+    Assets, blocking checks, a sensor (off) for each source of files or topics, and resources. Merge
+    them with your own definitions by ``dg.Definitions.merge``: those set the executor.
 
     Args:
         spark: a :class:`SparkResource`, or a ``PySparkResource`` or ``LazyPySparkResource`` of
-            dagster-pyspark, whose session is used as it is; None = a :class:`SparkResource`.
-        graph_assets: assets of your own for some of the streams and tables, made of the ops of
-            ``vt_dagster.ops``; they take the place of what :func:`build_asset` makes.
-        translator: gives the specs of all other assets; None = a :class:`TopologyTranslator`.
-        pool: a concurrency pool of Dagster's for all assets and checks.
+            dagster-pyspark, whose session is used unchanged; None = a :class:`SparkResource`.
+        graph_assets: assets of your own for some of the streams and tables, built from the ops of
+            ``vt_dagster.ops``; they replace the assets of :func:`build_asset`.
+        translator: returns the specs of all other assets; None = a :class:`TopologyTranslator`.
+        pool: a Dagster concurrency pool for all assets and checks.
         retry_policy: of all assets.
-        resource_prefix: what the keys of the resources begin with; give another one for tables of a
-            second warehouse in the same code location.
+        resource_prefix: prefix of the resource keys; set another one for the tables of a second
+            warehouse in the same code location.
         attributes: of all specs, see :func:`build_asset`.
 
     Raises:
-        TopologyError: the topology has no meaning, or a graph asset is of none of its nodes; nothing
-            has been started.
+        TopologyError: the topology is invalid, or a graph asset belongs to none of its nodes; nothing
+            was started.
     """
     if not nodes:
         raise TopologyError("build_definitions needs at least one stream or table, got none")
@@ -192,7 +193,7 @@ def build_definitions(
 def _by_key(
     nodes: Sequence[Stream], graph_assets: Sequence[dg.AssetsDefinition]
 ) -> dict[dg.AssetKey, dg.AssetsDefinition]:
-    """Graph assets by the key of the stream or table that each is of."""
+    """Returns graph assets by the key of their stream or table."""
     keys = {dg.AssetKey(node.path) for node in nodes}
     found: dict[dg.AssetKey, dg.AssetsDefinition] = {}
     for asset in graph_assets:

@@ -1,4 +1,4 @@
-"""How DataFrames come to ops and to a user's own assets."""
+"""IO managers: DataFrames between ops, and tables for the user's own assets."""
 
 from datetime import timedelta
 from functools import cache
@@ -20,10 +20,10 @@ AS_KNOWN_AT = "vt_dagster/as_known_at"
 PARTIAL = "vt_dagster/partial"
 PARTITION_END = "partition_end"
 READS = "vt_dagster/reads"
-"""Of a materialization: what it has read of our tables, a ``Read`` by input."""
+"""Metadata of a materialization: what it read of vt_dagster tables, a ``Read`` for each input."""
 _WORDS = {AS_OF: "as of", AS_KNOWN_AT: "as known at"}
 _TICK = timedelta(microseconds=1)
-"""The finest that timestamps are: the last moment before an end is the end without it."""
+"""The resolution of timestamps: an exclusive end minus one tick is the last inclusive moment."""
 _OURS = "vt_dagster/"
 _LIBRARIES: dict[str, Into] = {
     "pandas": "pandas",
@@ -32,11 +32,11 @@ _LIBRARIES: dict[str, Into] = {
     "duckdb": "duckdb",
     "_duckdb": "duckdb",
 }
-"""What reads for an annotation, by the package that the annotated type is of."""
+"""The reader of an annotated type, by the type's package."""
 
 
 class OpMemoryIOManager(dg.IOManager):
-    """Hands DataFrames from op to op within one process; they are lazy plans, not data."""
+    """Passes DataFrames between ops in one process; they are lazy plans, not data."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str, str], Any] = {}
@@ -59,44 +59,43 @@ class OpMemoryIOManager(dg.IOManager):
 
 
 OP_MEMORY_IO_MANAGER = OpMemoryIOManager()
-"""One for all, since Dagster merges no two under one key."""
+"""A single instance, because Dagster merges only identical resources of one key."""
 
 
 class TablesIOManager(dg.IOManager):
-    """Gives an asset's table to a user's own asset, as the DataFrame that its parameter is annotated
-    with.
+    """Loads an asset's table for a user's own asset, as the DataFrame type of the parameter.
 
     ``prices: pd.DataFrame``, ``pl.DataFrame``, ``pl.LazyFrame``, ``pa.Table`` or
-    ``duckdb.DuckDBPyRelation`` is read without Spark, into memory; without an annotation, and with a
-    Spark one, it is a lazy Spark DataFrame.
+    ``duckdb.DuckDBPyRelation`` is read into memory without Spark; a parameter with a Spark annotation,
+    or with none, gets a lazy Spark DataFrame.
 
-    What is read is said on the input, ``dg.AssetIn(metadata={"vt_dagster/read": …})``:
+    Metadata of the input sets what is read, ``dg.AssetIn(metadata={"vt_dagster/read": …})``:
 
-    - ``current`` (default of tables): the current row of every key; deleted keys are not there;
+    - ``current`` (default for tables): the current row of every key, without deleted keys;
     - ``versions``: every version of a versioned table, tombstones included;
-    - ``log`` (default of streams): the append-only records;
+    - ``log`` (default for streams): the append-only records;
     - with ``"vt_dagster/as_of": "2013-07-01T00:00:00Z"``: a versioned table as of that time
-      (inclusive; without an offset it is UTC); a time that its history does not reach back to is an
-      error, but with ``"vt_dagster/partial": True`` gives the rows that are left;
-    - with ``"vt_dagster/as_of": "partition_end"``: as of the end of the time that the run's partition
-      is of (exclusive: what begins to be true at that midnight is the next day's); of a range of
-      partitions in one run its end. A backfill reads what runs at those times would have read, but
-      for what has come late since.
+      (inclusive; UTC if it has no offset); a time before the table's history is an error, but with
+      ``"vt_dagster/partial": True`` returns the rows that remain;
+    - with ``"vt_dagster/as_of": "partition_end"``: as of the end of the run's partition (exclusive: a
+      version that begins at that midnight belongs to the next day); for a range of partitions in one
+      run, the end of the range. A backfill reads what runs at those times would have read, plus
+      records that came late since.
 
-    What is read is as of the log's last commit; with ``"vt_dagster/as_known_at"``, a time or
-    ``partition_end``, by what was recorded up to then. The metadata of the materialization says in
-    ``vt_dagster/reads``, of each input, what it was and where the log stood. Nothing is written by this
-    manager: the tables are written by their own assets.
+    The read is pinned to the log's last commit; with ``"vt_dagster/as_known_at"``, a time or
+    ``partition_end``, it uses only records committed up to that time. The materialization's metadata
+    ``vt_dagster/reads`` records, for each input, what was read and the log's position. This manager
+    writes nothing: the tables are written by their own assets.
 
     Args:
-        prefix: of the keys of the resources that it uses, ``<prefix>_spark`` and ``_warehouse``.
+        prefix: of its resource keys, ``<prefix>_spark`` and ``_warehouse``.
     """
 
     def __init__(self, prefix: str = PREFIX) -> None:
         self._prefix = prefix
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
-        """The write op has committed already; anything else cannot be stored here."""
+        """Accepts only None: the write op has committed already, and other values cannot be stored."""
         if obj is not None:
             raise ContractError(
                 f"{context.asset_key.to_user_string()}: this IO manager only reads tables of "
@@ -139,10 +138,10 @@ class TablesIOManager(dg.IOManager):
 
 
 def _tell(context: dg.InputContext, read: Read) -> None:
-    """Has the materializations of the step that an input is of say what it has read."""
+    """Adds a read to the metadata of the materializations of the input's step."""
     try:
         step = context.step_context
-    except dg.DagsterInvariantViolationError:  # loaded by hand, for no step
+    except dg.DagsterInvariantViolationError:  # loaded outside of a step
         return
     for output in step.op_def.output_defs:
         if not output.is_dynamic:
@@ -151,7 +150,7 @@ def _tell(context: dg.InputContext, read: Read) -> None:
 
 
 def _time(context: dg.InputContext, name: str, said: str, wanted: str | None) -> str | None:
-    """The time that an input's metadata asks for: of ``partition_end`` the last moment of the run's
+    """Returns the time set in an input's metadata; for ``partition_end`` the last moment of the run's
     partition."""
     if wanted != PARTITION_END:
         return wanted
@@ -162,14 +161,14 @@ def _time(context: dg.InputContext, name: str, said: str, wanted: str | None) ->
         except dg.DagsterError as error:
             why = str(error)
     raise ContractError(
-        f"{name}: expected that {step.step.key}, which reads it {_WORDS[said]} {PARTITION_END!r}, is "
-        f"partitioned by time and runs for a partition, got: {why}. Give it a partitions_def such as "
-        "dagster.DailyPartitionsDefinition, or a time to read as of"
+        f"{name}: expected {step.step.key}, which reads it {_WORDS[said]} {PARTITION_END!r}, to be "
+        f"partitioned by time and run for a partition, got: {why}. Give it a partitions_def such as "
+        "dagster.DailyPartitionsDefinition, or set a time to read as of"
     )
 
 
 @cache
 def tables_io_manager(prefix: str = PREFIX) -> dg.IOManagerDefinition:
-    """The resource that gives tables to assets; see :class:`TablesIOManager`."""
+    """Returns the resource that loads tables for assets; see :class:`TablesIOManager`."""
     needed = keys_of(prefix)
     return dg.IOManagerDefinition(lambda _: TablesIOManager(prefix), required_resource_keys=needed)

@@ -1,7 +1,8 @@
-"""What a materialization says about its run; numbers under stable names, so that Dagster plots them.
+"""The metadata of a materialization: numbers under stable names, so that Dagster plots them.
 
-A number is what a plot can tell something of. What only counts the runs is in one entry that is not
-plotted, ``versions``; what has always been zero is left out, unless its zero is a promise (``_told``).
+Only numbers worth a plot are entries of their own. Numbers that only count runs are in one entry
+without a plot, ``versions``. Counts that have always been zero are left out, unless zero is itself information
+(``_told``).
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ from vt_dagster.topology.durations import spoken
 from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 EXPLORE = "VT_DAGSTER_EXPLORE"
-"""Where a ``vt-dagster explore`` answers, like http://127.0.0.1:3001: each asset has a link there."""
+"""The address of a ``vt-dagster explore``, like http://127.0.0.1:3001: assets then link to it."""
 
 _ADDED_COLUMNS = {
-    TIMESTAMP: ("timestamp", "when the record was true, UTC"),
-    PARTITION: ("int", "partition that the record came in"),
+    TIMESTAMP: ("timestamp", "valid time of the record, UTC"),
+    PARTITION: ("int", "partition of the record"),
     OFFSET: ("bigint", "gap-free position in the partition of the log"),
     IS_TOMBSTONE: ("boolean", "the record's value is null: a deletion"),
-    RECORDED_AT: ("timestamp", "when the record came into the log, UTC"),
+    RECORDED_AT: ("timestamp", "system time: when the record was committed, UTC"),
     IS_LATEST: ("boolean", "false: out of order for its key on arrival"),
-    IS_LATE: ("boolean", "joined at once, since it came after its grace period"),
-    REVISION: ("int", "how often the row has been corrected"),
+    IS_LATE: ("boolean", "arrived after its grace period, so joined at once"),
+    REVISION: ("int", "how often the row was corrected"),
     CAUSE: ("struct<table:string,partition:int,offset:bigint>", "the record that corrected it"),
     VALID_FROM: ("timestamp", "start of the version, inclusive, UTC"),
     VALID_TO: ("timestamp", "end of the version, exclusive, UTC; null = current"),
@@ -63,7 +64,7 @@ _ADDED_COLUMNS = {
 
 
 def column_schema(node: Stream) -> dg.TableSchema:
-    """The columns of what people query: a table's view, a stream's log."""
+    """Returns the columns that users query: of a table's view, of a stream's log."""
     own = [
         dg.TableColumn(
             f.name,
@@ -84,7 +85,7 @@ def column_schema(node: Stream) -> dg.TableSchema:
 
 
 def _description(node: Stream, column: str) -> str | None:
-    """What the contract says of a column; of a result's, what is said of the one that it is made of."""
+    """Returns a column's description in the contract; for a derived column, that of its one origin."""
     contract = node.contract.to_schema().columns if hasattr(node.contract, "to_schema") else {}
     said = (
         getattr(contract.get(column), "description", None)
@@ -100,7 +101,7 @@ def _description(node: Stream, column: str) -> str | None:
 
 
 def definition_metadata(node: Stream) -> dict[str, Any]:
-    """What is known before any run: columns, lineage, semantics."""
+    """Returns the metadata known before any run: columns, lineage, semantics."""
     metadata: dict[str, Any] = {
         "dagster/column_schema": column_schema(node),
         "dagster/storage_kind": "delta",
@@ -141,7 +142,7 @@ def definition_metadata(node: Stream) -> dict[str, Any]:
 
 
 def _explore(node: Stream) -> dict[str, dg.MetadataValue[Any]]:
-    """The link to its page of ``vt-dagster explore``, where one answers."""
+    """Returns the link to the node's page of ``vt-dagster explore``, if its address is set."""
     page = _page(node)
     return {} if page is None else {"vt_dagster/explore": dg.MetadataValue.url(page)}
 
@@ -152,7 +153,7 @@ def _page(node: Stream) -> str | None:
 
 
 def _numbers(node: Stream) -> str:
-    """What the numbers of its materializations count that a rule decides, in the rules' own words."""
+    """Returns the rules behind the counts of its materializations, as a Markdown list."""
     processor = processor_of(node)
     told = {f"records_{name}" for name in processor.shown_counts}
     if processor.reports_lateness:
@@ -162,7 +163,7 @@ def _numbers(node: Stream) -> str:
 
 
 def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
-    """What each column is made of; Dagster+ draws it, from a materialization."""
+    """Returns the column lineage; Dagster+ draws it from a materialization."""
     if node.operator is None:
         return {}
     keys = {up.name: dg.AssetKey(up.path) for up in node.inputs}
@@ -174,12 +175,12 @@ def _column_lineage(node: Stream) -> dict[str, dg.TableColumnLineage]:
 
 
 def describe(node: Stream) -> str:
-    """What a row is, what its key and its time are, and how long it is remembered."""
+    """Returns a description of a row, its key, its time and its history retention."""
     key = ", ".join(f"`{k}`" for k in node.key)
     if isinstance(node, VersionedTable):
         said = (
             f"A versioned table, one row for each version of a key ({key}), valid from `{VALID_FROM}` "
-            f"to `{VALID_TO}`: it remembers what was true when, for "
+            f"to `{VALID_TO}`: it keeps the history of valid time for "
             f"{spoken(node.history_retention)} of stream time."
         )
     elif isinstance(node, Table):
@@ -198,10 +199,10 @@ def describe(node: Stream) -> str:
 def run_metadata(
     node: Stream, store: AssetStore, receipt: Receipt, seconds: float, shown: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a run did that has committed something, what matters first: Dagster keeps the order.
+    """Returns the metadata of a run that committed, most important first: Dagster keeps the order.
 
     Args:
-        shown: what comes after the numbers: lag and pictures.
+        shown: entries after the numbers: lag and pictures.
     """
     commit = receipt.commit
     assert commit is not None
@@ -228,7 +229,7 @@ def run_metadata(
 
 
 def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commit) -> dict[str, Any]:
-    """Where a run's tables are, and what it was made of."""
+    """Returns the paths of a run's tables, and its inputs."""
     metadata: dict[str, Any] = {
         "dagster/uri": store.view_path if isinstance(node, Table) else store.log_path,
         "dagster/table_name": node.name,
@@ -257,12 +258,12 @@ def _where_from(node: Stream, store: AssetStore, receipt: Receipt, commit: Commi
 
 
 def _told(node: Stream, name: str, state: Commit) -> bool:
-    """Whether a count is told in each run: what it was not zero of before, so that its plot comes back
-    to zero, and what a user waits for not to happen.
+    """Whether a count is shown for each run: if it was ever above zero, so that its plot returns to
+    zero, and if its zero is information by itself.
 
-    The latter is what goes aside or comes late: an alert on ``records_quarantined`` or ``records_late``
-    must know zero from silence. But only where it can be: a plain table and a stream take every record,
-    whatever its time.
+    The latter are quarantined and late records: an alert on ``records_quarantined`` or ``records_late``
+    must tell zero from a missing count. Only where the count is possible: a plain table and a stream
+    accept every record, whatever its time.
     """
     waits = bool(getattr(node.operator, "waits", False))
     if name == Outcome.LATE:
@@ -278,12 +279,12 @@ def _told(node: Stream, name: str, state: Commit) -> bool:
 
 
 def lag_metadata(pinned: PinnedTopics) -> dict[str, Any]:
-    """How far a run left its topics behind, as of its start: offsets, and the oldest record's age."""
+    """Returns how far behind its topics a run was at its start: offsets, age of the oldest record."""
     waiting = pinned.waiting
     if not waiting:
         return {"lag_records": 0, "lag_seconds": 0.0}
     oldest = pinned.source.cluster.oldest(waiting)
-    if oldest is None:  # the broker has gone since
+    if oldest is None:  # the broker is gone by now
         return {"lag_records": pinned.behind}
     return {
         "lag_records": pinned.behind,
@@ -292,7 +293,7 @@ def lag_metadata(pinned: PinnedTopics) -> dict[str, Any]:
 
 
 def publication_metadata(commit: Commit, seconds: float) -> dict[str, Any]:
-    """What a run of a publication did that has sent something."""
+    """Returns the metadata of a publication's run that sent records."""
     return {
         "seconds": round(seconds, 3),
         "records_in": commit.counts["in"],
@@ -303,14 +304,14 @@ def publication_metadata(commit: Commit, seconds: float) -> dict[str, Any]:
 
 
 def positions_of(commit: Commit) -> dict[str, dict[str, int]]:
-    """How far an asset has come in each input, as Dagster's metadata takes it."""
+    """Returns the consumed position in each input, as Dagster metadata."""
     return {
         name: {str(p): offset for p, offset in ends.items()} for name, ends in commit.inputs.items()
     }
 
 
 _LOST = "lost"
-"""Of topics: what their retention took before it was consumed, and a run was told to go on without."""
+"""Records of topics that retention deleted before they were consumed, in a run with accept_gap."""
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _EMITTED = "suppression_emit"
 _KIP_328 = ("late_records_dropped", "expired_window_records_dropped", _EMITTED)
@@ -321,7 +322,7 @@ _GAUGES = {
 
 
 def as_time(micros: int) -> dg.MetadataValue[Any]:
-    """A time; of one that Python does not have, on which side of all that it has."""
+    """Returns a time as metadata, or a text for times outside of Python's range."""
     try:
         return dg.MetadataValue.timestamp(_EPOCH + micros * _MICROSECOND)
     except OverflowError:

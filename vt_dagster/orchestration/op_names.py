@@ -1,4 +1,4 @@
-"""Which ops a stream or table is made by, by name: the words of ``vt_dagster.ops``."""
+"""The names of the ops that make a stream or table: those of ``vt_dagster.ops``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ KINDS = {
     word: tuple(kind.__name__ for kind in PROCESSORS if word in kind.words())
     for word in sorted({word for kind in PROCESSORS for word in kind.words()})
 }
-"""What operators are called, each with the names of the operators that are called so."""
+"""Op names of operators, each with the operator classes of that name."""
 
 
 def steps_of(node: Stream) -> tuple[str, ...]:
-    """The ops that do what the one op of ``build_asset`` does, in their order."""
+    """Returns the ops that together do what the single op of ``build_asset`` does, in order."""
     if node.operator is None:
         return ("read_op", "put_op", "write_op")
     buffer = ("grace_buffer_op",) if processor_of(node).has_grace_buffer else ()

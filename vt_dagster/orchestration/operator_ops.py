@@ -1,10 +1,10 @@
 """An op for each operator, by its name: ``filter_op``, ``stream_table_join_op``, ``suppress_op`` …
 
-All are made from the operators' own list. Each is called with the stream or table that the operator
-makes, as in ``filter_op(cheap)``, and gives an op ``(one DataFrame for each log, arrival) -> results``.
+All are generated from the list of operators. Call one with the stream or table that the operator makes,
+as in ``filter_op(cheap)``; it returns an op ``(one DataFrame for each log, arrival) -> results``.
 Inputs and output have the Dagster types of their nodes; ``results`` are :class:`Results`. The grace
-period of a join is a step of its own, :func:`grace_buffer_op`: the join then takes what that released,
-and what waits.
+period of a join is a separate step, :func:`grace_buffer_op`: the join then takes the released and the
+waiting records.
 """
 
 from typing import Any, Protocol
@@ -31,15 +31,15 @@ _RELEASED, _WAITING = "released", "waiting"
 
 
 class OperatorOp(Protocol):
-    """Makes the op of a stream or table that one kind of operator makes.
+    """Makes the op of a stream or table that is the result of one kind of operator.
 
     Args:
         node: the operator's result.
         name: of the op; None = ``<operator>_<node>``.
-        resource_prefix: what the keys of its resources begin with.
+        resource_prefix: prefix of its resource keys.
 
     Raises:
-        TopologyError: the node is a source, or made by another operator.
+        TopologyError: the node is a source, or the result of another operator.
     """
 
     def __call__(
@@ -64,13 +64,14 @@ _OPS = {word: _op_of(word) for word in KINDS}
 aggregate_op = _OPS["aggregate"]
 """``group_by(…).aggregate(…)`` of a table or a stream, without windows."""
 corrected_join_op = _OPS["corrected_join"]
-"""A stream-table join whose rows are corrected when the table learns more (``corrected_for``)."""
+"""A stream-table join that corrects its rows when late records of the table arrive
+(``corrected_for``)."""
 corrected_stream_join_op = _OPS["corrected_stream_join"]
-"""A stream-stream join whose rows are corrected when a record comes late (``corrected_for``)."""
+"""A stream-stream join that corrects its rows when late records arrive (``corrected_for``)."""
 filter_op = _OPS["filter"]
 """``filter``: the rows for which a condition holds."""
 filter_not_op = _OPS["filter_not"]
-"""``filter_not``: the rows for which it does not hold."""
+"""``filter_not``: the rows for which a condition does not hold."""
 flat_map_values_op = _OPS["flat_map_values"]
 """``flat_map_values``: any number of records for each record of a stream."""
 foreign_key_join_op = _OPS["foreign_key_join"]
@@ -78,15 +79,15 @@ foreign_key_join_op = _OPS["foreign_key_join"]
 history_join_op = _OPS["history_join"]
 """Two versioned tables joined at all times of their history."""
 map_values_op = _OPS["map_values"]
-"""``map_values``: other columns of the same rows."""
+"""``map_values``: the same rows with other columns."""
 merge_op = _OPS["merge"]
 """``merge``: the records of several streams."""
 select_key_op = _OPS["select_key"]
-"""``select_key``: the records of a stream by another key."""
+"""``select_key``: the records of a stream with another key."""
 stream_join_op = _OPS["stream_join"]
-"""Two streams joined within a time of each other."""
+"""Two streams joined within a time window."""
 stream_table_join_op = _OPS["stream_table_join"]
-"""A stream joined with a table; with a grace period it takes what ``grace_buffer_op`` gives."""
+"""A stream joined with a table; with a grace period, its input is the output of ``grace_buffer_op``."""
 suppress_op = _OPS["suppress"]
 """``suppress``: updates held back until a time limit, or until their window closes."""
 table_join_op = _OPS["table_join"]
@@ -105,20 +106,20 @@ def grace_buffer_op(
     """Op ``(one DataFrame for each log, arrival) -> (released, waiting)``: the grace period of a join.
 
     Both outputs are records of the stream with ``_outcome``, computed once and held until the commit.
-    Ops in between may look at them; the join takes both as they are.
+    Ops in between may read them, but must pass both to the join unchanged.
 
-    - ``released``: records with which the run is done: ``applied`` (timestamp <= stream time - grace at
-      the run's end), ``late`` (timestamp < stream time - grace when they came: they did not wait) and
-      ``dropped`` (tombstones, and in an inner join records without a key). Of a corrected join also
-      those to be joined again, and the changes of the table that ask for it.
-    - ``waiting``: records that later runs release, of this run and of those before.
+    - ``released``: records that are final in this run: ``applied`` (timestamp <= stream time - grace at
+      the run's end), ``late`` (timestamp < stream time - grace on arrival: they did not wait) and
+      ``dropped`` (tombstones, and in an inner join records without a key). For a corrected join
+      also records to be joined again, and the changes of the table that require it.
+    - ``waiting``: records of this run and earlier runs that later runs release.
 
     Args:
         node: the result of a stream-table join or corrected join with a ``grace_period``.
         name: of the op; None = ``grace_buffer_<node>``.
 
     Raises:
-        TopologyError: nothing waits, since the node has no grace period.
+        TopologyError: the node has no grace period, so nothing waits.
     """
     _require(node, "grace_buffer_op")
     consumed = processor_of(node).consumed
@@ -130,7 +131,7 @@ def grace_buffer_op(
         out={
             name: dg.Out(kept, description=meaning, io_manager_key=OP_MEMORY)
             for name, meaning in (
-                (_RELEASED, "Records with which this run is done."),
+                (_RELEASED, "Records that are final in this run."),
                 (_WAITING, "Records that wait for stream time to pass their grace period."),
             )
         },
@@ -182,10 +183,10 @@ def _operate(node: Stream, name: str, prefix: str) -> dg.OpDefinition:
 
 
 def operator_of(node: Stream) -> Operator:
-    """The operator of a node.
+    """Returns the operator of a node.
 
     Raises:
-        TopologyError: it is a source.
+        TopologyError: the node is a source.
     """
     if node.operator is None:
         raise TopologyError(

@@ -1,10 +1,10 @@
 """Ops for graphs of your own: read -> operate -> write, each a step of a ``Run``.
 
-Build a ``@dg.graph_asset`` from them, with ops of yours in between; the op of each operator is in
-``operator_ops``. The asset of ``build_asset`` is one op that does the same. DataFrames pass between ops
-in one process, so the job needs ``in_process_executor``; and unlike that one op they start Spark also
-where nothing is new. Every op needs the resources ``vt_dagster_spark`` (:class:`SparkResource`) and
-``vt_dagster_warehouse`` (:class:`WarehouseResource`); ``resource_prefix`` says another beginning.
+Build a ``@dg.graph_asset`` from them, with your own ops in between; the ops of operators are in
+``operator_ops``. The asset of ``build_asset`` is one op that does the same. Ops pass DataFrames to each
+other in one process, so the job needs ``in_process_executor``; unlike that one op, they start Spark
+even without new records. Every op needs the resources ``vt_dagster_spark`` (:class:`SparkResource`) and
+``vt_dagster_warehouse`` (:class:`WarehouseResource`); ``resource_prefix`` sets another prefix.
 """
 
 import time
@@ -55,13 +55,13 @@ from vt_dagster.storage.maintenance import maintain_all
 from vt_dagster.topology.model import Stream, topological
 
 TABLES = tables_key(PREFIX)
-"""Resource key of the IO manager that gives tables to a user's own assets."""
+"""Resource key of the IO manager that loads tables into the user's own assets."""
 
 
 def _require_one_process(context: dg.OpExecutionContext) -> None:
-    """Refuses an executor that gives each step a process of its own, before anything is read.
+    """Refuses an executor with one process per step, before anything is read.
 
-    Other such executors (on Kubernetes, say) are refused by the IO manager between the ops.
+    The IO manager between the ops refuses other such executors (for example on Kubernetes).
     """
     try:
         executor = context.job_def.executor_def.name
@@ -79,10 +79,10 @@ def _require_one_process(context: dg.OpExecutionContext) -> None:
 
 
 def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX) -> dg.OpDefinition:
-    """Op ``() -> (records, arrival)``: what is new in a source, as prepared records.
+    """Op ``() -> (records, arrival)``: reads new input of a source, as prepared records.
 
-    ``records`` is lazy and empty where there is nothing new. Rows that are no records (unreadable,
-    no key, no timestamp, too far in the future) are among them, with their reason.
+    ``records`` is lazy, and empty without new input. It includes invalid rows (unreadable, no key, no
+    timestamp, too far in the future) with their reason.
     """
     source = _declared_source(node)
     op = dg.op(
@@ -111,9 +111,9 @@ def read_op(node: Stream, name: str | None = None, *, resource_prefix: str = PRE
 
 
 def put_op(node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX) -> dg.OpDefinition:
-    """Op ``(records, arrival) -> considered``: which records are applied, which are late.
+    """Op ``(records, arrival) -> considered``: decides which records are applied and which are late.
 
-    A versioned table refuses a record with ``timestamp < stream time - history retention``; streams
+    A versioned table rejects a record with ``timestamp < stream time - history retention``; streams
     and plain tables apply every record.
     """
 
@@ -121,7 +121,7 @@ def put_op(node: Stream, name: str | None = None, *, resource_prefix: str = PREF
         name=name or f"put_{node.name}",
         ins={"records": dg.In(records_type(node)), "arrival": dg.In(ArrivalType)},
         out=dg.Out(considered_type(node), io_manager_key=OP_MEMORY),
-        description="Decides which records are applied and which come too late.",
+        description="Decides which records are applied and which are late.",
         required_resource_keys=keys_of(resource_prefix),
     )
     def put(context: dg.OpExecutionContext, records: Any, arrival: Any) -> DataFrame:
@@ -133,11 +133,11 @@ def put_op(node: Stream, name: str | None = None, *, resource_prefix: str = PREF
 def read_logs_op(
     node: Stream, name: str | None = None, *, resource_prefix: str = PREFIX
 ) -> dg.OpDefinition:
-    """Op ``(after upstream) -> (one DataFrame for each log, arrival)``: what is new in an operator's
-    inputs.
+    """Op ``(after upstream) -> (one DataFrame for each log, arrival)``: reads new log rows of an
+    operator's inputs.
 
-    The outputs have the names of the inputs; they are lazy, and empty where there is nothing new. Of a
-    join with grace, log rows of earlier runs that may wait are among them.
+    The outputs have the names of the inputs; they are lazy, and empty without new rows. For a join with
+    grace they include log rows of earlier runs that may still wait.
     """
     inputs, logs = input_nodes(node), log_nodes(node)
 
@@ -148,7 +148,7 @@ def read_logs_op(
             **{up.name: dg.Out(log_type(up), io_manager_key=OP_MEMORY) for up in logs},
             "arrival": dg.Out(ArrivalType, io_manager_key=OP_MEMORY),
         },
-        description=f"Takes what is new in the log of {' and of '.join(up.name for up in logs)}.",
+        description=f"Reads new rows of the log of {' and of '.join(up.name for up in logs)}.",
         required_resource_keys=keys_of(resource_prefix),
     )
 
@@ -159,7 +159,7 @@ def read_logs_op(
         by_name = dict(zip((up.name for up in run.processor.consumed), run.read(), strict=True))
         return (*by_name.values(), run.arrival)
 
-    # Without annotations of what they return: Dagster would count the parts of a tuple's.
+    # No return annotations: Dagster would compare the size of an annotated tuple with the outputs.
     config_type = config_of(node)
     if config_type is None:
 
@@ -184,7 +184,7 @@ def write_op(
 ) -> dg.OpDefinition:
     """Op ``(results, arrival) -> asset``: gate, state, commit to the log, then view and quarantine.
 
-    Of a source ``results`` are what ``put_op`` gives. Where nothing is new, it leaves an observation
+    For a source, ``results`` is the output of ``put_op``. Without new records, it logs an observation
     and no materialization.
     """
     is_source = node.operator is None
@@ -209,19 +209,19 @@ def write_op(
 
 
 class PublicationConfig(dg.Config):
-    """What a run of a publication takes."""
+    """The config of a run of a publication."""
 
     from_start: bool = False
-    """The whole log from its first record on: where the log or the topic is another one than before."""
+    """Publish the whole log from its first record on, after the log or the topic was replaced."""
 
 
 def publish_op(
     node: Stream, sink: KafkaSink, publication: str, *, resource_prefix: str = PREFIX
 ) -> dg.OpDefinition:
-    """Op ``(after the node) -> asset``: sends what is new in a log to a topic, and commits how far.
+    """Op ``(after the node) -> asset``: sends new log rows to a topic, and commits the position.
 
     Args:
-        publication: the name under which the warehouse keeps the position.
+        publication: the name of the position in the warehouse.
     """
 
     @dg.op(
@@ -260,12 +260,12 @@ def maintenance_op(
     *,
     resource_prefix: str = PREFIX,
 ) -> dg.OpDefinition:
-    """Op ``() -> numbers``: cuts logs off, then compacts and cleans every asset of the warehouse; see
+    """Op ``() -> numbers``: truncates logs, then compacts and cleans every asset of the warehouse; see
     ``truncate_logs`` and ``maintain``."""
 
     @dg.op(
         name="maintain",
-        description="Compacts logs and removes files that nobody needs any more.",
+        description="Compacts logs and removes files that are no longer needed.",
         required_resource_keys=keys_of(resource_prefix),
     )
     def maintain(context: dg.OpExecutionContext) -> dict[str, dict[str, int]]:
@@ -285,7 +285,7 @@ def maintenance_op(
 
 
 class GraphArguments(TypedDict):
-    """What ``dg.graph_asset`` takes of an asset's spec."""
+    """The arguments of ``dg.graph_asset`` from an asset's spec."""
 
     key: dg.AssetKey
     ins: Mapping[str, dg.AssetIn]
@@ -306,17 +306,17 @@ def graph_arguments(
     translator: TopologyTranslator | None = None,
     **attributes: Unpack[SpecAttributes],
 ) -> GraphArguments:
-    """The arguments of ``dg.graph_asset`` for the asset of a stream or table that is a graph of ops.
+    """Returns the arguments of ``dg.graph_asset`` for a stream or table that is a graph of ops.
 
-    Key, description, group, owners, metadata and all else are those of ``build_asset``. The graph has
-    a parameter ``after_<input>`` for each stream and table that the node is made of, which
-    ``read_logs_op`` takes; that of a source has none.
+    Key, description, group, owners, metadata and all others equal those of ``build_asset``. The graph
+    has a parameter ``after_<input>`` for each input stream and table, to pass to ``read_logs_op``; the
+    graph of a source has none.
 
     Args:
-        translator, attributes: as of ``build_asset``.
+        translator, attributes: as in ``build_asset``.
 
     Raises:
-        TopologyError: a freshness policy, which Dagster takes of no graph.
+        TopologyError: a freshness policy was set, which Dagster does not accept for a graph.
     """
     about: Any = asset_arguments(node, translator, attributes)
     del about["deps"]
@@ -341,7 +341,7 @@ def _declared_source(node: Stream) -> Any:
 
 
 def _output(result: dg.MaterializeResult[Any]) -> dg.Output[None]:
-    """The same from an op that is not an asset by itself."""
+    """Returns a result as the output of an op that is not an asset by itself."""
     version = result.data_version
     tags = {} if version is None else {DATA_VERSION: version.value}
     return dg.Output(None, metadata=result.metadata or {}, tags=tags)

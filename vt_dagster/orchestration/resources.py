@@ -1,7 +1,7 @@
-"""Dagster resources: the Spark session, and the warehouse that the tables are in.
+"""Dagster resources: the Spark session, and the warehouse that holds the tables.
 
-Their keys begin with a prefix, so that a code location may have a ``spark`` of its own, and tables of a
-second warehouse under another prefix.
+Their keys have a prefix, so that a code location can have its own ``spark``, and the tables of a second
+warehouse under another prefix.
 """
 
 import time
@@ -24,47 +24,47 @@ from vt_dagster.storage.shared_paths import address
 from vt_dagster.topology.model import Stream
 
 PREFIX = "vt_dagster"
-"""What the keys of resources begin with, if nothing else is said."""
+"""The default prefix of resource keys."""
 
 
 class SparkResource(dg.ConfigurableResource[None]):
-    """A Spark session with Delta Lake and Kafka on board, started when a step first asks for it.
+    """A Spark session with Delta Lake and Kafka, started when a step first uses it.
 
     It is the session of a ``LazyPySparkResource`` of dagster-pyspark, with the jars and settings that
-    tables need. Hand a ``PySparkResource`` or ``LazyPySparkResource`` of your own to
-    ``build_definitions(spark=…)`` instead, and its session is used as it is.
+    tables need. To use your own session unchanged, pass a ``PySparkResource`` or
+    ``LazyPySparkResource`` to ``build_definitions(spark=…)``.
 
-    ``spark_config`` takes any Spark setting and wins over the defaults for small runs. With
-    ``{"spark.ui.enabled": "true"}`` Spark serves its own pages; the run's log says where.
+    ``spark_config`` takes any Spark setting and overrides the defaults for small runs. With
+    ``{"spark.ui.enabled": "true"}`` Spark serves its UI; the run's log has its address.
 
-    Dagster starts a process for each run. Where those take less than a million records,
-    ``{"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}`` saves a third of their processor
-    time, which the JVM spends on compiling; over many more records it doubles it.
+    Dagster starts a process for each run. For runs of less than a million records,
+    ``{"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}`` saves a third of the CPU time,
+    which the JVM spends on compilation; for many more records it doubles the CPU time.
     """
 
     spark_config: dict[str, Any] = Field(
-        default_factory=dict, description="Spark settings by name; they win over the defaults."
+        default_factory=dict, description="Spark settings by name; they override the defaults."
     )
     master: str = Field(default="local[*]", description="Spark master: local[*], spark://host:port, …")
     remote: str | None = Field(
         default=None,
-        description="Spark Connect address, sc://host:port, or 'server', which `vt-dagster spark "
-        "start` has started; master is then not used. None = what VT_DAGSTER_SPARK names, if any.",
+        description="Spark Connect address, sc://host:port, or 'server' for the one that `vt-dagster "
+        "spark start` started; replaces master. None = the value of VT_DAGSTER_SPARK, if set.",
     )
-    app_name: str = Field(default="vt_dagster", description="The name that Spark shows.")
+    app_name: str = Field(default="vt_dagster", description="The application name in Spark's UI.")
 
     _spark_session: Any = PrivateAttr(default=None)
 
     @property
     def spark_session(self) -> Any:
-        """The session; the first who asks for it starts it."""
+        """The session, started at first access."""
         if self._spark_session is None:
             self._spark_session = self._start()
         return self._spark_session
 
     def pyspark_config(self) -> dict[str, str]:
-        """All settings of its session, jars included: the ``spark_config`` for a ``PySparkResource`` or
-        ``LazyPySparkResource`` whose session tables can use.
+        """Returns all settings of its session, jars included: the ``spark_config`` of a
+        ``PySparkResource`` or ``LazyPySparkResource`` whose session tables can use.
 
         The first call on a machine downloads the jars, see ``resolve_jars``.
         """
@@ -77,7 +77,7 @@ class SparkResource(dg.ConfigurableResource[None]):
         return {name: str(value) for name, value in self.spark_config.items()}
 
     def _start(self) -> Any:
-        # Only where a session is wanted: a run without news need not wait for it, 0.2 s.
+        # Imported here: runs without new records need no session and save 0.2 s.
         from dagster_pyspark import LazyPySparkResource
 
         started = time.monotonic()
@@ -95,19 +95,19 @@ class SparkResource(dg.ConfigurableResource[None]):
 
 class PySpark(Protocol):
     """A resource with a Spark session: ``PySparkResource`` and ``LazyPySparkResource`` of
-    dagster-pyspark, and any other that has it by the same name."""
+    dagster-pyspark, or any other with the attribute ``spark_session``."""
 
     @property
     def spark_session(self) -> Any: ...
 
 
 def require_spark(spark: Any) -> None:
-    """Refuses what is no resource with a Spark session, when definitions load.
+    """Requires a resource with a Spark session, when definitions load.
 
     Raises:
-        TopologyError: it is something else.
+        TopologyError: the object is no such resource.
     """
-    made_by_function = isinstance(spark, dg.ResourceDefinition)  # what it gives is seen in a run
+    made_by_function = isinstance(spark, dg.ResourceDefinition)  # its value is only known in a run
     if not made_by_function and not (
         isinstance(spark, dg.ConfigurableResource) and hasattr(type(spark), "spark_session")
     ):
@@ -119,11 +119,11 @@ def require_spark(spark: Any) -> None:
 
 
 def session_of(spark: PySpark) -> Any:
-    """The Spark session of a resource.
+    """Returns the Spark session of a resource.
 
     Args:
-        spark: a :class:`SparkResource`, or a resource of dagster-pyspark; also one that no run of
-            Dagster has set up.
+        spark: a :class:`SparkResource`, or a resource of dagster-pyspark; also one that was not set up
+            by a Dagster run.
 
     Raises:
         SparkUnavailableError: the session lacks something that the tables need.
@@ -142,9 +142,9 @@ def session_of(spark: PySpark) -> Any:
     if lacks:
         raise SparkUnavailableError(
             f"Expected the Spark session of {kind} to have Delta Lake and UTC, it lacks "
-            f"{'; '.join(lacks)}. Add that to its spark_config, or take all settings that tables need, "
-            "jars included: spark_config=SparkResource(spark_config={…}).pyspark_config(). They hold "
-            "from the start of Spark: whoever starts it first in a process decides."
+            f"{'; '.join(lacks)}. Add that to its spark_config, or use all settings that tables need, "
+            "jars included: spark_config=SparkResource(spark_config={…}).pyspark_config(). They apply "
+            "only at the start of Spark: the first session of a process sets them."
         )
     if not isinstance(spark, SparkResource) and session not in _told:
         _told.add(session)
@@ -153,14 +153,14 @@ def session_of(spark: PySpark) -> Any:
 
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Sessions of others that a run's log has named."""
+"""Foreign sessions that a run's log has named already."""
 
 
 def _tell(session: Any, where: str, started: float, whose: str = "") -> None:
-    """Names a session in the run's log."""
+    """Logs the Spark version, address and start time of a session."""
     local = None if is_remote() else session.sparkContext
     where = where if local is None else local.master
-    pages = f", its pages at {local.uiWebUrl}" if local is not None and local.uiWebUrl else ""
+    pages = f", UI at {local.uiWebUrl}" if local is not None and local.uiWebUrl else ""
     on = f" on {where}" if where else ""
     dg.get_dagster_logger().info(
         f"Spark {session.version}{whose}{on}{pages} ({time.monotonic() - started:.1f} s)"
@@ -168,7 +168,7 @@ def _tell(session: Any, where: str, started: float, whose: str = "") -> None:
 
 
 class WarehouseResource(dg.ConfigurableResource[None]):
-    """The directory under which every asset has its tables."""
+    """The directory that holds the tables of all assets."""
 
     path: str = Field(
         default="data/warehouse",
@@ -177,38 +177,39 @@ class WarehouseResource(dg.ConfigurableResource[None]):
 
 
 def keys_of(prefix: str) -> set[str]:
-    """The keys of what a step needs."""
+    """Returns the resource keys that a step needs."""
     return {spark_key(prefix), warehouse_key(prefix)}
 
 
 def spark_key(prefix: str) -> str:
-    """The key of the resource that has the Spark session."""
+    """Returns the key of the resource with the Spark session."""
     return f"{prefix}_spark"
 
 
 def warehouse_key(prefix: str) -> str:
-    """The key of the :class:`WarehouseResource`."""
+    """Returns the key of the :class:`WarehouseResource`."""
     return f"{prefix}_warehouse"
 
 
 def tables_key(prefix: str) -> str:
-    """The key of the IO manager that gives tables to a user's own assets."""
+    """Returns the key of the IO manager that loads tables into the user's own assets."""
     return f"{prefix}_tables"
 
 
 def spark_for(context: Any, prefix: str) -> Callable[[], Any]:
-    """What gives the Spark session of a step or its IO manager: it is there when it is first asked for,
-    and is then looked at once, see :func:`session_of`."""
+    """Returns a function that gives the Spark session of a step or an IO manager: started and checked
+    at the first call, see :func:`session_of`."""
     resource = getattr(context.resources, spark_key(prefix))
     return cache(lambda: session_of(resource))
 
 
 def warehouse_of(context: Any, prefix: str) -> str:
-    """The directory of the tables, as this process sees it: a shared Spark may stand elsewhere."""
+    """Returns the directory of the tables as an absolute address: a shared Spark may have
+    another working directory."""
     return address(getattr(context.resources, warehouse_key(prefix)).path)
 
 
 def stores_for(context: Any, prefix: str) -> Callable[[Stream], AssetStore]:
-    """The tables of a step's asset and its inputs; what is written there is told in the run's log."""
+    """Returns a function from streams and tables to their stores, which log writes to the run's log."""
     spark = spark_for(context, prefix)
     return stores_of(warehouse_of(context, prefix), spark, context.log.info)

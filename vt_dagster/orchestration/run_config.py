@@ -1,4 +1,4 @@
-"""What a run's config may ask of the source that an asset reads."""
+"""The run config of an asset: which input of its source a run takes."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from vt_dagster.topology.model import Stream
 
 
 class SourceConfig(dg.Config):
-    """The config of an asset with a source: what its ``pin`` is asked for."""
+    """The config of an asset with a source: arguments of the source's ``pin``."""
 
     def asked(self) -> dict[str, Any]:
-        """Arguments of ``Source.pin``."""
+        """Returns the arguments of ``Source.pin``."""
         return self.model_dump()
 
 
@@ -25,7 +25,7 @@ class FilesConfig(SourceConfig):
     """Which files a run takes."""
 
     files: list[str] | None = None
-    """Names in the source's directory; those consumed already are left out. None = all new ones."""
+    """Names in the source's directory; files already consumed are skipped. None = all new files."""
 
     def asked(self) -> dict[str, Any]:
         return {"only": self.files}
@@ -35,40 +35,40 @@ class TopicsConfig(SourceConfig):
     """Which records a run takes from its topics."""
 
     ranges: dict[str, Any] | None = None
-    """``{topic: {"partition": [start, end]}}``; what was consumed already is left out. None = all."""
+    """``{topic: {"partition": [start, end]}}``; records already consumed are skipped. None = all."""
     accept_gap: bool = False
-    """Go on where records are gone that were not consumed; the commit records which."""
+    """Continue after a gap of lost records that were not consumed; the commit records the gap."""
 
     def asked(self) -> dict[str, Any]:
         return {"wanted": as_ranges(self.ranges), "accept_gap": self.accept_gap}
 
 
 class VersionsConfig(SourceConfig):
-    """Which versions a run takes of a Delta table."""
+    """Which versions of a Delta table a run takes."""
 
     version: int | None = None
-    """The last one (inclusive); what was consumed already is left out. None = the newest."""
+    """The last version (inclusive); versions already consumed are skipped. None = the newest."""
     accept_gap: bool = False
-    """Go on where versions are gone that were not consumed; the commit records which."""
+    """Continue after a gap of lost versions that were not consumed; the commit records the gap."""
     accept_shrink: bool = False
-    """Take a whole state that is empty, or deletes more than ``max_shrink``."""
+    """Accept a full snapshot that is empty, or deletes more than ``max_shrink``."""
 
 
 class DumpConfig(SourceConfig):
     """Which dump a run takes."""
 
     dump: str | None = None
-    """The name of the last one; one before it that was not consumed comes first. None = the next."""
+    """Name of the last dump; unconsumed dumps before it come first. None = the next."""
     accept_shrink: bool = False
-    """Take one that is empty, or deletes more than ``max_shrink``."""
+    """Accept a dump that is empty, or deletes more than ``max_shrink``."""
 
 
 class JoinConfig(SourceConfig):
     """Whether a run waits for tables to be ready."""
 
     accept_not_ready: bool = False
-    """Join with tables that are not ready, or that have forgotten the times of records that waited; the
-    commit records which."""
+    """Join with tables that are not ready, or whose history retention no longer covers waiting records;
+    the commit records which."""
 
 
 _CONFIGS: dict[type[Any], type[SourceConfig]] = {
@@ -80,7 +80,7 @@ _CONFIGS: dict[type[Any], type[SourceConfig]] = {
 
 
 def config_of(node: Stream) -> type[SourceConfig] | None:
-    """The config that an asset takes; None where nothing can be asked of it."""
+    """Returns the config class of an asset; None if it has no config."""
     if node.operator is not None:
         return JoinConfig if node.operator.waits_for and waits(node) else None
     source: object = node.source

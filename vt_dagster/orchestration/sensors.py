@@ -105,13 +105,13 @@ def build_sensor(
         few = news.records is not None and news.records < minimum_records
         if few and waited < maximum_wait:
             return dg.SkipReason(
-                f"{news.says}: waits for {minimum_records} records, or until {maximum_wait} have "
-                f"passed ({waited} have)"
+                f"{news.says}: waits for {minimum_records} records or for {maximum_wait} "
+                f"(waited {waited})"
             )
         tags = {_ASSET: node.name}
         unfinished = _unfinished(context, tags)
         if unfinished:
-            return dg.SkipReason(f"{news.says}: the run {unfinished} is at work")
+            return dg.SkipReason(f"{news.says}: the run {unfinished} is still in progress")
         tags["vt_dagster/batch"] = str(batch + 1)
         chosen = _without_partitions(context, selection)
         return dg.SensorResult([_request(node, f"{seen.epoch}:{batch}", news.config, tags, chosen)])
@@ -122,7 +122,7 @@ def build_sensor(
 def _watched(node: Stream) -> Watched:
     if node.source is not None and not has_sensor(node):
         raise SourceError(
-            f"{node.name}: expected a source that a sensor can look at, got {node.source.describe()}; "
+            f"{node.name}: expected a source that a sensor can poll, got {node.source.describe()}; "
             "give its asset an automation_condition or a schedule instead"
         )
     return cast(Watched, source_of(node))
@@ -131,7 +131,7 @@ def _watched(node: Stream) -> Watched:
 def _without_partitions(
     context: dg.SensorEvaluationContext, selection: dg.AssetSelection
 ) -> list[dg.AssetKey] | None:
-    """What a run that has no partition can make of a selection; None = all of it."""
+    """Returns the assets of a selection that a run without a partition can make; None = all of them."""
     if context.repository_def is None:  # a test calls the sensor without one
         return None
     graph = context.repository_def.asset_graph
@@ -149,7 +149,7 @@ def _request(
     tags: Mapping[str, str],
     chosen: Sequence[dg.AssetKey] | None,
 ) -> dg.RunRequest:
-    """A run that takes what is new; one and the same for the same news."""
+    """Returns a run request for new input; the run key is the same for the same input."""
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
     return dg.RunRequest(
         run_key=f"{node.name}:{place}:{digest}",
@@ -160,7 +160,7 @@ def _request(
 
 
 def _unfinished(context: dg.SensorEvaluationContext, tags: Mapping[str, str]) -> str | None:
-    """The run with these tags that is not at its end; None = there is none."""
+    """Returns an unfinished run with these tags; None = there is none."""
     try:
         instance = context.instance
     except dg.DagsterInvariantViolationError:  # a test calls the sensor without one
@@ -176,12 +176,12 @@ def _consumed(head: Head | None) -> str:
 
 @dataclass(frozen=True)
 class _Cursor:
-    """What a sensor remembers; all of it may be lost.
+    """The state of a sensor; losing it does no harm.
 
     Args:
-        epoch: one more each time that the table has gone back, which is a replay on purpose.
-        batch: where the table stood.
-        since: when a tick first saw what waits now (epoch seconds); None = nothing waits.
+        epoch: incremented whenever the table went back to an earlier batch, as after a replay.
+        batch: the table's last batch.
+        since: when a tick first saw the waiting input (epoch seconds); None = nothing waits.
     """
 
     epoch: int
@@ -194,7 +194,7 @@ class _Cursor:
             seen = json.loads(cursor or "")
             epoch = seen["epoch"] + (1 if batch < seen["batch"] else 0)
             since = seen.get("since") if seen["batch"] == batch else None
-        except (ValueError, KeyError, TypeError):  # lost, or not ours
+        except (ValueError, KeyError, TypeError):  # lost, or written by another sensor
             epoch, since = 0, None
         return cls(epoch, batch, (since or time.time()) if waiting else None)
 

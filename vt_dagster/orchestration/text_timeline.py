@@ -1,7 +1,7 @@
-"""What a run did, in texts: Dagster shows them at once, where a picture of the run is behind a click.
+"""The summary of a run as text, which Dagster shows without a click; a picture needs one.
 
-A text is shown on every page. Markdown of fewer than 1,000 characters is shown on an asset's pages, and
-is a link to click on in the log of a run; so a drawing has to be small.
+Text is shown on every page. Markdown of fewer than 1,000 characters is shown on an asset's pages, and
+as a link in the log of a run; so a drawing must be small.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from datetime import datetime, timedelta, timezone
 from vt_dagster.topology.durations import spoken
 
 SHOWN_AT_ONCE = 999
-"""Markdown of at most so many characters (of UTF-16) Dagster shows without a click."""
+"""The maximal length (UTF-16 characters) of Markdown that Dagster shows without a click."""
 EDGES = [0, 60, 600, 3_600, 21_600, 86_400, 604_800, 2_592_000]
-"""Of the buckets of lateness, in seconds; the first is for records that are not late at all."""
+"""Edges of the lateness buckets, in seconds; the first bucket holds records that are not late."""
 LABELS = ["0", "< 1m", "< 10m", "< 1h", "< 6h", "< 1d", "< 7d", "< 30d", "more"]
 _CELLS, _LABEL = 50, 8
 
@@ -28,16 +28,16 @@ class Lane:
     bars: list[tuple[int, int | None, bool]] = field(default_factory=list[tuple[int, int | None, bool]])
     marks: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
     of: int = 0
-    """How many records it has in the time that is shown, where not all of them are drawn."""
+    """How many records it has in the shown time range, if not all are drawn."""
 
 
 def counts_text(counts: Mapping[str, int], rows: int | None, stream_time: int | None) -> str:
-    """What a run did, in a line.
+    """Returns the counts of a run in one line.
 
     Args:
-        counts: records by what became of them, ``in`` first; in the order in which they are told.
-        rows: that the table has now.
-        stream_time: now, in microseconds.
+        counts: records by outcome, ``in`` first; in the order shown.
+        rows: of the table after the run.
+        stream_time: after the run, epoch µs.
     """
     parts = [f"{number:,} {name.replace('_', ' ')}" for name, number in counts.items()]
     said = f"records: {', '.join(parts)}"
@@ -47,28 +47,28 @@ def counts_text(counts: Mapping[str, int], rows: int | None, stream_time: int | 
 
 
 def lateness_text(lateness: Sequence[float], limits: Mapping[str, timedelta], of: int) -> str:
-    """How far behind stream time records came, in a line.
+    """Returns how far behind stream time records arrived, in one line.
 
     Args:
-        lateness: in seconds, of a sample.
-        limits: what is still accepted, by name.
-        of: how many records the sample is of.
+        lateness: of a sample, in seconds.
+        limits: the accepted lateness, by name.
+        of: how many records the sample was drawn from.
     """
     counts = in_buckets(lateness)
     many = ", ".join(f"{LABELS[n]}: {count:,}" for n, count in enumerate(counts) if count)
     some = f"{len(lateness):,} of {of:,}" if of > len(lateness) else f"{of:,}"
     allowed = "".join(f"; {name} {spoken(limit)}" for name, limit in limits.items())
-    return f"behind stream time came of {some} records: {many}{allowed}"
+    return f"lateness of {some} records behind stream time: {many}{allowed}"
 
 
 def sketch(lanes: Sequence[Lane], odd: str, of: int) -> str:
-    """The timeline in characters, as Markdown: of each key a line of records and one of versions.
+    """Returns the timeline as Markdown text: for each key a line of records and a line of versions.
 
-    It leaves out keys, the last first, until Dagster shows it at once.
+    Drops keys from the end until the text is short enough to be shown without a click.
 
     Args:
-        odd: what the crosses are.
-        of: how many records the run has; it says how many of them are drawn.
+        odd: what a cross stands for.
+        of: how many records the run has; the legend shows how many are drawn.
     """
     made = ""
     for kept in range(len(lanes), 0, -1):
@@ -79,7 +79,7 @@ def sketch(lanes: Sequence[Lane], odd: str, of: int) -> str:
 
 
 def drawn_of(lanes: Sequence[Lane], of: int) -> str:
-    """How many records of a run are drawn: ``60 of 243 records``."""
+    """Returns how many records of a run are drawn: ``60 of 243 records of this run``."""
     return f"{sum(len(lane.marks) for lane in lanes):,} of {of:,} records of this run"
 
 
@@ -99,7 +99,7 @@ def _sketch(lanes: Sequence[Lane], odd: str, of: int) -> str:
             f"{'':<{_LABEL}} {_versions(lane, cell, low, high)}",
         ]
     legend = (
-        f"{drawn_of(lanes, of)}. o: a record at its time (UTC), X: {odd}. "
+        f"{drawn_of(lanes, of)}. o: a record at its timestamp (UTC), X: {odd}. "
         "|: a version begins, -: it is valid, .: deleted."
     )
     return "\n".join(["```text", *(line.rstrip() for line in lines), "```", "", legend])
@@ -126,7 +126,7 @@ def _versions(lane: Lane, cell: Callable[[int], int], low: int, high: int) -> st
 
 
 def in_buckets(lateness: Sequence[float]) -> list[int]:
-    """How many of some latenesses are in each of the buckets of ``LABELS``."""
+    """Returns how many records are in each bucket of ``LABELS``."""
     counts = [0] * len(LABELS)
     for seconds in lateness:
         counts[bucket_of(seconds)] += 1
@@ -134,12 +134,12 @@ def in_buckets(lateness: Sequence[float]) -> list[int]:
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket of a lateness."""
+    """Returns the bucket of a lateness in seconds."""
     return 0 if seconds <= 0 else sum(seconds >= edge for edge in EDGES)
 
 
 def moment_of(micros: int) -> str:
-    """A time, to the minute; on which side of all that Python has, where it has it not."""
+    """Returns a time to the minute, or a text for times outside of Python's range."""
     try:
         return f"{_EPOCH + timedelta(microseconds=micros):%Y-%m-%d %H:%M}"
     except OverflowError:

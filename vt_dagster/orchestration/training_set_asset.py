@@ -1,4 +1,4 @@
-"""The asset that makes a training set: a stream's records with many versioned tables, in one op."""
+"""The asset that makes a training set: a stream's records joined with many versioned tables, one op."""
 
 import time
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from vt_dagster.topology.model import Stream
 
 
 class TrainingSetConfig(dg.Config):
-    """What a run of a training set may be told."""
+    """The config of a run of a training set."""
 
     manifest: str = ""
-    """The path of a manifest: the set is made of the positions that it says, and must be the same."""
+    """The path of a manifest: the run rebuilds the set at its positions, and fails if it differs."""
 
 
 def build_training_set(
@@ -39,26 +39,26 @@ def build_training_set(
     resource_prefix: str = PREFIX,
     **attributes: Unpack[SpecAttributes],
 ) -> dg.AssetsDefinition:
-    """An asset that joins a stream with many versioned tables, each row as of its own time.
+    """Returns an asset that joins a stream with many versioned tables, each row as of its own time.
 
-    One row for each record of the spine, duplicates included (deleted ones are none), in a Delta table
-    that is written as a whole: the spine's columns, ``timestamp``, and the columns of each feature,
-    null where nothing was known, valid or young enough. Late records of the tables make no difference
-    to what was known when a row was recorded. Each set has a manifest of the positions it is of, in
-    its metadata, its Delta commit, and ``_manifests/<batch>.json`` beside the data; a run with
-    ``config={"manifest": path}`` makes that very set again, or fails. A run with nothing new writes
+    One row for each record of the spine, duplicates included, tombstones excluded, in a Delta table
+    that is overwritten as a whole: the spine's columns, ``timestamp``, and the columns of each feature,
+    null where no value was known, valid or young enough. Late records of the tables do not change what
+    was known when a row was recorded. Each set has a manifest of its input positions, in its metadata,
+    its Delta commit, and ``_manifests/<batch>.json`` beside the data; a run with
+    ``config={"manifest": path}`` rebuilds exactly that set, or fails. A run without new records writes
     nothing and starts no Spark.
 
     Args:
         spine: a stream.
         features: see ``FeatureView``.
-        to: the directory or URL of the table, outside of the warehouse; nobody else writes there.
+        to: the directory or URL of the table, outside of the warehouse; no other writer may use it.
         matured_after: only rows whose timestamp + this is at or before the spine's stream time
-            (inclusive) are given.
-        pool, retry_policy, resource_prefix, attributes: as of :func:`build_asset`.
+            (inclusive) are included.
+        pool, retry_policy, resource_prefix, attributes: as in :func:`build_asset`.
 
     Raises:
-        TopologyError: keys, columns or names do not fit.
+        TopologyError: keys, columns or names do not match.
     """
     declared, to = TrainingSet(name, spine, tuple(features), matured_after), address(to)
     spec = _spec(declared, to)

@@ -1,4 +1,4 @@
-"""What Dagster is told of a stream or table: the spec of its asset."""
+"""The Dagster spec of a stream's or table's asset."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ADDED = ("tags", "owners", "kinds", "metadata")
 
 
 class SpecAttributes(TypedDict, total=False):
-    """Attributes of a spec, as arguments: the first four are added to the translator's, the others take
-    the place of its own."""
+    """Attributes of a spec: the first four are added to the translator's, the others replace the
+    translator's."""
 
     tags: Mapping[str, str]
     owners: Sequence[str]
@@ -37,7 +37,7 @@ class SpecAttributes(TypedDict, total=False):
 
 
 class TopologyTranslator:
-    """From a stream or table to the spec of its asset; a subclass says what a catalog wants otherwise.
+    """Translates a stream or table to its asset's spec; override it in a subclass to adapt specs.
 
     .. code-block:: python
 
@@ -50,8 +50,8 @@ class TopologyTranslator:
     """
 
     def get_asset_spec(self, node: Stream) -> dg.AssetSpec:
-        """The spec of one asset. Its key is the node's ``key_prefix`` and name, for these are the
-        folders of its tables too; its code version changes with what it computes."""
+        """Returns the spec of one asset. Its key is the node's ``key_prefix`` and name, because these
+        are also the folders of its tables; its code version changes with what the node computes."""
         kind = (
             "versioned"
             if isinstance(node, VersionedTable)
@@ -75,13 +75,13 @@ class TopologyTranslator:
 
 
 def _delivering(node: Stream) -> list[dg.AssetKey]:
-    """The asset that delivers what the source reads, where it says one."""
+    """Returns the keys of the assets that deliver a source's input, if the source names one."""
     told = [getattr(one, "upstream", None) for one in (node.source, start_of(node))]
     return [dg.AssetKey.from_user_string(upstream) for upstream in told if upstream is not None]
 
 
 def code_version(node: Stream) -> str:
-    """A digest of what a node's records mean: another one, and they are those of something else."""
+    """Returns a digest of the meaning of a node's records; it changes when that meaning changes."""
     told = shape_of(node)
     unsaid = {
         c for c in ("valid_until", "new_version_on", "has_partial_updates") if not getattr(told, c)
@@ -105,7 +105,7 @@ def code_version(node: Stream) -> str:
 def asset_arguments(
     node: Stream, translator: TopologyTranslator | None, attributes: SpecAttributes
 ) -> dict[str, Any]:
-    """The arguments of ``dagster.asset``.
+    """Returns the arguments of ``dagster.asset``.
 
     Raises:
         TopologyError: the spec has another key than the node, or other partitions than its source.
@@ -114,22 +114,22 @@ def asset_arguments(
     if spec.key != dg.AssetKey(node.path):
         raise TopologyError(
             f"{node.name}: expected the translator's spec to have the key {'/'.join(node.path)}, got "
-            f"{spec.key.to_user_string()}: the key says where the tables are too. Give the stream or "
-            "table another key_prefix or name"
+            f"{spec.key.to_user_string()}: the key is also the tables' directory. Set the stream's or "
+            "table's key_prefix or name instead"
         )
     partitions = partitions_of(node)
     if spec.partitions_def != partitions:
         wanted = "without partitions" if partitions is None else f"with the partitions {partitions}"
         raise TopologyError(
             f"{node.name}: expected a spec {wanted}, got {spec.partitions_def}: one table has the "
-            "history of all times. Partition the assets that read it; what a decorated function or an "
-            "AssetSource gives is partitioned by its own partitions_def"
+            "history of all times. Partition the assets that read it; a decorated function or an "
+            "AssetSource sets its own partitions_def"
         )
     return spec_arguments(spec, attributes)
 
 
 def spec_arguments(spec: dg.AssetSpec, attributes: SpecAttributes) -> dict[str, Any]:
-    """A spec, with some attributes, as the arguments of ``dagster.asset``."""
+    """Returns a spec, with attributes merged in, as the arguments of ``dagster.asset``."""
     added = {name: value for name, value in attributes.items() if name in _ADDED}
     others: dict[str, Any] = {n: v for n, v in attributes.items() if n not in _ADDED}
     spec = spec.merge_attributes(**added).replace_attributes(**others)  # pyright: ignore[reportArgumentType]
