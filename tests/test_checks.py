@@ -271,7 +271,7 @@ def test_fresh_is_what_stream_time_is_by_the_clock(
         assert found.metadata["stream_time"].value == newest
     assert found.description == "The newest record is of 2024-01-02T05:00:00Z; it may be 2 hours old."
     assert "expected an asset 'prices' in the warehouse" in messages(checked(tmp_path))
-    with pytest.raises(TopologyError, match="expected at_most to be a length of time"):
+    with pytest.raises(TopologyError, match="expected at_most to be a positive timedelta"):
         build_freshness_check(market.prices, at_most=timedelta(0))
 
 

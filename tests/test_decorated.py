@@ -291,8 +291,8 @@ def test_refused_when_definitions_load() -> None:
 
     for function, said in (
         (gives, "expected a function that returns a DataFrame or None"),
-        (takes, r"expected parameters with names, which are its inputs, got 'frames'"),
-        (unknown, "expected annotations that can be looked up in its module"),
+        (takes, r"expected named parameters, which are its inputs, got 'frames'"),
+        (unknown, "expected annotations that can be resolved in its module"),
     ):
         with pytest.raises(TopologyError, match=said):
             table(**ABOUT)(function)
@@ -300,7 +300,7 @@ def test_refused_when_definitions_load() -> None:
     def nothing() -> None: ...
 
     plain = stream(name="plain", **ABOUT)(nothing)
-    with pytest.raises(SourceError, match="plain: expected a source that a sensor can look at"):
+    with pytest.raises(SourceError, match="plain: expected a source that a sensor can poll"):
         build_sensor(plain)
     assert isinstance(versioned_table(history_retention=MONTH, **ABOUT)(nothing), VersionedTable)
     assert build_asset(plain).keys == {dg.AssetKey("plain")}

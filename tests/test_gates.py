@@ -64,7 +64,7 @@ def test_wrong_frame_stops_before_the_commit(
     text = messages(result)
     assert said in text
     assert "'prices'" in text
-    assert "expected a Spark DataFrame" in text or "mend the op before" in text
+    assert "expected a Spark DataFrame" in text or "correct the op before" in text
     assert not committed(market)
 
 

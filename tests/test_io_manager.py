@@ -140,9 +140,8 @@ def test_a_partition_without_an_end(market: Market) -> None:
     def mine(prices: pl.DataFrame) -> None: ...
 
     result = run([*map(build_asset, market.nodes), mine], market.warehouse, selection=[mine])
-    assert (
-        "prices: expected that mine, which reads it as of 'partition_end', is partitioned by time"
-        in (messages(result))
+    assert "prices: expected mine, which reads it as of 'partition_end', to be partitioned by time" in (
+        messages(result)
     )
     result, _ = reading(market, "prices", {"vt_dagster/as_of": "partition_end"})
     assert "got: it runs without a partition. Give it a partitions_def" in messages(result)

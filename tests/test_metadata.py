@@ -192,7 +192,7 @@ def test_a_result_says_what_its_columns_are_made_of() -> None:
 
     assert told(weather)["wind_speed"] == "Wind speed, mph"
     assert told(flights_with_weather)["wind_speed"] == "Wind speed, mph (from weather.wind_speed)"
-    assert told(flights_with_weather)["timestamp"] == "when the record was true, UTC"
+    assert told(flights_with_weather)["timestamp"] == "valid time of the record, UTC"
     began = told(flights_with_weather)["weather_from"]
     assert began == "start of the version, inclusive, UTC (from weather.valid_from)"
 

@@ -501,7 +501,7 @@ def test_what_follows_records_alone_is_refused() -> None:
         (lambda: accounts.filter("n > 1", name="m"), "got one over \\['n'\\]"),
         (lambda: accounts.filter("year(timestamp) > 1", name="m"), "got one over \\['timestamp'\\]"),
         (lambda: accounts.filter("true", name="m", materialized=Materialized()), "without versions"),
-        (lambda: _require_reader(report, accounts), "partitions by a schedule"),
+        (lambda: _require_reader(report, accounts), "partitions with a schedule"),
         (lambda: table(new_version_on=[]), "a list of value columns"),
         (lambda: table(new_version_on="tier"), "a list of value columns"),
         (lambda: table(new_version_on=["tier", "tier"]), "a list of value columns"),

@@ -250,7 +250,8 @@ def test_what_the_buffer_gives_is_not_changed(
     said = messages(result)
     assert got in said
     assert (
-        "mend the op before" in said or "give the join both outputs of the buffer as they are" in said
+        "correct the op before" in said
+        or "give the join both outputs of the buffer as they are" in said
     )
     assert market.store(market.priced).head() is None
 

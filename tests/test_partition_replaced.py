@@ -99,7 +99,7 @@ def test_a_restatement(copy: Reports, capfd: pytest.CaptureFixture[str]) -> None
     assert maintain(warehouse, "prices", spark, timedelta(0))["replaced_removed"] == 2
     # those that are of the first log: it is not there any more
     assert copy.asked() == [day(2), day(5), day(6)]
-    assert "3 partition(s) are asked for, and nobody can tell if prices has made them wrong: " in (
+    assert "3 partition(s) are requested, because it is unknown whether prices made them stale: " in (
         said_so := capfd.readouterr().err
     )
     assert UNDECIDABLE["another_log"] in said_so

@@ -263,8 +263,12 @@ def by_itself() -> None: ...
         (_asset(None, **AS_OF), "prices", "report: expected one asset with partitions"),
         (_asset(), "prices", "expected an input that reads prices as of a time"),
         (by_itself, "prices", "by_itself: expected an input that reads prices"),
-        (_asset(**AS_OF, **{"vt_dagster/as_known_at": "partition_end"}), "prices", "does not change"),
-        (_asset(**AS_OF, **{"vt_dagster/read": "log"}), "prices", "what is read as of now always does"),
+        (
+            _asset(**AS_OF, **{"vt_dagster/as_known_at": "partition_end"}),
+            "prices",
+            "as known at a time never changes",
+        ),
+        (_asset(**AS_OF, **{"vt_dagster/read": "log"}), "prices", "a read as of now always does"),
         (_asset(**AS_OF), "rates", "expected a versioned table in reads, got the Table 'rates'"),
     ],
 )

@@ -153,7 +153,7 @@ def test_of_many_files_and_records(
     copy.land("prices", "3.jsonl", *hours)
     said = materialized(copy.run([copy.prices]), "prices")
     late = drawn(said["lateness"])
-    assert "lateness of 80 of 240 records: how far behind stream time they came" in texts(late)
+    assert "lateness of 80 of 240 records: how far behind stream time they arrived" in texts(late)
     line = drawn(said["timeline"])
     assert any("dots: 30 of 240 records of this run" in text for text in texts(line))
     assert "30 of 240 records of this run." in said["at_a_glance_timeline"]

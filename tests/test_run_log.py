@@ -49,8 +49,8 @@ def test_every_step_of_a_run_is_told(copy: Market) -> None:
         "prices: decided: 3 in, 1 applied, 1 late, 1 quarantined",
         "prices: committed batch 3 (log version 2)",
         "prices: view at version 2, of batch 3",
-        f"WARNING prices: 1 bad record(s) were quarantined; see them with their reasons in {quarantine}, "
-        "where batch = 3",
+        f"WARNING prices: 1 bad record(s) were quarantined; see them with their reasons in "
+        f"{quarantine}, where batch = 3",
     ]
     assert lines.pop("check_prices") == ["prices: 8 of 8 checks passed"]
     assert lines.pop("priced") == [

@@ -1,7 +1,7 @@
-"""What a run of an asset is given as DataFrames: by its own function, or by an upstream asset.
+"""The DataFrame inputs of a run: from the asset's own function, or from an upstream asset.
 
-Which delivery it is, Dagster says: the run, its partition, or the upstream asset's materialization.
-Which were taken, the asset's own commit says.
+Dagster identifies the delivery: the run, its partition, or the upstream asset's materialization. The
+asset's own commits record which deliveries were consumed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vt_dagster.sources.frame_sources import AssetSource, Delivery, FrameSource,
 from vt_dagster.topology.model import Stream
 
 TAKE_AGAIN = "vt_dagster/take_again"
-"""Tag of a run that takes its partition again, though it was taken with other rows."""
+"""Run tag that consumes a partition again with other rows than before."""
 _UPSTREAM = "upstream"
 _RESOURCE = getattr(dg.ResourceParam[Any], "__metadata__", ())
 _RESOURCES = ("ConfigurableResourceFactory", "ResourceDefinition", "TreatAsResourceParam")
@@ -28,15 +28,15 @@ _STARTED = {dg.DagsterEventType.STEP_START, dg.DagsterEventType.STEP_RESTARTED}
 
 
 def partitions_of(node: Stream) -> dg.PartitionsDefinition[Any] | None:
-    """The partitions of a node's asset; None = it has none."""
+    """Returns the partitions of a node's asset; None = it has none."""
     return getattr(node.source, "partitions_def", None)
 
 
 def function_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a user's function but its context, with types in place of their names.
+    """Returns the parameters of a user's function without its context, with resolved annotations.
 
     Raises:
-        TopologyError: it is none that can give records.
+        TopologyError: the function cannot return records.
     """
     named = getattr(function, "__qualname__", repr(function))
     plain = callable(function) and not inspect.isclass(function)
@@ -49,14 +49,14 @@ def function_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]
     for one in parameters:
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
             raise TopologyError(
-                f"{named}: expected parameters with names, which are its inputs, got {one.name!r}; "
-                "name each asset that it takes"
+                f"{named}: expected named parameters, which are its inputs, got {one.name!r}; "
+                "name each input asset"
             )
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:
         raise TopologyError(
-            f"{named}: expected annotations that can be looked up in its module, got: {error}; import "
+            f"{named}: expected annotations that can be resolved in its module, got: {error}; import "
             "that type outside of TYPE_CHECKING and of functions"
         ) from None
     start = 1 if wants_context(function) else 0
@@ -70,8 +70,8 @@ def wants_context(function: Callable[..., Any]) -> bool:
 
 
 def _is_resource(kind: Any) -> bool:
-    """Whether Dagster gives a resource for an annotation. It takes them from a function's parameters
-    only where no others are required."""
+    """Whether Dagster passes a resource for an annotation. Dagster itself takes resources from
+    parameters only if no required_resource_keys are set."""
     if getattr(kind, "__metadata__", None) == _RESOURCE:
         return True
     return any(base.__name__ in _RESOURCES for base in getattr(kind, "__mro__", ()))
@@ -79,13 +79,13 @@ def _is_resource(kind: Any) -> bool:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of an asset whose source is of DataFrames.
+    """The inputs of an asset with a source of DataFrames.
 
     Args:
         ins: as ``dagster.asset`` takes them.
         signature: of the function that Dagster calls.
         required_resource_keys: besides those of any asset.
-        deps: other assets that it comes after.
+        deps: other upstream assets, not loaded.
     """
 
     ins: Mapping[str, dg.AssetIn]
@@ -95,10 +95,10 @@ class Inputs:
 
     @classmethod
     def of(cls, node: Stream, source: FrameSource) -> Inputs:
-        """Those of a stream or table.
+        """Returns the inputs of a stream or table.
 
         Raises:
-            TopologyError: it is to read itself.
+            TopologyError: its source is itself.
         """
         if isinstance(source, FunctionSource):
             parameters = function_parameters(source.function)
@@ -134,10 +134,10 @@ def _signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
 def delivered_frames(
     context: dg.AssetExecutionContext, node: Stream, source: FrameSource, values: Mapping[str, Any]
 ) -> Iterator[Given]:
-    """The source of one run.
+    """Yields the source of one run.
 
     Args:
-        values: of its inputs, as Dagster has loaded them.
+        values: the inputs that Dagster loaded.
     """
     if isinstance(source, FunctionSource):
         deliveries = [_of_function(context, node, source, values)]
@@ -166,25 +166,25 @@ def _of_function(
 
 
 def one_partition(context: Any, node: Stream) -> str:
-    """The partition of a run.
+    """Returns the partition of a run.
 
     Raises:
-        SourceError: it has none, or several.
+        SourceError: the run has none, or several.
     """
     found = list(context.partition_keys) if context.has_partition_key_range else []
     if context.has_partition_key:
         found = [context.partition_key]
     if len(found) != 1:
         raise SourceError(
-            f"{node.name}: expected a run of one partition, got {len(found)}; run each partition for "
-            "itself, without a BackfillPolicy of single runs"
+            f"{node.name}: expected a run of one partition, got {len(found)}; run each partition "
+            "by itself, without BackfillPolicy.single_run"
         )
     return found[0]
 
 
 def _origin(context: dg.AssetExecutionContext) -> str:
-    """The run that this one is a retry of, or itself. A run that is made again after it has succeeded
-    is a new one, for nobody retries that."""
+    """Returns the first run of a chain of retries. A re-execution of a successful run is a new run,
+    not a retry."""
     run = context.run
     while run.parent_run_id is not None:
         parent = context.instance.get_run_by_id(run.parent_run_id)
@@ -203,9 +203,9 @@ def _of_asset(
     partitions = list(context.asset_partition_keys_for_input(_UPSTREAM))
     if len(partitions) != 1 and not isinstance(value, dict):
         raise SourceError(
-            f"{node.name}: expected that the IO manager of {'/'.join(source.path)} gives a dict of its "
-            f"{len(partitions)} partitions, got {type(value).__qualname__}; give AssetSource the "
-            "partitions_def of that asset, so that a run takes one"
+            f"{node.name}: expected the IO manager of {'/'.join(source.path)} to return a dict of its "
+            f"{len(partitions)} partitions, got {type(value).__qualname__}; set the partitions_def "
+            "of that asset on AssetSource, so that each run takes one partition"
         )
     frames: dict[str, Any] = value if isinstance(value, dict) else {partitions[0]: value}
     found: list[Delivery] = []
@@ -219,10 +219,10 @@ def _of_asset(
 def _materialization(
     context: dg.AssetExecutionContext, node: Stream, source: AssetSource, partition: str | None
 ) -> dg.EventLogRecord:
-    """The last one of the upstream asset, or of a partition of it.
+    """Returns the last materialization of the upstream asset, or of one of its partitions.
 
     Raises:
-        SourceError: this instance knows none.
+        SourceError: this Dagster instance has none.
     """
     only = None if partition is None else [partition]
     wanted = dg.AssetRecordsFilter(dg.AssetKey(source.path), asset_partitions=only)
@@ -230,9 +230,9 @@ def _materialization(
     if not records:
         named = "/".join(source.path) + ("" if partition is None else f" (partition {partition})")
         raise SourceError(
-            f"{node.name}: expected a materialization of {named} in this Dagster instance, which says "
-            "what is taken, got none; materialize it, or report that it was "
-            "(report_runless_asset_event)"
+            f"{node.name}: expected a materialization of {named} in this Dagster instance, which "
+            "identifies the delivery, got none; materialize it, or report a materialization with "
+            "report_runless_asset_event"
         )
     return records[0]
 
@@ -240,22 +240,21 @@ def _materialization(
 def _version(
     context: dg.AssetExecutionContext, node: Stream, source: AssetSource, last: dg.EventLogRecord
 ) -> str:
-    """Which materialization was loaded.
+    """Returns the version of the loaded materialization.
 
     Raises:
-        SourceError: there was one while it was loaded, so that one cannot tell.
+        SourceError: the asset was materialized during the load, so the loaded version is unknown.
     """
     if last.timestamp > _started(context, node):
         raise SourceError(
-            f"{node.name}: expected that {'/'.join(source.path)} stays as it is while it is loaded, "
-            "but it was materialized meanwhile; nothing was committed. Run again, or give both assets "
-            "one pool"
+            f"{node.name}: expected no materialization of {'/'.join(source.path)} while it is loaded, "
+            "got one; nothing was committed. Run again, or put both assets into one pool"
         )
     return f"{last.run_id}@{last.timestamp:.6f}"
 
 
 def _started(context: dg.AssetExecutionContext, node: Stream) -> float:
-    """When this step began, before its inputs were loaded; epoch seconds."""
+    """Returns when this step started, before its inputs were loaded; epoch seconds."""
     step = dg.AssetKey(node.path).to_python_identifier()
     events = context.instance.get_records_for_run(context.run.run_id, of_type=_STARTED).records
     own = [one.timestamp for one in events if one.event_log_entry.step_key == step]

@@ -1,4 +1,4 @@
-"""Which runs' events in Dagster's own storage have a value: samples of checks, pictures, labels."""
+"""Searches Dagster's event storage for runs whose events contain a value, for example in samples."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _PAGE = 1000
 def runs_with(
     instance: dg.DagsterInstance, assets: Sequence[dg.AssetKey], values: Sequence[object]
 ) -> list[str]:
-    """The runs that have made, observed or checked some assets and of which an event has all of some
-    values as texts, oldest first.
+    """Returns the runs of some assets that have an event with all values as text, oldest first.
 
-    Reads all events of all runs of these assets: as much as there is.
+    Runs that materialized, observed or checked the assets count. Reads all events of all runs.
 
     Args:
         values: of a key.
@@ -32,7 +31,7 @@ def runs_with(
 
 
 def _runs(instance: dg.DagsterInstance) -> list[str]:
-    """All runs, the newest first."""
+    """Returns the ids of all runs, newest first."""
     found, place = list[str](), None
     while True:
         page = instance.get_runs(limit=_PAGE, cursor=place)

@@ -1,4 +1,4 @@
-"""An asset check with a limit: how far stream time may be behind the clock."""
+"""An asset check with a limit on how far stream time is behind the clock."""
 
 import time
 from datetime import timedelta
@@ -24,26 +24,26 @@ def build_freshness_check(
     pool: str | None = None,
     resource_prefix: str = PREFIX,
 ) -> dg.AssetChecksDefinition:
-    """An asset check that fails where the newest record is older than a limit: where stream time, the
-    largest timestamp of all partitions, is further behind the clock. Without Spark; it does not block.
+    """Returns a check that fails if the newest record is older than a limit: if stream time, the
+    largest timestamp of all partitions, is further behind the clock. Needs no Spark; it does not block.
 
-    When a run was last made, which Dagster's ``FreshnessPolicy`` goes by, tells something else: a run
-    today that took in what was true last week makes no table fresh, and one that finds nothing new does
-    not make it stale.
+    Dagster's ``FreshnessPolicy`` uses the time of the last materialization instead: a run today with
+    records of last week does not make a table fresh, and a run without new records does not make it
+    stale.
 
     Args:
         node: any stream or table.
-        at_most: exactly so old is fresh.
+        at_most: the limit, inclusive.
         severity: of a failure.
-        pool, resource_prefix: as of :func:`build_checks`.
+        pool, resource_prefix: as in :func:`build_checks`.
 
     Raises:
-        TopologyError: the limit is none.
+        TopologyError: the limit is not positive.
     """
     if at_most <= timedelta(0):
         raise TopologyError(
-            f"{node.name}: expected at_most to be a length of time, got {at_most!r}; say how old its "
-            "newest record may be, for example timedelta(hours=2)"
+            f"{node.name}: expected at_most to be a positive timedelta, got {at_most!r}; set the "
+            "maximum age of its newest record, for example timedelta(hours=2)"
         )
     key = dg.AssetKey(node.path)
 

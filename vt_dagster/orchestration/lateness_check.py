@@ -1,4 +1,4 @@
-"""An asset check with a budget: at most so many results may be wrong for what came too late."""
+"""An asset check with a budget for results that are wrong because of late records."""
 
 import time
 from collections.abc import Sequence
@@ -29,21 +29,21 @@ def build_lateness_check(
     pool: str | None = None,
     resource_prefix: str = PREFIX,
 ) -> dg.AssetChecksDefinition:
-    """An asset check that fails where more results are wrong than a budget allows: joined wrongly,
-    windows without one of their records, records refused. It suggests the shortest length of time by
-    which there are no more, shows what others would have cost, and does not block. Without Spark.
+    """Returns a check that fails if more results are wrong than a budget allows: wrong joins, windows
+    that lack records, rejected records. It suggests the shortest grace period or history
+    retention within the budget, shows the cost of others, and does not block. Needs no Spark.
 
     Args:
         node: a join of a stream with a versioned table, an aggregate by tumbling or hopping windows,
             or a versioned table.
         at_most: the budget, like ``"0.1%"`` or 0.001.
-        grace: the lengths that are shown, see :func:`vt_dagster.lateness`.
+        grace: the grace periods or history retentions to compare, see :func:`vt_dagster.lateness`.
         severity: of a failure.
-        pool, resource_prefix: as of :func:`build_checks`.
+        pool, resource_prefix: as in :func:`build_checks`.
 
     Raises:
-        TopologyError: nothing can come too late for the node.
-        StorageError: the budget is none.
+        TopologyError: no record can be late for the node.
+        StorageError: the budget is invalid.
     """
     _require_a_length(node)
     parse_share(at_most)
@@ -52,7 +52,7 @@ def build_lateness_check(
     @dg.asset_check(
         asset=key,
         name=NAME,
-        description=f"At most {at_most} of the results are not what they should be.",
+        description=f"At most {at_most} of the results are wrong because of late records.",
         pool=pool,
         required_resource_keys={warehouse_key(resource_prefix)},
     )
@@ -84,8 +84,8 @@ def _require_a_length(node: Stream) -> None:
     if not (fixed or waits or node.versioned):
         raise TopologyError(
             f"{node.name}: expected a join of a stream with a versioned table, an aggregate by "
-            "tumbling or hopping windows, or a versioned table, got one for which nothing comes too "
-            "late; leave the check out"
+            "tumbling or hopping windows, or a versioned table, got one for which no record is "
+            "late; remove the check"
         )
 
 
@@ -94,11 +94,11 @@ def _metadata(found: Lateness) -> dict[str, Any]:
     assert found.at_most is not None
     told: dict[str, Any] = {"at_most": found.at_most}
     if one is None:
-        told["result"] = dg.MetadataValue.text(f"the {what} is not known, or differs by partition")
+        told["result"] = dg.MetadataValue.text(f"the {what} is unknown, or differs by partition")
     else:
         told["result"] = dg.MetadataValue.text(
             f"with a {what} of {spoken(one.length)} {one.wrong:,} of {one.of:,} results are wrong "
-            f"({share(one.share)}), at most {share(found.at_most)} may be"
+            f"({share(one.share)}), allowed: {share(found.at_most)}"
         )
         told |= {"wrong": one.wrong, "of": one.of, "share": one.share}
     if found.suggested is not None:
@@ -121,7 +121,7 @@ def _row(one: Choice) -> dict[str, Any]:
     }
     more = {
         "updates dropped": one.dropped,
-        "wrong since expired": one.expired,
+        "wrong because expired": one.expired,
         "waiting on average": one.waiting_average,
         "waiting at most": one.waiting_most,
         "later, p50": None if one.later is None else str(one.later.p50),

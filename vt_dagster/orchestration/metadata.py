@@ -1,8 +1,8 @@
 """The metadata of a materialization: numbers under stable names, so that Dagster plots them.
 
 Only numbers worth a plot are entries of their own. Numbers that only count runs are in one entry
-without a plot, ``versions``. Counts that have always been zero are left out, unless zero is itself information
-(``_told``).
+without a plot, ``versions``. Counts that have always been zero are left out, unless zero is itself
+information (``_told``).
 """
 
 from __future__ import annotations

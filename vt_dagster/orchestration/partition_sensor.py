@@ -1,4 +1,4 @@
-"""A sensor that asks for those partitions of a user's asset that a table has made wrong since."""
+"""A sensor that requests the partitions of a user's asset that late changes of a table made stale."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ from vt_dagster.topology.model import Stream, VersionedTable
 
 _PAGE, _AT_ONCE = 1000, 500
 _UNKNOWN = "unknown"
-"""Why a partition is asked for, of which nobody knows what it has read: once, whatever comes of it."""
+"""The reason for a partition whose reads are unknown: it is requested once, whatever its run gives."""
 _WHY = "vt_dagster/why"
 
 
@@ -31,36 +31,36 @@ def build_partition_sensor(
     running: bool = False,
     resource_prefix: str = PREFIX,
 ) -> dg.SensorDefinition:
-    """A sensor that asks for the partitions of an asset that are wrong now: late records, corrections
-    or deletions of a table have changed what was true at the time that they looked at.
+    """Returns a sensor that requests the stale partitions of an asset: late records, corrections or
+    deletions of a table changed the rows valid at the time that the partitions read.
 
     The asset reads the table as of the end of its partition (``"vt_dagster/as_of": "partition_end"``),
-    or as of another time. A partition is wrong if a record that was committed after the position that
-    its last materialization has read changes an interval that holds the time that it read: from the
-    record's timestamp (inclusive) to the next version's (exclusive). So an update of the newest
-    version asks for none that ended before it. No other partition would come out otherwise, but for
-    ``valid_to`` of versions that have ended since, after its time.
+    or as of another time. A partition is stale if a record committed after the position that its last
+    materialization read changes an interval that contains the partition's read time: from the record's
+    timestamp (inclusive) to the next version's (exclusive). So an update of the newest version requests
+    no partition that ended before it. No other partition would change, except for ``valid_to`` of
+    versions that ended since, after its time.
 
-    Partitions that were never materialized are not asked for. Where another log has taken the place of
-    the one that a partition has read (replay and swap, restate), it is wrong if the two say different
-    things of its time: other keys, values or ``valid_from``. Rows that were erased make wrong what may
-    have seen them. Where nobody can tell (the position is not in the metadata, as in releases before;
-    the old log is not there any more, or the log was cut off after the position) a partition is asked
-    for once, since it may be wrong, and the tick's log says so. One whose time the table's history does
-    not reach back to cannot be made again, and is told of there too.
+    Partitions that were never materialized are not requested. If another log replaced the one that a
+    partition read (replay and swap, restate), the partition is stale if the logs differ at its time in
+    keys, values or ``valid_from``. Erased rows make partitions stale that may have read them. If this
+    cannot be decided (no position in the metadata, as in earlier releases; the old log is gone, or the
+    log was truncated after the position), the partition is requested once, and the tick's log has a
+    warning. A partition whose time is before the table's history cannot be recomputed; the tick's log
+    warns of it too.
 
-    A run's key follows from the partition's last materialization and the last record that made it
-    wrong, so that it is asked for once, however often a tick looks, and also where that run fails. The
-    cursor only saves looking at what was looked at: a lost one asks for nothing twice. Without Spark.
-    What materializations say is read once by a process; a tick reads those that are new.
+    The run key derives from the partition's last materialization and the last record that made it
+    stale, so it is requested once, at any number of ticks, and even if that run fails. The cursor only
+    saves repeated work: a lost one requests nothing twice. Needs no Spark. A process reads all
+    materializations once; each tick reads the new ones.
 
     Args:
-        report: an asset with partitions that has the table as an input. What is downstream of it is
-            not asked for: give that an automation condition.
+        report: an asset with partitions that has the table as an input. Its downstream assets are not
+            requested: give them an automation condition.
         reads: the versioned table.
         name: None = ``<report>_partitions_of_<reads>``.
         running: whether the sensor is on from the start.
-        resource_prefix: as of :func:`build_asset`; of the resources it needs the warehouse.
+        resource_prefix: as in :func:`build_asset`; needs only the warehouse resource.
 
     Raises:
         TopologyError: the asset has no partitions, or does not read the table as of a time.
@@ -117,30 +117,30 @@ def _name(key: dg.AssetKey, reads: Stream) -> str:
 def _require_reader(
     report: dg.AssetsDefinition, reads: Stream
 ) -> tuple[dg.AssetKey, dg.PartitionsDefinition[Any], list[str]]:
-    """The key of an asset, its partitions, and its inputs that read a table as of a time.
+    """Returns the key of an asset, its partitions, and its inputs that read a table as of a time.
 
     Raises:
-        TopologyError: there are none.
+        TopologyError: the asset has no partitions or no such input.
     """
     key, path = next(iter(report.keys)), "/".join(reads.path)
     named = key.to_user_string()
     if len(report.keys) != 1 or report.partitions_def is None:
         what = f"{len(report.keys)} assets" if len(report.keys) != 1 else "one without"
         raise TopologyError(
-            f"{named}: expected one asset with partitions that a sensor can ask for, got {what}; give "
+            f"{named}: expected one asset with partitions that a sensor can request, got {what}; give "
             "it a partitions_def such as dagster.DailyPartitionsDefinition"
         )
     if not isinstance(reads, VersionedTable):
         raise TopologyError(
             f"{named}: expected a versioned table in reads, got the {type(reads).__name__} "
-            f"{reads.name!r}, which remembers nothing; declare its history_retention"
+            f"{reads.name!r}, which has no history; declare its history_retention"
         )
     if reads.new_version_on is not None:
         raise TopologyError(
             f"{named}: expected a table whose every record makes a version in reads, got "
             f"{reads.name!r} with new_version_on={list(reads.new_version_on)}: a late record may "
-            "change what is true behind the next record too, which their times do not tell; leave "
-            "new_version_on out, or ask for partitions by a schedule"
+            "change versions after the next record too, which the timestamps do not show; remove "
+            "new_version_on, or request partitions with a schedule"
         )
     found = [one for one, up in report.keys_by_input_name.items() if up == dg.AssetKey(reads.path)]
     metadata = {one.name: one.metadata or {} for one in report.node_def.input_defs}
@@ -154,14 +154,14 @@ def _require_reader(
     if not wanted:
         got = [dict(metadata[one]) for one in found] or "no such input"
         raise TopologyError(
-            f"{named}: expected an input that reads {path} as of a time by all that is known of it, "
-            f'got {got}; give it dagster.AssetIn(metadata={{"{AS_OF}": "partition_end"}}). What is '
-            "read as it was known at a time does not change, and what is read as of now always does"
+            f"{named}: expected an input that reads {path} as of a time, without {AS_KNOWN_AT}, "
+            f'got {got}; give it dagster.AssetIn(metadata={{"{AS_OF}": "partition_end"}}). A read '
+            "as known at a time never changes, and a read as of now always does"
         )
     return key, report.partitions_def, wanted
 
 
-# ------------------------------------------------------------------------- what Dagster knows
+# --------------------------------------------------------------------- Dagster's materializations
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _Made:
     """The last materialization of a partition.
 
     Args:
-        reads: what it has read of the table as of a time; none: nobody knows.
+        reads: its reads of the table as of a time; empty: unknown.
     """
 
     storage_id: int
@@ -177,10 +177,10 @@ class _Made:
 
 
 class _Materializations:
-    """The last materialization of each partition of an asset, as far as this process has read them.
+    """The last materialization of each partition of an asset, cached in this process.
 
-    Dagster has no way to ask for the last ones alone with their metadata. So all are read once, and
-    then those that came after; the last one that was read says whether it is still the same storage.
+    Dagster has no query for only the last ones with their metadata. So all are read once, and then the
+    newer ones; the last one read shows whether the storage is still the same.
     """
 
     def __init__(self, key: dg.AssetKey, inputs: Sequence[str], table: str) -> None:
@@ -189,7 +189,7 @@ class _Materializations:
         self._last: tuple[int, float] | None = None
 
     def made(self, instance: dg.DagsterInstance) -> tuple[Mapping[str, _Made], int]:
-        """By partition; and the storage id of the last one, of any partition; 0 = there is none."""
+        """Returns them by partition, and the storage id of the last one of any partition; 0 = none."""
         if self._last is not None and not self._read(instance, self._last[0] - 1):
             self._made, self._last = {}, None
         if self._last is None:
@@ -197,7 +197,7 @@ class _Materializations:
         return self._made, 0 if self._last is None else self._last[0]
 
     def _read(self, instance: dg.DagsterInstance, after: int) -> bool:
-        """Reads those after one; whether the first of them is the last that was read before."""
+        """Reads those after a storage id; returns whether the first is the one that was read last."""
         place, wanted = None, dg.AssetRecordsFilter(self._key, after_storage_id=after)
         expected = self._last
         while True:
@@ -217,7 +217,7 @@ class _Materializations:
     def only_there(
         self, instance: dg.DagsterInstance, wrong: dict[str, StaleRead]
     ) -> dict[str, StaleRead]:
-        """Those of which the last materialization was not wiped meanwhile."""
+        """Returns the partitions whose last materialization was not wiped meanwhile."""
         ids = {self._made[partition].storage_id: partition for partition in wrong}
         asked, there = sorted(ids), set[str]()
         for start in range(0, len(asked), _AT_ONCE):
@@ -238,13 +238,13 @@ def _reads(record: dg.EventLogRecord, inputs: Sequence[str], table: str) -> list
     return [read for read in reads if read.asset == table and read.as_of is not None]
 
 
-# ------------------------------------------------------------------------- what is wrong
+# ------------------------------------------------------------------------------ stale partitions
 
 
 def _wrong(
     warehouse: str, head: tuple[int, Commit], made: Mapping[str, _Made], cursor: "_Cursor"
 ) -> dict[str, StaleRead]:
-    """By partition, why it is wrong."""
+    """Returns the stale partitions with their reasons."""
     every = [(partition, one, read) for partition, one in made.items() for read in one.reads]
     looked = [cursor.seen(one, read, head[1].log) for _, one, read in every]
     found = stale_reads(warehouse, head, looked)
@@ -259,7 +259,7 @@ def _wrong(
 
 
 def _request(sensor: str, partition: str, why: StaleRead) -> dg.RunRequest:
-    """A run of a partition; one and the same while the same makes it wrong."""
+    """Returns a run request for a partition; the run key is the same while the reason is."""
     key = f"{sensor}:{partition}:{why.why}:{why.by}"
     return dg.RunRequest(run_key=key, partition_key=partition, tags={_WHY: why.why})
 
@@ -271,24 +271,24 @@ def _standing(commit: Commit) -> str:
 def _tell(
     context: dg.SensorEvaluationContext, asset: str, table: str, wrong: Mapping[str, StaleRead]
 ) -> None:
-    """Says in the tick's log of which partitions nobody can tell, and which cannot be made again."""
+    """Warns in the tick's log of partitions that are undecidable or cannot be recomputed."""
     gone = sorted(partition for partition, why in wrong.items() if why.forgotten)
     if gone:
         context.log.warning(
-            f"{asset}: {len(gone)} partition(s) may be wrong, but the history of {table} does not "
-            f"reach back to their time: {', '.join(gone[:10])}"
+            f"{asset}: {len(gone)} partition(s) may be stale, but their time is before the "
+            f"history of {table}: {', '.join(gone[:10])}"
         )
     unsure = Counter(one.why for one in wrong.values() if one.why in UNDECIDABLE and not one.forgotten)
     for why, count in unsure.items():
         context.log.warning(
-            f"{asset}: {count} partition(s) are asked for, and nobody can tell if {table} has made "
-            f"them wrong: {UNDECIDABLE[why]}"
+            f"{asset}: {count} partition(s) are requested, because it is unknown whether {table} "
+            f"made them stale: {UNDECIDABLE[why]}"
         )
 
 
 @dataclass(frozen=True)
 class _Cursor:
-    """Up to where a sensor has looked; it may be lost.
+    """The progress of a sensor; losing it does no harm.
 
     Args:
         position: of the table's log.
@@ -303,7 +303,7 @@ class _Cursor:
         try:
             told = json.loads(text or "")
             return cls(Position.model_validate(told["position"]), int(told["storage_id"]))
-        except (ValueError, KeyError, TypeError):  # lost, or not ours
+        except (ValueError, KeyError, TypeError):  # lost, or written by another sensor
             return cls()
 
     @property
@@ -312,10 +312,10 @@ class _Cursor:
         return json.dumps({"position": position, "storage_id": self.storage_id})
 
     def seen(self, made: _Made, read: Read, log: str) -> Read:
-        """A read, as if it had been made where a sensor has looked at it last.
+        """Returns a read with its position advanced to the last one that the sensor checked.
 
         Args:
-            log: which one is the table's now.
+            log: the id of the table's current log.
         """
         upto = self.position
         if upto is None or made.storage_id > self.storage_id:

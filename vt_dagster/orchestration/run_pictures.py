@@ -53,9 +53,9 @@ from vt_dagster.storage.commit_log import Commit
 from vt_dagster.topology.model import Stream, VersionedTable
 
 SAMPLE = 20_000
-"""At most so many rows of a run are drawn."""
+"""The maximal number of rows of a run in a picture."""
 _LOOKED_AT = 1_000_000
-"""Of at most so many, in whole files."""
+"""The maximal number of rows to read for the sample, in whole files."""
 _LANES, _SHOWN, _MARKS, _BARS = 4, 30, 60, 80
 _LARGEST_FILE = 64_000_000
 _LEFT, _LANE = 110, 44
@@ -63,11 +63,11 @@ _BAND = "#7fa5f8"
 
 
 def pictures(store: AssetStore, arrival: Arrival, receipt: Receipt, log: Any) -> dict[str, Any]:
-    """The pictures of a run, as metadata, each after a text that says the same and that Dagster shows
-    without a click; none where it committed nothing.
+    """Returns the pictures of a run as metadata, each after a text with the same content that Dagster
+    shows without a click; none if the run committed nothing.
 
     Args:
-        log: gets a warning where they cannot be drawn; a run never fails of its pictures.
+        log: gets a warning if drawing fails; a picture never fails a run.
     """
     if receipt.commit is None:
         return {}
@@ -131,7 +131,7 @@ def _as_image(name: str, drawn: str) -> dg.MarkdownMetadataValue:
 
 
 def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, Any]:
-    """How late the records of a source were that a join with grace has taken."""
+    """Returns the lateness of a source's records that a join with a grace period took."""
     (stream,) = processor_of(store.node).consumed
     grace = getattr(store.node.operator, "grace_period", None)
     if not isinstance(grace, timedelta) or stream.operator is not None:
@@ -148,17 +148,17 @@ def _lateness_of_input(store: AssetStore, arrival: Arrival) -> dict[str, Any]:
 
 
 def _files(path: str, batch: int) -> list[tuple[str, int]]:
-    """The data files that a batch added, with their sizes."""
+    """Returns the data files that a batch added, with their sizes."""
     _, root = delta.filesystem(path)
     return [(posixpath.join(root, f.place), f.size) for f in delta.written_by(path, batch)]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of a commit, in the order in which they were written.
+    """Rows of a commit, in the order written.
 
     Args:
-        of: how many it wrote; where there are more than in ``rows``, these are evenly spread.
+        of: the number of rows written; if larger than ``rows``, these are an even sample.
     """
 
     rows: pa.Table
@@ -166,7 +166,7 @@ class Sample:
 
 
 def _sample(path: str, batch: int) -> Sample | None:
-    """What a batch wrote, as far as that may be looked at; None where it wrote nothing."""
+    """Returns a sample of the rows that a batch wrote; None if it wrote none."""
     fs, _ = delta.filesystem(path)
     found: list[pa.Table] = []
     seen = 0
@@ -190,7 +190,7 @@ def _micros(values: pa.ChunkedArray) -> list[Any]:
 
 
 def _lanes(node: Stream, rows: pa.Table, join: bool) -> dict[tuple[Any, ...], Lane]:
-    """The keys with the most late records, then those with the most records."""
+    """Returns the keys with the most late records, then those with the most records."""
     keys = list(zip(*(rows.column(k).to_pylist() for k in node.key), strict=True))
     times = _micros(rows.column(TIMESTAMP))
     flag = IS_LATE if join else IS_LATEST
@@ -212,7 +212,7 @@ def _lanes(node: Stream, rows: pa.Table, join: bool) -> dict[tuple[Any, ...], La
 
 
 def _spread(marks: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
-    """As many as can be told apart: of a crowd those that are odd, and evenly some of the others."""
+    """Returns as many marks as are distinguishable: odd ones, then an even sample of the others."""
     if len(marks) <= _MARKS:
         return marks
     odd = [m for m in marks if m[1]][:_MARKS]
@@ -222,9 +222,9 @@ def _spread(marks: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
 
 
 def _window(lanes: list[list[tuple[int, bool]]]) -> tuple[int, int]:
-    """The times of some records of the first key, the latest with the most late ones among them.
+    """Returns the time range of some records of the first key: the latest with the most late records.
 
-    Where it has few, those of all records of all keys.
+    If that key has few records, the range covers the records of all keys.
     """
     marks = lanes[0] if lanes and len(lanes[0]) >= _SHOWN else sorted(m for lane in lanes for m in lane)
     if not marks or len(marks) < _SHOWN:
@@ -235,7 +235,7 @@ def _window(lanes: list[list[tuple[int, bool]]]) -> tuple[int, int]:
 
 
 def _add_versions(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: VersionedTable) -> None:
-    """The same of a table whose view has rows that make no version."""
+    """Adds the versions of a table whose view also has rows that make no version (new_version_on)."""
     if sum(file.size for file in delta.files(view.view_path)) > 2 * _LARGEST_FILE:
         return
     for key, lane in lanes.items():
@@ -273,7 +273,7 @@ def _add_bars(lanes: dict[tuple[Any, ...], Lane], view: AssetStore, node: Versio
 
 
 def _lateness(rows: pa.Table, before: dict[int, int]) -> list[float]:
-    """Seconds that each record of a sample lay behind stream time when it came."""
+    """Returns how far each record of a sample was behind stream time on arrival, in seconds."""
     spots = zip(
         rows.column(PARTITION).to_pylist(),
         rows.column(OFFSET).to_pylist(),
@@ -292,11 +292,11 @@ def _lateness(rows: pa.Table, before: dict[int, int]) -> list[float]:
 
 
 def timeline(lanes: Sequence[Lane], odd: str, of: int) -> str:
-    """A lane for each key: its versions as bars, the run's records as dots with their lookups.
+    """Returns a picture with a lane for each key: versions as bars, the run's records as dots.
 
     Args:
-        odd: what the red dots are.
-        of: how many records the run has; it says how many of them are drawn.
+        odd: what a red dot stands for.
+        of: how many records the run has; the legend shows how many are drawn.
     """
     times = [moment for lane in lanes for moment, _ in lane.marks]
     margin = (max(times) - min(times)) // 20 + 1
@@ -336,18 +336,18 @@ def timeline(lanes: Sequence[Lane], odd: str, of: int) -> str:
 
 
 def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int = 0) -> str:
-    """How far behind stream time records came, beside what is still accepted.
+    """Returns a histogram of how far behind stream time records arrived, with the accepted limits.
 
     Args:
-        lateness: in seconds, of a sample.
-        limits: durations by their names, drawn as lines.
-        of: how many records the sample is of.
+        lateness: of a sample, in seconds.
+        limits: durations by name, drawn as lines.
+        of: how many records the sample was drawn from.
     """
     counts = in_buckets(lateness)
     step = (WIDTH - 40) / len(LABELS)
     top, height = 52, 90
     many = f"{len(lateness):,}" + (f" of {of:,}" if of > len(lateness) else "")
-    drawn = [text(20, 12, f"lateness of {many} records: how far behind stream time they came")]
+    drawn = [text(20, 12, f"lateness of {many} records: how far behind stream time they arrived")]
     for number, count in enumerate(counts):
         size = 0 if not count else max(2.0, round(height * count / max(counts), 1))
         left = round(20 + number * step, 1)
@@ -369,7 +369,7 @@ def histogram(lateness: Sequence[float], limits: dict[str, timedelta], of: int =
 
 
 def _position(seconds: float) -> float:
-    """Where a length of time lies on the axis of the buckets."""
+    """Returns the position of a duration on the axis of buckets."""
     bucket = bucket_of(seconds)
     if bucket == 0 or bucket >= len(EDGES):
         return float(bucket)

@@ -1,4 +1,4 @@
-"""Sensors: ask for a run where a source has something new, with what the run is to take."""
+"""Sensors: request a run when a source has something new, and name it in the run config."""
 
 import hashlib
 import json
@@ -30,8 +30,8 @@ _ASSET = "vt_dagster/asset"
 
 
 def has_sensor(node: Stream) -> bool:
-    """Whether a sensor can look for what is new in its source. What comes from other assets, or from a
-    function, is asked for by Dagster itself: automation conditions, schedules, jobs."""
+    """Whether a sensor can poll the node's source. Runs for input from other assets, or from a
+    function, are requested by Dagster itself: automation conditions, schedules, jobs."""
     return node.source is not None and not isinstance(node.source, FrameSource)
 
 
@@ -46,28 +46,28 @@ def build_sensor(
     running: bool = False,
     resource_prefix: str = PREFIX,
 ) -> dg.SensorDefinition:
-    """A sensor that asks for a run when a source has what was not consumed: files, offsets, versions.
+    """Returns a sensor that requests a run when a source has new input: files, offsets, versions.
 
-    The truth is the position in the asset's last commit; the cursor only says what was asked for
-    last. The run's config names the files, or the range of offsets of each partition, and the run key
-    follows from them, from the batch that they come after, and from an epoch that the cursor counts:
-    the same input is asked for once, and again where the table has gone back since (a replay). A
-    lost cursor or a doubled tick asks for nothing twice; a run that finds its input consumed commits
-    nothing. While a run that a sensor asked for is unfinished, no other one is asked for.
+    The position in the asset's last commit decides what is new; the cursor only holds the last request.
+    The run config names the files, or the offset range of each partition. The run key derives from
+    this config, the last batch, and an epoch in the cursor: the same input is requested once, and again
+    after the table went back (a replay). A lost cursor or a duplicate tick requests nothing twice; a
+    run whose input is already consumed commits nothing. While a requested run is unfinished, the sensor
+    requests no other one.
 
-    A cluster or directory that does not answer is a reason to skip the tick. Records that are gone
-    before they were consumed are an error of the tick.
+    If a cluster or directory does not respond, the tick is skipped. Records that are gone before they
+    were consumed fail the tick.
 
     Args:
-        target: what to run; None = the asset and everything downstream of it. Assets with partitions,
-            and what is made of those, are left out of its runs, which have none.
-        minimum_records: of topics, wait until so many records are there,
-        maximum_wait: but not longer than this since a tick first saw some.
+        target: what to run; None = the asset and everything downstream of it. The runs have no
+            partition, so they leave out assets with partitions and everything downstream of these.
+        minimum_records: for topics: wait for at least this many new records,
+        maximum_wait: but no longer than this after a tick first saw any.
         running: whether the sensor is on from the start.
-        resource_prefix: as of :func:`build_asset`; of the resources it needs the warehouse.
+        resource_prefix: as in :func:`build_asset`; needs only the warehouse resource.
 
     Raises:
-        SourceError: there is nothing to look at, see :func:`has_sensor`.
+        SourceError: a sensor cannot poll the source, see :func:`has_sensor`.
     """
     source = _watched(node)
     selection = target or dg.AssetSelection.assets(dg.AssetKey(node.path)).downstream()
@@ -80,7 +80,7 @@ def build_sensor(
         description=f"Runs when there are new {source.describe()}.",
         required_resource_keys={warehouse_key(resource_prefix)},
     )
-    def sense(  # where a test calls it, Dagster gives the resources as arguments too
+    def sense(  # called in a test, Dagster passes the resources as arguments too
         context: dg.SensorEvaluationContext, **_: Any
     ) -> dg.SensorResult | dg.SkipReason:
         store = AssetStore(warehouse_of(context, resource_prefix), node)
@@ -98,7 +98,7 @@ def build_sensor(
             return dg.SkipReason(str(error))
         batch = 0 if head is None else head.commit.batch
         seen = _Cursor.read(context.cursor, batch, news.config is not None)
-        context.update_cursor(seen.text)  # else a table that goes back from here is not noticed
+        context.update_cursor(seen.text)  # so that a table that goes back from here is noticed
         if news.config is None:
             return dg.SkipReason(f"no new {source.describe()}: {_consumed(head)}")
         waited = timedelta(seconds=round(time.time() - (seen.since or 0)))
