@@ -1,4 +1,4 @@
-"""What the demo asks of what it made: why is it so, what does a grace period cost, and what if."""
+"""The demo's questions about its results: explain, lateness and what-if."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vt_dagster.cli import app
 
 Say = Callable[[str], None]
 ALLOWED = "1%"
-"""So many hours may lack flights, or change."""
+"""The share of hours that may lack flights, or change."""
 
 
 def why(title: str, asset: str, partition: int, offset: int, say: Say) -> None:
@@ -22,7 +22,7 @@ def why(title: str, asset: str, partition: int, offset: int, say: Say) -> None:
 
 
 def what_else(say: Say) -> None:
-    """What other grace periods of the hours cost, and what a CI says to a change to six."""
+    """Shows the cost of other grace periods of the hours, and how CI reacts to a change to six."""
     hours = "departures_so_far"
     say("\nWhich grace period? How many hours would lack flights")
     _ask(say, "lateness", hours, "--grace", "0s,1h,3h,6h,12h", "--at-most", ALLOWED)
@@ -33,7 +33,7 @@ def what_else(say: Say) -> None:
 
 
 def _ask(say: Say, *arguments: str) -> int:
-    """Runs ``vt-dagster`` here, and says what was asked."""
+    """Runs ``vt-dagster`` in this process, and prints the command."""
     say(f"$ vt-dagster {shlex.join(arguments)}")
     command = typer.main.get_command(app)
     code: int = command.main(

@@ -1,4 +1,4 @@
-"""What the demo shows of corrections: weather that came late, an aircraft that is forgotten."""
+"""The demo's corrections: weather that came late, an aircraft that is erased."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ISO = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
-    """What was corrected, one flight as known before and now, and how pandas joins all of it."""
+    """Shows the corrected rows, one flight as known before and now, and a comparison with pandas."""
     most = corrected(late, too_late, say)
     for command in asked(most):
         say(f"    {command}")
@@ -43,8 +43,8 @@ def late_weather(late: LateWeather, too_late: int, say: Say) -> None:
 
 
 def corrected(late: LateWeather, too_late: int, say: Say) -> dict[str, Any]:
-    """What was corrected, and the flight whose weather changed most, which it returns, as known before
-    and now."""
+    """Shows the corrected rows, and the flight whose weather changed most, as known before and now;
+    returns that flight."""
     rows = _read("flights_corrected", "log").filter(pc.field(REVISION) > 0).to_pylist()
     say(
         "\nWeather that came late (flights_corrected: a join whose rows follow it)\n"
@@ -68,7 +68,7 @@ def corrected(late: LateWeather, too_late: int, say: Say) -> dict[str, Any]:
 
 
 def asked(row: dict[str, Any]) -> list[str]:
-    """Commands that ask for a corrected row, and for its weather, as known before."""
+    """Returns commands that get a corrected row, and its weather, as known before."""
     known = f"--as-known-at {_known_before(row):{_ISO}}"
     keys = (row["carrier"], row["flight"], f"{row['time_hour']:{_ISO}}")
     key = " ".join(f"--key {k}" for k in keys)
@@ -80,7 +80,7 @@ def asked(row: dict[str, Any]) -> list[str]:
 
 
 def forgotten_aircraft(say: Say) -> None:
-    """A key is erased, last of all: nothing that was shown before depends on it."""
+    """Erases a key; last, because nothing shown before depends on it."""
     versions = _read("airline_fleet", "versions", FORGOTTEN).num_rows
     why = "its owner asked for it"
     done = erase(
@@ -103,7 +103,7 @@ def _read(name: str, what: str | None = None, key: Any = None, as_known_at: Any 
 
 
 def _columns(name: str, columns: list[str]) -> pd.DataFrame:
-    """Of a table its rows, of a stream its log."""
+    """Returns the rows of a table, or the log of a stream."""
     return _read(name).select(columns).to_pandas()
 
 
@@ -113,14 +113,14 @@ def _change(row: dict[str, Any]) -> tuple[float, int]:
 
 
 def _known_before(row: dict[str, Any]) -> datetime:
-    """The last full second before the observation came that a row was corrected by."""
+    """Returns the last full second before the observation arrived that corrected a row."""
     weather = _read("weather", "log")
     (observed,) = weather.filter(pc.field(OFFSET) == row[CAUSE][OFFSET]).to_pylist()
     return (observed[RECORDED_AT] - timedelta(microseconds=1)).replace(microsecond=0)
 
 
 def _by_pandas() -> pd.DataFrame:
-    """Each flight with the observation that pandas finds for it, of all that has landed."""
+    """Joins each flight with its observation by pandas, from all landed files."""
     flights = _columns("flights", [*_KEY, "origin", TIMESTAMP])
     log = _read("weather", "log").select(["origin", *_WEATHER, TIMESTAMP, OFFSET])
     observed = log.to_pandas().sort_values(OFFSET).drop(columns=OFFSET)

@@ -30,14 +30,14 @@ from vt_dagster.storage.arrow_reader import head_of
 LANDINGS = ((1, 2), (3,))
 """Months of 2013 that land before each run."""
 LATE = LateWeather("JFK", "2013-02-04", "2013-02-11", month=2, lands=3)
-"""A week with a blizzard; its flights have been joined when its weather lands, with the second run."""
+"""A week with a blizzard: its weather lands before the second run, after its flights were joined."""
 ASSETS = ("flights", "flights_corrected", "weather")
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 def run() -> None:
-    """Starts from nothing, runs the main job twice for three assets, and shows what came out."""
+    """Starts empty, runs the main job twice for three assets, and shows the results."""
     started = time.monotonic()
     say(started, "flights from New York, winter of 2013, each with the weather as of its departure")
     with ThreadPoolExecutor(1) as beside:
@@ -69,7 +69,7 @@ def run() -> None:
 
 
 def _why(at: str) -> None:
-    """By which rules the row came about."""
+    """Prints the rules that decided the row."""
     plain("\nWhy is it so?")
     for one in vt_dagster.explain("flights_corrected", offset=at, warehouse=warehouse.path).decisions:
         plain(f"  {one.rule}: {one.because}")
@@ -105,14 +105,14 @@ def fresh_instance() -> Iterator[dg.DagsterInstance]:
 
 
 def land(started: float, months: tuple[int, ...], late: LateWeather) -> None:
-    """Months are delivered."""
+    """Delivers months into the landing directory."""
     landed = write_landing(LANDING, months, late)
     rows = ", ".join(f"{sum(m.values()):,} {name}" for name, m in landed.items() if m)
     say(started, f"  landed {rows}; materializing")
 
 
 def materialize(started: float, instance: dg.DagsterInstance, names: Sequence[str] = ()) -> None:
-    """The main job takes what has landed, of all assets or of some.
+    """Runs the main job on the landed files, for all assets or some.
 
     Raises:
         VtDagsterError: it failed.
@@ -127,7 +127,7 @@ def materialize(started: float, instance: dg.DagsterInstance, names: Sequence[st
 
 
 def totals_of(name: str) -> Mapping[str, int]:
-    """What became of an asset's records, in all its runs."""
+    """Returns an asset's counts of records by outcome, over all runs."""
     return head_of(warehouse.path, name)[1].totals
 
 

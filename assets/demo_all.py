@@ -22,11 +22,11 @@ LANDINGS = ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13))
 """Months that land before each run; 13 is January 2014, when the last flights of 2013 are known."""
 
 LATE = LateWeather("JFK", "2013-08-08", "2013-08-15", month=8, lands=9)
-"""A week whose flights have been joined when its weather lands, with the third run."""
+"""A week whose weather lands before the third run, after its flights were joined."""
 
 
 def run() -> None:
-    """Starts from nothing, runs the main job three times, and shows what came out."""
+    """Starts empty, runs the main job three times, and shows the results."""
     started = time.monotonic()
     with fresh_instance() as instance:
         for number, months in enumerate(LANDINGS, 1):
@@ -88,7 +88,7 @@ def _store(name: str) -> AssetStore:
 
 
 def _explain_late_record() -> None:
-    """One flight whose data came long after its time, and what joining it by arrival would give."""
+    """One flight whose data came late, and the result that a join by arrival would give."""
     joined, versions = _store("flights_with_weather").read("log"), _store("weather").read("versions")
     start = versions.agg(F.min(VALID_FROM)).collect()[0][0]
     late = joined.where(F.col(IS_LATE) & (F.col(TIMESTAMP) > F.lit(start)))
@@ -154,7 +154,7 @@ def _fleet() -> None:
 
 
 def _hours() -> None:
-    """Final results only: no hour is told before its flights have landed, none is told twice."""
+    """Final results only: an hour is emitted once, after its flights have landed."""
     hours = _store("hourly_departures").read("log")
     so_far = totals_of("departures_so_far")
     busy = hours.where("departed >= 10").orderBy(F.desc("mean_delay"), "origin").first()
@@ -175,7 +175,7 @@ def _hours() -> None:
 
 
 def _bad_weather() -> None:
-    """Few messages instead of many, and the events put together to spells."""
+    """Few alerts instead of many, and events merged into sessions."""
     storms = _store("storms").read()
     length = F.unix_seconds("window_end") - F.unix_seconds("window_start")
     longest = storms.orderBy(F.desc(length), "origin", "window_start").first()

@@ -1,5 +1,5 @@
-"""``flights_with_weather`` as a graph: each step of its run is an op, and one more op looks at what the
-grace period holds back."""
+"""``flights_with_weather`` as a graph: each step of its run is an op, and one more op reports the
+records in the grace buffer."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ write = ops.write_op(flights_with_weather)
 
 @dg.op(out=dg.Out(io_manager_key=ops.OP_MEMORY))
 def waiting_by_airport(context: dg.OpExecutionContext, waiting: Any) -> Any:
-    """How many flights wait at each airport, and since when; passes them on as they are."""
+    """Logs how many flights wait at each airport, and since when; returns them unchanged."""
     oldest = F.date_format(F.min(TIMESTAMP), "yyyy-MM-dd HH:mm").alias("oldest")
     found = waiting.groupBy("origin").agg(F.count("*").alias("flights"), oldest).orderBy("origin")
     rows = [dg.TableRecord(row.asDict()) for row in found.collect()]

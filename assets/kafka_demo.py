@@ -1,4 +1,4 @@
-"""``make demo-kafka``: flights and weather through topics of a broker that it starts and ends."""
+"""``make demo-kafka``: flights and weather through a Kafka broker that the demo starts and stops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTITIONS = 3
 
 
 def run() -> None:
-    """Publishes the year in pieces; after each, one run takes what is new from the topics."""
+    """Publishes the year in parts; after each, one run consumes the new records."""
     started = time.monotonic()
     for old in ("kafka", "kafka_warehouse"):
         shutil.rmtree(DATA / old, ignore_errors=True)

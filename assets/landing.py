@@ -29,10 +29,10 @@ nothing else to go by:
     The registers have no time of their own: all of them is valid from 2013-01-01T00:00:00Z.
 
 ``aircraft``
-    Nobody says who flies an aircraft, but its flights do: a record of tailnum and carrier for its
-    first flight, and for the first one under another carrier (17 aircraft change hands). ``since``
-    is the scheduled departure of that flight, ``known_at`` the flight's own. Equal ``known_at``: by
-    since, tailnum.
+    The source has no register of carriers, but flights show them: a record of tailnum and carrier
+    for an aircraft's first flight, and for the first one under another carrier (17 aircraft change
+    hands). ``since`` is the scheduled departure of that flight, ``known_at`` the flight's own. Equal
+    ``known_at``: by since, tailnum.
 
 Weather can be late: see ``LateWeather``.
 
@@ -72,7 +72,7 @@ _SUFFIX = dict.fromkeys(DELIVERIES, "csv") | {"flights": "jsonl"}
 
 @dataclass(frozen=True)
 class LateWeather:
-    """Observations of one airport that land with a later month than their own.
+    """Observations of one airport that are delivered with a later month than their own.
 
     Args:
         origin: the airport.
@@ -92,7 +92,7 @@ class LateWeather:
         return (weather["origin"] == self.origin) & (hours >= self.start) & (hours < self.end)
 
     def file(self, landing: Path) -> Path:
-        """Where they land: in the order of names after their month, before the next."""
+        """Their file's name: sorted after their month and before the next."""
         return landing_file(landing, "weather", self.month).with_suffix(".late.csv")
 
 
@@ -224,7 +224,7 @@ def _flights(data: Path) -> dict[int, pd.DataFrame]:
 
 @cache
 def _flown(data: Path) -> pd.DataFrame:
-    """All flights as the source has them: most of the time that a delivery takes."""
+    """Reads all flights of the source; cached, because reading takes most of a delivery's time."""
     nullable = ("dep_time", "dep_delay", "arr_time", "arr_delay", "air_time")
     return _read(data / "flights.csv.zip", dtype=dict.fromkeys(nullable, "Int64"))
 
@@ -264,7 +264,7 @@ _READERS = {
 
 @cache
 def _delivered(source: str, data: Path) -> dict[int, pd.DataFrame]:
-    """All that a source delivers, by month."""
+    """Returns a source's deliveries by month."""
     return _READERS[source](data)
 
 
@@ -272,7 +272,7 @@ def _delivered(source: str, data: Path) -> dict[int, pd.DataFrame]:
 
 
 def _write_whole(path: Path, rows: pd.DataFrame) -> None:
-    """Write under a hidden name, then rename: whoever watches the directory sees whole files."""
+    """Write under a hidden name, then rename: so that readers see only complete files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,9 +1,8 @@
 """The worked example: flights from New York in 2013, the weather, and the aircraft that flew.
 
-One use for each operator: what an aircraft was when (a versioned table), who flies how many (an
-aggregate that aircraft move in), flights with their weather (a join as of departure, and one that is
-corrected where weather comes late), hours that are
-reported once (windows with grace, then suppress), alerts that do not come too often.
+One use for each operator: the history of aircraft (a versioned table), the size of each airline's fleet
+(an aggregate of a table), flights with their weather (a join as of departure, and one that late weather
+corrects), departures per hour, emitted once (windows with grace, then suppress), rate-limited alerts.
 """
 
 from __future__ import annotations
@@ -324,4 +323,4 @@ storms = (
 )
 
 PUBLISHED = (departure_board, flights_corrected, fleet_sizes, hourly_departures, weather_alerts, storms)
-"""What others use; all else is what it is made of."""
+"""The assets for consumers; all others are intermediate."""

@@ -227,7 +227,7 @@ def test_a_time_that_is_forgotten(made: Reports, capfd: pytest.CaptureFixture[st
     (request,) = [one for one in said.run_requests or [] if one.partition_key == "2024-02-02"]
     assert request.tags["vt_dagster/why"] == "another_log"
     assert "2024-01-02" not in {one.partition_key for one in said.run_requests or []}
-    assert "history of prices does not reach back to their time: 2024-01-02" in capfd.readouterr().err
+    assert "their time is before the history of prices: 2024-01-02" in capfd.readouterr().err
 
 
 # Dagster's own tags of a run of such a partition.
