@@ -166,7 +166,7 @@ def test_its_commands_share_a_server(here: Path) -> None:
             "order_id,product,ordered_at\n6,apple,2026-01-31T18:00:00Z\n"
         )
         second = make("run")
-        assert second.startswith("the Spark server was there already: ")
+        assert second.startswith("the Spark server was already running: ")
         assert re.search(r"^ +5 +pear +2026-01-31 16:30:00 +2\.5 +2026-01-31 16:00:00", second, re.M)
         log = (here / "corner_shop" / "data" / "dagster_home" / "debug.log").read_text()
         assert "STEP_SUCCESS" in log

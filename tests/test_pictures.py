@@ -98,7 +98,7 @@ def test_what_matters_is_told_first_and_in_a_line(market: Market) -> None:
     names = list(said)
     order = ["stream_time", "at_a_glance_timeline", "timeline", "lateness", "dagster/uri", "positions"]
     assert [names.index(name) for name in order] == sorted(names.index(name) for name in order)
-    assert "o: a record at its time (UTC), X: late" in said["at_a_glance_timeline"]
+    assert "o: a record at its timestamp (UTC), X: late" in said["at_a_glance_timeline"]
     assert said["at_a_glance_lateness"].endswith("; grace period 1 hour")
 
 

@@ -108,7 +108,7 @@ def test_runs_use_it_while_it_is_there(
     assert "done" not in said
 
     assert "stopped the Spark server" in command(environment, "stop")[1]
-    assert command(environment, "stop") == (0, "there was none\n")
+    assert command(environment, "stop") == (0, "no Spark server was running\n")
     assert command(environment, "status")[0] == 1
 
 
