@@ -640,7 +640,7 @@ def test_an_event_that_truncates_deletes_every_key(topic: Take) -> None:
             *[(3, 3, 4, "c"), (3, 4, 5, None), (3, 5, None, "again")],
         ]
         assert topic(*told, runs=runs, kind=Table)[0] == {3: "again"}
-    with pytest.raises(SourceError, match=r"op t \(truncate\) in several topics or partitions"):
+    with pytest.raises(SourceError, match=r"op t \(truncate\) with several topics or partitions"):
         topic(*told, partitions=2)
     kept = Debezium(truncate="quarantine")
     current, _, counts = topic(*told, value=kept)

@@ -1,4 +1,4 @@
-"""A Kafka broker for tests and for trying things out; see ``vt_dagster.testing.kafka``."""
+"""A Kafka broker for tests and experiments; see ``vt_dagster.testing.kafka``."""
 
 import sys
 

@@ -255,7 +255,7 @@ def test_another_topic_is_not_taken_for_the_one_that_has_the_records(
     topics.delete(target)
     topics.create(target)
     time.sleep(1)  # until all of the broker knows it
-    with pytest.raises(RecordsGoneError, match=f"topic {target} was deleted and created anew since"):
+    with pytest.raises(RecordsGoneError, match=f"topic {target} was deleted and recreated since"):
         way.run()  # though nothing is new
     topics.produce(origin, records([3]))
     pipeline.run(node)

@@ -1,1 +1,1 @@
-"""Where records come from and go to: files, dumps, Delta tables, Kafka topics, and their formats."""
+"""Sources and sinks of records: files, full dumps, Delta tables, Kafka topics, and their formats."""

@@ -1,4 +1,4 @@
-"""A Kafka cluster: how to reach it, and what it knows about its topics. Does not use Spark."""
+"""Connection settings of a Kafka cluster, and metadata of its topics. Does not use Spark."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Protocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 
 _SECONDS = 10.0
-"""How long a cluster may take to answer."""
+"""Timeout of a request to the cluster."""
 
 _log = logging.getLogger("vt_dagster.kafka")
 
 
 @dataclass(frozen=True)
 class TopicState:
-    """What a broker says of a topic.
+    """Metadata of a topic.
 
     Args:
-        id: changes when a topic is deleted and created anew under its name.
-        earliest: the first offset that is still there, by partition.
-        ends: the offset after the last committed record, by partition.
+        id: the topic id; a topic that is deleted and recreated under its name gets another one.
+        earliest: the first available offset by partition (inclusive).
+        ends: the offset after the last committed record by partition (exclusive).
     """
 
     id: str
@@ -37,20 +37,20 @@ class TopicState:
 
 @dataclass(frozen=True)
 class KafkaCluster:
-    """How to reach a Kafka cluster, from Spark and from sensors alike.
+    """Connection settings of a Kafka cluster, for Spark and for sensors.
 
-    Every text may be a ``dagster.EnvVar``: it is read when a connection is made, so that no secret is
-    in a definition. Secrets are in no message, log, metadata or table.
+    Every string may be a ``dagster.EnvVar``. It is resolved when a connection is made, so that
+    definitions hold no secrets. Secrets appear in no message, log, metadata or table.
 
     Args:
-        bootstrap_servers: ``host:port``, several with commas.
+        bootstrap_servers: ``host:port``, separated by commas.
         security_protocol: ``SASL_SSL`` and ``SASL_PLAINTEXT`` need ``username`` and ``password``.
-        sasl_mechanism: how name and password are checked.
-        ca_location: file (PEM) with the certificates to trust; None = those of the machine.
-        certificate_location, key_location, key_password: the client's own certificate and key (PEM),
-            where the cluster asks for one.
-        options: further settings of Kafka's clients that librdkafka and the Java client both know,
-            for example ``{"client.id": "warehouse"}``.
+        sasl_mechanism: the SASL mechanism that authenticates ``username`` and ``password``.
+        ca_location: file (PEM) with the trusted certificates; None = those of the machine.
+        certificate_location, key_location, key_password: the client certificate and key (PEM), if the
+            cluster requires one.
+        options: further client settings that librdkafka and the Java client both accept, for example
+            ``{"client.id": "warehouse"}``.
     """
 
     bootstrap_servers: str
@@ -82,13 +82,13 @@ class KafkaCluster:
 
     @property
     def servers(self) -> str:
-        """Where the cluster is, for messages."""
+        """The bootstrap servers, resolved."""
         return setting(self.bootstrap_servers, "bootstrap_servers")
 
     # -- settings --------------------------------------------------------------------------------
 
     def spark_options(self) -> dict[str, str]:
-        """Options of Spark's Kafka source and sink. Files are read here: executors need none."""
+        """Returns the options of Spark's Kafka source. Reads PEM files, which executors may lack."""
         options = {"bootstrap.servers": self.servers, **self.options}
         options["security.protocol"] = self.security_protocol
         if self._sasl:
@@ -115,7 +115,7 @@ class KafkaCluster:
         return {f"kafka.{name}": value for name, value in options.items()}
 
     def client_settings(self) -> dict[str, Any]:
-        """Settings of librdkafka, for confluent-kafka."""
+        """Returns the settings of confluent-kafka (librdkafka)."""
         settings: dict[str, Any] = {"bootstrap.servers": self.servers, **self.options}
         settings["security.protocol"] = self.security_protocol
         if self._sasl:
@@ -132,10 +132,10 @@ class KafkaCluster:
                 settings[name] = setting(value, name)
         return {**settings, "logger": _log, "log_level": 4}
 
-    # -- facts -----------------------------------------------------------------------------------
+    # -- metadata --------------------------------------------------------------------------------
 
     def topics(self, names: Sequence[str]) -> dict[str, TopicState]:
-        """What the brokers say of some topics now.
+        """Returns the current state of topics.
 
         Raises:
             SourceError: the cluster does not answer, or has no such topic.
@@ -143,10 +143,10 @@ class KafkaCluster:
         return self._ask(lambda admin: _states(self, admin, names))
 
     def timestamp_types(self, names: Sequence[str]) -> dict[str, str]:
-        """Whose time the messages of some topics have: ``CreateTime`` or ``LogAppendTime``.
+        """Returns ``message.timestamp.type`` by topic: ``CreateTime`` or ``LogAppendTime``.
 
         Raises:
-            SourceError: the cluster does not answer, or does not let us see how topics are configured.
+            SourceError: the cluster does not answer, or the user may not describe topic configs.
         """
         from confluent_kafka.admin import (
             ConfigResource,  # pyright: ignore[reportPrivateImportUsage]
@@ -162,7 +162,7 @@ class KafkaCluster:
         return self._ask(ask)
 
     def offsets_at(self, topic: str, partitions: Sequence[int], moment: datetime) -> dict[int, int]:
-        """The first offset of each partition whose record is of a time or after it."""
+        """Returns the first offset by partition whose record has a timestamp >= ``moment``."""
         from confluent_kafka import TopicPartition
         from confluent_kafka.admin import OffsetSpec  # pyright: ignore[reportPrivateImportUsage]
 
@@ -176,10 +176,10 @@ class KafkaCluster:
         return self._ask(ask)
 
     def oldest(self, positions: Mapping[str, Mapping[int, int]]) -> float | None:
-        """When the oldest record at or after some positions was written; None where nobody says.
+        """Returns the timestamp of the oldest record at or after some positions.
 
         Returns:
-            epoch seconds.
+            epoch seconds; None if no record was read.
         """
         from confluent_kafka import Consumer, KafkaException, TopicPartition
 
@@ -220,8 +220,8 @@ class KafkaCluster:
             said = error.args[0]
             why = said.str() if hasattr(said, "str") else str(said)
             raise SourceError(
-                f"Kafka at {self.servers} did not answer as expected: {why}; see that it runs and can "
-                "be reached from here, and that the security settings are its own"
+                f"Kafka at {self.servers} did not answer as expected: {why}; check that it runs, that "
+                "it can be reached from here, and that the security settings match the cluster"
             ) from None
 
 
@@ -231,7 +231,7 @@ def _confluent() -> Any:
         import confluent_kafka.admin
     except ImportError:
         raise SourceError(
-            'expected the package confluent-kafka, found none; install "vt-dagster[kafka]"'
+            'expected the package confluent-kafka, got none; install "vt-dagster[kafka]"'
         ) from None
     return confluent_kafka
 
@@ -255,7 +255,7 @@ def _states(cluster: KafkaCluster, admin: Any, names: Sequence[str]) -> dict[str
             if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise
             raise SourceError(
-                f"expected a topic {name!r} at {cluster.servers}, found none; create it, or correct "
+                f"expected a topic {name!r} at {cluster.servers}, got none; create it, or correct "
                 "the name"
             ) from None
     every = [TopicPartition(n, p.id) for n, topic in about.items() for p in topic.partitions]
@@ -281,14 +281,18 @@ def _offsets(admin: Any, asked: Mapping[Any, Any], **more: Any) -> dict[tuple[st
 
 
 def setting(text: Any, name: str) -> str:
-    """A setting's text, out of the environment where it is an ``EnvVar``."""
+    """Returns the text of a setting; resolves an ``EnvVar``.
+
+    Raises:
+        SourceError: the environment variable is not set.
+    """
     if not hasattr(text, "get_value"):
         return str(text)
     found = text.get_value()
     if found is None:
         raise SourceError(
-            f"{name}: expected the environment variable {text.env_var_name}, it is not set; set it "
-            "where this process starts"
+            f"{name}: expected the environment variable {text.env_var_name} to be set, got none; set "
+            "it for this process"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Ranges of offsets, and the messages in them."""
+"""Offset ranges of Kafka topics, and the messages in them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def read_messages(
     ranges: Mapping[str, Mapping[int, tuple[int, int]]],
     headers: bool = False,
 ) -> DataFrame:
-    """The committed messages of some ranges, as Spark's Kafka source has them.
+    """Returns the committed messages of offset ranges, in the columns of Spark's Kafka source.
 
     Args:
-        ranges: none of them empty.
+        ranges: ``[start, end)`` by topic and partition; none of them empty.
     """
 
     def offsets(which: int) -> str:
@@ -43,8 +43,8 @@ def read_messages(
         return spark.createDataFrame([], _MESSAGE)
     return (
         spark.read.format("kafka")
-        # Spark asks for a partition's ends after each poll, and the broker answers after the fetch that
-        # the consumer has sent ahead: at the end of a topic that waits for records, half a second.
+        # After each poll Spark requests the partition's end offsets. The broker answers only after the
+        # consumer's prefetch, which at the end of a topic waits for records: 500 ms by default.
         .option("kafka.fetch.max.wait.ms", "10")
         .options(**cluster.spark_options())
         .option("assign", json.dumps({t: sorted(some) for t, some in ranges.items()}))
@@ -58,7 +58,7 @@ def read_messages(
 
 
 def in_order_of_arrival(messages: DataFrame, topics: Sequence[str]) -> DataFrame:
-    """With the order of arrival: the offset; of several topics the order of their stream times."""
+    """Adds ``_arrival``: the offset; with several topics a row number by stream time per partition."""
     if len(topics) == 1:
         return messages.withColumn(ARRIVAL, F.col(POSITION))
     place = F.array_position(F.array(*[F.lit(t) for t in topics]), F.col(SOURCE))
@@ -69,13 +69,13 @@ def in_order_of_arrival(messages: DataFrame, topics: Sequence[str]) -> DataFrame
 
 
 def bounded(ranges: Ranges, most: int | None) -> Ranges:
-    """The same ranges with no more offsets than a run may take, each partition its fair share."""
+    """Limits ranges to ``most`` offsets in total, shared fairly between partitions; None = no limit."""
     sizes = {(t, p): e - s for t, some in ranges.items() for p, (s, e) in some.items()}
     if most is None or sum(sizes.values()) <= most:
         return ranges
     left = most
     shares: dict[tuple[str, int], int] = {}
-    # The smallest take all of theirs; what they leave of their share goes to the others.
+    # Smallest first: a partition below its share leaves the rest of the share to the others.
     for i, (place, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
         shares[place] = min(size, left // (len(sizes) - i))
         left -= shares[place]
@@ -83,10 +83,10 @@ def bounded(ranges: Ranges, most: int | None) -> Ranges:
 
 
 def as_ranges(given: Mapping[str, Any] | None) -> Ranges | None:
-    """Ranges out of a run's config: ``{topic: {"0": [start, end]}}``.
+    """Parses the ranges of a run config: ``{topic: {"0": [start, end]}}``, ``end`` exclusive.
 
     Raises:
-        SourceError: it has another form.
+        SourceError: the value has another form.
     """
     if given is None:
         return None
@@ -103,10 +103,10 @@ def as_ranges(given: Mapping[str, Any] | None) -> Ranges | None:
 
 
 def as_offsets(text: str) -> dict[str, dict[int, int]]:
-    """Offsets out of a text: ``{"topic": {"0": 100}}``.
+    """Parses offsets in JSON: ``{"topic": {"0": 100}}``.
 
     Raises:
-        SourceError: it has another form.
+        SourceError: the text has another form.
     """
     try:
         return {t: {int(p): int(o) for p, o in some.items()} for t, some in json.loads(text).items()}
@@ -117,13 +117,14 @@ def as_offsets(text: str) -> dict[str, dict[int, int]]:
 
 
 def reached(ranges: Ranges, ends: Mapping[str, Offsets]) -> bool:
-    """Whether ranges come to the ends of topics; a partition that is not there any more does."""
+    """Returns whether ranges reach the ends of topics; a partition that no longer exists counts as
+    reached."""
     places = [(t, p, end) for t, some in ends.items() for p, end in some.items()]
     return all(ranges.get(t, {}).get(p, (0, end))[1] >= end for t, p, end in places)
 
 
 def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) -> str:
-    """What is missing in topics, in words.
+    """Returns a description of lost offsets for an error message.
 
     Args:
         before: the asset's last commit.
@@ -134,14 +135,13 @@ def lost(gaps: Ranges, states: Mapping[str, TopicState], before: Commit | None) 
         old, new = before.topics[topic], states[topic].id
         if old != new:
             said.append(
-                f"topic {topic} was deleted and created anew since batch {before.batch} (its id "
-                f"was {old}, now {new}): its offsets mean other records"
+                f"topic {topic} was deleted and recreated since batch {before.batch} (its id "
+                f"was {old}, now {new}): its offsets refer to other records"
             )
             continue
         said += [
             f"topic {topic}, partition {p}: {there - first} offsets are gone: {first} is the next "
-            f"one to consume, {there} the first one that is still there (the topic's retention has "
-            "passed)"
+            f"offset to consume, {there} the first available one (the topic's retention has passed)"
             for p, (first, there) in missing.items()
         ]
     return "; ".join(said)

@@ -1,4 +1,4 @@
-"""Sends the records of a DataFrame to a topic from Spark's workers."""
+"""Produces the records of a DataFrame to a Kafka topic from Spark's workers."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ import pyarrow as pa
 from vt_dagster.sources.kafka_cluster import KafkaCluster
 
 _ADVICE = {
-    "Message size too large": "raise max.message.bytes of the topic; where each of its records is "
-    "smaller than that, set batch.size in the cluster's options below it",
-    "Invalid timestamp": "raise message.timestamp.after.max.ms of the topic, beyond which it refuses "
-    "records of a later time than its broker's clock",
+    "Message size too large": "raise max.message.bytes of the topic; if each record is already "
+    "smaller, set batch.size in the cluster's options below max.message.bytes",
+    "Invalid timestamp": "raise message.timestamp.after.max.ms of the topic: the broker refuses "
+    "records that are further ahead of its clock",
     "Topic authorization failed": "allow the user to write to the topic",
 }
 
 
 def advice_for(error: str) -> str:
-    """What to do where a topic does not take records, after a text of :func:`producing`."""
+    """Returns what to do about an error text of :func:`producing`."""
     found = (advice for why, advice in _ADVICE.items() if why in error)
-    return next(found, "see that the broker runs and takes records")
+    return next(found, "check that the broker runs and accepts records")
 
 
 def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
-    """A function for ``mapInArrow`` that sends rows ``partition, key, value, millis, place``.
+    """Returns a function for ``mapInArrow`` that sends rows ``partition, key, value, millis, place``.
 
-    Order is kept: after a record that the topic does not take none is taken. How large a record may be
-    is the topic's to say.
+    Order is kept: after a record that the broker rejects, no later one is accepted. Only the topic
+    limits the size of a record.
 
     Args:
-        header: which holds the place of each.
+        header: name of the header that carries ``place``.
 
     Returns:
-        gives rows ``partition, records, error``: how many were sent of each partition; or one row
-        without a partition, with how many were not taken and why the first one was not.
+        a function that yields rows ``partition, records, error``: the number of records sent by
+        partition; or, on failure, one row with a null partition, the number of rejected records and the
+        first error.
     """
     settings = _settings(cluster)
 
@@ -57,7 +58,7 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
             try:
                 producer.poll(seconds)
             except (KafkaException, SystemError) as error:
-                # The client raises a fatal one wherever it is, also within ``delivered``.
+                # The client raises a fatal error from any call, also inside ``delivered``.
                 failed.insert(0, str(error.__cause__ or error))
 
         def produce(row: dict[str, Any]) -> None:
@@ -69,7 +70,7 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
                     break
                 except BufferError:
                     poll(0.1)
-                except KafkaException as error:  # refused before it was sent
+                except KafkaException as error:  # rejected before sending
                     failed.append(error.args[0].str())
 
         sent: Counter[int] = Counter()
@@ -80,12 +81,12 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
             poll(0)
             if failed:
                 break
-        # No flush: it would hold back a fatal error until all records have timed out.
+        # No flush: it would delay a fatal error until all records have timed out.
         until = time.monotonic() + 90
         while len(producer) and not failed and time.monotonic() < until:
             poll(0.1)
         if len(producer) and not failed:
-            failed.append(f"{len(producer)} records without an answer within 90 s")
+            failed.append(f"{len(producer)} records were not acknowledged within 90 s")
         producer.purge()
         rows = {"partition": [*sent], "records": [*sent.values()], "error": [None] * len(sent)}
         if failed:

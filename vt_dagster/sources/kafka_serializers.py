@@ -1,4 +1,4 @@
-"""Bytes of Kafka's own serializers: numbers with the high byte first, booleans, UUIDs and texts."""
+"""Bytes of Kafka's own serializers: big-endian numbers, booleans, UUIDs and strings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ Serializer = Literal[
 ]
 _BYTES = {"short": 2, "integer": 4, "long": 8}
 _FRACTION = {"float": 23, "double": 52}
-"""Bits of a number's fraction (IEEE 754)."""
+"""Bits of the fraction (IEEE 754)."""
 _UUID = r"(?i)\A[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\z"
 
 
 def serialized(message: Column, serializer: Serializer | None, kind: DataType, how: Reading) -> Column:
-    """A message as a value of a type; null where it is none.
+    """Returns the bytes of a message as a value of a type; null if the type cannot represent them.
 
     Args:
-        serializer: what wrote it; None: a text, of which the quotes of JSON are no part.
+        serializer: the serializer that wrote the message; None = a text, without the quotes of a JSON
+            string.
     """
     if serializer == "bytes" or (serializer is None and isinstance(kind, BinaryType)):
         return of_bytes(message, kind)
@@ -57,14 +58,14 @@ def serialized(message: Column, serializer: Serializer | None, kind: DataType, h
 
 
 def _unquoted(text: Column) -> Column:
-    """A text without the quotes that a JSON serializer puts around it."""
+    """Returns a text without the quotes and escapes of a JSON string."""
     quoted = F.rlike(text, F.lit(r'\A"(?:[^"\\\x00-\x1f]++|\\.)*+"\z'))
     inside = F.from_json(F.concat(F.lit('{"v":'), text, F.lit("}")), "v string")["v"]
     return F.when(quoted, inside).otherwise(text)
 
 
 def _bits(message: Column, size: int) -> Column:
-    """A signed number in two's complement."""
+    """Returns big-endian bytes in two's complement as a BIGINT; null if the size differs."""
     digits = F.hex(message)
     negative = F.substring(digits, 1, 1) >= "8"
     padded = F.when(negative, F.lpad(digits, 16, "F")).otherwise(F.lpad(digits, 16, "0"))
@@ -72,7 +73,7 @@ def _bits(message: Column, size: int) -> Column:
 
 
 def _float(message: Column, fraction: int) -> Column:
-    """A number of IEEE 754. All steps are exact: they move digits, and round none."""
+    """Returns an IEEE 754 number as a DOUBLE. Every step is exact: none rounds."""
     size = 4 if fraction == 23 else 8
     bits = _bits(message, size)
     width = 8 * size - 1 - fraction

@@ -1,13 +1,13 @@
-"""Publishes a log to a Kafka topic: resumable, at least once, with a header that tells repeats apart.
+"""Publishes a log to a Kafka topic: resumable, at least once, with a header for deduplication.
 
-How far a publication has come is in its own Delta log, as of any asset. A run that died after some
-records went out left them in the topic without a commit. Each record carries its place in the log, so
-the next run looks at what the topic got since the last commit and leaves those out. What no reader can
-tell is a record still on its way from a process that was just killed: so the promise is *at least
-once*, and the header ``vt_dagster`` is the key by which a consumer can drop a repeat.
+A publication stores its progress in its own Delta log, like any asset. A run that dies after sending
+some records leaves them in the topic without a commit. Each record carries its offset in the log, so
+the next run reads what the topic received since the last commit and skips those records. It cannot see
+a record still in flight from a process that was just killed. The guarantee is therefore *at least
+once*, and consumers can deduplicate by the header ``vt_dagster``.
 
-A position means something only together with the log and the topic that it is a position in. So the
-commit also says which log and which topic these are, and a run that finds others is refused.
+Offsets are valid only for one log and one topic. The commit therefore records the ids of both, and a
+run with another log or topic is refused.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ from vt_dagster.storage.log_truncation import consumed_commits, require_not_trun
 from vt_dagster.topology.model import Stream
 
 HEADER = "vt_dagster"
-"""The header of each published record: ``asset/partition/offset/log``, its place in the log that it
-comes from, and that log's id. A replay and a restatement make another log, whose offsets mean other
-records, and an asset of the same name in another warehouse has another one."""
+"""The header of each published record: ``asset/partition/offset/log``, with the record's partition and
+offset in the source log and that log's id. A replay or restatement creates a log with another id, since
+its offsets refer to other records. An asset of the same name in another warehouse also has another
+id."""
 
 _SENT = "partition int, records long"
 _TOPIC = "topic "
-"""Stands before the name of a topic among the inputs of a commit."""
+"""Prefix of topic names in a commit's ``inputs``."""
 _LAST_KEY, _LAST_OFFSET, _HOME = "_last_key", "_last_offset", "_home"
 
 
 @dataclass(frozen=True)
 class KafkaSink:
-    """A topic that takes the records of a log.
+    """A topic to which the records of a log are published.
 
-    A record's key is the JSON object of its key columns, its value the JSON object of all columns of
-    the schema, null for a tombstone; its timestamp is the record's, in whole milliseconds (rounded
-    down), also where it is before 1970. Records of one key stay in order as long as the topic keeps
-    its number of partitions.
+    The message's key is the JSON object of the key columns. Its value is the JSON object of all columns
+    of the schema, null for a tombstone. Its timestamp is the record's in milliseconds, rounded down;
+    it may be before 1970. Records of one key keep their order as long as the topic keeps its number of
+    partitions.
 
     Args:
-        cluster: how to reach it.
-        topic: must be there. With ``cleanup.policy=compact`` a table's topic keeps its latest rows.
-        max_records_per_run: bounds a run.
-        at_epoch: what becomes of a record whose time is 1970-01-01T00:00:00.000, to which Kafka's
-            client gives the current time. ``refuse`` (default): the run fails before anything is sent.
-            ``one_millisecond_later``: it is sent with the time 00:00:00.001.
+        cluster: the cluster.
+        topic: an existing topic. With ``cleanup.policy=compact``, a table's topic keeps the latest
+        rows. max_records_per_run: the limit of a run. at_epoch: the handling of a record with the
+        timestamp 1970-01-01T00:00:00.000, which Kafka's
+            client would replace by the current time. ``refuse`` (default): the run fails before it
+            sends a record. ``one_millisecond_later``: sends it with the timestamp 00:00:00.001.
 
     Raises:
-        TopologyError: ``at_epoch`` or ``max_records_per_run`` has another value.
+        TopologyError: ``at_epoch`` or ``max_records_per_run`` is not valid.
     """
 
     cluster: KafkaCluster
@@ -86,12 +87,12 @@ class KafkaSink:
 
 
 class Publication:
-    """A log's way to a topic, under ``warehouse/name``.
+    """The publication of a log to a topic, with its progress under ``warehouse/name``.
 
     Args:
         name: of the publication.
         node: the stream or table whose log is published.
-        spark: a session, or what gives one when it is first needed.
+        spark: a session, or a function that returns one on first use.
     """
 
     def __init__(
@@ -108,22 +109,22 @@ class Publication:
         self._store = AssetStore(warehouse, node, spark)
 
     def head(self) -> Commit | None:
-        """The last commit; None before the first. Does not use Spark."""
+        """Returns the last commit; None before the first. Does not use Spark."""
         found = delta.last_commit(self._log_path)
         return None if found is None else Commit.model_validate(found[1])
 
     def run(self, run_id: str | None = None, from_start: bool = False) -> Commit | None:
-        """Publishes what is new in the log; None where nothing is.
+        """Publishes the new records of the log. Returns the commit, or None without new records.
 
         Args:
-            from_start: publish the log from its first record on, whatever was published of it before:
-                where the log or the topic is another one than before.
+            from_start: publish the log from its first record, even if it was published before. Needed
+                when the log or the topic has been replaced.
 
         Raises:
-            RecordsGoneError: the topic was deleted and made anew, or cut off.
-            StorageError: the log is another one than was published, or is gone; or a record has a time
-                that Kafka's client cannot send. Nothing was sent.
-            SourceError: the cluster does not answer, or does not take records.
+            RecordsGoneError: the topic was deleted and recreated, or truncated.
+            StorageError: the log was replaced or is gone; or a record has a timestamp that Kafka's
+                client cannot send. Nothing was sent.
+            SourceError: the cluster does not answer, or rejects records.
             ConcurrentRunError: another run of the publication committed at the same time.
         """
         before, head = self.head(), self._store.head()
@@ -132,7 +133,7 @@ class Publication:
             return None
         if not from_start:
             self._require_log(before, head.commit)
-            # It may be the same log, put back from a backup.
+            # The same log id may still be a log restored from a backup.
             require_same_log(self.name, self.node.name, before, head.commit, self._store.attempt_of)
         topic = self._topic()
         if before is not None and not from_start:
@@ -147,8 +148,8 @@ class Publication:
         messages = self._messages(rows, head.commit.log)
         arrived = self._arrived(self._since(before, topic), topic.ends, head.commit.log)
         if arrived is not None:
-            # Records of a key are taken in their order, so the ones before the last have arrived too,
-            # though the topic may not have them any more: sent again they would come after it.
+            # Records of a key arrive in order, so all records up to the last one have arrived. The
+            # topic may have deleted some since; sent again, they would follow newer records of the key.
             there = (F.col(_HOME) == F.col(PARTITION)) & (F.col(_LAST_KEY) == F.col("key"))
             there &= F.col(_LAST_OFFSET) >= F.col(OFFSET)
             messages = messages.join(arrived, there, "left_anti")
@@ -182,29 +183,28 @@ class Publication:
         )
         return commit
 
-    # -- whether to go on ------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------
 
     def _require_log(self, before: Commit | None, log: Commit | None) -> None:
-        """The log is the one that was published. Of commits from before that was noted it is taken for
-        it."""
+        """Checks that the log is the published one. Older commits without a log id pass."""
         if before is None:
             return
         if log is None:
             raise StorageError(
                 f"{self.name}: expected the log of {self.node.name}, which batch {before.batch} has "
-                f"published, but it is gone; put it back, or remove {self._log_path} too, and what is "
-                "made anew is published from its start"
+                f"published, but it is gone; put it back, or remove {self._log_path} too to publish "
+                "the recreated log from its start"
             )
         known = before.logs.get(self.node.name, log.log)
         if known != log.log:
             raise StorageError(
                 f"{self.name}: the log of {self.node.name} is another one than in batch "
                 f"{before.batch} (it was {known}, now {log.log}): it was replayed, restated or "
-                f"swapped, and its offsets mean other records. Nothing was sent. {self._way_out()}"
+                f"swapped, and its offsets refer to other records. Nothing was sent. {self._way_out()}"
             )
 
     def _require_topic(self, before: Commit, topic: TopicState) -> None:
-        """The topic is the one that was published to, with all that it had."""
+        """Checks that the topic is the one of the last commit, and was not truncated."""
         name, said = self.sink.topic, ""
         if name not in before.topics:
             said = (
@@ -212,7 +212,7 @@ class Publication:
             )
         elif before.topics[name] != topic.id:
             said = (
-                f"topic {name} was deleted and created anew since batch {before.batch} (its id was "
+                f"topic {name} was deleted and recreated since batch {before.batch} (its id was "
                 f"{before.topics[name]}, now {topic.id})"
             )
         else:
@@ -227,18 +227,19 @@ class Publication:
                 )
         if said:
             raise RecordsGoneError(
-                f"{self.name}: {said}. What was published before is not there, and nothing was sent. "
+                f"{self.name}: {said}. The records published before are gone, and nothing was sent. "
                 f"{self._way_out()}"
             )
 
     def _way_out(self) -> str:
         return (
-            f"Run {self.name} once with from_start: true in its config, which publishes the whole log "
-            f"of {self.node.name} as it is now; or publish it under another name to another topic"
+            f"Run {self.name} once with from_start: true in its config to publish the whole current "
+            f"log of {self.node.name}, or publish it under another name to another topic"
         )
 
     def _require_times(self, rows: DataFrame) -> None:
-        """Refuses times that the client takes for none. Spark job: the times of the rows alone."""
+        """Refuses timestamps of 0 ms, which the client treats as unset. Spark job: reads the timestamps
+        only."""
         if self.sink.at_epoch != "refuse":
             return
         at_epoch = F.unix_millis(TIMESTAMP) == 0
@@ -250,7 +251,7 @@ class Publication:
                 f"{self.name}: expected records of other times than 1970-01-01T00:00:00.000, got one "
                 f"in the log of {self.node.name}, partition {partition}, offset {offset}: Kafka's "
                 "client would send it with the current time, so nothing was sent. Correct the time at "
-                "the source, or declare KafkaSink(at_epoch='one_millisecond_later')"
+                "the source, or set KafkaSink(at_epoch='one_millisecond_later')"
             )
 
     # -- what to send ----------------------------------------------------------------------------
@@ -270,20 +271,20 @@ class Publication:
         return rows.where(upto)
 
     def _since(self, before: Commit | None, topic: TopicState) -> Offsets:
-        """From where on the topic may have records that no commit tells of."""
+        """Returns the first offset by partition of the topic that may hold uncommitted records."""
         sent: Offsets = {}
         if before is not None and before.topics == {self.sink.topic: topic.id}:
             sent = before.inputs.get(self._target, {})
-        # Of a topic that was truncated all may be such.
+        # In a truncated partition all records may be uncommitted.
         known = {p: s for p, s in sent.items() if s <= topic.ends.get(p, 0)}
         return {p: max(first, known.get(p, first)) for p, first in topic.earliest.items()}
 
     def _arrived(self, since: Offsets, now: Offsets, log: str) -> DataFrame | None:
-        """Of each key and partition of a log the last record that the topic has got; None = the topic
-        has got nothing.
+        """Returns the last offset in the topic of each key and partition of the log; None = no
+        messages.
 
         Args:
-            since: the first offsets of the topic that are looked at; ``now``: after the last ones.
+            since: the topic's first offsets to read (inclusive); ``now``: the last ones (exclusive).
             log: the id of the log.
         """
         ranges = {p: (since[p], end) for p, end in now.items() if end > since[p]}
@@ -292,7 +293,7 @@ class Publication:
         messages = read_messages(
             self.sink.cluster, self._store.spark, {self.sink.topic: ranges}, headers=True
         )
-        # Others may write to the topic too, also under a header of this name.
+        # Other producers may write to the topic, even with a header of this name.
         ours = F.try_element_at(F.filter("headers", lambda h: h["key"] == HEADER), F.lit(1))
         parts = F.split(ours["value"].cast("string"), "/")
         places = messages.where((F.get(parts, 0) == self.node.name) & (F.get(parts, 3) == log)).select(
@@ -316,12 +317,11 @@ class Publication:
         )
 
     def _send(self, messages: DataFrame) -> dict[int, int]:
-        """Sends messages; how many of each partition of the log.
+        """Sends messages. Returns their number by partition of the log.
 
         Plan: one shuffle and sort by partition. Spark's own Kafka sink cannot set a record's timestamp,
-        so Arrow batches go to librdkafka's idempotent producer, which keeps their order. What the
-        broker refuses comes back as a row: a task that fails may be tried again, and would send all
-        that it has once more.
+        so Arrow batches go to librdkafka's idempotent producer, which keeps their order. Errors come
+        back as rows: Spark would retry a failed task, which would send all its records again.
         """
         ordered = messages.repartition(PARTITION).sortWithinPartitions(PARTITION, OFFSET)
         send = producing(self.sink.cluster, self.sink.topic, HEADER)
@@ -331,9 +331,9 @@ class Publication:
             if error is not None:
                 raise SourceError(
                     f"{self.name}: expected the topic {self.sink.topic} at {self.sink.cluster.servers} "
-                    f"to take all records, got {count:,} or more that it did not take: {error}. The "
-                    "publication has not moved on, and the next run leaves out what the topic has "
-                    f"taken; but first {advice_for(error)}"
+                    f"to accept all records, got {count:,} or more that it rejected: {error}. Nothing "
+                    "was committed; the next run skips the records that the topic already has. First "
+                    f"{advice_for(error)}"
                 )
         return {partition: count for partition, count, _ in told}
 

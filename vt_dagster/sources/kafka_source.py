@@ -1,7 +1,7 @@
 """Kafka topics as a source: each record is consumed once, by its offset.
 
-The position is in the asset's own commits, not in a consumer group. A run reads ranges of offsets that
-are pinned when it starts; only committed records of transactions are in them.
+The consumed offsets are stored in the asset's own commits, not in a consumer group. A run pins its
+offset ranges when it starts and reads only committed transactions (``read_committed``).
 """
 
 from __future__ import annotations
@@ -39,44 +39,44 @@ from vt_dagster.sources.pinned_topics import APPEND_TIME, WORDS, PinnedTopics
 from vt_dagster.storage.commit_log import Commit, Offsets, Ranges
 
 HEADERS = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
-"""The type of a column that takes a record's headers."""
+"""The type of a column for a record's headers: name and bytes of each."""
 _UNWRAPPED = StructField("__deleted", StringType())
-"""What Debezium's transform ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
+"""The field that Debezium's ExtractNewRecordState adds to a row (``delete.handling.mode=rewrite``)."""
 _APPENDED_AT = "if(timestampType = 1, timestamp, null)"
-"""Each batch of messages says whose time it has: Kafka's LOG_APPEND_TIME is 1."""
+"""Kafka stores the timestamp type per batch of messages: 1 is LOG_APPEND_TIME."""
 
 
 @dataclass(frozen=True)
 class KafkaSource:
     """One or several topics of a Kafka cluster.
 
-    A record's ``partition`` in the log is the one that it has in its topic; of several topics the
-    partitions of the same number are one, as in Kafka Streams, and a run takes from them the record
-    with the smallest time first. A message without a value is a tombstone, and so is a JSON object with
-    ``"__deleted": "true"``, unless the schema has such a column.
+    A record keeps its topic's ``partition``. With several topics, partitions of the same number form
+    one partition, as in Kafka Streams, and a run merges them by smallest timestamp first.
 
-    Columns of the schema are taken from the message's value by name. Columns of the key are taken from
-    the message's key where ``key`` says how to read it (a tombstone has nowhere else to have them).
-    Without a column ``timestamp`` in the schema the record's timestamp is the message's own, or that
-    of its source with :class:`Debezium`.
+    The message's value fills the columns of the schema by name. The message's key fills the key columns
+    if ``key`` is set; a tombstone has no other place for them. Without a column ``timestamp`` in the
+    schema, the record's timestamp is the message's, or the event's with :class:`Debezium`.
+
+    A message without a value is a tombstone, and so is a JSON object with ``"__deleted": "true"``
+    unless the schema has such a column.
 
     Args:
-        cluster: how to reach it.
-        topic: the name, or several names.
-        value: how the message's value is read.
-        key: how its key is read; None = it is not.
-        headers: the column, of type ``HEADERS``, that takes the message's headers; None = none does.
+        cluster: the cluster.
+        topic: one name or several.
+        value: the format of the message's value.
+        key: the format of the message's key; None = the key is not read.
+        headers: the column, of type ``HEADERS``, for the message's headers; None = headers are dropped.
         start: where the first run begins: ``earliest``, ``latest``, a time (inclusive), or offsets
-            ``{topic: {partition: offset}}``. Partitions that are not named, or added later, begin at 0.
-        max_records_per_run: bounds a run, fairly over partitions; None = all that are there.
+            ``{topic: {partition: offset}}``. Partitions not named, or added later, begin at 0.
+        max_records_per_run: the limit of a run, shared fairly between partitions; None = no limit.
         max_bad_share: a run with a larger share of quarantined records fails before its commit.
-        max_clock_skew: how far in the future a timestamp may lie, by this machine's clock.
-        recorded_at: the time of record of a message. ``run``: when its run commits. ``append_time``:
-            when the broker appended it, of topics with ``message.timestamp.type=LogAppendTime``;
-            what is older than that setting is quarantined. Else a column of type timestamp; a tombstone
-            without it has the message's time. A message without it, or further ahead than
-            ``max_clock_skew``, is quarantined. It does not go back: not before what was taken of the
-            partition earlier, or by an earlier run, nor after the run.
+        max_clock_skew: how far ahead of this machine's clock a timestamp may be.
+        recorded_at: the system time of a record. ``run``: the time of its commit. ``append_time``:
+            the broker's append time, for topics with ``message.timestamp.type=LogAppendTime``; messages
+            older than that setting are quarantined. Otherwise a column of type timestamp; a tombstone
+            without one has the message's time. A message without a time, or ahead by more than
+            ``max_clock_skew``, is quarantined. System time never decreases: it is raised to that of
+            earlier records of the partition and of earlier runs, and capped at the time of the run.
     """
 
     cluster: KafkaCluster
@@ -98,12 +98,12 @@ class KafkaSource:
 
     @property
     def orders_changes(self) -> bool:
-        """Whether the last message of a key is what the table holds that they are changes of."""
+        """Whether the messages are changes of a table: the last one of a key is its current row."""
         return self.value.orders_changes
 
     @property
     def restates(self) -> bool:
-        """Whether messages may say what is known."""
+        """Whether messages may repeat the current row of a key."""
         return self.value.orders_changes
 
     def __post_init__(self) -> None:
@@ -127,22 +127,22 @@ class KafkaSource:
         return tuple(self.topic)
 
     def describe(self) -> str:
-        """What is read, for descriptions and messages."""
+        """Returns a description of the source, for metadata and messages."""
         names = ", ".join(self.topics)
         return f"records of the Kafka topic{'s' if len(self.topics) > 1 else ''} {names}"
 
     def check(self, name: str, key: Sequence[str], schema: StructType) -> None:
-        """Refuses columns that no message can give.
+        """Checks that messages can fill the columns.
 
         Raises:
-            TopologyError: names the column.
+            TopologyError: a column that no message can fill; a wrong ``recorded_at`` or ``headers``.
         """
         require_source_recorded_at(name, self.recorded_at, WORDS, schema)
         keys = StructType([f for f in schema.fields if f.name in key])
         for part, format_, wanted in (("key", self.key, keys), ("value", self.value, schema)):
             if format_ is not None and not format_.columns(wanted):
                 raise TopologyError(
-                    f"{name}: the message's {part} is read as {format_}, which gives none of the "
+                    f"{name}: the message's {part} is read as {format_}, which fills none of the "
                     f"columns {wanted.names}; name one of them"
                 )
             if format_ is not None:
@@ -161,14 +161,14 @@ class KafkaSource:
         own = StructType([f for f in wanted.fields if f.name != self.headers])
         if odd := format_.misfits(own):
             raise TopologyError(
-                f"{name}: no {part} of a message can give these columns: {'; '.join(odd)}; correct the "
-                "columns' types, or how the messages are read"
+                f"{name}: the {part} of a message cannot fill these columns: {'; '.join(odd)}; correct "
+                "the columns' types, or the format"
             )
         require_units(name, getattr(format_, "timestamps", None), schema=own)
 
     @property
     def timestamps(self) -> object:
-        """The unit of numbers in columns of times, where the value's format says one."""
+        """The unit of numbers in time columns, if the value's format has one."""
         return getattr(self.value, "timestamps", None)
 
     # -- offsets ---------------------------------------------------------------------------------
@@ -181,20 +181,19 @@ class KafkaSource:
         *,
         consumed: Mapping[str, Any] = {},
     ) -> PinnedTopics:
-        """What a run takes after a commit. Does not use Spark.
+        """Pins the offset ranges of a run. Does not use Spark.
 
         Args:
-            before: the asset's last commit; None = there is none.
-            wanted: ranges that were asked for: the run goes up to their ends, and begins at the
-                position all the same, so that nothing is skipped or taken twice. None = all there is.
-            accept_gap: go on where records were lost: removed by the topic's retention, or with the
-                whole topic.
-            consumed: of no use; offsets tell.
+            before: the asset's last commit; None = no commit yet.
+            wanted: requested ranges. Only their ends count (exclusive): a run always begins at the
+                consumed offset, so that no record is skipped or taken twice. None = up to the end.
+            accept_gap: continue although records were lost to retention or with the whole topic.
+            consumed: not used; the commit holds the offsets.
 
         Raises:
-            RecordsGoneError: the topic has lost records that were not consumed.
-            SourceError: the cluster does not answer, or has no such topic; a topic has no append time
-                where that is asked for.
+            RecordsGoneError: the topic lost records that were not consumed.
+            SourceError: the cluster does not answer, or has no such topic; a topic without append time
+                with ``recorded_at="append_time"``.
         """
         states = self.cluster.topics(self.topics)
         if self.recorded_at == APPEND_TIME:
@@ -203,8 +202,8 @@ class KafkaSource:
         ranges = {topic: self._ranges(topic, state, before, gaps) for topic, state in states.items()}
         if gaps and not accept_gap:
             raise RecordsGoneError(
-                f"{lost(gaps, states, before)}. Run once with accept_gap=true to go on without "
-                "them, which the commit then records; or reprocess into a new asset"
+                f"{lost(gaps, states, before)}. Run once with accept_gap: true to continue without "
+                "them (the commit records the gap), or reprocess into a new asset"
             )
         if wanted is not None:
             ranges = {
@@ -220,12 +219,12 @@ class KafkaSource:
         return PinnedTopics(self, before, taken, ids, gaps, ends)
 
     def news(self, before: Commit | None, consumed: Mapping[str, Any]) -> News:
-        """The ranges of new offsets. Does not use Spark."""
+        """Returns the run config with the new offset ranges. Does not use Spark."""
         pinned = self.pin(before)
         ranges = pinned.records
         records = sum(e - s for some in ranges.values() for s, e in some.values())
         if before is None and not records and self.start != "earliest":
-            ranges = pinned.ranges  # the position to begin at has to be committed
+            ranges = pinned.ranges  # commit the start offsets, or ``latest`` would move on
         config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
         if not config:
             return News()
@@ -235,15 +234,15 @@ class KafkaSource:
         for topic, kind in self.cluster.timestamp_types(self.topics).items():
             if kind != "LogAppendTime":
                 raise SourceError(
-                    f"expected message.timestamp.type=LogAppendTime of the topic {topic!r}, of which "
-                    f"recorded_at='append_time' is wanted, got {kind}: its times are those of its "
-                    "producers. Set it of the topic, or name a column as recorded_at"
+                    f"expected message.timestamp.type=LogAppendTime of the topic {topic!r} for "
+                    f"recorded_at='append_time', got {kind}: its timestamps come from producers. Set "
+                    "message.timestamp.type of the topic, or name a column as recorded_at"
                 )
 
     def _ranges(
         self, topic: str, state: TopicState, before: Commit | None, gaps: Ranges
     ) -> dict[int, tuple[int, int]]:
-        """All that is there after the position; what is missing in between goes to ``gaps``."""
+        """Returns the unconsumed ``[start, end)`` by partition; adds lost ranges to ``gaps``."""
         position: Offsets | None = None
         if before is not None and topic in before.topics:
             position = before.inputs[topic]
@@ -285,19 +284,19 @@ class KafkaSource:
         key: Sequence[str],
         schema: StructType,
     ) -> DataFrame:
-        """The records of some ranges, each of which holds some.
+        """Returns the records of non-empty offset ranges.
 
-        Plan: one scan, a Kafka consumer for each partition; of several topics also one shuffle and
-        sort by partition.
+        Plan: one scan with one Kafka consumer per partition; several topics add one shuffle and sort by
+        partition.
 
         Returns:
-            the schema's columns (null where a message cannot be read), ``partition``, ``_arrival``,
-            ``timestamp`` (the message's, where the schema has none), ``_deleted``, ``_record_time``,
+            the schema's columns (null if the message is unreadable), ``partition``, ``_arrival``,
+            ``timestamp`` (the message's, if the schema has none), ``_deleted``, ``_record_time``,
             ``_source`` (topic), ``_position`` (offset), ``_raw`` and ``_raw_key`` (BINARY),
-            ``_reason``; ``_told_at``, where the append time is asked for.
+            ``_reason``; ``_told_at`` with ``recorded_at="append_time"``.
 
         Raises:
-            SourceError: a schema cannot be had.
+            SourceError: a schema is not available.
         """
         messages = self._messages(spark, ranges)
         message, message_key = F.col(RAW), F.col(RAW_KEY)
@@ -326,7 +325,7 @@ class KafkaSource:
             messages = messages.withColumn(name, one)
         read = messages.withColumns({**parts, REASON: reason, RECORD_TIME: time, **said})
         good = F.col(REASON).isNull()
-        # The row before a deletion says when that row was written, not when it was deleted.
+        # The row image of a deletion holds the time of its last write, not of the deletion.
         valued = good & ~F.col(DELETED)
 
         def column(name: str) -> Column:
@@ -349,7 +348,7 @@ class KafkaSource:
     def _messages(
         self, spark: SparkSession, ranges: Mapping[str, Mapping[int, tuple[int, int]]]
     ) -> DataFrame:
-        """The messages of some ranges, in order of arrival."""
+        """Returns the messages of offset ranges, with their order of arrival."""
         return in_order_of_arrival(
             read_messages(self.cluster, spark, ranges, headers=self.headers is not None).select(
                 F.col("topic").alias(SOURCE),
@@ -370,12 +369,11 @@ class KafkaSource:
 
 
 def _said(value: Decoded, absent: Column, flat: bool) -> dict[str, Column]:
-    """What messages say of deletions: ``_deleted``; where the format tells it, ``_restates`` and
-    ``_truncates``.
+    """Returns the columns ``_deleted`` and, if the format has them, ``_restates`` and ``_truncates``.
 
     Args:
-        value: what they are read as; ``absent``: whether there is nothing to read.
-        flat: whether a row tells it by a field ``__deleted``.
+        value: the decoded value; ``absent``: whether the message has no value.
+        flat: whether the field ``__deleted`` marks deletions.
     """
     gone = F.lit(False) if value.deleted is None else F.coalesce(value.deleted, F.lit(False))
     if flat:

@@ -1,7 +1,7 @@
-"""What the bytes of a message mean: JSON, Avro, Protobuf, text, and change events of Debezium.
+"""Formats of Kafka messages: JSON, Avro, Protobuf, raw values, and change events of Debezium.
 
-A format turns a column of bytes into a column of a struct, which Spark evaluates. Bytes that cannot be
-read give ``broken``, never an error: the record goes to quarantine.
+A format turns a column of bytes into a struct column, as a Spark expression. Bytes that it cannot read
+give a ``reason``, never an error: the record goes to quarantine.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from vt_dagster.sources.unavailable_values import all_null, unchanged_in
 from vt_dagster.sources.value_reader import Reading, Timestamps, Unit
 
 _FRAME = 5
-"""Bytes before a message in Confluent's framing: a zero and the schema's number (big endian)."""
+"""Bytes before a message in Confluent's framing: a zero byte and the schema id (4 bytes,
+big-endian)."""
 
 
 class Decoded(NamedTuple):
-    """What a format makes of a message.
+    """The columns of a decoded message.
 
     Args:
-        parsed: columns to add before, in this order, by name. The others are made of them, so that a
-            message is read once however often it is looked at: Spark does not see that by itself.
-        row: a struct with the columns that were asked for.
-        reason: a ``Reason``; null where the message could be read.
-        deleted: whether the message says that its key was deleted; None = only a null message does.
+        parsed: intermediate columns to add first, in this order, by name. The other columns refer to
+            them, so that Spark parses a message once and not once per reference.
+        row: a struct with the wanted columns.
+        reason: a ``Reason``; null if the message is readable.
+        deleted: whether the message deletes its key; None = only a null message does.
         time: TIMESTAMP of the change, if the message has one.
-        restates: whether the message says what its key has now, and no change of it.
-        truncates: whether it says that all rows are gone; None = no message does.
-        unchanged: names of the columns whose value the message does not have, since it is unchanged;
-            null = it has all.
+        restates: whether the message repeats the current row of its key, as a snapshot does.
+        truncates: whether the message deletes all rows; None = no message does.
+        unchanged: names of the columns whose unchanged value the message omits; null = none.
     """
 
     parsed: dict[str, Column]
@@ -61,49 +61,49 @@ class Decoded(NamedTuple):
 
 
 class Format(ABC):
-    """How the bytes of a message are read."""
+    """A format of messages."""
 
     orders_changes = False
-    """Whether the last message of a key is what the table holds that the messages are changes of."""
+    """Whether the messages are changes of a table: the last one of a key is its current row."""
 
     @abstractmethod
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
-        """The columns that are wanted out of a message; where it is null, no matter which.
+        """Returns the wanted columns of a message; any values if the message is null.
 
         Args:
-            subject: the name under which a schema registry keeps the message's schemas.
-            into: what the names of ``parsed`` begin with.
+            subject: the subject of the message's schemas in a schema registry.
+            into: prefix of the names in ``parsed``.
 
         Raises:
-            SourceError: a schema cannot be had.
+            SourceError: a schema is not available.
         """
 
     def columns(self, wanted: StructType) -> list[str]:
-        """Those of the columns that are wanted that a message can give."""
+        """Returns the wanted columns that a message can fill."""
         return wanted.names
 
     def misfits(self, wanted: StructType) -> list[str]:
-        """What of the columns no message can ever give, in words. Does not use Spark."""
+        """Returns descriptions of columns whose type no message can fill. Does not use Spark."""
         return []
 
 
 @dataclass(frozen=True)
 class Json(Format):
-    """A JSON object a message; its fields are columns by name, and missing ones are null.
+    """One JSON object per message; fields map to columns by name, and missing fields are null.
 
-    A message with none of the columns, or with one whose name differs in upper and lower case, is
-    unreadable. What Kafka Connect's converter writes is unwrapped: ``{"schema": ..., "payload": ...}``.
-    Of a single column, as of a key, a message may also be the value itself: ``"apple"``, ``17``.
+    A message without any of the columns, or with a name that differs only in case, is unreadable. The
+    envelope of Kafka Connect's converter, ``{"schema": ..., "payload": ...}``, is unwrapped. For a
+    single column, such as a key, the message may also be the value itself: ``"apple"``, ``17``.
 
     Args:
-        options: Spark's JSON options, as of a ``FilesSource``; one without effect is an error.
-        framed: whether Confluent's five bytes stand before it.
-        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
+        options: Spark's JSON options, as for ``FilesSource``; an option without effect is an error.
+        framed: whether the message begins with Confluent's five bytes.
+        timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column:
             ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
-            None: such a number is unreadable, unless Connect's schema in the message says its unit.
-        decimals: what a text in a DECIMAL column is: ``text`` = the number; ``base64`` = its unscaled
-            bytes, with the column's scale, as Connect and Debezium write decimals by default. Connect's
-            schema in the message wins.
+            None: such a number is unreadable unless Connect's schema in the message has the unit.
+        decimals: encoding of a string in a DECIMAL column: ``text`` = the number; ``base64`` = the
+            unscaled bytes with the column's scale, the default of Connect and Debezium. Connect's
+            schema in the message has precedence.
     """
 
     options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
@@ -124,7 +124,7 @@ class Json(Format):
         return Reading(self.timestamps, self.options, unscaled=self.decimals == "base64")
 
     def text(self, message: Column) -> Column:
-        """The message without what stands before it."""
+        """Returns the message as text, without framing."""
         return (_unframed(message) if self.framed else message).cast("string")
 
     def decode(self, message: Column, wanted: StructType, subject: str, into: str) -> Decoded:
@@ -136,16 +136,16 @@ class Json(Format):
 
 @dataclass(frozen=True)
 class Raw(Format):
-    """The message itself as one column.
+    """The whole message as one column.
 
     Args:
         column: its name in the schema.
-        serializer: Kafka's serializer that wrote it: ``short``, ``integer``, ``long``, ``float`` and
-            ``double`` (the high byte first), ``boolean`` (one byte), ``uuid``, ``string`` (UTF-8) or
-            ``bytes``. None: a text, from which the column's value is read; the quotes of a JSON string
-            are no part of it.
-        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
-            ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``. None: it is unreadable.
+        serializer: the Kafka serializer of the message: ``short``, ``integer``, ``long``, ``float`` and
+            ``double`` (big-endian), ``boolean`` (one byte), ``uuid``, ``string`` (UTF-8) or ``bytes``.
+            None: the column's value as text; the quotes of a JSON string are removed.
+        timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column:
+            ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``. None: such a number is
+            unreadable.
     """
 
     column: str
@@ -173,21 +173,22 @@ class Raw(Format):
 
 @dataclass(frozen=True)
 class Avro(Format):
-    """An Avro record a message.
+    """One Avro record per message.
 
-    Fields are columns by their names, at any depth. A value that its column cannot hold makes the
-    record unreadable; a type that never can is an error when definitions load.
+    Fields map to columns by name, at any depth. A value that does not fit its column makes the record
+    unreadable; a type that can never fit is an error when definitions load.
 
     Args:
-        schema: the schema (JSON) that messages are written with, without framing; or
-        registry: where the schemas of messages in Confluent's framing are. A message whose schema is
-            not the subject's goes to quarantine. A column that a message's schema has by another name
-            is known by the aliases of that schema and of the subject's newest one. One that it lacks
-            has the newest one's default, if that is a text, a number or a boolean; else it is null.
-        subject: the registry's name for them; None = ``<topic>-value`` or ``<topic>-key``.
-        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970,
-            where neither a logical type nor Connect's name of the type says it: ``seconds``,
-            ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
+        schema: the writer schema (JSON) of messages without framing; or
+        registry: the registry with the schemas of messages in Confluent's framing. A message whose
+            schema is not registered for the subject goes to quarantine. Columns also match by the
+            aliases in the message's schema and in the subject's newest one. A column missing in the
+            message's schema gets the newest schema's default if that is a string, a number or a
+            boolean; otherwise null.
+        subject: the subject in the registry; None = ``<topic>-value`` or ``<topic>-key``.
+        timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column without a
+            logical type or a type name of Connect: ``seconds``, ``millis``, ``micros``, ``nanos`` or
+            ``days``; for all columns, or by column.
     """
 
     schema: str | None = None
@@ -240,20 +241,20 @@ class Avro(Format):
 
 @dataclass(frozen=True)
 class Protobuf(Format):
-    """A Protobuf message; its fields are columns by their names in the ``.proto`` file.
+    """One Protobuf message; fields map to columns by their names in the ``.proto`` file.
 
-    Google's wrapper types are their value, Timestamp is a time, Duration a text like ``1.5s``, Struct,
-    Value and ListValue a text of JSON; an enum is the name of its value.
+    Google's wrapper types give their value, Timestamp a time, Duration a string such as ``1.5s``;
+    Struct, Value and ListValue give a JSON string, an enum the name of its value.
 
-    Spark's own Protobuf functions are a module that it does not ship, so messages go to Python in
-    Arrow batches and come back as JSON.
+    Spark does not ship the module with its Protobuf functions, so messages go to Python in Arrow
+    batches and come back as JSON.
 
     Args:
-        descriptor: a file of descriptors, as ``protoc --include_imports --descriptor_set_out`` makes.
+        descriptor: a descriptor file, made by ``protoc --include_imports --descriptor_set_out``.
         message: the full name of the message, ``package.Name``.
-        framed: whether Confluent's framing stands before it. Which message of the file it was written
-            with does not matter: the wire format tells its fields.
-        timestamps: what a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column counts since 1970:
+        framed: whether the message begins with Confluent's framing. Its schema id and message indexes
+            are ignored: the wire format identifies the fields.
+        timestamps: unit since 1970 of a number in a TIMESTAMP, TIMESTAMP_NTZ or DATE column:
             ``seconds``, ``millis``, ``micros``, ``nanos`` or ``days``; for all columns, or by column.
     """
 
@@ -271,7 +272,7 @@ class Protobuf(Format):
 
     def misfits(self, wanted: StructType) -> list[str]:
         if not Path(self.descriptor).is_file() or find_spec("google.protobuf") is None:
-            return []  # it may be where the runs are
+            return []  # the file may exist only where runs execute
         made = message_class_of(Path(self.descriptor).read_bytes(), self.message)
         return protobuf.misfits(made.DESCRIPTOR, wanted, self.reading)
 
@@ -303,29 +304,28 @@ class Protobuf(Format):
 class Debezium(Format):
     """Debezium's change events: ``before``, ``after``, ``op``; a deletion is a tombstone.
 
-    Of ``op`` c, u and r the row is ``after``; d deletes the key of ``before``; t deletes every key; m
-    is no change of a row and goes to quarantine. In a versioned table a null message after a deletion,
-    and a snapshot's row (r) that is as the table has it, say nothing new: they are counted
-    (``nothing_new``) and not applied. Of a key, the last message is what the table holds, whatever its
-    time. A deletion has the event's time, not that of the row before it.
+    For ``op`` c, u and r the row is ``after``; d deletes the key of ``before``; t deletes every key; m
+    is not a row change and goes to quarantine. In a versioned table, a null message after a deletion
+    and a snapshot row (r) equal to the table's row change nothing: they are counted (``nothing_new``)
+    and not applied. The last message of a key is its current row, whatever its timestamp. A deletion
+    has the timestamp of its event, not that of the deleted row.
 
     Args:
-        format: of the events. JSON may have ``schema`` and ``payload`` around them.
-        timestamp: ``source`` = when the database made the change (``source.ts_ms``), where the table
-            has no timestamp of its own; ``record`` = the message's.
-        truncate: ``delete`` = an event t deletes every key that the table has, at the event's time. It
-            needs one topic with one partition: where there are several, the order between an event t
-            and the records of the others is unknown, and a run that reads one fails before its commit.
-            ``quarantine`` = it is kept aside (``unreadable``), as it always is of a stream.
-        unwrapped: whether the events went through Debezium's transform ExtractNewRecordState, so that a
-            message is the row itself: ``__deleted`` = "true" is a deletion; ``__op`` and
-            ``__source_ts_ms``, where ``add.fields`` has them, are its ``op`` and ``source.ts_ms``.
-        unavailable: what stands for a value that the database did not send, since it is unchanged
-            (``unavailable.value.placeholder``; PostgreSQL's TOAST): of a text, of bytes, of an array of
-            texts or whole numbers, or of a map. A versioned table takes the value of the
-            key's record before, in the topic's order; where there is none, elsewhere, and with
-            ``tie_break``, the record is unreadable. None: it is a
-            value like others.
+        format: the format of the events. JSON may have the ``schema`` and ``payload`` envelope.
+        timestamp: for a schema without ``timestamp``: ``source`` = the time of the change in the
+            database (``source.ts_ms``); ``record`` = the message's timestamp.
+        truncate: ``delete`` = an event t deletes every key of the table at the event's time. This needs
+            one topic with one partition: with several, the order of an event t and the records of other
+            partitions is unknown, and a run that reads an event t fails before its commit.
+            ``quarantine`` = the event is quarantined (``unreadable``), as always for a stream.
+        unwrapped: whether Debezium's transform ExtractNewRecordState was applied, so that the message
+            is the row itself: ``__deleted`` = "true" is a deletion; ``__op`` and ``__source_ts_ms``, if
+            ``add.fields`` adds them, are ``op`` and ``source.ts_ms``.
+        unavailable: the placeholder for an unchanged value that the database did not send
+            (``unavailable.value.placeholder``; PostgreSQL's TOAST), in strings, bytes, arrays of
+            strings or integers, and maps. A versioned table takes the value of the key's previous
+            record in the topic's order. Without a previous record, in other nodes, and with
+            ``tie_break``, the record is unreadable. None: the placeholder is an ordinary value.
     """
 
     format: Json | Avro = field(default_factory=Json)
@@ -386,7 +386,7 @@ class Debezium(Format):
         return Decoded(found.parsed, found.row, found.reason, deleted, time, restates, None, unchanged)
 
     def _unchanged(self, row: Column, wanted: StructType, deleted: Column) -> Column | None:
-        """The columns whose value the database did not send; null = it sent all."""
+        """Returns the columns whose value the database did not send; null = it sent all."""
         if self.unavailable is None:
             return None
         names = unchanged_in(row, wanted, self.unavailable)
@@ -395,7 +395,7 @@ class Debezium(Format):
     def _json(
         self, format_: Json, message: Column, wanted: StructType, into: str
     ) -> tuple[dict[str, Column], Decoded]:
-        """The parts of an event: only that image of the row is read that counts."""
+        """Returns the parts of an event; reads only the image that counts, ``before`` or ``after``."""
         text, event = format_.text(message), _event(wanted)
         parsed = parse(text, event, format_.options, into, bare_payload=True)
         op = value_of(parsed.texts["op"], StringType(), format_.reading)
@@ -412,7 +412,7 @@ class Debezium(Format):
 
 
 def _event(wanted: StructType) -> StructType:
-    """The parts of a change event that are read."""
+    """Returns the schema of the parts of a change event that are read."""
     image = _nullable(wanted)
     source = StructType([StructField("ts_ms", LongType())])
     return StructType(
@@ -438,12 +438,12 @@ def _is_framed(message: Column) -> Column:
 
 
 def _unframed(message: Column) -> Column:
-    """What stands behind the frame; null where there is none, which no format can read."""
+    """Returns the message after the framing; null without framing, which every format rejects."""
     return F.when(_is_framed(message), F.substring(message, _FRAME + 1, 2**31 - 1))
 
 
 def _without_indexes(message: Column) -> Column:
-    """What stands behind Protobuf's message indexes: their number, doubled, and a byte for each."""
+    """Returns the message after Protobuf's message indexes: their zigzag count and one byte each."""
     number = F.conv(F.hex(F.substring(message, 1, 1)), 16, 10).cast("int") / 2
     return F.substring(message, (number + 2).cast("int"), F.length(message))
 

@@ -1,4 +1,4 @@
-"""What a run takes of Kafka topics."""
+"""The offset ranges that a run reads from Kafka topics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from vt_dagster.topology.model import Stream
 _TRUNCATED = "vt_dagster: truncated in one of several partitions"
 APPEND_TIME = "append_time"
 WORDS = ("run", APPEND_TIME)
-"""Times of record that are no column's."""
+"""Values of ``recorded_at`` that are not column names."""
 
 
 class Topics(Protocol):
-    """A source of topics, see ``KafkaSource``."""
+    """A source of Kafka topics, see ``KafkaSource``."""
 
     @property
     def cluster(self) -> KafkaCluster: ...
@@ -55,16 +55,16 @@ class Topics(Protocol):
 
 @dataclass(frozen=True)
 class PinnedTopics:
-    """What a run takes from its topics.
+    """The offset ranges that a run reads.
 
     Args:
         source: the topics.
-        before: the asset's last commit; None = there is none.
-        ranges: what is read, of every partition that there is.
-        ids: of the topics.
-        gaps: what was lost before the ranges, and accepted to be lost; of a topic that was created
-            anew where it stood, since nobody knows how much it had.
-        ends: the offset after the last record of each partition, when the run started.
+        before: the asset's last commit; None = no commit yet.
+        ranges: ``[start, end)`` of every partition, also empty ones.
+        ids: the topic ids.
+        gaps: accepted ranges of lost offsets; of a recreated topic an empty range at the consumed
+            offset, since the number of lost records is unknown.
+        ends: the end offset of each partition when the run started (exclusive).
     """
 
     source: Topics
@@ -86,14 +86,14 @@ class PinnedTopics:
 
     @property
     def records(self) -> Ranges:
-        """The ranges that hold something."""
+        """The non-empty ranges."""
         some = {t: {p: r for p, r in of.items() if r[1] > r[0]} for t, of in self.ranges.items()}
         return {t: of for t, of in some.items() if of}
 
     @property
     def taken(self) -> Ranges:
-        """The same, or all of them where there is something to commit besides records."""
-        # A first position counts, even where there is nothing to read: else ``latest`` would move on.
+        """The non-empty ranges; all ranges if there is more to commit than records."""
+        # The first commit stores the start offsets even without records: else ``latest`` would move on.
         new = self.before is None or self.gaps or set(self.ids) - set(self.before.topics)
         return self.ranges if new else self.records
 
@@ -110,7 +110,7 @@ class PinnedTopics:
         return with_source_recorded_at(rows, self.source.recorded_at, WORDS)
 
     def consumed(self) -> None:
-        """Offsets tell."""
+        """Returns None: the commit holds the offsets."""
 
     def position(self, before: Commit, counts: Mapping[str, int]) -> dict[str, Any]:
         return {
@@ -122,14 +122,14 @@ class PinnedTopics:
 
     @property
     def counts(self) -> dict[str, int]:
-        """``lost``: offsets that are gone, and accepted to be."""
+        """``lost``: the number of lost offsets that the run accepts."""
         return {"lost": sum(e - s for some in self.gaps.values() for s, e in some.values())}
 
     def describe(self, schema: StructType) -> list[str]:
         taken = {topic: sum(e - s for s, e in some.values()) for topic, some in self.taken.items()}
         lines = ["takes records: " + ", ".join(f"{n:,} of {topic}" for topic, n in taken.items())]
         if self.gaps:
-            lines.append(f"!goes on without {self.gaps}, as it was told")
+            lines.append(f"!continues without {self.gaps} (accept_gap)")
         inputs = {} if self.before is None else self.before.inputs
         for topic, some in self.ranges.items():
             new = sorted(set(some) - set(inputs[topic])) if topic in inputs else []
@@ -140,17 +140,17 @@ class PinnedTopics:
     def explain(self, error: Exception) -> SourceError | None:
         if _TRUNCATED in str(error):
             return SourceError(
-                f"the {self.source.describe()}: expected no event of op t (truncate) in several topics "
-                "or partitions, where nobody knows which records of the others came before it; nothing "
-                "was committed. Let the connector skip them (skipped.operations=t), or set "
-                "Debezium(truncate='quarantine') and delete the keys by another way"
+                f"the {self.source.describe()}: expected no event of op t (truncate) with several "
+                "topics or partitions, where its order relative to the others is unknown; nothing was "
+                "committed. Let the connector skip them (skipped.operations=t), or set "
+                "Debezium(truncate='quarantine') and delete the keys in another way"
             )
         said = re.search(r"(?:Caused by: )?(?:org\.apache|java)[\w.]*[kK]afka[\w.$]*: (.+)", str(error))
         if said is None:
             return None
         return SourceError(
             f"the {self.source.describe()} could not be read to their end: {said[1].strip()}; nothing "
-            "was committed: run again, and see what the topic's retention is"
+            "was committed. Run again, and check the topic's retention"
         )
 
     @property
@@ -162,12 +162,12 @@ class PinnedTopics:
 
     @property
     def behind(self) -> int:
-        """Offsets that the run leaves to later ones."""
+        """The number of offsets left to later runs."""
         return sum(e - self._position(t, p) for t, some in self.ends.items() for p, e in some.items())
 
     @property
     def waiting(self) -> dict[str, Offsets]:
-        """The position in each partition that has records after it."""
+        """The end of the run by partition, for partitions with records after it."""
         places = {
             t: {p: self._position(t, p) for p, e in some.items() if self._position(t, p) < e}
             for t, some in self.ends.items()

@@ -1,4 +1,4 @@
-"""Schemas of messages out of a schema registry."""
+"""Schemas of messages from a schema registry."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vt_dagster.sources.kafka_cluster import setting
 
 @dataclass(frozen=True)
 class SchemaRegistry:
-    """A schema registry with Confluent's HTTP interface. Texts may be ``dagster.EnvVar``.
+    """A schema registry with Confluent's HTTP API. Strings may be ``dagster.EnvVar``.
 
     Args:
         url: ``https://host:port``.
-        username, password: where it wants them. None of the three is ever shown.
-        ca_location: file (PEM) with the certificates to trust.
+        username, password: for basic authentication. The repr hides them and ``url``.
+        ca_location: file (PEM) with the trusted certificates.
     """
 
     url: str = field(repr=False)
@@ -26,7 +26,7 @@ class SchemaRegistry:
     ca_location: str | None = None
 
     def schemas(self, subject: str) -> dict[int, str]:
-        """All versions of a subject's schema by their number in the registry, oldest first.
+        """Returns all versions of a subject's schema by schema id, oldest version first.
 
         Raises:
             SourceError: the registry does not answer, or has no such subject.
@@ -35,12 +35,12 @@ class SchemaRegistry:
             from confluent_kafka.schema_registry import SchemaRegistryClient, SchemaRegistryError
         except ImportError:
             raise SourceError(
-                "expected the package confluent-kafka with its schema registry client, found none; "
+                "expected the package confluent-kafka with its schema registry client, got none; "
                 'install "vt-dagster[kafka]"'
             ) from None
         url = setting(self.url, "url")
         conf: dict[str, Any] = {"url": url, "timeout": 10, "max.retries": 2}
-        url = re.sub(r"//[^/]*@", "//", url)  # messages are read by many
+        url = re.sub(r"//[^/]*@", "//", url)  # no credentials in messages
         if self.username is not None:
             name, password = setting(self.username, "username"), setting(self.password, "password")
             conf["basic.auth.user.info"] = f"{name}:{password}"
@@ -55,9 +55,9 @@ class SchemaRegistry:
                 f"{error.error_message} ({error.http_status_code}); register them, or correct the "
                 "subject"
             ) from None
-        except Exception as error:  # whatever its HTTP client raises
+        except Exception as error:  # any error of its HTTP client
             raise SourceError(
                 f"the schema registry at {url} did not answer: {type(error).__name__}; nothing was "
-                "read: see that it runs and can be reached from here, then run again"
+                "read. Check that it runs and can be reached from here, then run again"
             ) from None
         return {int(one.schema_id or 0): str(one.schema.schema_str) for one in found}
